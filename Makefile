@@ -1,0 +1,36 @@
+PYTHON := $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
+PY := .venv/bin/python
+STAMP := .venv/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check gpu-test bench golden-update
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create .venv with autopart (editable) and the development tools
+
+demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
+	@$(PY) examples/train_gpt2.py
+
+test: $(STAMP)  ## run every test; those that need a GPU skip without one
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q
+
+check: $(STAMP)  ## lint, format and types
+	@$(PY) -m ruff check && $(PY) -m ruff format --check && $(PY) -m mypy
+
+gpu-test: $(STAMP)  ## run only the tests that need a GPU (pytest's exit code 5: there is none yet)
+	@$(PY) -m pytest -q -m gpu tests || test $$? -eq 5
+
+bench: $(STAMP)  ## run every benchmark
+	@for f in $(sort $(wildcard benchmarks/[!_]*.py)); do echo "== $$f"; $(PY) $$f || exit 1; done
+
+golden-update: $(STAMP)  ## rewrite the golden files from what the code does now; review the diff
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q --golden-update
+
+# -qq: pip warns of every unreachable index that the machine's own configuration names.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up .venv (the first time takes minutes: it installs torch)"
+	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq -c constraints.txt -e '.[dev]'
+	@touch $@

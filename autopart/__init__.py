@@ -1,0 +1,1 @@
+"""Partition an unmodified PyTorch model over a device mesh."""

@@ -1,0 +1,56 @@
+"""Errors a user can meet. Each says what was asked, why it cannot be, where, and what to try.
+
+All are `ValueError`s; `assert` is for our own mistakes.
+"""
+
+from __future__ import annotations
+
+
+class AutopartError(ValueError):
+    """A mistake in what was asked of autopart, told in four parts: what, why, where, try.
+
+    Example:
+        >>> print(LayoutError("cannot shard dim 1 of 'q.weight' over axis 'tp'", why="30 is not a multiple of 4",
+        ...                   where="linear at model.py:27", hint="tp=2"))
+        cannot shard dim 1 of 'q.weight' over axis 'tp'
+          why    30 is not a multiple of 4
+          where  linear at model.py:27
+          try    tp=2
+    """
+
+    def __init__(self, what: str, *, why: str = "", where: str = "", hint: str = ""):
+        lines = [what]
+        lines += [f"  {label:<7}{text}" for label, text in (("why", why), ("where", where), ("try", hint)) if text]
+        super().__init__("\n".join(lines))
+
+
+class MeshError(AutopartError):
+    """The mesh cannot be read, or does not fit the model, the batch or the processes there are."""
+
+
+class TraceError(AutopartError):
+    """The model could not be traced."""
+
+
+class LayoutError(AutopartError):
+    """A value cannot lie on the mesh as asked."""
+
+
+class PlanError(AutopartError):
+    """A plan cannot be read, or does not fit the model or the mesh."""
+
+
+class StageError(AutopartError):
+    """The model cannot be cut into the stages or microbatches asked for."""
+
+
+class InputError(AutopartError):
+    """A call does not fit the traced inputs."""
+
+
+class OptionError(AutopartError):
+    """An option is unknown, not built yet, or contradicts another."""
+
+
+class RuntimeSetupError(AutopartError):
+    """There is no process group, or it does not fit the mesh."""

@@ -1,0 +1,148 @@
+"""Where a value lives on one mesh axis, for itself and for its gradient, and how to go from one place to another.
+
+A `Placement` is one of four pairs (value, gradient), in the words of `torch.distributed.tensor`:
+
+| text          | value on the axis            | gradient on the axis            |
+|---------------|------------------------------|---------------------------------|
+| `R`           | the same on every rank       | the same on every rank          |
+| `R(grad P)`   | the same on every rank       | a partial sum on every rank     |
+| `S(d)`        | cut along tensor dim `d`     | cut the same way                |
+| `P`           | a partial sum on every rank  | the same on every rank          |
+
+A dim that is a concatenation (q|k|v in one projection) is cut section by section: `S(0; sections=3)` for equal
+sections, `S(0; sections=64+16+16)` for unequal ones. A *layout* maps mesh axis names to placements.
+
+Every conversion is one forward collective and one backward collective (`conversion`), so its price is known in both
+directions before anything runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Sections = tuple[int, ...]
+"""`()` for one piece, `(k,)` for k equal sections, `(a, b, ...)` for sections of these sizes."""
+
+
+@dataclass(frozen=True, order=True)
+class Placement:
+    """One of the four pairs of the module docstring. Use `R`, `R_GRAD_P`, `P` and `shard(dim)`."""
+
+    kind: str
+    dim: int = -1
+    sections: Sections = ()
+
+    def __str__(self) -> str:
+        if self.kind != "S":
+            return self.kind
+        if not self.sections:
+            return f"S({self.dim})"
+        return f"S({self.dim}; sections={'+'.join(map(str, self.sections))})"
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.kind in ("R", "R(grad P)")
+
+    @staticmethod
+    def parse(text: str) -> Placement:
+        """The inverse of `str`. Raises ValueError with the accepted forms.
+
+        >>> Placement.parse("S(1; sections=3)")
+        Placement(kind='S', dim=1, sections=(3,))
+        """
+        match = re.fullmatch(r"S\(\s*(\d+)\s*(?:;\s*sections=([\d+]+)\s*)?\)", text.strip())
+        if match:
+            sections = tuple(int(n) for n in match[2].split("+")) if match[2] else ()
+            return shard(int(match[1]), sections)
+        if text.strip() in ("R", "R(grad P)", "P"):
+            return Placement(text.strip())
+        raise ValueError(f"'{text}' is no placement; try R, R(grad P), P, S(0) or S(0; sections=3)")
+
+
+R = Placement("R")
+R_GRAD_P = Placement("R(grad P)")
+P = Placement("P")
+
+Layout = Mapping[str, Placement]
+
+
+def shard(dim: int, sections: Sections = ()) -> Placement:
+    """`S(dim)`, equal sections written as a count: sections `(8, 8, 8)` become `(3,)`.
+
+    >>> str(shard(1, (8, 8, 8)))
+    'S(1; sections=3)'
+    """
+    if len(sections) > 1 and len(set(sections)) == 1:
+        sections = (len(sections),)
+    return Placement("S", dim, () if sections == (1,) else sections)
+
+
+def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
+    """Sizes of the sections of a dim of `size` elements.
+
+    >>> section_sizes(96, (3,)), section_sizes(96, (64, 16, 16)), section_sizes(5, ())
+    ((32, 32, 32), (64, 16, 16), (5,))
+    """
+    if not sections:
+        return (size,)
+    if len(sections) == 1:
+        return (size // sections[0],) * sections[0]
+    return sections
+
+
+def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
+    """How many of `size` elements each shard holds: equal where possible, else the last ones smaller (`torch.chunk`).
+
+    >>> shard_sizes(97, 4)
+    (25, 25, 25, 22)
+    """
+    step = -(-size // num_shards)
+    return tuple(max(0, min(step, size - i * step)) for i in range(num_shards))
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How a value goes from one placement to another on one axis.
+
+    `operator` is the name of the custom operator `torch.ops.autopart.<operator>`; `forward` and `backward` name the
+    primitive it runs in either direction: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` move data,
+    `identity`, `slice`, `pad` and `own` (keep it on the first rank, zero elsewhere) are local.
+    """
+
+    operator: str
+    forward: str
+    backward: str
+
+
+CONVERSIONS: dict[tuple[str, str], Conversion] = {
+    ("R", "R(grad P)"): Conversion("sum_grad", "identity", "all_reduce"),
+    ("R(grad P)", "R"): Conversion("own_grad", "identity", "own"),
+    ("R", "P"): Conversion("own", "own", "identity"),
+    ("R(grad P)", "P"): Conversion("own_both", "own", "own"),
+    ("R", "S"): Conversion("slice", "slice", "all_gather"),
+    ("R(grad P)", "S"): Conversion("slice_pad", "slice", "pad"),
+    ("S", "R"): Conversion("all_gather", "all_gather", "slice"),
+    ("S", "R(grad P)"): Conversion("all_gather_sum", "all_gather", "reduce_scatter"),
+    ("P", "R"): Conversion("all_reduce", "all_reduce", "identity"),
+    ("P", "R(grad P)"): Conversion("all_reduce_both", "all_reduce", "all_reduce"),
+    ("P", "S"): Conversion("reduce_scatter", "reduce_scatter", "all_gather"),
+    ("S", "S"): Conversion("all_to_all", "all_to_all", "all_to_all"),
+}
+
+
+def conversion(source: Placement, target: Placement) -> Conversion | None:
+    """The conversion between two placements on one axis; None where they are the same or none exists (`S` to `P`)."""
+    if source == target:
+        return None
+    return CONVERSIONS.get((source.kind, target.kind))
+
+
+def format_layout(layout: Layout) -> str:
+    """`{dp:S(0) tp:P}`; replicated axes are left out."""
+    return "{" + " ".join(f"{axis}:{p}" for axis, p in layout.items() if p != R) + "}"

@@ -1,0 +1,169 @@
+"""A partition plan: data that says how a model lies on a mesh. JSON in, JSON out; nothing is chosen here.
+
+Parameters and operators are keyed by name patterns in which the numbers of repeated blocks are left open
+(`model.layers.*.mlp.down_proj.weight`); an entry for a full name overrides the pattern's. An operator's entry is the
+placements of its inputs and outputs on an axis; operators that are not listed run replicated on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from autopart.errors import PlanError
+from autopart.graph import pattern_of
+from autopart.mesh import Mesh
+
+FORMAT = "autopart-plan/1"
+
+
+@lru_cache(maxsize=1)
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a plan (also `autopart plan --schema`)."""
+    return json.loads(resources.files("autopart").joinpath("plan_schema.json").read_text())
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How microbatches run through the stages. `name` is None where there is one stage."""
+
+    name: str | None = None
+    microbatches: int = 1
+    virtual_stages: int = 1
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind in one module: `count` of them in all repeated blocks, `bytes` sent by one rank in all.
+
+    `microbatch`: once a microbatch, or (gradients of parameters) once a step.
+    """
+
+    where: str
+    axis: str
+    forward: str
+    backward: str
+    count: int
+    bytes: int
+    per: str = "microbatch"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model lies on a mesh.
+
+    Example:
+        >>> plan = autopart.plan(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
+        >>> plan.save("plan.json")                                          # doctest: +SKIP
+        >>> pm = autopart.parallelize(model, "pp2,tp2", plan="plan.json")   # doctest: +SKIP
+    """
+
+    mesh: Mapping[str, int]
+    model: Mapping[str, Any]
+    inputs: Mapping[str, Mapping[str, Any]]
+    schedule: Schedule
+    parameters: Mapping[str, Mapping[str, str]]
+    operators: Mapping[str, Mapping[str, Any]]
+    cuts: tuple[str, ...] = ()
+    stages: tuple[Mapping[str, Any], ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    hardware: str = ""
+    notes: tuple[str, ...] = ()
+    text: str = field(default="", compare=False, repr=False)
+
+    def to_json(self) -> str:
+        """The plan as JSON text, entries one a line so that it reads and compares well."""
+        data = {"format": FORMAT, **{k: v for k, v in asdict(self).items() if k != "text"}}
+        return _dumps(data) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file."""
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan from a JSON file. Raises PlanError with the line that is wrong."""
+        path = Path(path)
+        if not path.exists():
+            raise PlanError(f"there is no plan at {path}", hint="autopart plan ... --output plan.json writes one")
+        return Plan.from_json(path.read_text(), str(path))
+
+    @staticmethod
+    def from_json(text: str, name: str = "the plan") -> Plan:
+        """Read a plan from JSON text. Raises PlanError with the line that is wrong."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{name} is no JSON", why=error.msg, where=f"line {error.lineno}") from None
+        problem = next(iter(jsonschema.Draft202012Validator(schema()).iter_errors(data)), None)
+        if problem is not None:
+            path = [str(p) for p in problem.absolute_path]
+            raise PlanError(
+                f"{name} does not have the form of a plan", why=f"{'.'.join(path) or 'the plan'}: {problem.message}",
+                where=line_of(text, *path), hint="autopart plan --schema prints the form",
+            )  # fmt: skip
+        fields = {k: v for k, v in data.items() if k != "format"}
+        fields["schedule"] = Schedule(**fields["schedule"])
+        fields["collectives"] = tuple(Collective(**c) for c in fields.get("collectives", ()))
+        for key in ("cuts", "stages", "notes"):
+            fields[key] = tuple(fields.get(key, ()))
+        return Plan(**fields, text=text)
+
+    def where(self, *keys: str) -> str:
+        """The line of the file the plan was read from that holds these keys, for errors; "" for a plan made here."""
+        return line_of(self.text, *keys) if self.text else ""
+
+    def mesh_object(self) -> Mesh:
+        return Mesh.parse(self.mesh)
+
+    def placement_text(self, parameter: str, axis: str) -> str:
+        """The stored placement of a parameter on an axis, by name or pattern."""
+        entry = self.parameters.get(parameter) or self.parameters.get(pattern_of(parameter)) or {}
+        return entry.get(axis, "R")
+
+    def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
+        """The entry of an operator and the name it was found under: its own key, else its group's pattern."""
+        for name in (key, group):
+            if name in self.operators:
+                return name, self.operators[name]
+        return None
+
+    def explain(self) -> str:
+        """One table: stage, block, layout, FLOPs, bytes communicated."""
+        from autopart.explain import explain
+
+        return explain(self)
+
+
+def line_of(text: str, *keys: str) -> str:
+    """`line 12`: the first line on which the keys have all been seen, in order."""
+    at = 0
+    for key in keys:
+        found = text.find(json.dumps(key), at)
+        if found < 0 and not key.isdigit():
+            found = text.find(key, at)
+        at = found if found >= 0 else at
+    return f"line {text.count(chr(10), 0, at) + 1}"
+
+
+def _dumps(data: Mapping[str, Any]) -> str:
+    """JSON with one line per leaf object of the top-level sections."""
+    lines = []
+    for key, section in data.items():
+        if isinstance(section, Mapping) and section and all(isinstance(v, Mapping) for v in section.values()):
+            inner = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in section.items())
+            lines.append(f"  {json.dumps(key)}: {{\n{inner}\n  }}")
+        elif isinstance(section, (list, tuple)) and section:
+            inner = ",\n".join(f"    {json.dumps(v)}" for v in section)
+            lines.append(f"  {json.dumps(key)}: [\n{inner}\n  ]")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(section)}")
+    return "{\n" + ",\n".join(lines) + "\n}"

@@ -1,0 +1,107 @@
+"""The partitioned program: data that the runtime executes, on processes or all ranks in one.
+
+A `Program` holds no process group, no rank and no weights. Its graphs are SPMD: every rank of a stage runs the same
+graph; what differs is reached through two kinds of node:
+
+- `torch.ops.autopart.<conversion>(x, axis, ...)`: the collectives of `autopart.layout.CONVERSIONS`;
+- `torch.ops.autopart.axis_index(axis)`: this rank's coordinate, an int.
+
+Microbatches are a mesh axis in time: `MICROBATCH_AXIS` appears in layouts beside `dp`, a value that is `S(0)` on it is
+one microbatch's rows, a `P` is summed over microbatches. No collective may run over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.compat import TreeSpec
+from autopart.layout import Layout
+from autopart.mesh import Mesh
+
+MICROBATCH_AXIS = "mb"
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """One keyword argument of a stage graph, computed from the model's inputs alone by the stage's prologue.
+
+    `batch_dim`: the dim that is cut, first over `dp` (contiguous blocks of rows), then over microbatches;
+    None: every rank and microbatch gets the whole value.
+    """
+
+    name: str
+    batch_dim: int | None
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A value that one stage sends to the next: local shape for one microbatch on one rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage.
+
+    `prologue(*model_inputs) -> tuple`: runs once per call on the GLOBAL inputs (in `Program.input_names` order),
+    returns one value per entry of `inputs`. `graph(*received, **inputs) -> tuple`: runs once per microbatch;
+    its positional placeholders are the previous stage's `sends`, its outputs are this stage's `sends`
+    (the last stage: one per tensor output of the program).
+    `graph`'s parameters and buffers are `get_attr` nodes on their original dotted names.
+    """
+
+    index: int
+    prologue: fx.GraphModule
+    inputs: tuple[StageInput, ...]
+    graph: fx.GraphModule
+    receives: tuple[Boundary, ...]
+    sends: tuple[Boundary, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A parameter as it is stored: global shape, layout over the mesh axes, and the stages that read it.
+
+    `grad_axes`: the axes (dp, tp, ...) over which its gradient ends as a partial sum and is summed once a step.
+    `aliases`: other names of the same parameter in the model (tied weights).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+    stages: tuple[int, ...]
+    grad_axes: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """One flat output of the model: a tensor of the last stage's graph (`position`) with its layout, or a constant."""
+
+    position: int | None
+    layout: Layout
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """All stages of the partitioned model, what they store, and how the model's own outputs are put together again."""
+
+    mesh: Mesh
+    microbatches: int
+    input_names: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    parameters: Mapping[str, StoredTensor]
+    outputs: tuple[Output, ...]
+    output_spec: TreeSpec

@@ -1,0 +1,243 @@
+"""From a model and an example call to a flat `torch.fx` graph of functional operators.
+
+`trace` uses `torch.export` (non-strict): the model's own Python runs once on fake tensors. The result keeps the
+user's source lines and module paths on every node; parameters and buffers are `get_attr` nodes under their own names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopart.compat import TreeSpec, leaves_with_names, tree_flatten, tree_map
+from autopart.errors import InputError, TraceError
+
+_NO_CACHE = "use_cache"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model, its arguments by name: tensors to feed, everything else fixed by the trace."""
+
+    tensors: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
+    constants: tuple[Any, ...]
+    spec: TreeSpec
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced model.
+
+    `graph`: placeholders are the tensor inputs in `call.names` order; its output node holds the flat outputs.
+    `parameters`: `{name: fake tensor}` in the model's order; `aliases`: other names of a tied parameter.
+    `constants`: tensors written into the trace. `notes`: what a user should know about how it was traced.
+    """
+
+    graph: fx.Graph
+    call: Call
+    parameters: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, tuple[str, ...]]
+    buffers: Mapping[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor]
+    output_spec: TreeSpec
+    notes: tuple[str, ...]
+    mode: str
+
+
+class WithLoss(nn.Module):
+    """A model that returns no loss, with the user's `loss_fn(output, target)` behind it."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any):
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, target: Any, call: dict[str, Any]) -> Any:
+        return self.loss_fn(self.model(**call), target)
+
+
+def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's arguments by name, in the order of the model's `forward`.
+
+    Raises InputError where the call does not fit the signature.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"{type(model).__name__} cannot be called with {_names(args, kwargs)}",
+            why=str(error),
+            hint=f"its inputs are {', '.join(signature.parameters)}",
+        ) from None
+    arguments: dict[str, Any] = {}
+    for name, argument in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(argument)
+        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            raise InputError(
+                f"{type(model).__name__}.forward takes '{name}' by position only",
+                why="autopart names every input",
+                hint="give the parameter a name in forward()",
+            )
+        else:
+            arguments[name] = argument
+    if _NO_CACHE in signature.parameters and arguments.get(_NO_CACHE) is None:
+        arguments[_NO_CACHE] = False
+    return arguments
+
+
+def _names(args: tuple, kwargs: Mapping[str, Any]) -> str:
+    return ", ".join([f"{len(args)} positional inputs"] * bool(args) + list(kwargs)) or "no inputs"
+
+
+def flatten_call(arguments: Mapping[str, Any]) -> Call:
+    """Split the arguments into tensors (inputs) and everything else (constants of the trace)."""
+    tensors, names, constants = [], [], []
+    for name, leaf in leaves_with_names(dict(arguments)):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            names.append(name)
+        constants.append(None if isinstance(leaf, torch.Tensor) else leaf)
+    _, spec = tree_flatten(dict(arguments))
+    return Call(tuple(tensors), tuple(names), tuple(constants), spec)
+
+
+def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
+    """Trace `model(**arguments)`.
+
+    Args:
+        model: any module; its parameters may be on `meta`.
+        arguments: the call by name, from `bind_call`.
+    Raises:
+        TraceError: the model cannot be traced, with the user's line and what to try.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    call = flatten_call(arguments)
+    # Two inputs that are one tensor object would be merged into one by torch.export: trace on distinct copies.
+    distinct = iter([torch.empty_like(t, device=device).copy_(t) for t in call.tensors])
+    example = tree_map(lambda x: next(distinct) if isinstance(x, torch.Tensor) else x, dict(arguments))
+    try:
+        with torch.enable_grad():
+            program = torch.export.export(model, (), example, strict=False)
+            if _needs_functionalization(program.graph_module):
+                program = program.run_decompositions({})
+    except Exception as error:  # torch.export raises many kinds; each is told with the user's own line
+        raise _trace_error(model, error) from error
+    return _from_exported(model, program, call, arguments)
+
+
+def _from_exported(model: nn.Module, program: Any, call: Call, arguments: Mapping[str, Any]) -> Trace:
+    signature = program.graph_signature
+    if signature.buffers_to_mutate:
+        raise TraceError(
+            f"{type(model).__name__} updates buffers in its forward: {', '.join(signature.buffers_to_mutate.values())}",
+            why="updating buffers (such as batch-norm statistics) is not built yet",
+            hint="model.eval(), or GroupNorm in place of BatchNorm",
+        )
+    parameters, aliases = _parameter_names(model)
+    constants = {f"_constant_{i}": program.constants[name] for i, name in enumerate(_lifted(program))}
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names |= dict(zip(signature.inputs_to_lifted_tensor_constants, constants, strict=True))
+    first_name = {alias: name for name, others in aliases.items() for alias in others}
+    attributes = {node: first_name.get(target, target) for node, target in names.items()}
+    graph = _own_graph(program.graph_module, attributes, call.names)
+    notes = (f"traced with {_NO_CACHE}=False",) if arguments.get(_NO_CACHE) is False else ()
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    mode = "train" if model.training else "eval"
+    return Trace(graph, call, parameters, aliases, buffers, constants, program.call_spec.out_spec, notes, mode)
+
+
+def _lifted(program: Any) -> list[str]:
+    return list(program.graph_signature.inputs_to_lifted_tensor_constants.values())
+
+
+def _own_graph(module: fx.GraphModule, attributes: Mapping[str, str], input_names: tuple[str, ...]) -> fx.Graph:
+    """A copy of the exported graph in which parameters, buffers and constants are `get_attr` nodes, inputs stay
+    placeholders, and no-grad regions are inlined."""
+    graph, values, names = fx.Graph(), {}, iter(input_names)
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and node.name in attributes:
+            values[node] = graph.get_attr(attributes[node.name])
+            values[node].meta = dict(node.meta)
+        elif node.op == "placeholder":
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                values[node] = graph.node_copy(node)
+                values[node].meta["input_name"] = next(names)
+        elif node.op == "call_function" and "set_grad_enabled" in str(node.target):
+            values[node] = _inline_region(graph, node, module, values)
+        elif node.op == "call_function" and node.target is operator.getitem and node.args[0].op == "call_function":
+            source = values[node.args[0]]
+            known = isinstance(source, (tuple, list))
+            values[node] = source[node.args[1]] if known else graph.node_copy(node, values.__getitem__)
+        elif node.op != "get_attr":
+            values[node] = graph.node_copy(node, values.__getitem__)
+    return graph
+
+
+def _inline_region(graph: fx.Graph, node: fx.Node, owner: nn.Module, values: Mapping[fx.Node, Any]) -> Any:
+    """Copy the body of a `torch.no_grad()` region into the graph, its operands detached; returns its results."""
+    enabled, region, *operands = node.args
+    operands = [values[o] if isinstance(o, fx.Node) else o for o in operands]
+    if not enabled:
+        operands = [_detached(graph, operand) for operand in operands]
+    body = owner.get_submodule(region.target)
+    inner: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    for step in body.graph.nodes:
+        if step.op == "call_function" and "set_grad_enabled" in str(step.target):
+            inner[step] = _inline_region(graph, step, body, inner)
+        elif step.op == "call_function":
+            source = inner[step.args[0]] if step.target is operator.getitem else None
+            known = isinstance(source, (tuple, list))
+            inner[step] = source[step.args[1]] if known else graph.node_copy(step, inner.__getitem__)
+    return fx.map_arg(body.graph.output_node().args[0], inner.__getitem__)
+
+
+def _parameter_names(model: nn.Module) -> tuple[dict, dict]:
+    """Parameters by the name `named_parameters()` gives, with the other names of tied ones."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    parameters = dict(model.named_parameters())
+    aliases = {names[0]: tuple(names[1:]) for names in by_id.values() if len(names) > 1}
+    return parameters, aliases
+
+
+def _needs_functionalization(module: fx.GraphModule) -> bool:
+    for node in module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return True
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and "set_grad" not in str(node.target):
+            return True
+    return False
+
+
+def _detached(graph: fx.Graph, operand: Any) -> Any:
+    if not isinstance(operand, fx.Node):
+        return operand
+    node = graph.call_function(torch.ops.aten.detach.default, (operand,))
+    node.meta = {**operand.meta}
+    return node
+
+
+def _trace_error(model: nn.Module, error: Exception) -> TraceError:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "/autopart/" not in f.filename]
+    where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
+        why = "this line decides what to run by the values in a tensor, which a graph cannot hold"
+        hint = "torch.where(condition, a, b) or torch.cond, or take the decision outside forward()"
+    else:
+        why = f"{type(error).__name__}: {first_line[:300]}"
+        hint = "torch.export.export(model, args, kwargs, strict=False) shows the same failure in full"
+    return TraceError(f"{type(model).__name__} cannot be traced", why=why, where=where, hint=hint)

@@ -1,0 +1,1 @@
+"""Judge a plan: symbolic time and memory of a partitioned graph."""

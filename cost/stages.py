@@ -1,0 +1,94 @@
+"""Cutting a sequence of operators into stages: the heaviest stage as light as possible, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+SLACK = 0.005
+"""How much heavier than the optimum the heaviest stage may become to send fewer bytes."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """`cuts[k]` is the first position of stage k + 1; `loads` the weight of every stage.
+
+    `lower_bound` is the larger of the mean stage and the heaviest operator: no partition can be under it.
+    """
+
+    cuts: tuple[int, ...]
+    loads: tuple[float, ...]
+    lower_bound: float
+
+    @property
+    def imbalance(self) -> float:
+        """The heaviest stage over the lower bound, minus one."""
+        return max(self.loads) / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def balance(weights: Sequence[float], crossing: Sequence[float], num_stages: int) -> Partition | None:
+    """The exact min-max partition, and among partitions within `SLACK` of it the one that sends the least.
+
+    Args:
+        weights: cost of every operator, in order.
+        crossing: bytes that a cut before operator i would send (infinite where no cut is possible).
+        num_stages: how many non-empty stages.
+    Returns None where there are too few places to cut.
+
+    >>> balance([3, 1, 1, 3], [0, 9, 9, 9], 2).cuts
+    (2,)
+    """
+    total = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=float))))
+    places = [i for i in range(1, len(weights)) if np.isfinite(crossing[i])]
+    if len(places) < num_stages - 1:
+        return None
+    position = np.array([0, *places, len(weights)])
+    load = total[position]
+    best = _min_max(load, num_stages)
+    chosen = _least_sent(load, np.array([0.0, *(crossing[i] for i in places), 0.0]), num_stages, best * (1 + SLACK))
+    cuts = tuple(int(position[i]) for i in chosen)
+    edges = (0, *cuts, len(weights))
+    loads = tuple(float(total[b] - total[a]) for a, b in zip(edges, edges[1:], strict=False))
+    return Partition(cuts, loads, float(max(total[-1] / num_stages, max(weights, default=0.0))))
+
+
+def _min_max(load: np.ndarray, num_stages: int) -> float:
+    """The least possible heaviest stage: dynamic programme over (stages used, place), each step a bisection."""
+    heaviest = load.copy()  # one stage up to each place
+    for _ in range(num_stages - 1):
+        low, high = np.zeros(len(load), dtype=int), np.arange(len(load))
+        while np.any(low < high):  # the first place where what is before outweighs what is after
+            middle = (low + high) // 2
+            before = heaviest[middle] >= load - load[middle]
+            high = np.where(before & (low < high), middle, high)
+            low = np.where(~before & (low < high), middle + 1, low)
+        after = np.maximum(heaviest[low], load - load[low])
+        previous = np.maximum(low - 1, 0)
+        heaviest = np.minimum(after, np.maximum(heaviest[previous], load - load[previous]))
+    return float(heaviest[-1])
+
+
+def _least_sent(load: np.ndarray, sent: np.ndarray, num_stages: int, limit: float) -> list[int]:
+    """Places of the cuts that send the least with no stage over the limit."""
+    count = len(load)
+    first = np.searchsorted(load, load - limit * (1 + 1e-12), side="left")
+    cost = np.where(load <= limit * (1 + 1e-12), 0.0, np.inf)
+    cost[0] = np.inf
+    came_from: list[np.ndarray] = []
+    for _ in range(num_stages - 1):
+        reach, origin = np.full(count, np.inf), np.zeros(count, dtype=int)
+        through = cost + sent
+        for j in range(1, count):
+            window = through[first[j] : j]
+            if len(window) and np.isfinite(window.min()):
+                origin[j] = first[j] + int(np.argmin(window))
+                reach[j] = window.min()
+        came_from.append(origin)
+        cost = reach
+    cuts, at = [], count - 1
+    for origin in reversed(came_from):
+        at = int(origin[at])
+        cuts.append(at)
+    return cuts[::-1]

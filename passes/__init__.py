@@ -1,0 +1,1 @@
+"""Make a plan and rewrite a graph by it."""

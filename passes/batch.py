@@ -1,0 +1,83 @@
+"""Where the rows of the batch go: one strategy per operator on the batch axis (data parallel and microbatches).
+
+Nothing is chosen by price here. Rows stay cut wherever a rule allows it; what has no rows is computed on every rank
+with partial gradients, so that all gradients of parameters end as partial sums, to be summed once a step.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopart.errors import StageError
+from autopart.graph import describe, operators, size_bytes, source_of, tensor_inputs, value
+from autopart.layout import R_GRAD_P, P, Placement, R, conversion
+
+from .analyze import ACTIVE, BATCH, PARAMETER, WEIGHT
+from .strategies import Strategy, strategies
+
+COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+
+
+def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
+    """The batch-axis strategy of every operator that depends on a parameter.
+
+    Args:
+        graph: annotated.
+        num_shards: data-parallel ranks times microbatches.
+    """
+    chosen: dict[fx.Node, Strategy] = {}
+    for node in operators(graph):
+        if node.meta["role"] in (ACTIVE, WEIGHT):
+            options = strategies(node, num_shards, frozenset({BATCH}))
+            chosen[node] = min(options, key=lambda s: _price(node, s, chosen))
+    return chosen
+
+
+def placement(node: fx.Node, chosen: dict[fx.Node, Strategy]) -> Placement | None:
+    """Where a value lies on the axis; None for values of the inputs alone, which can be made anywhere."""
+    source, index = source_of(node)
+    if source.meta["role"] == PARAMETER:
+        return R_GRAD_P if source.meta["needs_grad"] else R
+    return chosen[source].outputs[index] if source in chosen else None
+
+
+def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy]) -> tuple:
+    """Bytes moved to feed this strategy, then how far it is from cutting rows."""
+    moved = 0.0
+    for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
+        at = placement(source, chosen)
+        if target == P and at != P:
+            moved = float("inf")  # nothing becomes a partial sum on purpose
+        if at is None or at == target:
+            continue
+        step = conversion(at, target)
+        moved += size_bytes(source) if step and {step.forward, step.backward} & COLLECTIVES else 0 if step else float("inf")
+    kinds = [p.kind for p in strategy.outputs]
+    order = 0 if strategy.factor else {"P": 1, "R(grad P)": 2, "R": 3}[kinds[0]]
+    return moved, order
+
+
+def mixed_rows(graph: fx.Graph, chosen: dict[fx.Node, Strategy]) -> tuple[fx.Node, fx.Node] | None:
+    """The first operator (and the input of it) that needs all rows of the batch at once, or None."""
+    for node, strategy in chosen.items():
+        for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
+            at = placement(source, chosen)
+            if at is None or at == target:
+                continue
+            step = conversion(at, target)
+            if step is None or step.operator != "own_grad":
+                return node, source
+    return None
+
+
+def check_microbatches(graph: fx.Graph, chosen: dict[fx.Node, Strategy], microbatches: int) -> None:
+    """Raises StageError where the model mixes rows of the batch, so that microbatches would change the result."""
+    mixed = mixed_rows(graph, chosen)
+    if microbatches > 1 and mixed is not None:
+        node, source = mixed
+        raise StageError(
+            f"the batch cannot be cut into {microbatches} microbatches",
+            why=f"{describe(node)} needs all rows of {tuple(value(source).shape)} at once (a statistic of the batch)",
+            where=describe(node),
+            hint="microbatches=1",
+        )

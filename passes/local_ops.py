@@ -1,0 +1,145 @@
+"""How one operator is written for one rank: its call with local shapes, and the few operators that must know the rank.
+
+`write_local` is the only place where an operator's name decides what is emitted; everything else follows its rule.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.graph import operator_name, shape, value
+from autopart.layout import Placement
+
+from .rules.tables import SHAPE_ARGUMENT
+from .strategies import Strategy
+
+aten = torch.ops.aten
+autopart_ops = torch.ops.autopart
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """One operator to be written for one rank: the traced node, its strategy on every axis and the axes' sizes.
+
+    `emit(target, *args)` adds a node to the graph being written.
+    """
+
+    node: fx.Node
+    strategies: Mapping[str, Strategy]
+    sizes: Mapping[str, int]
+    emit: Callable[..., fx.Node]
+
+    def axes_sharding(self, factor: str) -> list[str]:
+        return [axis for axis, s in self.strategies.items() if s.factor == factor and self.sizes[axis] > 1]
+
+    def output_layout(self) -> dict[str, Placement]:
+        return {axis: s.outputs[0] for axis, s in self.strategies.items()}
+
+
+def write_local(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    """Emit the operator on local operands."""
+    special = _SPECIAL.get(operator_name(call.node))
+    if special is not None:
+        result = special(call, args, kwargs)
+        if result is not None:
+            return result
+    return call.emit(call.node.target, *args, **kwargs)
+
+
+def local_shape(full: Sequence[int], layout: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[int]:
+    """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank."""
+    local = list(full)
+    for axis, place in layout.items():
+        if place.is_shard:
+            local[place.dim] = -(-local[place.dim] // sizes[axis])
+    return local
+
+
+def _with_local_shape(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    position = SHAPE_ARGUMENT[operator_name(call.node)]
+    layout, full = call.output_layout(), shape(call.node)
+    local = local_shape(full, layout, call.sizes)
+    for axis, place in layout.items():
+        if place.is_shard and full[place.dim] % call.sizes[axis] and not place.sections:
+            local[place.dim] = -1  # shards of unequal sizes
+    return call.emit(call.node.target, *args[:position], local, *args[position + 1 :], **kwargs)
+
+
+def _mean(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    """A mean over a sharded dim is a partial sum: each rank's mean over its part, over the number of parts."""
+    parts = math.prod(
+        call.sizes[axis] for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P"
+    )
+    mean = call.emit(call.node.target, *args, **kwargs)
+    return mean if parts == 1 else call.emit(aten.mul.Tensor, mean, 1.0 / parts)
+
+
+def _split(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    parts = math.prod(call.sizes[axis] for axis in call.axes_sharding("cut"))
+    return call.emit(call.node.target, args[0], [size // parts for size in args[1]], *args[2:], **kwargs)
+
+
+def _group_norm(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    parts = math.prod(call.sizes[axis] for axis in call.axes_sharding("g"))
+    return call.emit(call.node.target, args[0], args[1] // parts, *args[2:], **kwargs)
+
+
+def _first_row(call: LocalCall, axis: str, rows: int) -> fx.Node:
+    """The number of the first row this rank holds of a table of `rows` rows."""
+    step = -(-rows // call.sizes[axis])
+    return call.emit(operator.mul, call.emit(autopart_ops.axis_index.default, axis), step)
+
+
+def _embedding(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
+    """Vocabulary-parallel look-up (Megatron-LM, Shoeybi et al. 2019, section 3): rows of other ranks give zeros."""
+    axes = call.axes_sharding("v")
+    if not axes:
+        return None
+    assert len(axes) == 1, "a table is cut over one axis"
+    rows = value(call.node.args[0]).shape[0]
+    padding = call.node.args[2] if len(call.node.args) > 2 else -1
+    return call.emit(autopart_ops.embedding_shard.default, args[0], args[1], _first_row(call, axes[0], rows), padding)
+
+
+def _cross_entropy(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
+    """Cross entropy of logits whose classes are sharded (Shoeybi et al. 2019): three small all-reduces of one number
+    per token (maximum, sum of exponentials, logit of the label); the logits are never gathered."""
+    axes = call.axes_sharding("c")
+    if not axes:
+        return None
+    assert len(axes) == 1, "classes are cut over one axis"
+    axis, emit = axes[0], call.emit
+    logits, target = args[0], args[1]
+    ignored = args[4] if len(args) > 4 else -100
+    smoothing = args[5] if len(args) > 5 else 0.0
+    classes = shape(call.node.args[0])[1]
+    if len(shape(call.node.args[0])) > 2:
+        logits = emit(aten.movedim.int, logits, 1, -1)
+    peak = emit(autopart_ops.all_reduce_max.default, emit(aten.amax.default, emit(aten.detach.default, logits), [-1]), axis)
+    shifted = emit(aten.sub.Tensor, logits, emit(aten.unsqueeze.default, peak, -1))
+    total = emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), [-1])
+    log_total = emit(aten.log.default, emit(autopart_ops.all_reduce.default, total, axis))
+    picked = emit(autopart_ops.pick_class.default, shifted, target, _first_row(call, axis, classes))
+    loss = emit(aten.sub.Tensor, log_total, emit(autopart_ops.all_reduce.default, picked, axis))
+    if smoothing:
+        spread = emit(autopart_ops.all_reduce.default, emit(aten.sum.dim_IntList, shifted, [-1]), axis)
+        even = emit(aten.sub.Tensor, log_total, emit(aten.div.Tensor, spread, classes))
+        loss = emit(aten.add.Tensor, emit(aten.mul.Tensor, loss, 1 - smoothing), emit(aten.mul.Tensor, even, smoothing))
+    return emit(aten.masked_fill.Scalar, loss, emit(aten.eq.Scalar, target, ignored), 0.0)
+
+
+_SPECIAL: dict[str, Callable[[LocalCall, Sequence[Any], Mapping[str, Any]], fx.Node | None]] = {
+    **dict.fromkeys(SHAPE_ARGUMENT, _with_local_shape),
+    "aten::mean": _mean,
+    "aten::split_with_sizes": _split,
+    "aten::group_norm": _group_norm,
+    "aten::embedding": _embedding,
+    "aten::cross_entropy_loss": _cross_entropy,
+}

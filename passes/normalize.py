@@ -1,0 +1,260 @@
+"""Rewrite a traced graph into few forms, so that one rule per operator is enough.
+
+Every pass is a function of the graph, runs under `run_passes`, and keeps what the graph computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.errors import AutopartError
+from autopart.graph import describe, is_floating, is_tensor, operator_name, shape, value
+
+from .rules.tables import LOSS_REDUCTIONS
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+
+
+class PassError(AutopartError):
+    """A graph pass failed: its name, the node and the user's source line."""
+
+
+def run_passes(graph: fx.Graph, passes: tuple[Callable[[fx.Graph], None], ...]) -> None:
+    """Run graph passes in order; after each, dead code goes and the graph is checked."""
+    for rewrite in passes:
+        try:
+            rewrite(graph)
+            graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+            graph.lint()
+        except AutopartError:
+            raise
+        except Exception as error:
+            raise PassError(f"pass '{rewrite.__name__}' failed", why=f"{type(error).__name__}: {error}") from error
+
+
+def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a call before the insertion point, its meta from `like` and its value computed on fake tensors."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
+    fake = fx.map_arg((args, kwargs), value)
+    mode = next((value(n).fake_mode for n in node.all_input_nodes if hasattr(value(n), "fake_mode")), None)
+    with mode if mode is not None else torch.device("meta"):
+        node.meta["val"] = target(*fake[0], **fake[1])
+    return node
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+_TRANSPARENT = {"aten::flatten", "aten::alias", "aten::contiguous", "aten::clone", "aten::lift_fresh_copy", "aten::_assert_tensor_metadata",
+                "aten::to", "aten::_to_copy", "aten::view", "aten::reshape", "aten::expand", "aten::slice", "aten::dropout",
+                "aten::feature_dropout", "aten::detach"}  # fmt: skip
+
+
+def drop_no_ops(graph: fx.Graph) -> None:
+    """Remove what changes neither values nor gradients: copies, casts to the same type, dropout that drops nothing."""
+    for node in list(graph.nodes):
+        name = operator_name(node) if node.op == "call_function" else ""
+        if name not in _TRANSPARENT:
+            continue
+        if name == "aten::_assert_tensor_metadata":
+            graph.erase_node(node)
+            continue
+        source = node.args[0]
+        same = value(node).shape == value(source).shape and value(node).dtype == value(source).dtype
+        if "dropout" in name:
+            same = node.args[1] == 0 or not node.args[2]
+        if name == "aten::detach":
+            same = not is_floating(node) or _from_inputs_alone(source)
+        if same:
+            replace(node, source)
+
+
+def _from_inputs_alone(node: fx.Node) -> bool:
+    """Whether a detach here is a no-op because no parameter is upstream (a short walk; False when in doubt)."""
+    seen, todo = set(), [node]
+    while todo and len(seen) < 64:
+        current = todo.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.op == "get_attr" and isinstance(value(current), torch.nn.Parameter):
+            return False
+        todo.extend(current.all_input_nodes)
+    return not todo
+
+
+def one_reshape(graph: fx.Graph) -> None:
+    """Every view that merges or splits dims becomes `reshape` with its full shape (a shard may not be viewable)."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and operator_name(node) in _VIEWS:
+            with graph.inserting_before(node):
+                replace(node, emit(graph, node, aten.reshape.default, node.args[0], list(shape(node))))
+
+
+_VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten"}
+
+
+def plain_broadcasts(graph: fx.Graph) -> None:
+    """`broadcast_tensors` (in losses) becomes an `expand` of what is not of the full shape already."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and operator_name(node) == "aten::broadcast_tensors":
+            for part in list(node.users):
+                source = node.args[0][part.args[1]]
+                with graph.inserting_before(part):
+                    same = shape(source) == shape(part)
+                    replace(part, source if same else emit(graph, part, aten.expand.default, source, list(shape(part))))
+
+
+def one_split(graph: fx.Graph) -> None:
+    """`split`, `chunk` and runs of slices that tile a dim all become `split_with_sizes`."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = operator_name(node)
+        if name in ("aten::split", "aten::chunk"):
+            dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+            dim %= len(shape(node.args[0]))
+            sizes = [t.shape[dim] for t in value(node)]
+            with graph.inserting_before(node):
+                replace(node, emit(graph, node, aten.split_with_sizes.default, node.args[0], sizes, dim))
+        else:
+            _join_slices(graph, node)
+
+
+def _join_slices(graph: fx.Graph, node: fx.Node) -> None:
+    slices: dict[int, list[tuple[int, int, fx.Node]]] = {}
+    for user in node.users:
+        if user.op == "call_function" and operator_name(user) == "aten::slice" and len(user.args) <= 4 and value(user).numel():
+            dim = user.args[1] % len(shape(node)) if len(user.args) > 1 else 0
+            start = (user.args[2] if len(user.args) > 2 else 0) or 0
+            start += shape(node)[dim] if start < 0 else 0
+            slices.setdefault(dim, []).append((start, start + shape(user)[dim], user))
+    for dim, pieces in slices.items():
+        pieces.sort(key=lambda piece: piece[:2])
+        ends = [0, *(end for _, end, _ in pieces)]
+        if len(pieces) < 2 or [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != shape(node)[dim]:
+            continue
+        first = min((user for _, _, user in pieces), key=list(graph.nodes).index)
+        with graph.inserting_before(first):
+            whole = emit(graph, first, aten.split_with_sizes.default, node, [e - s for s, e, _ in pieces], dim)
+            parts = [_getitem(graph, whole, i) for i in range(len(pieces))]
+        for part, (_, _, user) in zip(parts, pieces, strict=True):
+            replace(user, part)
+
+
+def _getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    import operator
+
+    part = graph.call_function(operator.getitem, (node, index))
+    part.meta = {**node.meta, "val": value(node)[index]}
+    return part
+
+
+def one_linear(graph: fx.Graph) -> None:
+    """`addmm` and `mm` between two views become an n-d `linear`; the bias of `linear` and `conv` becomes an `add`.
+
+    A merged `(batch sequence)` dim would hide the sequence, and a bias may be added only after a partial sum is whole.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = operator_name(node)
+        with graph.inserting_before(node):
+            if name in ("aten::addmm", "aten::mm") and not node.kwargs:
+                _matrix_product(graph, node, name)
+            elif name == "aten::linear" and len(node.args) > 2 and node.args[2] is not None:
+                product = emit(graph, node, aten.linear.default, *node.args[:2])
+                replace(node, emit(graph, node, aten.add.Tensor, product, node.args[2]))
+            elif name in ("aten::conv1d", "aten::conv2d") and len(node.args) > 2 and node.args[2] is not None:
+                product = emit(graph, node, node.target, *node.args[:2], None, *node.args[3:])
+                ones = [1] * (len(shape(node)) - 2)
+                bias = emit(graph, node, aten.reshape.default, node.args[2], [shape(node.args[2])[0], *ones])
+                replace(node, emit(graph, node, aten.add.Tensor, product, bias))
+
+
+def _matrix_product(graph: fx.Graph, node: fx.Node, name: str) -> None:
+    *bias, left, right = node.args
+    merged = _unmerged(left)
+    weight = emit(graph, node, aten.t.default, right)
+    product = emit(graph, node, aten.linear.default, merged if merged is not None else left, weight)
+    if bias:
+        product = emit(graph, node, aten.add.Tensor, product, bias[0])
+    for user in list(node.users):
+        same = is_tensor(user) and user.op == "call_function" and operator_name(user) == "aten::reshape"
+        if merged is not None and same and shape(user) == shape(product):
+            replace(user, product)
+    if node.users and merged is not None:
+        product = emit(graph, node, aten.reshape.default, product, list(shape(node)))
+    replace(node, product)
+
+
+def _unmerged(node: fx.Node) -> fx.Node | None:
+    """The value behind a view that only merges leading dims: `x` for `x.view(-1, x.shape[-1])`."""
+    if node.op != "call_function" or operator_name(node) != "aten::reshape":
+        return None
+    source = node.args[0]
+    merges = shape(node) == (math.prod(shape(source)[:-1]), shape(source)[-1])
+    return source if merges and len(shape(source)) > 2 else None
+
+
+def explicit_reductions(graph: fx.Graph) -> None:
+    """The mean of a loss becomes a sum over the count of all labels that are not ignored.
+
+    The count depends on the inputs alone, so it is known for the whole batch on every rank: the loss stays the mean
+    over ALL tokens, however they fall over microbatches and ranks.
+    """
+    for node in list(graph.nodes):
+        position = LOSS_REDUCTIONS.get(operator_name(node)) if node.op == "call_function" else None
+        if position is None:
+            continue
+        args, kwargs = list(node.args), dict(node.kwargs)
+        names = [argument.name for argument in node.target._schema.arguments]
+        reduction = args[position] if len(args) > position else kwargs.pop("reduction", MEAN)
+        labels = operator_name(node) in ("aten::cross_entropy_loss", "aten::nll_loss_nd")
+        weight = args[2] if len(args) > 2 else kwargs.get("weight")
+        if reduction == NONE or (labels and (weight is not None or is_floating(node.args[1]))):
+            continue
+        defaults = [argument.default_value for argument in node.target._schema.arguments]
+        args += [kwargs.pop(names[i], defaults[i]) for i in range(len(args), position)]
+        args = [*args[:position], NONE, *args[position + 1 :]]
+        with graph.inserting_before(node):
+            each = emit(graph, node, node.target, *args, **kwargs)
+            total = emit(graph, node, aten.sum.default, each)
+            if reduction == MEAN:
+                count: Any = value(each).numel()
+                if labels:
+                    ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
+                    count = emit(graph, node, aten.sum.default, emit(graph, node, aten.ne.Scalar, args[1], ignored))
+                total = emit(graph, node, aten.div.Tensor, total, count)
+            replace(node, total)
+
+
+def whole_means(graph: fx.Graph) -> None:
+    """`mean()` over everything becomes a sum over a constant, so that it can be a partial sum of unequal parts."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.mean.default:
+            with graph.inserting_before(node):
+                total = emit(graph, node, aten.sum.default, node.args[0])
+                replace(node, emit(graph, node, aten.div.Tensor, total, value(node.args[0]).numel()))
+
+
+NORMALIZE = (drop_no_ops, one_reshape, plain_broadcasts, one_split, one_linear, explicit_reductions, whole_means, drop_no_ops)
+
+
+def unknown_operators(graph: fx.Graph, has_rule: Callable[[fx.Node], bool]) -> dict[str, tuple[int, str]]:
+    """Operators without a rule: how often, and where first."""
+    found: dict[str, tuple[int, str]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not has_rule(node):
+            count, where = found.get(operator_name(node), (0, describe(node)))
+            found[operator_name(node)] = (count + 1, where)
+    return found

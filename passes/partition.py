@@ -1,0 +1,106 @@
+"""Where to cut the model into pipeline stages: any operator will do, by exact min-max over their order."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import fx
+
+from autopart.cost.stages import Partition, balance
+from autopart.errors import StageError
+from autopart.graph import operator_name, operators, size_bytes, source_of, tensor_inputs
+from autopart.mesh import Mesh
+
+from .analyze import ACTIVE, tuple_values
+from .rules.shapes import BUILDERS
+
+
+def work(node: fx.Node) -> float:
+    """FLOPs of an operator from its rule: products of factor sizes for matrix work, one per element for the rest,
+    none for views."""
+    pattern = node.meta["pattern"]
+    if pattern is not None and pattern.flops:
+        return float(pattern.flops)
+    if operator_name(node) in BUILDERS and operator_name(node) not in ("aten::softmax", "aten::cumsum"):
+        return 0.0
+    return float(sum(v.numel() for v in tuple_values(node) if hasattr(v, "numel")))
+
+
+def active_operators(graph: fx.Graph) -> list[fx.Node]:
+    """The operators that belong to a stage, in order."""
+    return [node for node in operators(graph) if node.meta["role"] == ACTIVE]
+
+
+def partition(graph: fx.Graph, num_stages: int) -> Partition:
+    """The best cuts of an annotated graph into `num_stages` stages; positions count `active_operators`.
+
+    Raises StageError where there are fewer places to cut than needed.
+    """
+    nodes = active_operators(graph)
+    found = balance([work(n) for n in nodes], crossing_bytes(nodes), num_stages)
+    if found is None:
+        raise StageError(
+            f"the model cannot be cut into {num_stages} stages",
+            why=f"it has {len(nodes)} operators on parameters and {_num_places(nodes)} places to cut between them",
+            hint=f"at most {_num_places(nodes) + 1} stages (pp times virtual_stages)",
+        )
+    return found
+
+
+def _num_places(nodes: list[fx.Node]) -> int:
+    return int(np.isfinite(crossing_bytes(nodes)[1:]).sum())
+
+
+def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
+    """Bytes that a cut before each operator would send; infinite where a value would cross that has no gradient."""
+    position = {node: i for i, node in enumerate(nodes)}
+    last_use: dict[fx.Node, int] = {}
+    values: dict[fx.Node, int] = {}
+    for node in nodes:
+        for used in tensor_inputs(node):
+            source, _ = source_of(used)
+            if source in position:
+                values[used] = position[source]
+                last_use[used] = position[node]
+    change = np.zeros(len(nodes) + 1)
+    blocked = np.zeros(len(nodes) + 1)
+    for used, made in values.items():
+        target = change if used.meta["needs_grad"] else blocked
+        weight = size_bytes(used) if used.meta["needs_grad"] else 1
+        target[made + 1] += weight
+        target[last_use[used] + 1] -= weight
+    sent, stuck = np.cumsum(change), np.cumsum(blocked)
+    return [math.inf if stuck[i] else float(sent[i]) for i in range(len(nodes))]
+
+
+def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
+    """Stage loads when every stage gets the same number of repeated blocks, the rest where it falls: what a user would
+    write by hand (embedding with the first blocks, head with the last)."""
+    nodes = active_operators(graph)
+    blocks = sorted({b for n in nodes if (b := block_number(n)) is not None})
+    per_stage = max(1, math.ceil(len(blocks) / num_stages))
+    loads, stage = [0.0] * num_stages, 0
+    for node in nodes:
+        block = block_number(node)
+        stage = stage if block is None else min(blocks.index(block) // per_stage, num_stages - 1)
+        loads[stage] += work(node)
+    return loads
+
+
+def block_number(node: fx.Node) -> int | None:
+    """The number of the repeated block a node is in: 3 for `transformer.h.3.mlp`."""
+    digits = [part for part in node.meta["key"].split("/")[0].split(".") if part.isdigit()]
+    return int(digits[0]) if digits else None
+
+
+def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
+    """Raises StageError where the rows of the batch do not divide over data-parallel ranks and microbatches."""
+    parts = mesh.size("dp") * microbatches
+    if batch % parts:
+        fits = [m for m in range(1, batch + 1) if batch % (mesh.size("dp") * m) == 0]
+        raise StageError(
+            f"a batch of {batch} rows cannot be cut into dp={mesh.size('dp')} x microbatches={microbatches} equal parts",
+            why=f"{batch} is not a multiple of {parts}",
+            hint=f"microbatches={', '.join(map(str, fits))}" if fits else f"a batch of a multiple of {mesh.size('dp')} rows",
+        )

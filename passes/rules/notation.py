@@ -1,0 +1,133 @@
+"""The notation of sharding rules: one einsum-like line per operator, written for one mesh axis.
+
+`"... k, n k -> ... n"` says: the first input has any leading dims and a dim `k`, and so on; dims with one name run over
+the same indices. `(g r)` is one dim that holds two factors, the outer one first. A factor of the inputs that no output
+has is summed over. `Rule.instantiate` fits a line to the shapes of one call and gives a `Pattern`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+Dim = tuple[str, ...]
+"""The factors of one dim, outermost first; `()` for a dim of size 1 that is broadcast."""
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A rule fitted to one call: the factors of every dim of every tensor input and output, and the factors' sizes.
+
+    `whole`: factors that may not be sharded. `linear`: sets of inputs that may all be partial sums together, the
+    output then being one too. `lookup`: a factor that may be sharded only by a special local operator
+    (`embedding`, `cross_entropy_loss`).
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    linear: tuple[tuple[int, ...], ...] = ()
+    lookup: str = ""
+    flops: int = 0
+
+    @cached_property
+    def factors(self) -> tuple[str, ...]:
+        """Every factor, in order of first appearance."""
+        return tuple(dict.fromkeys(f for dims in (*self.inputs, *self.outputs) for dim in dims for f in dim))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the table. `matmul` names the products whose sizes, doubled, are the FLOPs: `("... k n",)`."""
+
+    text: str
+    whole: str = ""
+    linear: tuple[tuple[int, ...], ...] = ()
+    lookup: str = ""
+    matmul: tuple[str, ...] = field(default=())
+
+    def instantiate(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
+        """The pattern for these shapes; None where the line does not fit them.
+
+        >>> Rule("... k, n k -> ... n").instantiate([(2, 3, 8), (4, 8)], [(2, 3, 4)]).sizes
+        {'...2': 2, '...1': 3, 'k': 8, 'n': 4}
+        """
+        left, right = parse(self.text)
+        if len(left) != len(inputs) or len(right) != len(outputs):
+            return None
+        fitted = [_fit(terms, shape) for terms, shape in zip((*left, *right), (*inputs, *outputs), strict=True)]
+        if any(dims is None for dims in fitted):
+            return None
+        sizes: dict[str, int] = {}
+        for dims, shape in zip(fitted, (*inputs, *outputs), strict=True):
+            for dim, size in zip(dims or (), shape, strict=True):
+                if len(dim) == 1:
+                    sizes[dim[0]] = max(size, sizes.get(dim[0], 1))
+        if not _solve_groups(fitted, (*inputs, *outputs), sizes):
+            return None
+        dims_of = []
+        for dims, shape in zip(fitted, (*inputs, *outputs), strict=True):
+            kept = []
+            for dim, size in zip(dims or (), shape, strict=True):
+                full = math.prod(sizes[f] for f in dim)
+                if size not in (full, 1):
+                    return None
+                kept.append(dim if size == full else ())
+            dims_of.append(tuple(kept))
+        flops = sum(2 * _product(term, sizes) for term in self.matmul)
+        whole = frozenset(self.whole.split())
+        split = len(inputs)
+        return Pattern(
+            tuple(dims_of[:split]), tuple(dims_of[split:]), sizes, whole, self.linear, self.lookup, flops
+        )
+
+
+@lru_cache(maxsize=None)
+def parse(text: str) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
+    """The operands of a line, left and right of the arrow, as tuples of dims; `("...",)` stands for any dims.
+
+    >>> parse("(g r) d -> d")
+    (((('g', 'r'), ('d',)),), ((('d',),),))
+    """
+    sides = text.split("->")
+    assert len(sides) == 2, f"rule '{text}' needs one arrow"
+    return tuple(tuple(_parse_operand(operand) for operand in side.split(",")) for side in sides)  # type: ignore[return-value]
+
+
+def _parse_operand(text: str) -> tuple[Dim, ...]:
+    terms = re.findall(r"\(([^)]*)\)|(\S+)", text)
+    return tuple(tuple(group.split()) if group else (name,) for group, name in terms)
+
+
+def _fit(terms: tuple[Dim, ...], shape: Sequence[int]) -> Dims | None:
+    """Replace `...` by as many named dims as the shape has to spare, counted from the right."""
+    if ("...",) not in terms:
+        return terms if len(terms) == len(shape) else None
+    at = terms.index(("...",))
+    spare = len(shape) - (len(terms) - 1)
+    if spare < 0:
+        return None
+    return terms[:at] + tuple((f"...{i}",) for i in range(spare, 0, -1)) + terms[at + 1 :]
+
+
+def _solve_groups(fitted: Sequence, shapes: Sequence, sizes: dict[str, int]) -> bool:
+    """Find the size of a factor that appears only inside groups, from the others of its group."""
+    for dims, shape in zip(fitted, shapes, strict=True):
+        for dim, size in zip(dims, shape, strict=True):
+            unknown = [f for f in dim if f not in sizes]
+            if len(unknown) > 1:
+                return False
+            if unknown:
+                sizes[unknown[0]] = size // math.prod(sizes[f] for f in dim if f in sizes)
+    return True
+
+
+def _product(term: str, sizes: Mapping[str, int]) -> int:
+    """The product of the named sizes; `...` stands for all ellipsis dims."""
+    named = math.prod(sizes[f] for f in term.split() if f != "...")
+    return named * (math.prod(s for f, s in sizes.items() if f.startswith("...")) if "..." in term.split() else 1)

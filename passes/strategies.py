@@ -1,0 +1,152 @@
+"""What an operator may do on one mesh axis, derived from its one-line rule.
+
+A `Strategy` gives the placement of every tensor input and every output on one axis of size `n`. From the rule come:
+
+- a factor on the axis: inputs that have it are sharded, the others are replicated with partial gradients; outputs that
+  have it are sharded, the others (the factor is summed over) are partial sums;
+- partial sums passing through linear operators;
+- replicated work, with whole gradients (`R`) or with partial ones (`R(grad P)`; a backward is linear in its gradient).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopart.graph import operator_name, tensor_inputs
+from autopart.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
+
+from .analyze import Atoms, factor_atoms, tuple_values
+from .rules import Pattern
+
+@dataclass(frozen=True)
+class Strategy:
+    """Placements of one operator's tensor inputs and outputs on one axis. `factor` is the sharded factor, if any."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    factor: str = ""
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(p.is_shard for p in (*self.inputs, *self.outputs))
+
+
+def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[Strategy]:
+    """All strategies of `node` on an axis of `num_shards` ranks whose factors may be of these kinds (`FEATURE`, ...).
+
+    The first two are always replicated work.
+    """
+    sources = tensor_inputs(node)
+    num_outputs = len(tuple_values(node))
+    grads = [s.meta["needs_grad"] for s in sources]
+    found = [Strategy((R,) * len(sources), (R,) * num_outputs)]
+    if node.meta["needs_grad"]:
+        partial = tuple(R_GRAD_P if grad else R for grad in grads)
+        found.append(Strategy(partial, (R_GRAD_P,) * num_outputs))
+    pattern: Pattern | None = node.meta["pattern"]
+    if pattern is None:
+        return found
+    for linear in pattern.linear:
+        inputs = tuple(P if i in linear else (R_GRAD_P if grad else R) for i, grad in enumerate(grads))
+        found.append(Strategy(inputs, (P,) * num_outputs))
+    found += _sharded(node, pattern, grads, num_shards, kinds)
+    return list(dict.fromkeys(found))
+
+
+def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset) -> Iterator[Strategy]:
+    atoms = factor_atoms(node, pattern)
+    for dims in pattern.outputs:  # a factor that only the output has (`expand`) carries the atoms made for it
+        for dim, found in zip(dims, _output_atoms(node), strict=True):
+            if len(dim) == 1:
+                atoms.setdefault(dim[0], found)
+        break
+    for factor in pattern.factors:
+        if factor in pattern.whole or pattern.sizes[factor] == 1:
+            continue
+        for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds):
+            inputs = [_place(dims, factor, sections, pattern) for dims in pattern.inputs]
+            outputs = [_place(dims, factor, sections, pattern) for dims in pattern.outputs]
+            if None in inputs or None in outputs:
+                continue
+            cut = operator_name(node) == "aten::split_with_sizes" and factor == "cut"
+            yield Strategy(
+                tuple(p if p.is_shard else (R_GRAD_P if grad else R) for p, grad in zip(inputs, grads, strict=True)),
+                tuple(shard(p.dim) if cut else p if p.is_shard else _unsharded_output(pattern, factor) for p in outputs),
+                factor,
+            )
+
+
+def _output_atoms(node: fx.Node) -> tuple:
+    atoms = node.meta["atoms"]
+    return atoms if len(tuple_values(node)) == 1 else atoms[0]
+
+
+def _unsharded_output(pattern: Pattern, factor: str) -> Placement:
+    return R if factor == pattern.lookup and pattern.linear == () else P
+
+
+def _ways_to_cut(
+    node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset
+) -> Iterator[Sections]:
+    """The sections in which a factor can be sharded: whole, at the inner atoms of a merged dim, or as asked for."""
+    size = pattern.sizes[factor]
+    if operator_name(node) == "aten::split_with_sizes" and factor == "cut":
+        sections = tuple(node.args[1])
+        if all(a.kind in kinds for a in atoms) and all(s % num_shards == 0 for s in sections):
+            yield sections
+        return
+    outer = 1
+    for atom in atoms:
+        even = atom.size % num_shards == 0
+        if atom.kind in kinds and (even or (len(atoms) == 1 and _can_be_uneven(node, pattern, factor, num_shards))):
+            yield (outer,) if outer > 1 else ()
+        outer *= atom.size
+    if len(atoms) == 1 and atoms[0].kind in kinds:
+        for sections in sorted(_asked(node, pattern, factor)):
+            sizes = section_sizes(size, sections)
+            if sum(sizes) == size and all(s % num_shards == 0 for s in sizes):
+                yield sections
+
+
+def _can_be_uneven(node: fx.Node, pattern: Pattern, factor: str, num_shards: int) -> bool:
+    """Unequal shards are for the rows of a look-up table (a vocabulary of 50257), and leave no rank empty."""
+    size = pattern.sizes[factor]
+    step = -(-size // num_shards)
+    values = [(dims, n.meta["uneven"]) for dims, n in zip(pattern.inputs, tensor_inputs(node), strict=True)]
+    values += [(dims, node.meta["uneven"]) for dims in pattern.outputs]
+    welcome = any(dim == (factor,) and i in uneven for dims, uneven in values for i, dim in enumerate(dims))
+    return welcome and size >= 2 * num_shards and step * (num_shards - 1) < size
+
+
+def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
+    """Ways of cutting this factor that a later view or split asks for, or an earlier one offers."""
+    asked: set[Sections] = set()
+    outputs = [(dims, node.meta["sections"]) for dims in pattern.outputs]
+    inputs = [(dims, n.meta["sections"]) for dims, n in zip(pattern.inputs, tensor_inputs(node), strict=True)]
+    for dims, sections in outputs + inputs:
+        for i, dim in enumerate(dims):
+            if dim == (factor,):
+                asked |= sections.get(i, set())
+    return asked
+
+
+def _place(dims: tuple, factor: str, sections: Sections, pattern: Pattern) -> Placement | None:
+    """Where sharding `factor` puts an operand: `S(i)` on the dim that has it (in as many sections as the outer
+    factors of that dim count), a placeholder `R` where no dim has it, None where it cannot be expressed."""
+    places = [(i, dim) for i, dim in enumerate(dims) if factor in dim]
+    if not places:
+        return R
+    if len(places) > 1:
+        return None
+    at, dim = places[0]
+    outer = math.prod(pattern.sizes[f] for f in dim[: dim.index(factor)])
+    if outer > 1 and sections:
+        return shard(at, (outer * sections[0],)) if len(sections) == 1 else None
+    return shard(at, (outer,) if outer > 1 else sections)

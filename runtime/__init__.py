@@ -1,0 +1,1 @@
+"""Execute a plan on torch.distributed."""

@@ -1,0 +1,79 @@
+"""Which rows of the global batch a rank and a microbatch get, and how the outputs of all microbatches become one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopart.layout import P, Placement, R, shard_sizes
+from autopart.program import MICROBATCH_AXIS, Program, StageInput
+
+Arguments = dict[str, Any]
+
+
+def stage_arguments(
+    program: Program, inputs: Sequence[StageInput], values: Sequence[Any], coordinates: Mapping[str, int]
+) -> list[Arguments]:
+    """The keyword arguments of one stage graph on one rank, per microbatch.
+
+    `values` are what the stage's prologue returned for the global batch. A value with a batch dim is cut into
+    contiguous blocks of rows, first over `dp`, then over microbatches.
+    """
+    per_microbatch: list[Arguments] = [{} for _ in range(program.microbatches)]
+    for stage_input, value in zip(inputs, values, strict=True):
+        dim = stage_input.batch_dim
+        if dim is None or not isinstance(value, Tensor):
+            rows = [value] * program.microbatches
+        else:
+            mine = _block(value, dim, program.mesh.size("dp"), coordinates.get("dp", 0))
+            rows = [_block(mine, dim, program.microbatches, index) for index in range(program.microbatches)]
+        for arguments, block in zip(per_microbatch, rows, strict=True):
+            arguments[stage_input.name] = block
+    return per_microbatch
+
+
+def _block(value: Tensor, dim: int, num_blocks: int, index: int) -> Tensor:
+    sizes = shard_sizes(value.size(dim), num_blocks)
+    block = value.narrow(dim, sum(sizes[:index]), sizes[index])
+    return block if dim == 0 else block.contiguous()
+
+
+def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """One tensor per output of the last stage's graph, from the outputs of each microbatch (outer sequence).
+
+    The rows of a microbatch's output are those of all `dp` ranks, one block each; the batch is cut over `dp` first, so
+    block by block they are put behind the same rank's rows of earlier microbatches.
+    """
+    placements = _placements(program)
+    num_blocks = program.mesh.size("dp")
+    columns = zip(placements, zip(*outputs, strict=True), strict=True)
+    return [_merge(values, placement, num_blocks) for placement, values in columns]
+
+
+def merged_shapes(program: Program) -> list[tuple[int, ...]]:
+    """The shapes of what `merge_microbatches` returns, from those of one microbatch."""
+    shapes = []
+    for placement, boundary in zip(_placements(program), program.stages[-1].sends, strict=True):
+        shape = list(boundary.shape)
+        if placement.is_shard:
+            shape[placement.dim] *= program.microbatches
+        shapes.append(tuple(shape))
+    return shapes
+
+
+def _placements(program: Program) -> list[Placement]:
+    """How each output of the last stage's graph lies over the microbatches."""
+    layouts = {output.position: output.layout for output in program.outputs}
+    return [layouts.get(position, {}).get(MICROBATCH_AXIS, R) for position in range(len(program.stages[-1].sends))]
+
+
+def _merge(values: Sequence[Tensor], placement: Placement, num_blocks: int) -> Tensor:
+    if len(values) == 1 or placement.is_replicated:
+        return values[0]
+    if placement == P:
+        return torch.stack(list(values)).sum(0)
+    blocks = zip(*(value.chunk(num_blocks, placement.dim) for value in values), strict=True)
+    return torch.cat([rows for block in blocks for rows in block], placement.dim)

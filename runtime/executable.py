@@ -1,0 +1,134 @@
+"""One program on one rank: its stages bound to this rank's tensors and groups, its forward and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.layout import P
+from autopart.program import MICROBATCH_AXIS, Program
+from autopart.runtime.batch import merge_microbatches, merged_shapes
+from autopart.runtime.gradients import connect_tied, sync_gradients, synchronised
+from autopart.runtime.pipeline import Pipeline, StageModule
+from autopart.runtime.placement import placement_of, stages_at
+from autopart.runtime.processes import Process
+from autopart.runtime.state import broadcast_from
+
+DEFAULT_SCHEDULE = "1f1b"
+
+
+class Executable:
+    """Runs `program`; `parameters` and `buffers` are {name: local tensor} and are shared with other executables."""
+
+    def __init__(
+        self,
+        program: Program,
+        process: Process,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        schedule: str | None,
+    ):
+        self.program, self.process = program, process
+        self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
+        self.placement = placement_of(schedule)
+        stages = [program.stages[index] for index in stages_at(program, process.pp, self.placement)]
+        tensors = {**buffers, **parameters}
+        self.modules = [StageModule(stage, program, process, tensors) for stage in stages]
+        self.pipeline: Pipeline | None = None
+        if "pp" in process.groups:
+            self.pipeline = Pipeline(self.modules, program, process, schedule or DEFAULT_SCHEDULE)
+            connect_tied(program, process, self.placement)
+
+    def forward(self, inputs: Sequence[Any]) -> list[Any]:
+        """The model's flat outputs for the global batch. Differentiable where there is no pipeline."""
+        with self._loaded(inputs):
+            if self.pipeline is not None:
+                outputs = self._forward_pipeline(self.pipeline)
+            else:
+                parameters = None
+                if torch.is_grad_enabled():
+                    parameters = synchronised(self.parameters, self.program, self.process)
+                runs = [self._chain(microbatch, parameters) for microbatch in range(self.program.microbatches)]
+                outputs = merge_microbatches(self.program, runs)
+        return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
+
+    def step(self, inputs: Sequence[Any]) -> Tensor:
+        """Forward and backward of one global batch; adds to `.grad` and returns the loss, detached."""
+        with torch.enable_grad(), self._loaded(inputs), self._fresh_gradients():
+            if self.pipeline is not None:
+                losses = self.pipeline.step()
+            else:
+                losses = [self._step_microbatch(index) for index in range(self.program.microbatches)]
+            sync_gradients(self.parameters, self.program, self.process, self.placement)
+        return self._whole_loss([loss.detach() for loss in losses])
+
+    def _step_microbatch(self, microbatch: int) -> Tensor:
+        (loss,) = self._chain(microbatch, None)
+        loss.backward()
+        return loss.detach()
+
+    def _chain(self, microbatch: int, parameters: Mapping[str, Tensor] | None) -> tuple[Any, ...]:
+        """One microbatch through all stages, which are all here."""
+        values: tuple[Any, ...] = ()
+        for module in self.modules:
+            values = module.run(values, microbatch, parameters)
+        return values
+
+    def _forward_pipeline(self, pipeline: Pipeline) -> list[Tensor]:
+        runs = pipeline.forward()
+        sends = self.program.stages[-1].sends
+        values: Sequence[Tensor | None] = merge_microbatches(self.program, runs) if runs else [None] * len(sends)
+        shapes = merged_shapes(self.program)
+        return [
+            broadcast_from(value, pipeline.last_coordinate, self.process, shape, boundary.dtype)
+            for value, shape, boundary in zip(values, shapes, sends, strict=True)
+        ]
+
+    def _whole_loss(self, losses: Sequence[Tensor]) -> Tensor:
+        layout = self.program.outputs[0].layout
+        total: Tensor | None = None
+        if losses:
+            total = torch.stack(list(losses)).sum(0) if layout.get(MICROBATCH_AXIS) == P else losses[-1].clone()
+            for axis, group in self.process.groups.items():
+                if layout.get(axis) == P:
+                    dist.all_reduce(total, group=group)
+        if self.pipeline is not None:
+            (boundary,) = self.program.stages[-1].sends
+            owner = self.pipeline.last_coordinate
+            total = broadcast_from(total, owner, self.process, boundary.shape, boundary.dtype)
+        assert total is not None
+        return total
+
+    @contextmanager
+    def _loaded(self, inputs: Sequence[Any]) -> Iterator[None]:
+        device = self.process.device
+        here = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
+        for module in self.modules:
+            module.load(here)
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                module.unload()
+
+    @contextmanager
+    def _fresh_gradients(self) -> Iterator[None]:
+        """Inside, every `.grad` starts at None; afterwards what was there before is added again, once."""
+        before = {name: parameter.grad for name, parameter in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for name, parameter in self.parameters.items():
+                parameter.grad = before[name]
+            raise
+        for name, parameter in self.parameters.items():
+            earlier = before[name]
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)

@@ -1,0 +1,260 @@
+"""All ranks of a program in one process, in lockstep: what `verify` runs.
+
+The stage graphs are interpreted node by node over the list of all ranks of the stage. A conversion is a plain
+function of the list of one group's tensors, with the same primitives and the same arithmetic of pieces as on process
+groups; its autograd function takes and returns the whole list, so one `torch.autograd.backward` over the losses of
+all ranks gives every rank's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from autopart.layout import Conversion
+from autopart.mesh import Mesh
+from autopart.program import Program, Stage
+from autopart.runtime.batch import stage_arguments
+from autopart.runtime.collectives import OPERATORS, attribute, axis_of, conversion_cuts, on_device, operator_name
+from autopart.runtime.pieces import Cut
+from autopart.runtime.placement import groups_along, stage_ranks
+
+PerRank = dict[int, Any]
+"""A value of a stage: {rank: the rank's local value}, over the ranks that run the stage."""
+
+OnValue = Callable[[int, int, fx.Node, PerRank], None]
+"""Called as on_value(stage index, microbatch, node, {rank: value}) after every node."""
+
+
+def run_lockstep(
+    program: Program,
+    parameters: Mapping[int, Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+    inputs: Sequence[Any],
+    on_value: OnValue | None = None,
+    *,
+    placement: str = "loop",
+) -> dict[int, list[tuple[Any, ...]]]:
+    """Runs every rank, stage and microbatch of `program` on the global `inputs`.
+
+    `parameters`: {rank: {name: local tensor}}, as `state.shard_parameters` makes them; `buffers`: {name: tensor}, the
+    same on every rank; `inputs`: in `program.input_names` order. Returns {rank: one tuple of outputs per microbatch}
+    for the ranks of the last stage. Differentiable; without grad mode each value is freed after its last use.
+
+    Example: `torch.autograd.backward([out[0] for mbs in run_lockstep(...).values() for out in mbs])` leaves every
+    rank's gradient of a program whose only output is the loss.
+    """
+    device = _device_of(inputs, parameters)
+    runs = []
+    for stage in program.stages:
+        values = _run_prologue(stage, buffers, inputs, device)
+        ranks = stage_ranks(program, stage.index, placement)
+        keywords = {
+            rank: stage_arguments(program, stage.inputs, values, program.mesh.coordinates(rank)) for rank in ranks
+        }
+        runs.append(_StageRun(stage, program.mesh, keywords, parameters, buffers, device))
+
+    outputs: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in runs[-1].ranks}
+    for microbatch in range(program.microbatches):
+        sent: list[PerRank] = []
+        for run in runs:
+            # The stages differ in their `pp` coordinate alone, so their ranks correspond in order.
+            received = [dict(zip(run.ranks, value.values(), strict=True)) for value in sent]
+            sent = run(received, microbatch, on_value)
+        for rank, per_microbatch in outputs.items():
+            per_microbatch.append(tuple(value[rank] for value in sent))
+    return outputs
+
+
+def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tensor]]) -> torch.device:
+    tensors = [t for t in inputs if isinstance(t, Tensor)]
+    tensors += [t for local in parameters.values() for t in local.values()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _run_prologue(
+    stage: Stage, buffers: Mapping[str, Tensor], inputs: Sequence[Any], device: torch.device
+) -> tuple[Any, ...]:
+    values: dict[fx.Node, Any] = {}
+    remaining = iter(inputs)
+    for node in stage.prologue.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(remaining)
+        elif node.op == "get_attr":
+            values[node] = attribute(stage.prologue, str(node.target), buffers, device)
+        elif node.op == "output":
+            return tuple(_local(node.args[0], values, device))
+        else:
+            values[node] = _call(node, values, device)
+    raise AssertionError("a graph without an output")
+
+
+def _call(node: fx.Node, values: Mapping[fx.Node, Any], device: torch.device) -> Any:
+    """A node's result from its inputs' values, on one rank."""
+    args, kwargs = _local(node.args, values, device), _local(node.kwargs, values, device)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target), f"{node.op} {node.target}"
+    return node.target(*args, **kwargs)
+
+
+def _local(arguments: Any, values: Mapping[fx.Node, Any], device: torch.device) -> Any:
+    found = map_aggregate(arguments, lambda a: values[a] if isinstance(a, fx.Node) else a)
+    return on_device(found, device)
+
+
+class _StageRun:
+    """One stage on all its ranks."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        keywords: Mapping[int, list[dict[str, Any]]],
+        parameters: Mapping[int, Mapping[str, Tensor]],
+        buffers: Mapping[str, Tensor],
+        device: torch.device,
+    ):
+        self.stage, self.keywords = stage, keywords
+        self.parameters, self.buffers, self.device = parameters, buffers, device
+        self.mesh, self.ranks = mesh, list(keywords)
+        self.coordinates = {rank: mesh.coordinates(rank) for rank in self.ranks}
+        self.last_uses = _last_uses(stage.graph.graph)
+
+    def __call__(self, received: list[PerRank], microbatch: int, on_value: OnValue | None) -> list[PerRank]:
+        values: dict[fx.Node, PerRank] = {}
+        positional = iter(received)
+        names = {stage_input.name for stage_input in self.stage.inputs}
+        for node in self.stage.graph.graph.nodes:
+            if node.op == "output":
+                return [
+                    {rank: values[a][rank] if isinstance(a, fx.Node) else a for rank in self.ranks}
+                    for a in node.args[0]
+                ]
+            if node.op != "placeholder":
+                value = self._evaluate(node, values)
+            elif node.target in names:
+                value = {rank: self.keywords[rank][microbatch][node.target] for rank in self.ranks}
+            else:
+                value = next(positional)
+            values[node] = value
+            if on_value is not None:
+                on_value(self.stage.index, microbatch, node, value)
+            for used in self.last_uses.get(node, ()):
+                del values[used]
+        raise AssertionError("a graph without an output")
+
+    def _evaluate(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
+        name, axis = operator_name(node), axis_of(node)
+        if node.op == "get_attr":
+            return {rank: self._attribute(rank, str(node.target)) for rank in self.ranks}
+        if name is not None and axis is not None:
+            if name == "axis_index":
+                return {rank: self.coordinates[rank].get(axis, 0) for rank in self.ranks}
+            (x,) = node.all_input_nodes
+            return self._convert(name, values[x], axis, node.args[2:])
+        result = {}
+        for rank in self.ranks:
+            local = {used: values[used][rank] for used in node.all_input_nodes}
+            result[rank] = _call(node, local, self.device)
+        return result
+
+    def _attribute(self, rank: int, name: str) -> Any:
+        local = self.parameters[rank]
+        return local[name] if name in local else attribute(self.stage.graph, name, self.buffers, self.device)
+
+    def _convert(self, name: str, value: PerRank, axis: str, arguments: tuple[Any, ...]) -> PerRank:
+        result: PerRank = {}
+        for group in groups_along(self.mesh, self.ranks, axis):
+            converted = convert_list(name, [value[rank] for rank in group], *arguments)
+            result.update(zip(group, converted, strict=True))
+        return {rank: result[rank] for rank in self.ranks}
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """{node: the nodes whose value is read there for the last time}."""
+    seen: set[fx.Node] = set()
+    uses: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for used in (*node.all_input_nodes, node):
+            if used not in seen:
+                seen.add(used)
+                uses.setdefault(node, []).append(used)
+    return uses
+
+
+# --- Conversions on the list of all local tensors of one group, in the order of its ranks.
+
+
+def convert_list(operator: str, values: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
+    """What `torch.ops.autopart.<operator>(x, axis, *arguments)` does, for all ranks of one group at once.
+
+    >>> convert_list("all_reduce", [torch.tensor(1.0), torch.tensor(2.0)])
+    (tensor(3.), tensor(3.))
+    """
+    if operator == "all_reduce_max":
+        total = torch.stack([value.detach() for value in values]).amax(0)
+        return tuple(total.clone() for _ in values)
+    cuts = conversion_cuts(operator, values[0], len(values), arguments)
+    return _ConvertList.apply(OPERATORS[operator], cuts, *values)
+
+
+class _ConvertList(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, conversion: Conversion, cuts: tuple[Cut, ...], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.conversion, ctx.cuts = conversion, cuts
+        return tuple(LIST_PRIMITIVES[conversion.forward](list(values), *cuts))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *LIST_PRIMITIVES[ctx.conversion.backward](list(grads), *reversed(ctx.cuts))
+
+
+def _identity(values: list[Tensor], *cuts: Cut) -> list[Tensor]:
+    return [value.view_as(value) for value in values]
+
+
+def _all_reduce(values: list[Tensor]) -> list[Tensor]:
+    total = torch.stack(values).sum(0)
+    return [total.clone() for _ in values]
+
+
+def _own(values: list[Tensor]) -> list[Tensor]:
+    return [values[0].clone(), *(torch.zeros_like(value) for value in values[1:])]
+
+
+def _slice(values: list[Tensor], cut: Cut) -> list[Tensor]:
+    return [cut.take(value, index) for index, value in enumerate(values)]
+
+
+def _pad(values: list[Tensor], cut: Cut) -> list[Tensor]:
+    return [cut.place(value, index) for index, value in enumerate(values)]
+
+
+def _all_gather(values: list[Tensor], cut: Cut) -> list[Tensor]:
+    full = cut.join(values)
+    return [full.clone() for _ in values]
+
+
+def _reduce_scatter(values: list[Tensor], cut: Cut) -> list[Tensor]:
+    return _slice(_all_reduce(values), cut)
+
+
+def _all_to_all(values: list[Tensor], source: Cut, target: Cut) -> list[Tensor]:
+    return _slice(_all_gather(values, source), target)
+
+
+LIST_PRIMITIVES: dict[str, Callable[..., list[Tensor]]] = {
+    "identity": _identity,
+    "all_reduce": _all_reduce,
+    "own": _own,
+    "slice": _slice,
+    "pad": _pad,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}

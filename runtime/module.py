@@ -1,0 +1,252 @@
+"""`ParallelModule`: the partitioned model as one `nn.Module`, called the same way on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopart.compat import tree_unflatten
+from autopart.errors import TraceError
+from autopart.mesh import Mesh
+from autopart.program import Program
+from autopart.runtime.executable import Executable
+from autopart.runtime.placement import placement_of, stages_at
+from autopart.runtime.processes import connect
+from autopart.runtime.state import gather, names_with_gradient, shard_parameters
+
+Purpose = Literal["forward", "step"]
+
+
+class Compiler(Protocol):
+    """What makes programs for a ParallelModule. It traces where needed and returns the same Program for equal calls."""
+
+    @property
+    def plan(self) -> Any:
+        """The plan that the programs follow."""
+
+    def program(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        purpose: Purpose,
+        training: bool,
+        loss_fn: Callable[..., Tensor] | None = None,
+        target: Any = None,
+    ) -> tuple[Program, tuple[Tensor, ...]]:
+        """The program for a call, and the call's tensors in `input_names` order. Raises errors for a bad call."""
+
+    def ready(self) -> Program | None:
+        """A program that was traced when the module was made, if any."""
+
+
+class ParallelModule(nn.Module):
+    """A model partitioned over a device mesh.
+
+    Every rank makes it from the same model and calls it with the same global batch. Parameters have the model's own
+    names and hold this rank's shards; `full_state_dict` and `full_grads` put them together.
+
+    Example (the same on every rank, under torchrun):
+        pm = autopart.parallelize(model, "dp2,tp2", example_kwargs=batch)
+        optimizer = torch.optim.AdamW(pm.parameters())
+        loss = pm.step(**batch)
+        optimizer.step()
+
+    Raises RuntimeSetupError at construction where the processes do not fit the mesh, TraceError where parameters are
+    asked for before the model is traced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        compiler: Compiler,
+        *,
+        schedule: str | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ):
+        super().__init__()
+        self._process = connect(mesh, _device_of(model), device_mesh)
+        self._compiler = compiler
+        self._schedule = schedule
+        self._source = _Source(model)
+        self._executables: dict[int, Executable] = {}
+        self._program: Program | None = None
+        self._local_parameters: dict[str, nn.Parameter] = {}
+        self._local_buffers: dict[str, Tensor] = {}
+        program = compiler.ready()
+        if program is not None:
+            self._adopt(program)
+
+    @property
+    def plan(self) -> Any:
+        """The plan that is run."""
+        return self._compiler.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._process.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._process.device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, for the global batch, on every rank.
+
+        Without a pipeline axis it is differentiable: after `loss.backward()` this rank's gradients are complete.
+        With one it runs without gradients; use `step` to train.
+        """
+        program, inputs = self._compiler.program(args, kwargs, purpose="forward", training=self.training)
+        return tree_unflatten(self._executable(program).forward(inputs), program.output_spec)
+
+    def step(
+        self, *args: Any, loss_fn: Callable[..., Tensor] | None = None, target: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Forward and backward of one global batch through the schedule.
+
+        Adds complete gradients to `.grad` of this rank's parameters and returns the loss of the global batch, a
+        detached scalar, on every rank. `loss_fn(outputs, target)` is for a model that returns no loss.
+        """
+        program, inputs = self._compiler.program(
+            args, kwargs, purpose="step", training=self.training, loss_fn=loss_fn, target=target
+        )
+        return self._executable(program).step(inputs)
+
+    def graph(self, stage: int | None = None) -> fx.GraphModule:
+        """The graph of a stage (None: this rank's first), with axis names in its collectives."""
+        program = self._traced("graph")
+        if stage is None:
+            stage = self._stages(program)[0]
+        return program.stages[stage].graph
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """{name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""
+        program = self._traced("full_state_dict")
+        placement = placement_of(self._schedule)
+        gathered = gather(self._local_parameters, program, self._process, placement, list(program.parameters))
+        stored_name = _stored_names(program)
+        result: dict[str, Any] = {}
+        for name, value in self._source.model.state_dict().items():
+            if name in stored_name:
+                result[name] = gathered[stored_name[name]]
+            elif isinstance(value, Tensor):
+                result[name] = self._local_buffers.get(name, value).detach().to(self.device, copy=True)
+            else:
+                result[name] = value
+        return result
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """{name: full gradient} for the model's `named_parameters` that have one, on every rank. A collective call."""
+        program = self._traced("full_grads")
+        placement = placement_of(self._schedule)
+        present = names_with_gradient(self._local_parameters, program, self._process, placement)
+        grads = {name: p.grad for name, p in self._local_parameters.items() if p.grad is not None}
+        gathered = gather(grads, program, self._process, placement, present)
+        stored_name = _stored_names(program)
+        names = [name for name, _ in self._source.model.named_parameters()]
+        return {name: gathered[stored_name[name]] for name in names if stored_name.get(name) in gathered}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._traced("parameters()")
+        return super().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        self._traced("buffers()")
+        return super().named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's shards by their names; `full_state_dict` has the full tensors."""
+        self._traced("state_dict()")
+        return super().state_dict(*args, **kwargs)
+
+    def _traced(self, asked: str) -> Program:
+        if self._program is None:
+            raise TraceError(
+                f"{asked} is not known yet",
+                why="the model is traced at the first call, and its parameters are partitioned then",
+                hint="parallelize(model, mesh, example_kwargs=batch), or call the module once before",
+            )
+        return self._program
+
+    def _stages(self, program: Program) -> list[int]:
+        """The stages of this rank."""
+        return stages_at(program, self._process.pp, placement_of(self._schedule))
+
+    def _executable(self, program: Program) -> Executable:
+        # The executable keeps its program alive, so an id is not given out twice.
+        if id(program) not in self._executables:
+            self._adopt(program)
+            self._executables[id(program)] = Executable(
+                program, self._process, self._local_parameters, self._local_buffers, self._schedule
+            )
+        return self._executables[id(program)]
+
+    def _adopt(self, program: Program) -> None:
+        """Registers what this rank's stages of `program` read and no earlier program did."""
+        model = self._source.model
+        if self._program is not None:
+            for name in set(program.parameters) & set(self._program.parameters):
+                known, new = self._program.parameters[name], program.parameters[name]
+                assert (known.layout, known.stages) == (new.layout, new.stages), f"'{name}' moved between programs"
+        stages = self._stages(program)
+        parameters = shard_parameters(
+            model, program, self._process.coordinates, stages=stages, device=self._process.device
+        )
+        for name, parameter in parameters.items():
+            if name not in self._local_parameters:
+                self._local_parameters[name] = parameter
+                for alias in (name, *program.parameters[name].aliases):
+                    holder, last = _holder(self, alias)
+                    holder.register_parameter(last, parameter)
+        persistent = set(model.state_dict(keep_vars=True))
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if name not in self._local_buffers and not buffer.is_meta:
+                local = buffer.detach().to(self._process.device, copy=True)
+                self._local_buffers[name] = local
+                holder, last = _holder(self, name)
+                holder.register_buffer(last, local, persistent=name in persistent)
+        if self._program is not None:
+            program = replace(program, parameters={**self._program.parameters, **program.parameters})
+        self._program = program
+
+
+class _Source:
+    """The user's model, out of sight of `nn.Module`'s own bookkeeping."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+
+class _Branch(nn.Module):
+    """A node of the tree that gives the local tensors their dotted names."""
+
+
+def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds `name` below `root`, made where it is missing, and the last part of the name."""
+    *path, last = name.split(".")
+    for part in path:
+        # By the dict: a part may have the name of one of ParallelModule's own attributes.
+        if part not in root._modules:
+            root._modules[part] = _Branch()
+        child = root._modules[part]
+        assert child is not None
+        root = child
+    return root, last
+
+
+def _stored_names(program: Program) -> dict[str, str]:
+    """{any name of a parameter: the name it is stored under}."""
+    return {alias: name for name, stored in program.parameters.items() for alias in (name, *stored.aliases)}
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,238 @@
+"""Stages as `torch.distributed.pipelining` runs them, its schedules by name, and the run of forwards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from autopart.errors import StageError
+from autopart.program import Boundary, Program, Stage
+from autopart.runtime.batch import Arguments, stage_arguments
+from autopart.runtime.collectives import bind
+from autopart.runtime.placement import V_SHAPED, placement_of, stage_coordinate
+from autopart.runtime.processes import Process
+
+SINGLE_STAGE_SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+MULTI_STAGE_SCHEDULES = {
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+    "looped_bfs": pipelining.ScheduleLoopedBFS,
+}
+SCHEDULES = (*SINGLE_STAGE_SCHEDULES, *MULTI_STAGE_SCHEDULES)
+
+
+def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -> None:
+    """Raises StageError where a schedule cannot run so many stages on `pp` ranks with so many microbatches."""
+    if schedule not in SCHEDULES:
+        raise StageError(f"unknown schedule '{schedule}'", hint=", ".join(SCHEDULES))
+    asked = f"schedule='{schedule}' cannot run {num_stages} stages on pp={pp} with {microbatches} microbatches"
+    if num_stages % pp:
+        raise StageError(asked, why=f"{num_stages} is not a multiple of {pp}", hint=f"{pp} or {2 * pp} stages")
+    per_rank = num_stages // pp
+    if schedule in SINGLE_STAGE_SCHEDULES and per_rank != 1:
+        raise StageError(asked, why=f"it runs one stage per rank, not {per_rank}", hint="virtual_stages=1")
+    if schedule in V_SHAPED and per_rank != 2:
+        raise StageError(asked, why=f"it runs two stages per rank, not {per_rank}", hint="virtual_stages=2")
+    least = num_stages if schedule in ("1f1b", "dualpipev") else 1
+    if microbatches < least:
+        raise StageError(asked, why=f"it needs at least {least} microbatches", hint=f"microbatches={least}")
+    rounds = max(1, microbatches // pp)
+    if schedule.startswith("interleaved") and microbatches % rounds:
+        why = f"{microbatches} microbatches do not fill {rounds} rounds of equal length"
+        raise StageError(asked, why=why, hint=f"microbatches={rounds * pp}")
+
+
+class StageModule(nn.Module):
+    """One stage on this rank: its bound graph, and the rows of the batch that it reads.
+
+    `load(inputs)` runs the prologue on the global batch. `run(received, microbatch)` is the graph alone;
+    `forward(*received, microbatch=index)` is what pipelining calls, with `index` a tensor that holds the number.
+    """
+
+    def __init__(self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor]):
+        super().__init__()
+        self.stage, self.program, self.process = stage, program, process
+        self.graph = bind(stage.graph, process.groups, process.coordinates, process.device, tensors)
+        prologue = bind(stage.prologue, process.groups, process.coordinates, process.device, tensors)
+        self.prologue = prologue.forward  # not a submodule: it holds nothing that is trained
+        keywords = {stage_input.name for stage_input in stage.inputs}
+        placeholders = [node.target for node in stage.graph.graph.nodes if node.op == "placeholder"]
+        self.received_names = [str(name) for name in placeholders if name not in keywords]
+        self.arguments: list[Arguments] = []
+
+    def load(self, inputs: Sequence[Any]) -> None:
+        """Computes this stage's inputs from the global `inputs` and cuts them into this rank's microbatches."""
+        values = self.prologue(*inputs)
+        self.arguments = stage_arguments(self.program, self.stage.inputs, values, self.process.coordinates)
+
+    def unload(self) -> None:
+        self.arguments = []
+
+    def run(
+        self, received: Sequence[Any], microbatch: int, parameters: Mapping[str, Tensor] | None = None
+    ) -> tuple[Any, ...]:
+        """The graph's outputs; `parameters` stand in for its own of the same names."""
+        arguments = {**dict(zip(self.received_names, received, strict=True)), **self.arguments[microbatch]}
+        own = {name: parameters[name] for name in self.stage.parameters if name in parameters} if parameters else {}
+        if not own:
+            return tuple(self.graph(**arguments))
+        return tuple(torch.func.functional_call(self.graph, own, (), arguments, tie_weights=False))
+
+    def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if received:
+            received = _Received.apply(self.process.device, *received)
+        sends = self.run(received, int(microbatch))
+        if self.is_last:
+            return _Sends.apply(self.process.device, *sends)[0]
+        return _Sends.apply(self.process.wire, *sends)
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage.index == len(self.program.stages) - 1
+
+
+class _Received(torch.autograd.Function):
+    """Identity, from the wire to `device`. Its gradients go over the wire: dense, contiguous, and zeros for what the
+    stage does not read."""
+
+    @staticmethod
+    def forward(ctx: Any, device: torch.device, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.wire = values[0].device
+        return tuple(value.to(device).view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grad.contiguous().to(ctx.wire) for grad in grads)
+
+
+class _Sends(torch.autograd.Function):
+    """Identity, to the wire. Its results are sent, and detached in place by zero-bubble schedules, which a view, a
+    parameter or a value that only travels through would not survive."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: torch.device, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.device = values[0].device
+        return tuple(value.contiguous().to(wire).data for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grad.to(ctx.device) for grad in grads)
+
+
+class Pipeline:
+    """This rank's stages under one schedule."""
+
+    def __init__(self, modules: Sequence[StageModule], program: Program, process: Process, schedule: str):
+        pp = process.mesh.size("pp")
+        check_schedule(schedule, len(program.stages), pp, program.microbatches)
+        self.modules, self.program, self.process, self.placement = modules, program, process, placement_of(schedule)
+        stages = [self._pipeline_stage(module) for module in modules]
+        options: dict[str, Any] = {
+            "n_microbatches": program.microbatches,
+            "loss_fn": _first,
+            "scale_grads": False,  # the loss says by itself what it is a mean of
+        }
+        if schedule in SINGLE_STAGE_SCHEDULES:
+            self.schedule = SINGLE_STAGE_SCHEDULES[schedule](stages[0], **options)
+        else:
+            self.schedule = MULTI_STAGE_SCHEDULES[schedule](stages, **options)
+
+    def _pipeline_stage(self, module: StageModule) -> pipelining.PipelineStage:
+        # With example values on both sides of every stage, pipelining runs nothing to find shapes out.
+        return pipelining.PipelineStage(
+            module,
+            module.stage.index,
+            len(self.program.stages),
+            self.process.wire,
+            input_args=_examples(module.stage.receives),
+            output_args=_examples(module.stage.sends),
+            group=self.process.groups["pp"],
+        )
+
+    @property
+    def last_coordinate(self) -> int:
+        """The `pp` coordinate of the last stage."""
+        return self.coordinate(len(self.program.stages) - 1)
+
+    def coordinate(self, stage: int) -> int:
+        return stage_coordinate(stage, len(self.program.stages), self.process.mesh.size("pp"), self.placement)
+
+    def step(self) -> list[Tensor]:
+        """Forward and backward of all microbatches; the microbatches' losses where the last stage runs, else none."""
+        losses: list[Tensor] = []
+        # Pipelining cuts this into one number per microbatch; the stages look their own rows up.
+        numbers = torch.arange(self.program.microbatches)
+        target = torch.zeros(self.program.microbatches)
+        self.schedule.step(microbatch=numbers, target=target, losses=losses, return_outputs=False)
+        return losses
+
+    @torch.no_grad()
+    def forward(self) -> list[tuple[Tensor, ...]]:
+        """Forward of all microbatches; one tuple of outputs each where the last stage runs, else none.
+
+        Each rank runs all microbatches of its first stage, then of its next. Two ranks that send in both directions
+        (a loop of two) finish receiving before they send, so that neither direction waits for the other.
+        """
+        num_microbatches = self.program.microbatches
+        hold_sends = self.process.mesh.size("pp") == 2 and len(self.modules) > 1
+        local: dict[int, tuple[Any, ...]] = {}
+        outputs: list[tuple[Tensor, ...]] = []
+        works: list[dist.Work] = []
+        for module in self.modules:
+            ready: dict[int, tuple[Any, ...]] = {}
+            for microbatch in range(num_microbatches):
+                ready[microbatch] = module.run(self._receive(module, local.pop(microbatch, None)), microbatch)
+                if not hold_sends:
+                    works += self._send(module, ready)
+            works += self._send(module, ready)
+            if module.is_last:
+                outputs = list(ready.values())
+            elif self.coordinate(module.stage.index + 1) == self.process.pp:
+                local = ready
+        for work in works:
+            work.wait()
+        return outputs
+
+    def _receive(self, module: StageModule, local: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        if local is not None:
+            return local
+        received = []
+        for boundary in module.stage.receives:
+            value = torch.empty(boundary.shape, dtype=boundary.dtype, device=self.process.wire)
+            source = self.coordinate(module.stage.index - 1)
+            dist.recv(value, group=self.process.groups["pp"], group_src=source)
+            received.append(value.to(self.process.device))
+        return tuple(received)
+
+    def _send(self, module: StageModule, ready: dict[int, tuple[Any, ...]]) -> list[dist.Work]:
+        """Sends what is ready to the next stage, if that is on another rank, and forgets it."""
+        if module.is_last or self.coordinate(module.stage.index + 1) == self.process.pp:
+            return []
+        works = []
+        target = self.coordinate(module.stage.index + 1)
+        for microbatch in sorted(ready):
+            for value in ready.pop(microbatch):
+                work = dist.isend(
+                    value.contiguous().to(self.process.wire), group=self.process.groups["pp"], group_dst=target
+                )
+                assert work is not None
+                works.append(work)
+        return works
+
+
+def _first(loss: Tensor, target: Tensor) -> Tensor:
+    """The loss of a stage that computes it itself."""
+    return loss
+
+
+def _examples(boundaries: Sequence[Boundary]) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(b.shape, dtype=b.dtype, device="meta", requires_grad=b.dtype.is_floating_point) for b in boundaries
+    )

@@ -1,0 +1,61 @@
+"""Which rank runs which stage, by the shape of the schedule."""
+
+from __future__ import annotations
+
+import itertools
+
+from autopart.mesh import Mesh
+from autopart.program import Program, StoredTensor
+
+V_SHAPED = ("zbv", "dualpipev")
+
+
+def placement_of(schedule: str | None) -> str:
+    """How a schedule places its stages: `"V"` (rank r of p has stages r and 2p-1-r) or `"loop"` (r, r+p, r+2p, ...)."""
+    return "V" if schedule in V_SHAPED else "loop"
+
+
+def stage_coordinate(stage: int, num_stages: int, pp: int, placement: str) -> int:
+    """The `pp` coordinate that runs `stage`.
+
+    >>> [stage_coordinate(s, 4, 2, "loop") for s in range(4)], [stage_coordinate(s, 4, 2, "V") for s in range(4)]
+    ([0, 1, 0, 1], [0, 1, 1, 0])
+    """
+    if placement == "V":
+        assert num_stages == 2 * pp, f"a V of {pp} ranks has {2 * pp} stages, not {num_stages}"
+        return min(stage, num_stages - 1 - stage)
+    return stage % pp
+
+
+def stages_at(program: Program, pp_coordinate: int, placement: str) -> list[int]:
+    """The stages that run at this `pp` coordinate, in order."""
+    num_stages, pp = len(program.stages), program.mesh.size("pp")
+    return [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, placement) == pp_coordinate]
+
+
+def stage_ranks(program: Program, stage: int, placement: str) -> list[int]:
+    """The ranks that run `stage`, one for each coordinate on the other axes, in rank order."""
+    mesh = program.mesh
+    coordinate = stage_coordinate(stage, len(program.stages), mesh.size("pp"), placement)
+    return [rank for rank in range(mesh.num_ranks) if mesh.coordinates(rank).get("pp", 0) == coordinate]
+
+
+def owners(program: Program, stored: StoredTensor, placement: str) -> list[int]:
+    """The `pp` coordinates that hold a stored tensor, each once, first stage first."""
+    num_stages, pp = len(program.stages), program.mesh.size("pp")
+    found = [stage_coordinate(stage, num_stages, pp, placement) for stage in stored.stages]
+    return list(dict.fromkeys(found))
+
+
+def groups_along(mesh: Mesh, ranks: list[int], axis: str) -> list[list[int]]:
+    """`ranks` in groups that differ in their coordinate on `axis` alone, each in the order of that coordinate.
+
+    >>> groups_along(Mesh({"dp": 2, "tp": 2}), [0, 1, 2, 3], "dp")
+    [[0, 2], [1, 3]]
+    """
+
+    def others(rank: int) -> tuple[tuple[str, int], ...]:
+        return tuple((name, index) for name, index in mesh.coordinates(rank).items() if name != axis)
+
+    ordered = sorted(ranks, key=lambda rank: (others(rank), rank))
+    return [list(group) for _, group in itertools.groupby(ordered, others)]

@@ -1,0 +1,136 @@
+"""This process in the mesh: its coordinates, its device, and one process group per mesh axis."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopart.compat import is_gloo, set_group_timeout
+from autopart.errors import RuntimeSetupError
+from autopart.mesh import Mesh
+
+GROUP_TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others before it raises, in the process groups made here."""
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Process:
+    """One rank. `groups` has the axes of more than one rank; `rank` counts as `Mesh` does."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    groups: Mapping[str, dist.ProcessGroup]
+    device_mesh: DeviceMesh | None = None
+    owner_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return self.mesh.coordinates(self.rank)
+
+    @property
+    def wire(self) -> torch.device:
+        """Where values are when they are sent to the next stage: on the host, for gloo sends nothing from a GPU."""
+        on_host = self.device.type == "cuda" and is_gloo(self.groups["pp"], self.device)
+        return torch.device("cpu") if on_host else self.device
+
+    @property
+    def pp(self) -> int:
+        """This rank's `pp` coordinate, 0 without that axis."""
+        return self.coordinates.get("pp", 0)
+
+    def connect_owners(self, owners: tuple[int, ...]) -> None:
+        """Makes a group of the ranks that hold the same tied tensors: `pp` coordinates `owners`, all else equal.
+
+        Every rank must call this with the same `owners`, whether it is one of them or not.
+        """
+        if owners in self.owner_groups:
+            return
+        if len(owners) == self.mesh.size("pp"):
+            self.owner_groups[owners] = self.groups["pp"]
+            return
+        assert self.device_mesh is not None
+        ranks = self.device_mesh.mesh.reshape(self.mesh.size("pp"), -1)
+        for column in range(ranks.size(1)):
+            members = ranks[list(owners), column].tolist()
+            group = dist.new_group(members, timeout=GROUP_TIMEOUT)
+            if dist.get_rank() in members:
+                self.owner_groups[owners] = group
+
+
+def connect(mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | None = None) -> Process:
+    """This process as a rank of `mesh`: starts torch.distributed where torchrun has set it up, and makes the groups.
+
+    The device is the device mesh's where one is given, else a GPU where the process group is nccl's or the model is
+    on one, else the CPU. Raises RuntimeSetupError where the number of processes does not fit the mesh.
+    """
+    if mesh.num_ranks == 1 and device_mesh is None:
+        return Process(mesh, 0, _device(model_device.type if model_device.type == "cuda" else "cpu", model_device), {})
+    if not dist.is_initialized():
+        _initialize(mesh)
+    num_ranks = device_mesh.size() if device_mesh is not None else dist.get_world_size()
+    if num_ranks != mesh.num_ranks:
+        raise RuntimeSetupError(
+            f"mesh {mesh} needs {mesh.num_ranks} processes, there are {num_ranks}",
+            why=" x ".join(f"{axis}={size}" for axis, size in mesh.sizes.items()) + f" = {mesh.num_ranks}",
+            hint=f"torchrun --nproc-per-node {mesh.num_ranks} ..., or a mesh of {num_ranks} ranks",
+        )
+    if device_mesh is None:
+        uses_cuda = model_device.type == "cuda" or "nccl" in str(dist.get_backend())
+        device = _device("cuda" if uses_cuda else "cpu", model_device)
+        device_mesh = init_device_mesh(device.type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
+        groups = _axis_groups(mesh, device_mesh)
+        for group in groups.values():
+            if group is not dist.group.WORLD:
+                set_group_timeout(group, GROUP_TIMEOUT)
+    else:
+        device = _device(device_mesh.device_type, model_device)
+        groups = _axis_groups(mesh, device_mesh)
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    rank = 0
+    for size, index in zip(mesh.sizes.values(), coordinate, strict=True):
+        rank = rank * size + index
+    return Process(mesh, rank, device, groups, device_mesh)
+
+
+def _initialize(mesh: Mesh) -> None:
+    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise RuntimeSetupError(
+            f"mesh {mesh} needs {mesh.num_ranks} processes, and torch.distributed is not initialised",
+            why=f"this process was not started by torchrun: {', '.join(missing)} not set",
+            hint=f"torchrun --nproc-per-node {mesh.num_ranks} script.py, or call init_process_group first",
+        )
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    one_gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+    if one_gpu_each:
+        torch.cuda.set_device(_local_rank())
+    dist.init_process_group("nccl" if one_gpu_each else "gloo", timeout=GROUP_TIMEOUT)
+
+
+def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    return {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
+
+
+def _device(kind: str, model_device: torch.device) -> torch.device:
+    if kind != "cuda":
+        return torch.device(kind)
+    if model_device.type == "cuda":
+        index = torch.cuda.current_device() if model_device.index is None else model_device.index
+    else:
+        index = _local_rank() % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,0 +1,148 @@
+"""A model's tensors as the ranks store them: cut out of the model, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopart.errors import RuntimeSetupError
+from autopart.mesh import Mesh
+from autopart.program import Program, StoredTensor
+from autopart.runtime.collectives import PRIMITIVES
+from autopart.runtime.lockstep import LIST_PRIMITIVES
+from autopart.runtime.pieces import Cut
+from autopart.runtime.placement import groups_along, owners
+from autopart.runtime.processes import Process
+
+
+def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
+    """How the full tensor is cut, axis by axis; two axes on one dim cut one after the other, outer axis first."""
+    shape = list(stored.shape)
+    cuts = []
+    for axis, num_ranks in mesh.sizes.items():
+        placement = stored.layout.get(axis)
+        if placement is None or not placement.is_shard or num_ranks == 1:
+            continue
+        cut = Cut(placement.dim, shape[placement.dim], placement.sections, num_ranks)
+        cuts.append((axis, cut))
+        shape[placement.dim] = cut.length(0)
+    return cuts
+
+
+def shard_parameters(
+    model: nn.Module,
+    program: Program,
+    coordinates: Mapping[str, int],
+    *,
+    stages: Collection[int] | None = None,
+    device: torch.device | None = None,
+) -> dict[str, nn.Parameter]:
+    """{name: local parameter} of the rank at `coordinates`, for the `stages` it runs (None: all).
+
+    Each is a copy of its part of the model's parameter, with the same dtype and `requires_grad`. Raises
+    RuntimeSetupError for a parameter on the meta device.
+    """
+    source = dict(model.named_parameters(remove_duplicate=False))
+    local = {}
+    for name, stored in program.parameters.items():
+        if stages is not None and not set(stages) & set(stored.stages):
+            continue
+        full = source[name]
+        if full.is_meta:
+            raise RuntimeSetupError(
+                f"parameter '{name}' has no values to run with",
+                why="it is on the meta device",
+                hint="load the model's weights first; plan() needs none, parallelize() does",
+            )
+        value = full.detach()
+        for axis, cut in stored_cuts(stored, program.mesh):
+            value = cut.take(value, coordinates.get(axis, 0))
+        value = value.to(device or full.device, copy=True, memory_format=torch.contiguous_format)
+        local[name] = nn.Parameter(value, requires_grad=full.requires_grad)
+    return local
+
+
+def gather(
+    local: Mapping[str, Tensor], program: Program, process: Process, placement: str, names: Collection[str]
+) -> dict[str, Tensor]:
+    """{name: full tensor} on every rank, from each rank's `local` parts; `names` is the same on every rank.
+
+    A part is gathered on the ranks of the first stage that reads the parameter, and sent from there along `pp`.
+    """
+    dtypes = _dtypes(local, process)
+    full = {}
+    for name, stored in program.parameters.items():
+        if name not in names:
+            continue
+        owner = owners(program, stored, placement)[0]
+        value = None
+        if owner == process.pp:
+            value = local[name].detach().clone()
+            for axis, cut in reversed(stored_cuts(stored, program.mesh)):
+                value = PRIMITIVES["all_gather"](value, process.groups[axis].group_name, cut)
+        full[name] = broadcast_from(value, owner, process, stored.shape, dtypes[name])
+    return full
+
+
+def _dtypes(local: Mapping[str, Tensor], process: Process) -> dict[str, torch.dtype]:
+    """{name: dtype} of the tensors of all ranks along `pp`."""
+    mine = {name: tensor.dtype for name, tensor in local.items()}
+    if "pp" not in process.groups:
+        return mine
+    everyones: list[dict[str, torch.dtype]] = [{}] * process.mesh.size("pp")
+    dist.all_gather_object(everyones, mine, group=process.groups["pp"])
+    return {name: dtype for theirs in everyones for name, dtype in theirs.items()}
+
+
+def broadcast_from(
+    value: Tensor | None, owner: int, process: Process, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """`value` of the rank at `pp` coordinate `owner`, on every rank along `pp`; the others may give None."""
+    if value is None:
+        value = torch.empty(shape, dtype=dtype, device=process.device)
+    assert tuple(value.shape) == tuple(shape) and value.dtype == dtype, f"{value.shape} {value.dtype}, {shape} {dtype}"
+    value = value.contiguous()
+    if "pp" in process.groups:
+        dist.broadcast(value, group=process.groups["pp"], group_src=owner)
+    return value
+
+
+def names_with_gradient(
+    parameters: Mapping[str, Tensor], program: Program, process: Process, placement: str
+) -> set[str]:
+    """The parameters that have a gradient on the rank that owns them; the same set on every rank."""
+    names = list(program.parameters)
+    present = torch.zeros(len(names), dtype=torch.int32, device=process.device)
+    for index, name in enumerate(names):
+        if owners(program, program.parameters[name], placement)[0] == process.pp:
+            present[index] = parameters[name].grad is not None
+    if "pp" in process.groups:
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=process.groups["pp"])
+    return {name for name, found in zip(names, present.tolist(), strict=True) if found}
+
+
+def join(local: Mapping[int, Mapping[str, Tensor]], program: Program, *, placement: str = "loop") -> dict[str, Tensor]:
+    """{name: full tensor} from {rank: {name: local tensor}} of all ranks: `gather` in one process.
+
+    A name that is on no rank is left out.
+    """
+    full = {}
+    mesh = program.mesh
+    for name, stored in program.parameters.items():
+        owner = owners(program, stored, placement)[0]
+        parts = {
+            rank: tensors[name].detach()
+            for rank, tensors in local.items()
+            if mesh.coordinates(rank).get("pp", 0) == owner and name in tensors
+        }
+        if not parts:
+            continue
+        for axis, cut in reversed(stored_cuts(stored, mesh)):
+            for group in groups_along(mesh, list(parts), axis):
+                joined = LIST_PRIMITIVES["all_gather"]([parts[rank] for rank in group], cut)
+                parts.update(zip(group, joined, strict=True))
+        full[name] = parts[min(parts)]
+    return full

@@ -1,0 +1,67 @@
+"""Fixtures and options for all tests."""
+
+import difflib
+import random
+from pathlib import Path
+
+import dist
+import pytest
+import torch
+
+SEED = 0
+
+
+def pytest_addoption(parser):
+    parser.addoption("--golden-update", action="store_true", help="rewrite the golden files instead of comparing")
+
+
+def pytest_configure():
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_sessionfinish():
+    dist.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+class Golden:
+    """`golden("name", text)` fails with a diff unless the text is that of `name.txt` in the golden folder."""
+
+    def __init__(self, folder: Path, update: bool) -> None:
+        self.folder, self.update = folder, update
+
+    def __call__(self, name: str, text: str) -> None:
+        path = self.folder / f"{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        if self.update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return
+        if not path.exists():
+            pytest.fail(f"golden file {path.name} does not exist; run with --golden-update to write it\n{text}")
+        expected = path.read_text()
+        if text == expected:
+            return
+        lines = difflib.unified_diff(
+            expected.splitlines(), text.splitlines(), f"{path.name} (golden)", f"{path.name} (now)", lineterm=""
+        )
+        pytest.fail("\n".join(["differs from its golden file; review, then --golden-update", *lines]), pytrace=False)
+
+
+@pytest.fixture
+def golden(request):
+    """Compare a string with tests/golden/<name>.txt; `--golden-update` rewrites the file."""
+    return Golden(Path(__file__).parent / "golden", request.config.getoption("--golden-update"))

@@ -1,0 +1,186 @@
+"""Every conversion, forward and gradient: on process groups, on lists of tensors, and by plain indexing."""
+
+import dist
+import pytest
+import torch
+import torch.distributed as td
+
+from autopart.layout import CONVERSIONS
+from autopart.runtime.collectives import CUTTING, OPERATORS, all_operators, embedding_shard, pick_class
+from autopart.runtime.lockstep import convert_list
+from autopart.runtime.pieces import Cut
+
+NUM_RANKS = 3
+CUTS = [  # dim, size, sections
+    (0, 6, ()),
+    (1, 6, (2,)),
+    (1, 7, ()),
+    (-1, 11, (5, 2, 4)),
+    (0, 4, ()),  # rank 2 of 3 holds nothing
+]
+SHAPE = [4, 5, 3]
+OTHERS = [name for name in OPERATORS if name not in (*CUTTING, "all_to_all")]
+CASES = [(name, cut) for name in CUTTING for cut in CUTS]
+CASES += [("all_to_all", (0, 1)), ("all_to_all", (2, 1)), ("all_to_all", (1, 0))]
+CASES += [(name, ()) for name in OTHERS]
+KINDS = {conversion.operator: pair for pair, conversion in CONVERSIONS.items()}
+
+
+def indices(size, sections, rank):
+    """The elements of a dim that a rank holds, from torch.chunk alone."""
+    rows = torch.arange(size)
+    if len(sections) == 1:
+        parts = rows.chunk(sections[0])
+    else:
+        parts = rows.split(list(sections)) if sections else [rows]
+    shards = [part.chunk(NUM_RANKS) for part in parts]
+    return torch.cat([s[rank] if rank < len(s) else rows[:0] for s in shards])
+
+
+def sample(name, arguments, seed):
+    """The input of every rank: equal values where the source placement is R, else a shard or a partial sum."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = list(SHAPE)
+    source, _ = KINDS[name]
+    if name in CUTTING:
+        shape[arguments[0]] = arguments[1]
+    elif name == "all_to_all":
+        shape[arguments[0]] *= NUM_RANKS
+    full = torch.randn(shape, dtype=torch.float64, generator=generator)
+    if source.startswith("R"):
+        return [full.clone() for _ in range(NUM_RANKS)]
+    if source == "P":
+        return list(torch.randn([NUM_RANKS, *shape], dtype=torch.float64, generator=generator))
+    if name == "all_to_all":
+        return [c.contiguous() for c in full.chunk(NUM_RANKS, arguments[0])]
+    dim, size, sections = arguments
+    return [full.index_select(dim, indices(size, sections, rank)) for rank in range(NUM_RANKS)]
+
+
+def by_indexing(primitive, values, arguments):
+    """What a primitive does to the values of all ranks, by index arithmetic."""
+    if primitive == "identity":
+        return values
+    if primitive == "all_reduce":
+        return [sum(values)] * NUM_RANKS
+    if primitive == "own":
+        return [values[0]] + [torch.zeros_like(v) for v in values[1:]]
+    if primitive == "all_to_all":
+        source, target = arguments
+        chunks = torch.cat(values, source).chunk(NUM_RANKS, target)
+        empty = chunks[0].narrow(target, 0, 0)
+        return [chunks[r] if r < len(chunks) else empty for r in range(NUM_RANKS)]
+    dim, size, sections = arguments
+    own = [indices(size, sections, rank) for rank in range(NUM_RANKS)]
+    if primitive == "slice":
+        return [v.index_select(dim, i) for v, i in zip(values, own, strict=True)]
+    if primitive == "reduce_scatter":
+        return [sum(values).index_select(dim, i) for i in own]
+    shape = list(values[0].shape)
+    shape[dim] = size
+    placed = [torch.zeros(shape, dtype=v.dtype).index_copy(dim, i, v) for v, i in zip(values, own, strict=True)]
+    return placed if primitive == "pad" else [sum(placed)] * NUM_RANKS
+
+
+def expected(name, arguments, values):
+    outputs = by_indexing(OPERATORS[name].forward, values, arguments)
+    grads = [make_grad(output, rank) for rank, output in enumerate(outputs)]
+    backward = tuple(reversed(arguments)) if name == "all_to_all" else arguments
+    return outputs, by_indexing(OPERATORS[name].backward, grads, backward)
+
+
+def make_grad(output, rank):
+    """A gradient with no regular strides, as backward passes produce them."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    shape = list(output.shape)
+    return torch.randn(shape[::-1], dtype=torch.float64, generator=generator).permute(*reversed(range(len(shape))))
+
+
+def run_on_this_rank(cases):
+    """Every case on this rank's process group; returns (output, gradient) of each."""
+    group_name = td.group.WORLD.group_name
+    results = []
+    for seed, (name, arguments) in enumerate(cases):
+        x = sample(name, arguments, seed)[td.get_rank()].requires_grad_()
+        output = getattr(torch.ops.autopart, name)(x, group_name, *arguments)
+        output.backward(make_grad(output, td.get_rank()))
+        results.append((output.detach(), x.grad))
+    x = torch.arange(4.0) * (1 - 2 * td.get_rank())
+    largest = torch.ops.autopart.all_reduce_max(x.requires_grad_(), group_name)
+    assert not largest.requires_grad
+    return results, torch.ops.autopart.axis_index(group_name), largest
+
+
+@pytest.fixture(scope="module")
+def distributed():
+    return dist.run_ranks(run_on_this_rank, NUM_RANKS, CASES)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}{args}" for name, args in CASES])
+def test_conversion(number, distributed):
+    name, arguments = CASES[number]
+    values = sample(name, arguments, number)
+    outputs, grads = expected(name, arguments, values)
+    leaves = [v.clone().requires_grad_() for v in values]
+    in_one_process = convert_list(name, leaves, *arguments)
+    torch.autograd.backward(in_one_process, [make_grad(o, rank) for rank, o in enumerate(outputs)])
+    for rank in range(NUM_RANKS):
+        output, grad = distributed[rank][0][number]
+        for got, want in ((output, outputs[rank]), (grad, grads[rank])):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+        torch.testing.assert_close(in_one_process[rank], outputs[rank], rtol=0, atol=1e-14)
+        torch.testing.assert_close(leaves[rank].grad, grads[rank], rtol=0, atol=1e-14)
+
+
+def test_axis_index_and_max(distributed):
+    assert [index for _, index, _ in distributed] == list(range(NUM_RANKS))
+    assert all(torch.equal(largest, torch.tensor([0.0, 1.0, 2.0, 3.0])) for _, _, largest in distributed)
+    assert torch.equal(convert_list("all_reduce_max", [torch.ones(2), torch.zeros(2)])[1], torch.ones(2))
+
+
+def test_every_operator_is_tried():
+    assert {name for name, _ in CASES} == set(OPERATORS)
+    others = {"all_reduce_max", "axis_index", "embedding_shard", "pick_class"}
+    assert set(all_operators()) == set(OPERATORS) | others
+
+
+@pytest.mark.parametrize("size", range(1, 30))
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
+def test_cut_and_join_are_inverse(size, num_shards):
+    full = torch.randn(2, size, 3)
+    sections = () if size < 3 else (size - 2, 2)
+    cut = Cut(1, size, sections, num_shards)
+    shards = [cut.take(full, index) for index in range(num_shards)]
+    assert torch.equal(cut.join(shards), full)
+    assert torch.equal(sum(cut.place(s, i) for i, s in enumerate(shards)), full)
+    assert all(torch.equal(cut.trimmed(cut.padded(s), i), s) for i, s in enumerate(shards))
+    assert len({cut.padded(s).shape for s in shards}) == 1
+
+
+@pytest.mark.parametrize("padding_idx", [-1, 4, 9])
+def test_embedding_shards_add_up(padding_idx):
+    weight = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(10, (4, 5))
+    ids[0, :3] = torch.tensor([4, 9, 0])
+    whole = torch.nn.functional.embedding(ids, weight, None if padding_idx < 0 else padding_idx)
+    grad = torch.randn_like(whole)
+    (want,) = torch.autograd.grad(whole, weight, grad)
+    cut = Cut(0, 10, (), 4)  # 3, 3, 3, 1
+    parts = []
+    for rank in range(5):  # a fifth shard that holds no row
+        rows = cut.take(weight, rank) if rank < 4 else weight[:0]
+        parts.append(embedding_shard(rows, ids, min(3 * rank, 10), padding_idx))
+    torch.testing.assert_close(sum(parts), whole, rtol=0, atol=0)
+    (got,) = torch.autograd.grad(sum(parts), weight, grad)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+
+
+def test_picked_classes_add_up():
+    logits = torch.randn(6, 10, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([0, 9, 3, -100, 5, 6])
+    parts = [pick_class(logits[:, s : s + 4], target, s) for s in (0, 4, 8, 10)]
+    want = torch.where(target >= 0, logits.gather(1, target.clamp(min=0)[:, None])[:, 0], 0)
+    assert torch.equal(sum(parts), want)
+    weights = torch.randn(6, dtype=torch.float64)
+    got, expected_grad = (torch.autograd.grad(v, logits, weights)[0] for v in (sum(parts), want))
+    assert torch.equal(got, expected_grad)

@@ -1,0 +1,302 @@
+"""The structure that docs/architecture.md promises, read from the sources: who imports whom, sizes, private modules.
+
+Every check has planted sources in which it must fail: a check that can find nothing does not pass for one that works.
+"""
+
+import ast
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "autopart"
+
+# Files directly in autopart/ are the base, which all layers share, except these: they put the layers together.
+ORCHESTRATORS = ("__init__", "__main__", "api", "cli", "verify")
+MAY_IMPORT = {
+    "base": {"base"},
+    "cost": {"base", "cost"},
+    "passes": {"base", "cost", "passes"},
+    "runtime": {"base", "runtime"},
+    "orchestrator": {"base", "cost", "passes", "runtime", "orchestrator"},
+}
+LAYER_FOLDERS = ("cost", "passes", "runtime")
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+PRINTING_MODULES = ("autopart.cli",)
+TRANSFORMERS_MODULES: tuple[str, ...] = ()
+COMPAT_MODULE = "autopart.compat"
+# Below these, a leading underscore is part of a public name: operators (torch.ops.aten._softmax) and torch.fx.
+PUBLIC_PREFIXES = ("torch.ops.", "torch.fx.")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: its dotted name (a package's `__init__.py` has the package's) and its text."""
+
+    name: str
+    source: str
+    is_package: bool = False
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @cached_property
+    def imports(self) -> list[tuple[int, str, str]]:
+        """(line, module, name) of each import, wherever it stands; `import a.b` has the name ""."""
+        return [found for node in ast.walk(self.tree) for found in self._imports_of(node)]
+
+    def _imports_of(self, node: ast.AST) -> Iterator[tuple[int, str, str]]:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, self._absolute(node), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value, ""
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = self.name.split(".")
+        parent = parts[: len(parts) - node.level + self.is_package]
+        return ".".join([*parent, node.module] if node.module else parent)
+
+
+Check = Callable[[Module, set[str]], Iterator[str]]
+
+
+def layer_of(name: str) -> str | None:
+    """The layer of an autopart module, or None for a module of someone else."""
+    package, _, rest = name.partition(".")
+    if package != "autopart":
+        return None
+    first = rest.partition(".")[0] or "__init__"
+    if first in LAYER_FOLDERS:
+        return first
+    return "orchestrator" if first in ORCHESTRATORS else "base"
+
+
+def import_edges(module: Module, known: set[str]) -> Iterator[str]:
+    """Imports go one way: base, cost, passes; base, runtime; orchestrators on top of all."""
+    layer = layer_of(module.name)
+    assert layer is not None, module.name
+    for line, target, name in module.imports:
+        imported = f"{target}.{name}" if f"{target}.{name}" in known else target
+        target_layer = layer_of(imported)
+        if imported.partition(".")[0] in LAYER_FOLDERS:
+            yield f"{module.name}:{line} imports {imported}; its name is autopart.{imported}"
+        elif target_layer is not None and target_layer not in MAY_IMPORT[layer]:
+            yield f"{module.name}:{line} ({layer}) imports {imported} ({target_layer})"
+
+
+def cost_without_process_groups(module: Module, known: set[str]) -> Iterator[str]:
+    """A plan is judged without torch.distributed: no process group, no GPU."""
+    if layer_of(module.name) != "cost":
+        return
+    for line, target, name in module.imports:
+        if f"{target}.{name}.".startswith("torch.distributed."):
+            yield f"{module.name}:{line} imports {target}; cost knows nothing of torch.distributed"
+
+
+def file_length(module: Module, known: set[str]) -> Iterator[str]:
+    """A file is short enough to be read in one go."""
+    num_lines = len(module.source.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield f"{module.name} has {num_lines} lines; at most {MAX_FILE_LINES}"
+
+
+def function_length(module: Module, known: set[str]) -> Iterator[str]:
+    """A function, with its docstring, fits on a screen."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if num_lines > MAX_FUNCTION_LINES:
+            yield f"{module.name}:{node.lineno} {node.name} has {num_lines} lines; at most {MAX_FUNCTION_LINES}"
+
+
+def no_print(module: Module, known: set[str]) -> Iterator[str]:
+    """Only the command line prints; the library returns values and raises errors."""
+    if module.name in PRINTING_MODULES:
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name) and node.id == "print":
+            yield f"{module.name}:{node.lineno} uses print"
+
+
+def no_transformers(module: Module, known: set[str]) -> Iterator[str]:
+    """autopart knows graphs, not a model library."""
+    if module.name in TRANSFORMERS_MODULES:
+        return
+    for line, target, _ in module.imports:
+        if target.partition(".")[0] == "transformers":
+            yield f"{module.name}:{line} imports {target}"
+
+
+def private_torch(module: Module, known: set[str]) -> Iterator[str]:
+    """Private names of torch, imported or reached as attributes, stand in one file, where an upgrade can break them."""
+    if module.name == COMPAT_MODULE:
+        return
+    aliases = torch_aliases(module.tree)
+    used = [(line, f"{target}.{name}".rstrip(".")) for line, target, name in module.imports]
+    used += [
+        (node.lineno, dotted_name(node, aliases)) for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)
+    ]
+    for line, dotted in sorted(set(used)):
+        if is_private_torch(dotted):
+            yield f"{module.name}:{line} touches {dotted}; only {COMPAT_MODULE} may"
+
+
+def torch_aliases(tree: ast.Module) -> dict[str, str]:
+    """What local names stand for: `import torch.distributed as dist` and `from torch import distributed as dist`."""
+    aliases = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return aliases
+
+
+def dotted_name(node: ast.expr, aliases: dict[str, str]) -> str:
+    """The full dotted name of an attribute chain that starts at an imported name; else ""."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id, "")
+    if isinstance(node, ast.Attribute):
+        base = dotted_name(node.value, aliases)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def is_private_torch(dotted: str) -> bool:
+    if not dotted.startswith("torch.") or dotted.startswith(PUBLIC_PREFIXES):
+        return False
+    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+
+CHECKS: tuple[Check, ...] = (
+    import_edges,
+    cost_without_process_groups,
+    file_length,
+    function_length,
+    no_print,
+    no_transformers,
+    private_torch,
+)
+
+LONG_FUNCTION = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
+BAD = [
+    (import_edges, Module("autopart.graph", "import autopart.cost")),
+    (import_edges, Module("autopart.graph", "from . import passes")),
+    (import_edges, Module("autopart.graph", "from autopart.runtime.stage import Stage")),
+    (import_edges, Module("autopart.graph", "from .api import parallelize")),
+    (import_edges, Module("autopart.graph", "from autopart import parallelize")),
+    (import_edges, Module("autopart.cost.time", "from autopart.passes import solve")),
+    (import_edges, Module("autopart.cost.time", "from ..passes import solve")),
+    (import_edges, Module("autopart.cost", "from ..runtime import stage", is_package=True)),
+    (import_edges, Module("autopart.cost.time", "def f():\n    from autopart.runtime import stage")),
+    (import_edges, Module("autopart.passes.solve", "from autopart.runtime import stage")),
+    (import_edges, Module("autopart.passes.solve", "import importlib\nimportlib.import_module('autopart.runtime')")),
+    (import_edges, Module("autopart.passes.rules.view", "from ...runtime import stage")),
+    (import_edges, Module("autopart.runtime.stage", "from autopart import cost")),
+    (import_edges, Module("autopart.runtime.stage", "from autopart.passes.rules import view")),
+    (import_edges, Module("autopart.passes.solve", "from cost import time")),
+    (import_edges, Module("autopart.api", "import runtime.stage")),
+    (cost_without_process_groups, Module("autopart.cost.time", "import torch.distributed as dist")),
+    (cost_without_process_groups, Module("autopart.cost.time", "from torch import distributed")),
+    (cost_without_process_groups, Module("autopart.cost.time", "from torch.distributed.tensor import Shard")),
+    (file_length, Module("autopart.graph", "x = 1\n" * (MAX_FILE_LINES + 1))),
+    (function_length, Module("autopart.graph", LONG_FUNCTION)),
+    (function_length, Module("autopart.graph", "async " + LONG_FUNCTION)),
+    (no_print, Module("autopart.passes.solve", "print('here')")),
+    (no_print, Module("autopart.passes.solve", "list(map(print, ()))")),
+    (no_transformers, Module("autopart.graph", "import transformers")),
+    (no_transformers, Module("autopart.cli", "def f():\n    from transformers.models import gpt2")),
+    (private_torch, Module("autopart.graph", "import torch._dynamo")),
+    (private_torch, Module("autopart.graph", "from torch._subclasses import FakeTensorMode")),
+    (private_torch, Module("autopart.graph", "from torch.utils import _pytree")),
+    (private_torch, Module("autopart.runtime.stage", "import torch.distributed._functional_collectives as fc")),
+    (private_torch, Module("autopart.runtime.stage", "from torch.distributed.pipelining import _backward")),
+    (private_torch, Module("autopart.runtime.stage", "from torch.distributed.pipelining._utils import flatten")),
+    (private_torch, Module("autopart.runtime.stage", "import torch\ntorch._C._get_graph_exec_group_size()")),
+    (private_torch, Module("autopart.runtime.stage", "import torch.distributed as d\nd._functional_collectives")),
+]
+
+GOOD = [
+    Module("autopart.graph", "from autopart import layout\nfrom .layout import Layout\nimport torch, sympy"),
+    Module("autopart.cost.time", "from autopart.cost import memory\nfrom ..graph import Graph\nfrom . import memory"),
+    Module("autopart.cost", "from .time import f\nfrom ..graph import Graph", is_package=True),
+    Module("autopart.passes.solve", "from autopart.cost.time import f\nfrom autopart.passes.rules import view"),
+    Module("autopart.passes.solve", "from torch.distributed.tensor import Shard\nimport my_transformers"),
+    Module("autopart.runtime.stage", "import torch.distributed as dist\nfrom ..graph import Graph\ndist.all_reduce"),
+    Module("autopart.api", "from . import cost, passes, runtime\nfrom autopart.passes.solve import solve"),
+    Module("autopart", "from .api import parallelize\nfrom .cost import time", is_package=True),
+    Module("autopart.cli", "print('a table')"),
+    Module("autopart.graph", "import torch\ntorch.ops.aten._softmax.default\ntorch.__version__\nx._private"),
+    Module("autopart.graph", "from torch.fx import _symbolic_trace\nimport torch.fx"),
+    Module("autopart.graph", "graph.print_tabular()\n" * (MAX_FILE_LINES - 1)),
+    Module("autopart.graph", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
+    Module(COMPAT_MODULE, "import torch.distributed._functional_collectives"),
+]
+PLANTED_NAMES = {"autopart.layout", "autopart.graph", "autopart.cost.memory", "autopart.passes.rules.view"}
+PLANTED_NAMES |= {f"autopart.{folder}" for folder in LAYER_FOLDERS}
+
+
+def read_package() -> list[Module]:
+    """Every module of autopart; os.walk enters the symlinked folders, so their modules have their imported names."""
+    modules = []
+    for folder, _, files in os.walk(PACKAGE, followlinks=True):
+        for file in sorted(files):
+            if file.endswith(".py"):
+                path = Path(folder, file)
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                is_package = parts[-1] == "__init__"
+                name = ".".join(parts[:-1] if is_package else parts)
+                modules.append(Module(name, path.read_text(encoding="utf-8"), is_package))
+    return modules
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[Module]:
+    return read_package()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_package(check: Check, modules: list[Module]) -> None:
+    known = {module.name for module in modules}
+    violations = [violation for module in modules for violation in check(module, known)]
+    assert not violations, "\n  ".join([check.__doc__ or "", *violations])
+
+
+@pytest.mark.parametrize(("check", "module"), BAD, ids=lambda value: getattr(value, "__name__", None))
+def test_planted_source_is_found(check: Check, module: Module) -> None:
+    assert list(check(module, PLANTED_NAMES))
+
+
+@pytest.mark.parametrize("module", GOOD, ids=lambda module: module.name)
+def test_good_source_is_left_alone(module: Module) -> None:
+    assert [violation for check in CHECKS for violation in check(module, PLANTED_NAMES)] == []
+
+
+def test_every_check_is_planted() -> None:
+    assert {check for check, _ in BAD} == set(CHECKS)
+
+
+def test_every_layer_is_read(modules: list[Module]) -> None:
+    layers = {layer_of(module.name) for module in modules}
+    assert layers >= {"orchestrator", *LAYER_FOLDERS}
+    assert "autopart.passes.rules" in {module.name for module in modules}
+
+
+@pytest.mark.parametrize("folder", LAYER_FOLDERS)
+def test_layer_folder_is_a_relative_symlink(folder: str) -> None:
+    if not (ROOT / folder).is_dir():
+        pytest.skip("a source distribution holds the folders inside autopart/")
+    assert os.readlink(PACKAGE / folder) == f"../{folder}"
