@@ -1,1 +1,15 @@
-"""Partition an unmodified PyTorch model over a device mesh."""
+"""autopart partitions an unmodified PyTorch model over many devices.
+
+`parallelize(model, mesh)` traces the model with `torch.export`, shards its operators, inserts collectives, cuts it into
+pipeline stages and runs it with `torch.distributed`. `plan` does all but run; `verify` proves the result on one CPU.
+"""
+
+from autopart.api import parallelize, plan
+from autopart.errors import AutopartError
+from autopart.mesh import Mesh
+from autopart.plan import Plan
+from autopart.runtime.module import ParallelModule
+from autopart.verify import Verification, verify
+
+__all__ = ["AutopartError", "Mesh", "ParallelModule", "Plan", "Verification", "parallelize", "plan", "verify"]
+__version__ = "0.1.0"

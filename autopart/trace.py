@@ -10,7 +10,7 @@ import inspect
 import operator
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -132,7 +132,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
                 program = program.run_decompositions({})
     except Exception as error:  # torch.export raises many kinds; each is told with the user's own line
         raise _trace_error(model, error) from error
-    return _from_exported(model, program, call, arguments)
+    traced = _from_exported(model, program, call, arguments)
+    return _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
 
 
 def _from_exported(model: nn.Module, program: Any, call: Call, arguments: Mapping[str, Any]) -> Trace:
@@ -154,6 +155,30 @@ def _from_exported(model: nn.Module, program: Any, call: Call, arguments: Mappin
     buffers = dict(model.named_buffers(remove_duplicate=False))
     mode = "train" if model.training else "eval"
     return Trace(graph, call, parameters, aliases, buffers, constants, program.call_spec.out_spec, notes, mode)
+
+
+def _without_loss_wrapper(traced: Trace) -> Trace:
+    """Names as the user's model has them, and operators of the loss marked (`meta["loss"]`)."""
+    prefix = "model."
+
+    def own(name: str) -> str:
+        return name.removeprefix(prefix)
+
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            node.target = own(node.target)
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [path for path, _ in stack.values()]
+        node.meta["loss"] = not any(path == "model" or path.startswith(prefix) for path in paths)
+        named = {key: ("" if path == "model" else own(path), kind) for key, (path, kind) in stack.items()}
+        node.meta["nn_module_stack"] = named
+    names = tuple(name.removeprefix("call.") for name in traced.call.names)
+    return replace(
+        traced, call=replace(traced.call, names=names), mode=f"{traced.mode}+loss",
+        parameters={own(n): p for n, p in traced.parameters.items()},
+        aliases={own(n): tuple(map(own, others)) for n, others in traced.aliases.items()},
+        buffers={own(n): b for n, b in traced.buffers.items()},
+    )  # fmt: skip
 
 
 def _lifted(program: Any) -> list[str]:

@@ -133,15 +133,20 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     return tuple(starts)
 
 
-def decode(trace: Trace, plan: Plan, mesh: Mesh) -> Decisions:
-    """The decisions a plan holds for this trace. Raises PlanError with the line that does not fit, and why."""
+def decode(trace: Trace, plan: Plan, mesh: Mesh, strict: bool = True) -> Decisions:
+    """The decisions a plan holds for this trace.
+
+    `strict`: every operator the plan names must be there (else the plan may be of another mode of the model, with
+    dropout or a loss that this trace does not have).
+    Raises PlanError with the line that does not fit, and why.
+    """
     microbatches = plan.schedule.microbatches
     tensor: dict[fx.Node, Strategy] = {}
     stored: dict[str, Placement] = {}
     if mesh.size("tp") > 1:
         stored = {name: Placement.parse(plan.placement_text(name, "tp")) for name in trace.parameters}
         _check_stored(trace, plan, stored, mesh.size("tp"))
-        tensor = _read_strategies(trace, plan, stored, mesh.size("tp"))
+        tensor = _read_strategies(trace, plan, stored, mesh.size("tp"), strict)
     num_stages = mesh.size("pp") * plan.schedule.virtual_stages
     return Decisions(
         mesh, microbatches, batch_strategies(trace, mesh, microbatches), tensor, stored,
@@ -178,7 +183,7 @@ def _check_stored(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp:
                 )  # fmt: skip
 
 
-def _read_strategies(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int) -> dict[fx.Node, Strategy]:
+def _read_strategies(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int, strict: bool) -> dict[fx.Node, Strategy]:
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
     for node in operators(trace.graph):
@@ -192,17 +197,12 @@ def _read_strategies(trace: Trace, plan: Plan, stored: Mapping[str, Placement], 
             strategy = _option(options, found[1].get("tp"), node, plan, found[0])
         keep = found is not None and found[1].get("keep", False)
         chosen[node] = strategy if keep else _follow_weights(node, strategy, options, stored, chosen)
-    unknown = [name for name in plan.operators if name not in used and not _same_mode_only(plan, trace)]
-    if unknown:
+    unknown = [name for name in plan.operators if name not in used]
+    if unknown and strict and plan.model.get("mode") == trace.mode:
         raise PlanError(
             f"the plan names '{unknown[0]}', which is no operator of the model", where=plan.where("operators", unknown[0])
         )
     return chosen
-
-
-def _same_mode_only(plan: Plan, trace: Trace) -> bool:
-    """Operators such as dropout are there in one of train and eval mode only."""
-    return plan.model.get("mode") != trace.mode
 
 
 def _option(options: list[Strategy], text: str | None, node: fx.Node, plan: Plan, name: str) -> Strategy:

@@ -390,19 +390,33 @@ class _Writer:
         return Boundary(node.name, tuple(local), value(node).dtype, dict(layout))
 
     def _stored(self) -> dict[str, StoredTensor]:
-        """How every parameter of the model is stored, also those that this program does not read."""
+        """How every parameter of the model is stored: the same for all programs of one plan."""
+        readers = parameter_stages(self.decisions.stage_of)
         stored = {}
         for name, parameter in self.trace.parameters.items():
-            stages = tuple(s.index for s in self.stages if name in s.parameters)
             place = self.decisions.stored.get(name, R)
             axes = ["dp"] if "dp" in self.sizes else []
             axes += ["tp"] if place == R_GRAD_P else []
             layout = {"tp": R if place == R_GRAD_P else place} if "tp" in self.sizes else {}
             stored[name] = StoredTensor(
-                name, tuple(parameter.shape), layout, stages or (0,), tuple(axes) if parameter.requires_grad else (),
-                self.trace.aliases.get(name, ()),
+                name, tuple(parameter.shape), layout, tuple(sorted(readers.get(name, {0}))),
+                tuple(axes) if parameter.requires_grad else (), self.trace.aliases.get(name, ()),
             )  # fmt: skip
         return stored
+
+
+def parameter_stages(stage_of: Mapping[fx.Node, int]) -> dict[str, set[int]]:
+    """The stages that read each parameter, directly or through a view of it."""
+    readers: dict[str, set[int]] = {}
+    for node, stage in stage_of.items():
+        todo = list(node.all_input_nodes)
+        while todo:
+            used = todo.pop()
+            if used.meta["role"] == PARAMETER:
+                readers.setdefault(used.target, set()).add(stage)
+            elif used.meta["role"] == WEIGHT:
+                todo.extend(used.all_input_nodes)
+    return readers
 
 
 def fuse_bias(graph: fx.Graph) -> None:

@@ -14,6 +14,7 @@ from autopart.mesh import Mesh
 
 from .analyze import ACTIVE, tuple_values
 from .rules.shapes import BUILDERS
+from .rules.tables import RANDOM
 
 
 def work(node: fx.Node) -> float:
@@ -71,7 +72,12 @@ def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
         target[made + 1] += weight
         target[last_use[used] + 1] -= weight
     sent, stuck = np.cumsum(change), np.cumsum(blocked)
-    return [math.inf if stuck[i] else float(sent[i]) for i in range(len(nodes))]
+    return [math.inf if stuck[i] or _tied_to_mode(node) else float(sent[i]) for i, node in enumerate(nodes)]
+
+
+def _tied_to_mode(node: fx.Node) -> bool:
+    """Operators that are there in some traces of the model only; every trace must find the same cuts."""
+    return node.meta.get("loss", False) or operator_name(node) in RANDOM
 
 
 def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:

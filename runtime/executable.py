@@ -14,12 +14,10 @@ from autopart.layout import P
 from autopart.program import MICROBATCH_AXIS, Program
 from autopart.runtime.batch import merge_microbatches, merged_shapes
 from autopart.runtime.gradients import connect_tied, sync_gradients, synchronised
-from autopart.runtime.pipeline import Pipeline, StageModule
+from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.placement import placement_of, stages_at
 from autopart.runtime.processes import Process
 from autopart.runtime.state import broadcast_from
-
-DEFAULT_SCHEDULE = "1f1b"
 
 
 class Executable:
@@ -41,7 +39,7 @@ class Executable:
         self.modules = [StageModule(stage, program, process, tensors) for stage in stages]
         self.pipeline: Pipeline | None = None
         if "pp" in process.groups:
-            self.pipeline = Pipeline(self.modules, program, process, schedule or DEFAULT_SCHEDULE)
+            self.pipeline = Pipeline(self.modules, program, process, schedule or default_schedule(program))
             connect_tied(program, process, self.placement)
 
     def forward(self, inputs: Sequence[Any]) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from autopart.compat import PipelineStage, split_backward_counts_twice
 from autopart.errors import StageError
 from autopart.program import Boundary, Program, Stage
 from autopart.runtime.batch import Arguments, stage_arguments
@@ -49,6 +51,14 @@ def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -
         raise StageError(asked, why=why, hint=f"microbatches={rounds * pp}")
 
 
+def default_schedule(program: Program) -> str:
+    """The schedule of a program for which none was named: 1F1B where it has the microbatches for it."""
+    pp = program.mesh.size("pp")
+    if len(program.stages) > pp:
+        return "interleaved_1f1b"
+    return "1f1b" if program.microbatches >= pp else "gpipe"
+
+
 class StageModule(nn.Module):
     """One stage on this rank: its bound graph, and the rows of the batch that it reads.
 
@@ -66,6 +76,17 @@ class StageModule(nn.Module):
         placeholders = [node.target for node in stage.graph.graph.nodes if node.op == "placeholder"]
         self.received_names = [str(name) for name in placeholders if name not in keywords]
         self.arguments: list[Arguments] = []
+
+    @property
+    def reads_twice(self) -> bool:
+        """Whether a parameter has several uses in the graph."""
+        uses = Counter(
+            name
+            for node in self.stage.graph.graph.nodes
+            if node.op == "get_attr" and (name := str(node.target)) in self.stage.parameters
+            for _ in node.users
+        )
+        return any(count > 1 for count in uses.values())
 
     def load(self, inputs: Sequence[Any]) -> None:
         """Computes this stage's inputs from the global `inputs` and cuts them into this rank's microbatches."""
@@ -144,9 +165,9 @@ class Pipeline:
         else:
             self.schedule = MULTI_STAGE_SCHEDULES[schedule](stages, **options)
 
-    def _pipeline_stage(self, module: StageModule) -> pipelining.PipelineStage:
+    def _pipeline_stage(self, module: StageModule) -> PipelineStage:
         # With example values on both sides of every stage, pipelining runs nothing to find shapes out.
-        return pipelining.PipelineStage(
+        return PipelineStage(
             module,
             module.stage.index,
             len(self.program.stages),
@@ -154,6 +175,7 @@ class Pipeline:
             input_args=_examples(module.stage.receives),
             output_args=_examples(module.stage.sends),
             group=self.process.groups["pp"],
+            dw_builder=_nothing_left if module.reads_twice and split_backward_counts_twice() else None,
         )
 
     @property
@@ -225,6 +247,11 @@ class Pipeline:
                 assert work is not None
                 works.append(work)
         return works
+
+
+def _nothing_left() -> Callable[..., None]:
+    """For PipelineStage's `dw_builder`: the inputs' part runs the whole backward, the weights' part nothing."""
+    return lambda: None
 
 
 def _first(loss: Tensor, target: Tensor) -> Tensor:

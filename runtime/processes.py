@@ -31,6 +31,7 @@ class Process:
     groups: Mapping[str, dist.ProcessGroup]
     device_mesh: DeviceMesh | None = None
     owner_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    connected: set[tuple[int, ...]] = field(default_factory=set)  # also the owner groups of other ranks
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -52,8 +53,9 @@ class Process:
 
         Every rank must call this with the same `owners`, whether it is one of them or not.
         """
-        if owners in self.owner_groups:
+        if owners in self.connected:
             return
+        self.connected.add(owners)
         if len(owners) == self.mesh.size("pp"):
             self.owner_groups[owners] = self.groups["pp"]
             return

@@ -169,6 +169,8 @@ class Pool:
         try:
             self._grow(world_size)
             store = f"{self.folder}/store{self.num_tasks}" if init else ""
+            if self.tcp_store is None or not init:  # a used one may hold addresses of the previous task's ranks
+                self.tcp_store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for rank, worker in enumerate(self.workers[:world_size]):
                 task = Task(call, sys.path, self._environ(rank, world_size), store, timeout_s * PROCESS_GROUP_SHARE)
                 worker.connection.send_bytes(pickle.dumps(task))
@@ -217,8 +219,6 @@ class Pool:
             self.kill()
         if not self.workers:
             self.folder = tempfile.mkdtemp(prefix="ranks-")
-        if self.tcp_store is None:
-            self.tcp_store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed"])
         new = []
@@ -288,8 +288,7 @@ class Pool:
         values = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
         values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.tcp_store.port, "OMP_NUM_THREADS": 1}
         values |= {"TORCH_DIST_INIT_BARRIER": 1}  # no rank can fail, and close its connections, while others connect
-        # The restart count becomes a prefix of the store's keys: every task has its own.
-        values |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": self.num_tasks}
+        values |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
         return {**os.environ, **{name: str(value) for name, value in values.items()}}
 
 

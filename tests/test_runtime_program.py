@@ -1,24 +1,28 @@
 """A small program written by hand, run by all runtimes, against the plain model."""
 
-import copy
 import itertools
 import operator
+import time
+import types
 
 import dist
 import pytest
 import torch
+import torch.distributed as td
 from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from autopart.compat import tree_flatten
 from autopart.errors import RuntimeSetupError, StageError, TraceError
 from autopart.layout import R_GRAD_P, P, R, shard
 from autopart.mesh import Mesh
 from autopart.program import Boundary, Output, Program, Stage, StageInput, StoredTensor
+from autopart.runtime.collectives import bind
 from autopart.runtime.gradients import Bucket, axis_buckets, sync_gradients_lockstep
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.pipeline import SCHEDULES, check_schedule
-from autopart.runtime.placement import placement_of, stages_at
+from autopart.runtime.pipeline import MULTI_STAGE_SCHEDULES, SCHEDULES, SINGLE_STAGE_SCHEDULES, check_schedule
+from autopart.runtime.placement import V_SHAPED, placement_of, stage_coordinate, stages_at
 from autopart.runtime.state import join, shard_parameters
 
 WIDTH, HIDDEN, BATCH = 6, 7, 16
@@ -33,7 +37,8 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x * self.gain)))
+        # One parameter is read twice, one use upstream of the other: a split backward must not count it double.
+        return x + torch.tanh(self.down(torch.tanh(self.up(x * self.gain)))) + self.down.bias
 
 
 class Model(nn.Module):
@@ -54,9 +59,13 @@ class Model(nn.Module):
         return {"loss": ((y - target) ** 2).sum() / target.numel(), "y": y}
 
 
-def make_model(num_blocks):
+def make_model(num_blocks, frozen=()):
+    """`frozen`: parts of parameter names that are not trained."""
     torch.manual_seed(1)
-    return Model(num_blocks).double()
+    model = Model(num_blocks).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    return model
 
 
 def make_batch():
@@ -154,7 +163,8 @@ def make_graph(model, mesh, index, is_first, is_last, purpose, rows):
     h = call(operator.mul, call(OPS.sum_grad.default, x, "tp"), gain)
     h = call(torch.tanh, call(nn.functional.linear, h, up, up_bias))
     h = call(OPS.all_reduce.default, call(nn.functional.linear, h, down), "tp")
-    x = call(operator.add, x, call(operator.add, h, down_bias))
+    h = call(torch.tanh, call(operator.add, h, down_bias))
+    x = call(operator.add, call(operator.add, x, h), down_bias)
     if is_last:
         y = call(operator.mul, x, attribute("scale"))
         error = call(torch.pow, call(operator.sub, y, target), 2)
@@ -191,12 +201,12 @@ class HandCompiler:
 # --- Against the plain model.
 
 
-def plain(num_blocks, num_steps=1):
-    model = make_model(num_blocks)
+def plain(num_blocks, num_steps=1, frozen=()):
+    model = make_model(num_blocks, frozen)
     for _ in range(num_steps):
         result = model(*make_batch())
         result["loss"].backward()
-    return result, {name: p.grad for name, p in model.named_parameters()}
+    return result, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_near(got, want, what=""):
@@ -277,12 +287,12 @@ def test_join_is_the_inverse_of_shard():
 # --- On processes.
 
 
-def run_module(mesh, num_blocks, cases, num_steps=2):
+def run_module(mesh, num_blocks, cases, frozen=(), num_steps=2):
     """Each (schedule, microbatches): steps, full gradients, state and forward, compared on every rank."""
     mesh = Mesh.parse(mesh)
-    result, grads = plain(num_blocks, num_steps)
+    result, grads = plain(num_blocks, num_steps, frozen)
     for schedule, microbatches in cases:
-        model = make_model(num_blocks)
+        model = make_model(num_blocks, frozen)
         pm = ParallelModule(model, mesh, HandCompiler(model, mesh, microbatches), schedule=schedule)
         for _ in range(num_steps):
             loss = pm.step(*make_batch())
@@ -301,10 +311,11 @@ def run_module(mesh, num_blocks, cases, num_steps=2):
 
 
 PIPELINES = [
-    ("pp2,tp2", 2, [("gpipe", 1), ("gpipe", 4), ("1f1b", 2), ("1f1b", 8)]),
+    ("pp2,tp2", 2, [("gpipe", 1), ("gpipe", 4), ("1f1b", 2), ("1f1b", 8), (None, 1)]),
     ("pp2,dp2", 4, [(s, 4) for s in ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs", "zbv", "dualpipev")]),
     ("pp2,tp2", 4, [(s, 8) for s in ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs", "zbv", "dualpipev")]),
     ("pp4", 4, [("1f1b", 4)]),
+    ("pp2,dp2", 4, [(None, 4)]),
     ("pp4", 8, [("interleaved_zero_bubble", 8), ("zbv", 8)]),
 ]
 
@@ -313,6 +324,79 @@ PIPELINES = [
 def test_pipelines(mesh, num_blocks, cases):
     names = dist.run_ranks(run_module, 4, mesh, num_blocks, cases)
     assert names[0] != names[-1]
+
+
+@pytest.mark.parametrize("frozen", [("blocks.0.", "scale"), ("blocks",), ("blocks.1.", "gain")])
+def test_frozen_parameters(frozen):
+    """The first stage trains nothing; all but the tied ends; a stage in the middle."""
+    dist.run_ranks(run_module, 2, "pp2", 2, [("gpipe", 2), ("1f1b", 2)], frozen)
+    dist.run_ranks(run_module, 2, "pp2", 4, [("zbv", 4), ("interleaved_zero_bubble", 4)], frozen)
+
+
+def fail_on(rank, schedule):
+    model = make_model(2)
+    mesh = Mesh.parse("pp2")
+    pm = ParallelModule(model, mesh, HandCompiler(model, mesh, 4), schedule=schedule)
+    pm.step(*make_batch())
+    if td.get_rank() == rank:
+        for parameter in pm.parameters():
+            parameter.data = parameter.data[:2]
+    pm.step(*make_batch())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_ends_all(rank, schedule):
+    start = time.monotonic()
+    with pytest.raises(dist.RankError, match=f"rank {rank} failed"):
+        dist.run_ranks(fail_on, 2, rank, schedule)
+    assert time.monotonic() - start < 30
+
+
+def use_own_device_mesh():
+    """A mesh of the caller's; a step on top of gradients that are there; a program that reads nothing new."""
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = Mesh.parse(device_mesh)
+    model = make_model(2)
+    pm = ParallelModule(model, mesh, HandCompiler(model, mesh, 2), device_mesh=device_mesh)
+    for parameter in pm.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    pm.step(*make_batch())
+    _, want = plain(2)
+    assert_grads_near(pm.full_grads(), {name: grad + 1 for name, grad in want.items()})
+    with pytest.raises(RuntimeSetupError, match="needs 2 processes, there are 4"):
+        ParallelModule(model, Mesh.parse("tp2"), HandCompiler(model, mesh, 2), device_mesh=device_mesh)
+
+
+def test_own_device_mesh():
+    dist.run_ranks(use_own_device_mesh, 4)
+
+
+def compile_bound_graph():
+    """A bound graph is an ordinary module: it compiles and exports, gradients included."""
+    mesh = Mesh.parse("tp2")
+    model = make_model(1)
+    program = make_program(model, mesh)
+    coordinates = {"tp": td.get_rank()}
+    tensors = shard_parameters(model, program, coordinates)
+    bound = bind(program.stages[0].graph, {"tp": td.group.WORLD}, coordinates, torch.device("cpu"), tensors)
+    assert bound.get_parameter("blocks.0.up.weight") is tensors["blocks.0.up.weight"]
+    x, target = make_batch()
+    arguments = {"x": x, "target": target, "count": torch.tensor(float(target.numel()))}
+    _, want = plain(1)
+    compiled = torch.compile(bound, backend="aot_eager", fullgraph=True)
+    (loss,) = compiled(**arguments)
+    loss.backward()
+    assert_near(tensors["blocks.0.down.bias"].grad, want["blocks.0.down.bias"])
+    assert_near(tensors["blocks.0.up.weight"].grad, want["blocks.0.up.weight"].chunk(2)[td.get_rank()])
+    exported = torch.export.export(bound, (), arguments)
+    names = {str(node.target) for node in exported.graph.nodes}
+    assert {"autopart.sum_grad.default", "autopart.all_reduce.default"} <= names
+    assert_near(exported.module()(**arguments)[0], loss)
+
+
+def test_bound_graph_compiles_and_exports():
+    dist.run_ranks(compile_bound_graph, 2, timeout_s=120)
 
 
 def test_no_pipeline():
@@ -391,3 +475,83 @@ def test_one_device_needs_no_process_group():
     assert_near(pm.step(*make_batch()), result["loss"])
     assert_grads_near(pm.full_grads(), grads)
     assert_near(pm(*make_batch())["y"], result["y"])
+
+
+# --- Parts.
+
+
+def make_schedule(schedule, pp, per_rank, microbatches):
+    """The schedule as pipelining makes it, on stages that cannot run."""
+    num_stages = pp * per_rank
+    if schedule in V_SHAPED and per_rank != 2:
+        raise ValueError("no V")
+    placement = placement_of(schedule)
+    here = [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, placement) == 0]
+    stages = [
+        types.SimpleNamespace(
+            stage_index=s,
+            num_stages=num_stages,
+            group_size=pp,
+            group_rank=0,
+            is_first=s == 0,
+            is_last=s == num_stages - 1,
+            submod=nn.Identity(),
+        )
+        for s in here
+    ]
+    if schedule in MULTI_STAGE_SCHEDULES:
+        return MULTI_STAGE_SCHEDULES[schedule](stages, n_microbatches=microbatches, loss_fn=operator.add)
+    if per_rank != 1:
+        raise ValueError("one stage per rank")
+    return SINGLE_STAGE_SCHEDULES[schedule](stages[0], n_microbatches=microbatches, loss_fn=operator.add)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_check_schedule_refuses_what_pipelining_refuses(schedule):
+    for pp, per_rank, microbatches in itertools.product((2, 3, 4), (1, 2, 3), range(1, 10)):
+        try:
+            make_schedule(schedule, pp, per_rank, microbatches)
+            possible = True
+        except ValueError:
+            possible = False
+        try:
+            check_schedule(schedule, pp * per_rank, pp, microbatches)
+            allowed = True
+        except StageError:
+            allowed = False
+        assert allowed == possible, (pp, per_rank, microbatches)
+
+
+def test_what_check_schedule_proposes_is_possible():
+    for schedule, microbatches in itertools.product(("1f1b", "dualpipev", "interleaved_1f1b"), range(1, 9)):
+        num_stages = 3 if schedule == "1f1b" else 6
+        try:
+            check_schedule(schedule, num_stages, 3, microbatches)
+        except StageError as error:
+            proposed = int(str(error).split("microbatches=")[1])
+            check_schedule(schedule, num_stages, 3, proposed)
+
+
+def test_unknown_schedule():
+    with pytest.raises(StageError, match="unknown schedule 'zb'"):
+        check_schedule("zb", 2, 2, 2)
+    with pytest.raises(StageError, match="5 is not a multiple of 2"):
+        check_schedule("gpipe", 5, 2, 2)
+
+
+def test_buckets_hold_one_dtype_and_one_set_of_axes():
+    program = make_program(make_model(2), Mesh.parse("dp2,tp2"))
+    tensors = {name: torch.zeros(10) for name in program.parameters}
+    tensors["blocks.1.up.bias"] = torch.zeros(10, dtype=torch.float64)
+    buckets = axis_buckets(tensors, program, bucket_bytes=100)
+    assert buckets[0] == Bucket(("blocks.0.gain", "blocks.1.gain"), ("dp", "tp"))
+    assert Bucket(("blocks.1.up.bias",), ("dp",)) in buckets
+    assert sorted(name for bucket in buckets for name in bucket.names) == sorted(program.parameters)
+    assert all(len(bucket.names) <= 2 for bucket in buckets)
+
+
+def test_meta_parameters_are_refused():
+    with torch.device("meta"):
+        model = Model(2)
+    with pytest.raises(RuntimeSetupError, match="meta device"):
+        shard_parameters(model, make_program(model, Mesh.parse("tp2")), {"tp": 0})

@@ -1,0 +1,140 @@
+"""The public functions. `parallelize` is the whole recipe: trace, plan, write programs, run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autopart.compiler import Compiler, Options, make_plan, prepare
+from autopart.errors import InputError, OptionError
+from autopart.mesh import Mesh
+from autopart.plan import Plan
+from autopart.runtime.module import ParallelModule
+from autopart.trace import bind_call
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+NOT_BUILT = {
+    "zero": "sharding optimizer state, gradients and parameters over dp",
+    "recompute": "activation recomputation",
+    "precision": "mixed precision",
+    "memory": "planning within a memory limit",
+    "pins": "fixing layouts by hand (edit the plan's JSON instead)",
+}
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh | Mapping[str, int] | str,
+    *,
+    example_args: tuple = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | str | Path | None = None,
+    schedule: str | None = None,
+    microbatches: int | None = None,
+    virtual_stages: int | None = None,
+    sequence_parallel: bool | str = "auto",
+    hardware: str | None = None,
+    **unknown: Any,
+) -> ParallelModule:
+    """Partition an unmodified model over a device mesh.
+
+    The same call on every rank, with the same weights. Without an example the model is traced at the first call.
+
+    Args:
+        model: any traceable module with its weights.
+        mesh: `{"dp": 2, "pp": 2, "tp": 2}`, `"dp2,pp2,tp2"`, or a DeviceMesh with named dims.
+        example_args, example_kwargs: one call of the model; its batch is the global batch.
+        plan: a Plan or the path of one; then nothing is chosen.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev" or "looped_bfs".
+        microbatches: how many parts a step cuts this rank's rows into.
+        virtual_stages: pipeline stages per rank.
+        sequence_parallel: False or "auto"; sequence parallelism itself is not built yet.
+        hardware: the profile that prices choices, a name or a path.
+    Returns:
+        A ParallelModule: call it like the model, or train with `pm.step(**batch)`.
+    Raises:
+        MeshError, OptionError, PlanError, LayoutError, StageError, TraceError, RuntimeSetupError: see `autopart.errors`.
+
+    Example (under `torchrun --nproc-per-node 4`):
+        >>> pm = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
+        >>> loss = pm.step(**batch)                                             # doctest: +SKIP
+    """
+    check_options(sequence_parallel, unknown)
+    sizes = Mesh.parse(mesh)
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    options = Options(schedule, microbatches, virtual_stages, **({"hardware": hardware} if hardware else {}))
+    options = _of_plan(options, given)
+    compiler = Compiler(model, sizes, options, given)
+    if example_args or example_kwargs:
+        compiler.trace_example(example_args, example_kwargs or {})
+    name = compiler.plan.schedule.name if compiler.has_plan else schedule
+    device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
+    return ParallelModule(model, sizes, compiler, schedule=name, device_mesh=device_mesh)
+
+
+def plan(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh | Mapping[str, int] | str,
+    *,
+    example_args: tuple = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    schedule: str | None = None,
+    microbatches: int | None = None,
+    virtual_stages: int | None = None,
+    sequence_parallel: bool | str = "auto",
+    hardware: str | None = None,
+    **unknown: Any,
+) -> Plan:
+    """Choose a plan without running anything: no process group, no GPU, the model may be on `meta`.
+
+    Arguments and errors as `parallelize`.
+
+    Example:
+        >>> with torch.device("meta"):                                       # doctest: +SKIP
+        ...     model = LlamaForCausalLM(config)
+        >>> print(autopart.plan(model, "dp8,tp8", example_kwargs=batch).explain())    # doctest: +SKIP
+    """
+    check_options(sequence_parallel, unknown)
+    if not example_args and not example_kwargs:
+        raise InputError("plan() needs an example call", why="the model is traced on it",
+                         hint="plan(model, mesh, example_kwargs={'input_ids': ids, 'labels': labels})")  # fmt: skip
+    sizes = Mesh.parse(mesh)
+    options = Options(schedule, microbatches, virtual_stages, **({"hardware": hardware} if hardware else {}))
+    traced = prepare(model, bind_call(model, example_args, example_kwargs or {}))
+    return make_plan(model, traced, sizes, options)
+
+
+def check_options(sequence_parallel: bool | str, unknown: Mapping[str, Any]) -> None:
+    """Raises OptionError for options that are unknown or not built yet."""
+    for name in unknown:
+        if name in NOT_BUILT:
+            raise OptionError(f"option {name}= is not built yet", why=f"it is for {NOT_BUILT[name]}", hint="leave it out")
+        raise OptionError(
+            f"unknown option {name}=",
+            hint="plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, example_args, example_kwargs",
+        )
+    if sequence_parallel not in (False, "auto"):
+        raise OptionError(
+            f"sequence_parallel={sequence_parallel!r} is not built yet", hint="sequence_parallel=False (also what 'auto' means now)"
+        )
+
+
+def _of_plan(options: Options, plan: Plan | None) -> Options:
+    """The options with a plan's schedule; raises OptionError where both say different things."""
+    if plan is None:
+        return options
+    for name, asked in (("microbatches", options.microbatches), ("virtual_stages", options.virtual_stages),
+                        ("schedule", options.schedule)):  # fmt: skip
+        planned = plan.schedule.name if name == "schedule" else getattr(plan.schedule, name)
+        if asked is not None and asked != planned:
+            raise OptionError(
+                f"{name}={asked!r} contradicts the plan, which says {planned!r}", where=plan.where("schedule"),
+                hint=f"leave {name} out, or edit the plan",
+            )  # fmt: skip
+    return options
+

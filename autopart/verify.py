@@ -1,0 +1,445 @@
+"""Proof by execution: all ranks of the partitioned program in one process, against the model itself.
+
+`verify` runs the very graphs that the runtime executes, forward and backward, in double precision, and compares loss,
+outputs and every gradient. Where they differ it compares value by value and names the first that is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopart.compat import tree_flatten, tree_map
+from autopart.compiler import Options, check_plan_mesh, check_plan_model, find_loss, make_plan, prepare
+from autopart.errors import InputError
+from autopart.graph import describe, module_path, operator_name, source_line, source_of
+from autopart.layout import Placement
+from autopart.mesh import Mesh
+from autopart.passes.decide import decode
+from autopart.passes.lower import Decisions, lower
+from autopart.passes.rules.tables import RANDOM
+from autopart.plan import Plan
+from autopart.program import MICROBATCH_AXIS, Program
+from autopart.runtime.batch import merge_microbatches
+from autopart.runtime.gradients import sync_gradients_lockstep
+from autopart.runtime.lockstep import run_lockstep
+from autopart.runtime.pieces import Cut
+from autopart.runtime.placement import placement_of
+from autopart.runtime.state import join, shard_parameters
+from autopart.trace import Trace, WithLoss, bind_call
+
+TOLERANCE = 1e-10
+Tamper = Callable[[Program, dict[int, dict[str, nn.Parameter]]], None]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first value that differs: `name` in the traced graph, `kind` "value" or "gradient", where it is made."""
+
+    name: str
+    kind: str
+    error: float
+    operator: str
+    module: str
+    source: str
+    stage: int
+    layout: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} of {self.name} differs by {self.error:.3g}\n"
+            f"  operator {self.operator}, stage {self.stage}, layout {self.layout}\n  module   {self.module or '(the model itself)'}\n"
+            f"  source   {self.source or 'unknown'}"
+        )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found.
+
+    `max_error`: the largest error of loss, outputs (relative to their largest entry) and gradients (relative to the
+    largest gradient entry of the model). `errors`: by name (`loss`, `output 0`, parameters). `first_mismatch`: None if
+    all is well.
+    """
+
+    ok: bool
+    max_error: float
+    first_mismatch: Mismatch | None
+    errors: Mapping[str, float]
+    mesh: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        head = f"{'exact' if self.ok else 'WRONG'} on {self.mesh}: largest error {self.max_error:.3g} over {len(self.errors)} values"
+        worst = "" if self.ok else "\nworst: " + ", ".join(
+            f"{name} {error:.3g}" for name, error in sorted(self.errors.items(), key=lambda e: -e[1])[:5]
+        )  # fmt: skip
+        notes = "".join(f"\nnote: {note}" for note in self.notes)
+        return f"{head}{worst}" + (f"\nfirst: {self.first_mismatch}" if self.first_mismatch else "") + notes
+
+
+def verify(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    example_args: tuple = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | str | Path | None = None,
+    schedule: str | None = None,
+    microbatches: int | None = None,
+    virtual_stages: int | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    tolerance: float = TOLERANCE,
+    tamper: Tamper | None = None,
+) -> Verification:
+    """Run ALL ranks of the partitioned model in this process, forward and backward, and compare with the model.
+
+    No process group is needed; the model is copied to float64. Dropout is switched off (the copy is put in eval mode
+    where it drops anything), since its masks depend on the rank.
+
+    Args:
+        model, mesh, example_args, example_kwargs, plan, schedule, microbatches, virtual_stages: as `parallelize`.
+        loss_fn, target: for a model that returns no loss, as `ParallelModule.step`. Without either, gradients are
+            compared for a fixed random weighting of the outputs.
+        tolerance: what counts as equal, relative.
+        tamper: called with the program and the ranks' parameters before the run, to plant a fault.
+    Raises:
+        As `plan`.
+
+    Example:
+        >>> assert autopart.verify(model, "dp2,pp4,tp4", example_kwargs=batch).ok    # doctest: +SKIP
+    """
+    if not example_args and not example_kwargs:
+        raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")
+    sizes = Mesh.parse(mesh)
+    run = _Run(model, sizes, bind_call(model, example_args, example_kwargs or {}), loss_fn, target)
+    options = Options(schedule, microbatches, virtual_stages)
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if given is not None:
+        check_plan_mesh(given, sizes)
+        check_plan_model(given, type(model).__name__, run.traced)
+    chosen = given or make_plan(run.model, run.traced, sizes, options)
+    decisions = decode(run.traced, chosen, sizes)
+    return run.check(decisions, placement_of(chosen.schedule.name), tolerance, tamper)
+
+
+class _Run:
+    """One verification: a double-precision copy of the model, traced, and what it computes."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, arguments: dict[str, Any], loss_fn: Any, target: Any):
+        self.mesh = mesh
+        self.notes: list[str] = []
+        self.base = copy.deepcopy(model).double()
+        arguments = tree_map(_double, arguments)
+        self.model = self.base
+        if loss_fn is not None:
+            self.model = WithLoss(self.base, loss_fn).train(model.training)
+            arguments = {"target": _double(target), "call": arguments}
+        self.arguments = arguments
+        self.traced = prepare(self.model, arguments)
+        if _is_random(self.traced):
+            self.notes.append("dropout is off: compared in eval mode")
+            self.model.eval()
+            self.traced = prepare(self.model, arguments)
+        self.notes += self.traced.notes
+
+    def check(self, decisions: Decisions, placement: str, tolerance: float, tamper: Tamper | None) -> Verification:
+        outputs = list(self.traced.graph.output_node().args[0])
+        loss = find_loss(self.traced)
+        called = lower(self.traced, decisions, outputs, whole_outputs=True)
+        step = lower(self.traced, decisions, [loss], whole_outputs=False) if loss is not None else called
+        expected, expected_grads = self._reference(loss is not None)
+        errors: dict[str, float] = {}
+        failure: Exception | None = None
+        try:
+            if loss is not None:
+                errors |= self._output_errors(called, placement, expected, tamper)
+            errors |= self._gradient_errors(step, placement, expected, expected_grads, tamper, loss is not None)
+        except (RuntimeError, ValueError, IndexError, KeyError, StopIteration) as error:  # a fault can break the run itself
+            failure = error
+        worst = max(errors.values(), default=0.0) if failure is None else float("inf")
+        ok = failure is None and worst <= tolerance
+        first = None if ok else _Search(self, step, placement, tolerance, tamper).first(failure)
+        return Verification(ok, worst, first, errors, str(self.mesh), tuple(self.notes))
+
+    def _reference(self, has_loss: bool) -> tuple[list[Any], dict[str, Tensor]]:
+        """The model's own flat outputs and gradients."""
+        self.model.zero_grad(set_to_none=True)
+        flat = [o for o in tree_flatten(self.model(**self.arguments))[0]]
+        self._seed(flat, has_loss, self.traced).backward()
+        grads = {name: p.grad.clone() for name, p in self.base.named_parameters() if p.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return [o.detach() if isinstance(o, Tensor) else o for o in flat], grads
+
+    def _seed(self, flat: list[Any], has_loss: bool, traced: Trace) -> Tensor:
+        """A scalar to differentiate: the loss, or a fixed weighting of all outputs."""
+        if has_loss:
+            return flat[list(traced.graph.output_node().args[0]).index(find_loss(traced))]
+        return sum((o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad)
+
+    def parameters(self, program: Program, tamper: Tamper | None) -> dict[int, dict[str, nn.Parameter]]:
+        """Every rank's shards."""
+        local = {r: shard_parameters(self.base, program, self.mesh.coordinates(r)) for r in range(self.mesh.num_ranks)}
+        if tamper is not None:
+            tamper(program, local)
+        return local
+
+    def lockstep(self, program: Program, parameters: Any, placement: str, on_value: Any = None) -> dict[int, list[tuple]]:
+        buffers = dict(self.base.named_buffers(remove_duplicate=False))
+        return run_lockstep(program, parameters, buffers, self.traced.call.tensors, on_value, placement=placement)
+
+    def _output_errors(self, program: Program, placement: str, expected: list, tamper: Tamper | None) -> dict[str, float]:
+        with torch.no_grad():
+            results = self.lockstep(program, self.parameters(program, tamper), placement)
+        errors: dict[str, float] = {}
+        for microbatches in results.values():
+            merged = merge_microbatches(program, microbatches)
+            for i, output in enumerate(program.outputs):
+                if output.position is not None:
+                    errors[f"output {i}"] = max(errors.get(f"output {i}", 0.0), relative(merged[output.position], expected[i]))
+        return errors
+
+    def _gradient_errors(
+        self, program: Program, placement: str, expected: list, grads: Mapping[str, Tensor], tamper: Tamper | None, has_loss: bool
+    ) -> dict[str, float]:
+        parameters = self.parameters(program, tamper)
+        results = self.lockstep(program, parameters, placement)
+        errors: dict[str, float] = {}
+        if has_loss:
+            losses = [out for microbatches in results.values() for (out,) in microbatches]
+            torch.autograd.backward(losses)
+            index = list(self.traced.graph.output_node().args[0]).index(find_loss(self.traced))
+            errors["loss"] = relative(self._whole_loss(program, results), expected[index])
+        else:
+            torch.autograd.backward(self._weighted(program, results, errors, expected))
+        sync_gradients_lockstep(parameters, program, placement=placement)
+        local = {r: {n: p.grad for n, p in ps.items() if p.grad is not None} for r, ps in parameters.items()}
+        full = join(local, program, placement=placement)
+        scale = max((float(g.abs().max()) for g in grads.values()), default=1.0) or 1.0
+        for name, grad in grads.items():
+            found = full.get(name)
+            errors[name] = float("inf") if found is None else float((found - grad).abs().max()) / scale
+        return errors
+
+    def _whole_loss(self, program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
+        """The loss of the global batch: partial sums over dp and microbatches added, whole ones taken once."""
+        layout = program.outputs[0].layout
+        ranks = [r for r in results if all(p.kind == "P" or self.mesh.coordinates(r).get(a, 0) == 0 for a, p in layout.items())]
+        parts = [torch.stack([out.detach() for (out,) in results[rank]]) for rank in ranks]
+        partial = layout.get(MICROBATCH_AXIS, Placement("R")).kind == "P"
+        return sum(part.sum() if partial else part[0] for part in parts)
+
+    def _weighted(self, program: Program, results: Mapping[int, list[tuple]], errors: dict, expected: list) -> list[Tensor]:
+        """Every rank's weighted outputs, to differentiate; their errors are noted."""
+        seeds = []
+        for microbatches in results.values():
+            merged = merge_microbatches(program, microbatches)
+            for i, output in enumerate(program.outputs):
+                if output.position is None:
+                    continue
+                value = merged[output.position]
+                errors[f"output {i}"] = max(errors.get(f"output {i}", 0.0), relative(value, expected[i]))
+                if value.requires_grad:
+                    seeds.append((value * weights_like(value)).sum())
+        return seeds
+
+
+class _Search:
+    """Compares the lockstep run with the traced graph value by value, then gradient by gradient."""
+
+    def __init__(self, run: _Run, program: Program, placement: str, tolerance: float, tamper: Tamper | None):
+        self.run, self.program, self.tolerance, self.tamper = run, program, tolerance, tamper
+        self.placement, self.mesh = placement, run.mesh
+        self.origins = {node.name: node for node in run.traced.graph.nodes}
+        self.made: dict[fx.Node, tuple[int, dict[int, dict[int, Tensor]]]] = {}
+
+    def first(self, failure: Exception | None) -> Mismatch | None:
+        reference = self._reference_values()
+        parameters = self.run.parameters(self.program, self.tamper)
+        try:
+            results = self.run.lockstep(self.program, parameters, self.placement, self._keep)
+        except (RuntimeError, ValueError, IndexError, KeyError, StopIteration) as error:
+            failure = error
+        wrong = self._first_value(reference)
+        if wrong is not None or failure is not None:
+            return wrong or self._broken(failure)
+        losses = [o for microbatches in results.values() for out in microbatches for o in out if o.requires_grad]
+        seeds = losses if len(self.program.outputs) == 1 else self.run._weighted(self.program, results, {}, [losses[0]] * 99)
+        torch.autograd.backward(seeds)
+        return self._first_gradient(reference)
+
+    def _keep(self, stage: int, microbatch: int, node: fx.Node, value: dict[int, Any]) -> None:
+        if "origin" not in node.meta or not all(isinstance(v, Tensor) for v in value.values()):
+            return
+        for v in value.values():
+            if v.requires_grad and not v.is_leaf:
+                v.retain_grad()
+        self.made.setdefault(node, (stage, {}))[1][microbatch] = value
+
+    def _reference_values(self) -> dict[str, Tensor]:
+        """Every value of the traced graph on the global batch, with its gradient."""
+        graph, run = self.run.traced.graph, self.run
+        tensors = {**dict(run.base.named_parameters()), **run.traced.buffers, **run.traced.constants}
+        inputs = iter(run.traced.call.tensors)
+        values: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "get_attr":
+                values[node] = tensors[node.target]
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+                if isinstance(values[node], Tensor) and values[node].requires_grad:
+                    values[node].retain_grad()
+        flat = [values[o] if isinstance(o, fx.Node) else o for o in graph.output_node().args[0]]
+        run._seed(flat, find_loss(run.traced) is not None, run.traced).backward()
+        return {node.name: v for node, v in values.items() if isinstance(v, Tensor)}
+
+    def _first_value(self, reference: Mapping[str, Tensor]) -> Mismatch | None:
+        for node, (stage, microbatches) in self.made.items():
+            origin, layout = node.meta["origin"], node.meta["layout"]
+            error = self._error({m: v for m, v in microbatches.items()}, layout, reference[origin], node)
+            if error > self.tolerance:
+                return self._mismatch(node, "value", error, stage)
+        return None
+
+    def _first_gradient(self, reference: Mapping[str, Tensor]) -> Mismatch | None:
+        """The first in the order of the backward: the last values of the forward first. Copies in other layouts carry a
+        part of the gradient only and are passed over."""
+        scale = max((float(v.grad.abs().max()) for v in reference.values() if v.requires_grad and v.grad is not None), default=1.0)
+        seen: set[str] = set()
+        first_made = {}
+        for node in self.made:
+            first_made.setdefault(node.meta["origin"], node)
+        for node in reversed(list(first_made.values())):
+            stage, microbatches = self.made[node]
+            origin, layout = node.meta["origin"], node.meta["layout"]
+            whole = reference[origin]
+            source = source_of(self.origins[origin])[0]
+            if origin in seen or source.meta["role"] != "active" or not whole.requires_grad or whole.grad is None:
+                continue
+            grads = {m: {r: v.grad for r, v in value.items()} for m, value in microbatches.items()}
+            if any(g is None for value in grads.values() for g in value.values()):
+                continue
+            places = {axis: _of_gradient(place) for axis, place in layout.items()}
+            joined = self._join(grads, places, tuple(whole.shape))
+            error = float((joined - whole.grad).abs().max()) / (scale or 1.0)
+            if error > self.tolerance:
+                return self._mismatch(node, "gradient", error, stage)
+        return None
+
+    def _error(self, microbatches: dict, layout: Mapping[str, Placement], whole: Tensor, node: fx.Node) -> float:
+        try:
+            return relative(self._join(microbatches, layout, tuple(whole.shape), equal=True), whole)
+        except _RanksDiffer as differ:
+            return differ.error
+        except RuntimeError:
+            return float("inf")
+
+    def _join(self, microbatches: Any, layout: Mapping[str, Placement], shape: tuple[int, ...], equal: bool = False) -> Tensor:
+        """The global value from every microbatch's and rank's part."""
+        current = list(shape)
+        cuts = []
+        for axis, place in layout.items():  # dp, mb, tp: the outer axis cuts first
+            size = self.program.microbatches if axis == MICROBATCH_AXIS else self.mesh.size(axis)
+            cut = None
+            if place.is_shard:
+                others = [p for a, p in layout.items() if a != axis and p.is_shard and p.dim == place.dim and not p.sections]
+                plain = 1
+                for a, p in layout.items():
+                    if p in others:
+                        plain *= self.program.microbatches if a == MICROBATCH_AXIS else self.mesh.size(a)
+                sections = (place.sections[0] // plain,) if len(place.sections) == 1 else place.sections
+                cut = Cut(place.dim, current[place.dim], sections if place.sections else (), size)
+                current[place.dim] = cut.length(0)
+            cuts.append((axis, place, size, cut))
+        parts = {
+            tuple(m if axis == MICROBATCH_AXIS else self.mesh.coordinates(r).get(axis, 0) for axis, *_ in cuts): v
+            for m, value in microbatches.items() for r, v in value.items()
+        }  # fmt: skip
+        for axis, place, size, cut in reversed(cuts):
+            outer: dict[tuple, list[Tensor]] = {}
+            for key in sorted(parts):
+                outer.setdefault(key[:-1], []).append(parts[key].detach())
+            parts = {key: _combine(group, place, cut, equal) for key, group in outer.items()}
+        return parts[()]
+
+    def _mismatch(self, node: fx.Node, kind: str, error: float, stage: int) -> Mismatch:
+        origin = self.origins[node.meta["origin"]]
+        name = str(origin.target) if origin.op == "get_attr" else origin.name
+        module = str(origin.target).rpartition(".")[0] if origin.op == "get_attr" else module_path(origin)
+        source = source_line(origin) or next((source_line(u) for u in origin.users if source_line(u)), "")
+        layout = ", ".join(f"{axis}: {place}" for axis, place in node.meta["layout"].items()) or "whole"
+        return Mismatch(name, kind, error, str(node.target), module, source, stage, layout)
+
+    def _broken(self, failure: Exception | None) -> Mismatch:
+        last = list(self.made)[-1] if self.made else None
+        node = last.next if last is not None else None
+        if node is None or "origin" not in node.meta:
+            node = last
+        assert node is not None, f"the run broke before its first value: {failure}"
+        stage = self.made[last][0] if last is not None else 0
+        return self._mismatch(node, "value", float("inf"), stage)
+
+
+class _RanksDiffer(Exception):
+    """Ranks that should hold the same value do not."""
+
+    def __init__(self, error: float):
+        super().__init__(error)
+        self.error = error
+
+
+def _combine(parts: list[Tensor], place: Placement, cut: Cut | None, equal: bool) -> Tensor:
+    if cut is not None:
+        return cut.join(parts)
+    if place.kind == "P":
+        return torch.stack(parts).sum(0)
+    if equal and any(p.shape != parts[0].shape or not torch.allclose(p, parts[0], rtol=1e-9, atol=1e-12, equal_nan=True) for p in parts):
+        raise _RanksDiffer(max(relative(p, parts[0]) for p in parts))
+    return parts[0]
+
+
+def _of_gradient(place: Placement) -> Placement:
+    """Where the gradient of a value in this placement lies."""
+    return {"R(grad P)": Placement("P"), "P": Placement("R")}.get(place.kind, place)
+
+
+def _is_random(traced: Trace) -> bool:
+    def draws(node: fx.Node) -> bool:
+        name = operator_name(node)
+        drops = name == "aten::scaled_dot_product_attention" and (node.args[4:5] or (node.kwargs.get("dropout_p", 0),))[0]
+        return name in RANDOM or bool(drops)
+
+    return any(draws(n) for n in traced.graph.nodes if n.op == "call_function")
+
+
+def _double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def weights_like(output: Tensor) -> Tensor:
+    """Fixed weights between 0.5 and 1.5, different for every entry."""
+    return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).reshape(output.shape)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The largest difference relative to the largest entry; infinite where shapes differ."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.is_floating_point():
+        return float((found != expected).any())
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    difference = (found.detach() - expected.detach()).abs().nan_to_num(nan=0.0 if found.isnan().equal(expected.isnan()) else 1e300)
+    return float(difference.max()) / (scale or 1.0) if expected.numel() else 0.0
+
+
+__all__ = ["Mismatch", "Verification", "describe", "verify"]

@@ -1,0 +1,138 @@
+"""What a program does, counted for the plan: stages, collectives with their bytes, predicted cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+
+from autopart.cost.collectives import wire_bytes
+from autopart.cost.hardware import Hardware
+from autopart.graph import pattern_of, size_bytes
+from autopart.layout import CONVERSIONS, Placement
+from autopart.mesh import Mesh
+from autopart.plan import Collective
+from autopart.program import Program, Stage
+from autopart.trace import Trace
+
+from .lower import Decisions
+from .partition import active_operators, partition, work
+
+_PRIMITIVES = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {"all_reduce_max": ("all_reduce", "")}
+_MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def collectives(program: Program) -> tuple[Collective, ...]:
+    """Every collective and send of a program, the same ones of repeated blocks together."""
+    found: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for stage in program.stages:
+        for node in stage.graph.graph.nodes:
+            name = str(node.target).split(".")[-2] if str(node.target).startswith("autopart.") else ""
+            if name not in _PRIMITIVES:
+                continue
+            forward, backward = (kind if kind in _MOVES else "" for kind in _PRIMITIVES[name])
+            if not forward and not backward:
+                continue
+            axis = node.args[1]
+            size = _whole_bytes(node, program.mesh.size(axis))
+            grad = node.meta.get("needs_grad", True)
+            moved = wire_bytes(forward, program.mesh.size(axis), size)
+            moved += wire_bytes(backward, program.mesh.size(axis), size) if grad else 0
+            where = pattern_of(node.meta.get("key", "/").rsplit("/", 1)[0]) or "model"
+            entry = found[where, axis, forward, backward if grad else ""]
+            entry[0] += 1
+            entry[1] += round(moved)
+    rows = [Collective(*key, count, moved) for key, (count, moved) in found.items()]
+    return (*rows, *_sends(program), *_gradients(program))
+
+
+def _whole_bytes(node: Any, num_ranks: int) -> int:
+    """Bytes of the whole array of a collective, from what one rank holds after it."""
+    source = node.args[0]
+    largest = max((size_bytes(n) for n in (node, source) if n.meta.get("val") is not None), default=0)
+    return largest
+
+
+def _sends(program: Program) -> list[Collective]:
+    rows = []
+    for stage in program.stages[1:]:
+        size = sum(_numel(b.shape) * b.dtype.itemsize for b in stage.receives)
+        rows.append(Collective(f"into stage {stage.index}", "pp", "send", "send", len(stage.receives), 2 * size))
+    return rows
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return int(sympy.prod(shape)) if shape else 1
+
+
+def _gradients(program: Program) -> list[Collective]:
+    rows = []
+    sizes: dict[str, int] = defaultdict(int)
+    for stored in program.parameters.values():
+        for axis in stored.grad_axes:
+            sizes[axis] += _stored_bytes(stored.shape, stored.layout, program.mesh)
+    for axis, size in sizes.items():
+        moved = round(wire_bytes("all_reduce", program.mesh.size(axis), size) / program.mesh.size("pp"))
+        rows.append(Collective("gradients of parameters", axis, "", "all_reduce", 1, moved, "step"))
+    return rows
+
+
+def _stored_bytes(shape: tuple[int, ...], layout: Mapping[str, Placement], mesh: Mesh, itemsize: int = 4) -> int:
+    parts = 1
+    for axis, place in layout.items():
+        parts *= mesh.size(axis) if place.is_shard else 1
+    return _numel(shape) * itemsize // parts
+
+
+def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[dict[str, Any], ...]:
+    """One row a stage: where it begins and ends, its FLOPs for the global batch, parameters, values it receives."""
+    rows = []
+    for stage in program.stages:
+        nodes = [n for n in active_operators(trace.graph) if decisions.stage_of[n] == stage.index]
+        rows.append({
+            "stage": stage.index,
+            "first": nodes[0].meta["key"],
+            "last": nodes[-1].meta["key"],
+            "flops": int(sum(work(n) for n in nodes)),
+            "parameters": _num_parameters(stage, program),
+            "receives": [b.name for b in stage.receives],
+        })  # fmt: skip
+    return tuple(rows)
+
+
+def _num_parameters(stage: Stage, program: Program) -> int:
+    return sum(_numel(p.shape) for p in program.parameters.values() if stage.index in p.stages)
+
+
+F, X, C, B, G, m, p, n = sympy.symbols("F X C B G m p n", positive=True)
+STEP_TIME = (m + p - 1) / m * (3 * F / (n * X) + C * m / B) + G / B
+"""Seconds of a step: `F` forward FLOPs of the heaviest stage over the global batch, `n` ranks that share a stage, `X`
+FLOP/s, `C` bytes sent by a rank of it per microbatch, `G` bytes of gradients per step, `B` bytes/s; `m` microbatches in
+`p` stages (bubble as in PTD-P, Narayanan et al. 2021, section 2.2)."""
+
+
+def cost(trace: Trace, decisions: Decisions, rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...],
+         hardware: Hardware) -> dict[str, Any]:  # fmt: skip
+    """The predicted cost: a formula, its value, and the parts."""
+    mesh, stages = decisions.mesh, decisions.num_stages
+    flops = max(row["flops"] for row in rows)
+    per_microbatch = sum(c.bytes for c in moved if c.per == "microbatch")
+    per_step = sum(c.bytes for c in moved if c.per == "step")
+    values = {
+        F: flops, n: mesh.size("dp") * mesh.size("tp"), X: hardware.matmul_flops_per_s, C: per_microbatch / stages,
+        G: per_step, B: hardware.link_bytes_per_s, m: decisions.microbatches, p: mesh.size("pp"),
+    }  # fmt: skip
+    bound = partition(trace.graph, stages).lower_bound if stages > 1 else float(flops)
+    return {
+        "formula": str(STEP_TIME),
+        "step_time_s": float(STEP_TIME.subs(values)),
+        "forward_flops": int(sum(row["flops"] for row in rows)),
+        "heaviest_stage_flops": int(flops),
+        "stage_lower_bound_flops": int(bound),
+        "imbalance": round(flops / bound - 1, 6) if bound else 0.0,
+        "bytes_per_microbatch": per_microbatch,
+        "bytes_per_step": per_step,
+        "bubble_fraction": round((mesh.size("pp") - 1) / decisions.microbatches, 6),
+    }
