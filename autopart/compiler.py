@@ -19,7 +19,7 @@ from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
 from autopart.passes.decide import decide, decode, encode
 from autopart.passes.lower import Decisions, lower
-from autopart.passes.normalize import NORMALIZE, run_passes
+from autopart.passes.normalize import NORMALIZE, in_double, one_reshape, run_passes
 from autopart.passes.summary import collectives, cost, stage_rows
 from autopart.plan import Plan, Schedule
 from autopart.program import Program
@@ -27,6 +27,9 @@ from autopart.runtime.pipeline import check_schedule
 from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, trace
 
 _TWO_STAGES_EACH = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
+
+
+LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,12 @@ class Options:
     hardware: str = DEFAULT
 
 
-def prepare(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
-    """Trace, normalise and annotate a model for a call."""
+def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False) -> Trace:
+    """Trace, normalise and annotate a model for a call. `double`: compute in float64 even where the model casts down."""
     traced = trace(model, arguments)
+    run_passes(traced.graph, (one_reshape,))
+    if double and in_double(traced.graph):
+        traced = replace(traced, notes=(*traced.notes, LIFTED))
     run_passes(traced.graph, NORMALIZE)
     annotate(traced)
     return traced

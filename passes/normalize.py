@@ -42,11 +42,16 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any)
     """Add a call before the insertion point, its meta from `like` and its value computed on fake tensors."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    fake = fx.map_arg((args, kwargs), value)
-    mode = next((value(n).fake_mode for n in node.all_input_nodes if hasattr(value(n), "fake_mode")), None)
-    with mode if mode is not None else torch.device("meta"):
-        node.meta["val"] = target(*fake[0], **fake[1])
+    node.meta["val"] = _fake_call(target, args, kwargs, node.all_input_nodes)
     return node
+
+
+def _fake_call(target: Any, args: Any, kwargs: Any, inputs: list[fx.Node]) -> Any:
+    """What a call gives on fake tensors."""
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
+    mode = next((value(n).fake_mode for n in inputs if hasattr(value(n), "fake_mode")), None)
+    with mode if mode is not None else torch.device("meta"):
+        return target(*fake_args, **fake_kwargs)
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:
@@ -247,7 +252,31 @@ def whole_means(graph: fx.Graph) -> None:
                 replace(node, emit(graph, node, aten.div.Tensor, total, value(node.args[0]).numel()))
 
 
-NORMALIZE = (drop_no_ops, one_reshape, plain_broadcasts, one_split, one_linear, explicit_reductions, whole_means, drop_no_ops)
+_LOWER = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def in_double(graph: fx.Graph) -> bool:
+    """Let a float64 model compute in float64 throughout: casts of floating values to a lower precision (losses and
+    norms that work in float32) keep float64. Returns whether there were any."""
+    changed = False
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if any(is_floating(n) and value(n).dtype == torch.float64 for n in node.all_input_nodes):
+            args = fx.node.map_aggregate(node.args, _doubled)
+            kwargs = fx.node.map_aggregate(node.kwargs, _doubled)
+            changed |= args != node.args or kwargs != node.kwargs
+            node.args, node.kwargs = args, kwargs
+        if changed:
+            node.meta["val"] = _fake_call(node.target, node.args, node.kwargs, node.all_input_nodes)
+    return changed
+
+
+def _doubled(argument: Any) -> Any:
+    return torch.float64 if argument in _LOWER and isinstance(argument, torch.dtype) else argument
+
+
+NORMALIZE = (one_reshape, drop_no_ops, plain_broadcasts, one_split, one_linear, explicit_reductions, whole_means, drop_no_ops)
 
 
 def unknown_operators(graph: fx.Graph, has_rule: Callable[[fx.Node], bool]) -> dict[str, tuple[int, str]]:
