@@ -58,7 +58,7 @@ def parallelize(
     Returns:
         A ParallelModule: call it like the model, or train with `pm.step(**batch)`.
     Raises:
-        MeshError, OptionError, PlanError, LayoutError, StageError, TraceError, RuntimeSetupError: see `autopart.errors`.
+        AutopartError: one of its kinds in `autopart.errors`, each with what, why, where and what to try.
 
     Example (under `torchrun --nproc-per-node 4`):
         >>> pm = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
@@ -73,8 +73,10 @@ def parallelize(
     if example_args or example_kwargs:
         compiler.trace_example(example_args, example_kwargs or {})
     name = compiler.plan.schedule.name if compiler.has_plan else schedule
-    device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
-    return ParallelModule(model, sizes, compiler, schedule=name, device_mesh=device_mesh)
+    device_mesh: Any = mesh if hasattr(mesh, "mesh_dim_names") else None
+    module = ParallelModule(model, sizes, compiler, schedule=name, device_mesh=device_mesh).train(model.training)
+    compiler.reseed(module.initial_seed)
+    return module
 
 
 def plan(
@@ -113,14 +115,18 @@ def check_options(sequence_parallel: bool | str, unknown: Mapping[str, Any]) -> 
     """Raises OptionError for options that are unknown or not built yet."""
     for name in unknown:
         if name in NOT_BUILT:
-            raise OptionError(f"option {name}= is not built yet", why=f"it is for {NOT_BUILT[name]}", hint="leave it out")
+            raise OptionError(
+                f"option {name}= is not built yet", why=f"it is for {NOT_BUILT[name]}", hint="leave it out"
+            )
         raise OptionError(
             f"unknown option {name}=",
-            hint="plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, example_args, example_kwargs",
+            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, example_args, "
+            "example_kwargs",
         )
     if sequence_parallel not in (False, "auto"):
         raise OptionError(
-            f"sequence_parallel={sequence_parallel!r} is not built yet", hint="sequence_parallel=False (also what 'auto' means now)"
+            f"sequence_parallel={sequence_parallel!r} is not built yet",
+            hint="sequence_parallel=False (also what 'auto' means now)",
         )
 
 
@@ -137,4 +143,3 @@ def _of_plan(options: Options, plan: Plan | None) -> Options:
                 hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
     return options
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,6 +22,11 @@ tree_unflatten = pytree.tree_unflatten
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of this name, as functional collectives name it."""
     return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a type of its own later
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether a node's target is a higher-order operator, which holds a region of the graph."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -56,12 +62,12 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     _set_pg_timeout(timeout, group)
 
 
-def tree_map(fn, tree):
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Apply `fn` to every leaf."""
     return pytree.tree_map(fn, tree)
 
 
-def leaves_with_names(tree) -> list[tuple[str, object]]:
+def leaves_with_names(tree: Any) -> list[tuple[str, object]]:
     """The leaves of a dict of arguments with readable names: `mask`, `batch.ids`, `states.0`."""
     named = []
     for path, leaf in pytree.tree_leaves_with_path(tree):

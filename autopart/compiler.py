@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from autopart.compat import tree_unflatten
@@ -22,7 +23,7 @@ from autopart.passes.lower import Decisions, lower
 from autopart.passes.normalize import NORMALIZE, in_double, one_reshape, run_passes
 from autopart.passes.summary import collectives, cost, stage_rows
 from autopart.plan import Plan, Schedule
-from autopart.program import Program
+from autopart.program import SEEDS, Program
 from autopart.runtime.pipeline import check_schedule
 from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, trace
 
@@ -43,7 +44,10 @@ class Options:
 
 
 def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False) -> Trace:
-    """Trace, normalise and annotate a model for a call. `double`: compute in float64 even where the model casts down."""
+    """Trace, normalise and annotate a model for a call.
+
+    `double`: compute in float64 even where the model casts down.
+    """
     traced = trace(model, arguments)
     run_passes(traced.graph, (one_reshape,))
     if double and in_double(traced.graph):
@@ -149,6 +153,7 @@ class Compiler:
         self._traces: dict[tuple, Trace] = {}
         self._decisions: dict[tuple, Decisions] = {}
         self._programs: dict[tuple, Program] = {}
+        self._random = torch.Generator()
         if plan is not None:
             check_plan_mesh(plan, mesh)
 
@@ -186,7 +191,18 @@ class Compiler:
             self._prepare(key, arguments, loss_fn)
         call = flatten_call(arguments)
         check_call(type(self.model).__name__, self._traces[key].call, call)
-        return self._write(key, purpose), call.tensors
+        program = self._write(key, purpose)
+        return program, (*call.tensors, *self._seeds(program))
+
+    def reseed(self, seed: int) -> None:
+        """Start the sequence of dropout masks anew; the same seed on every rank."""
+        self._random.manual_seed(seed)
+
+    def _seeds(self, program: Program) -> list[Tensor]:
+        if program.input_names[-1:] != (SEEDS,):
+            return []
+        first = torch.randint(2**62, (), generator=self._random)
+        return [(first + torch.arange(program.microbatches)).repeat(self.mesh.size("dp"))]
 
     def _prepare(self, key: tuple, arguments: Mapping[str, Any], loss_fn: Callable[..., Tensor] | None) -> None:
         training, _ = key
@@ -196,7 +212,7 @@ class Compiler:
         if self._plan is None:
             self._plan = make_plan(model, traced, self.mesh, self.options)
         check_plan_model(self._plan, type(self.model).__name__, traced)
-        self._decisions[key] = decode(traced, self._plan, self.mesh, strict=not self._traces)
+        self._decisions[key] = decode(traced, self._plan, self.mesh, strict=self._plan.model.get("mode") == traced.mode)
         self._traces[key] = traced
 
     def _write(self, key: tuple, purpose: str) -> Program:
@@ -206,7 +222,8 @@ class Compiler:
                 loss = find_loss(traced)
                 if loss is None:
                     raise InputError(
-                        f"{type(self.model).__name__} returns no loss for this call", why="step() needs a scalar to differentiate",
+                        f"{type(self.model).__name__} returns no loss for this call",
+                        why="step() needs a scalar to differentiate",
                         hint="pass labels so that the model returns a loss, or step(..., loss_fn=f, target=t)",
                     )  # fmt: skip
                 program = lower(traced, decisions, [loss], whole_outputs=False)
@@ -220,7 +237,10 @@ class Compiler:
 
     def _one_microbatch(self, key: tuple) -> Decisions:
         schedule = replace(self.plan.schedule, microbatches=1)
-        return decode(self._traces[key], replace(self.plan, schedule=schedule), self.mesh, strict=False)
+        traced = self._traces[key]
+        return decode(
+            traced, replace(self.plan, schedule=schedule), self.mesh, strict=self.plan.model["mode"] == traced.mode
+        )
 
 
 @contextmanager
@@ -272,7 +292,8 @@ def check_call(model: str, traced: Call, call: Call) -> None:
         if old.shape != new.shape or old.dtype != new.dtype:
             raise InputError(
                 f"{model} was traced with {name} {_typed(old)} and is called with {_typed(new)}",
-                why="a trace holds for one shape and dtype", hint="pad the batch to the traced shape, or parallelize again",
+                why="a trace holds for one shape and dtype",
+                hint="pad the batch to the traced shape, or parallelize again",
             )  # fmt: skip
     if traced.constants != call.constants or traced.spec != call.spec:
         raise InputError(

@@ -60,7 +60,7 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
     """The node that computes this value, and which of its outputs it is (`getitem` nodes are projections)."""
     index = 0
     while node.target is operator.getitem:
-        node, index = node.args  # type: ignore[assignment]
+        node, index = node.args
     return node, index
 
 
@@ -93,15 +93,30 @@ def operators(graph: fx.Graph) -> Iterator[fx.Node]:
     return (n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
 
 
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a call draws random numbers (attention only where it drops any)."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if operator_name(node) == "aten::scaled_dot_product_attention":
+        return bool(attention_dropout(node))
+    return True
+
+
+def attention_dropout(node: fx.Node) -> float:
+    """The dropout probability of an attention call."""
+    return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+
+
 def assign_keys(graph: fx.Graph) -> None:
     """Name every operator: `meta["key"] = "model.layers.3.mlp/mul#1"`, the second `mul` of that module's own code.
 
     The name is stable under changes elsewhere in the model; `meta["group"]` is the same name with block numbers left
-    open, so that the same operator of every repeated block shares it.
+    open, so that the same operator of every repeated block shares it. `meta["named"]` stands for the operator's name in
+    operators that a pass wrote in place of another.
     """
     counts: Counter[str] = Counter()
     for node in operators(graph):
-        base = f"{module_path(node)}/{short_name(node)}"
+        base = f"{module_path(node)}/{node.meta.get('named') or short_name(node)}"
         node.meta["key"] = f"{base}#{counts[base]}" if counts[base] else base
         counts[base] += 1
         path, name = node.meta["key"].rsplit("/", 1)

@@ -39,7 +39,7 @@ class Mesh:
         """
         if isinstance(mesh, Mesh):
             return mesh
-        if isinstance(mesh, bool) or isinstance(mesh, int):
+        if isinstance(mesh, int):
             raise MeshError(
                 f"mesh={mesh!r} gives a number of devices but no axes",
                 why="choosing the axes for you is not built yet",

@@ -12,6 +12,8 @@ one microbatch's rows, a `P` is summed over microbatches. No collective may run 
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +22,35 @@ import torch
 from torch import fx
 
 from autopart.compat import TreeSpec
-from autopart.layout import Layout
+from autopart.layout import Layout, format_layout
 from autopart.mesh import Mesh
 
 MICROBATCH_AXIS = "mb"
+SEEDS = "seeds"
+"""The last input of a program with dropout: int64 [dp * microbatches], one random seed per microbatch, for each dp
+rank the same ones."""
+
+
+class StageGraph(fx.GraphModule):
+    """A graph of one stage. `print_readable` shows every value's local shape and its layout."""
+
+    def print_readable(self, print_output: bool = True, **options: Any) -> str:
+        """The generated code with typed values (`f32[4, 12, 64]{tp:P}`) and the user's source lines.
+
+        Options are those of `torch.fx.GraphModule.print_readable`.
+        """
+        layouts = {n.name: format_layout(n.meta.get("layout") or {}) for n in self.graph.nodes}
+
+        def with_layout(match: re.Match) -> str:
+            layout = layouts.get(match[1], "")
+            return f'{match[1]}: "{match[2]}{layout if layout != "{}" else ""}"'
+
+        text = super().print_readable(print_output=False, **options)
+        text = re.sub(r'\b(\w+): "(\w+\[[^"]*\])"', with_layout, text)
+        text = re.sub(r"\n *# No stacktrace found for following nodes", "", text)
+        if print_output:
+            sys.stdout.write(text + "\n")
+        return text
 
 
 @dataclass(frozen=True)

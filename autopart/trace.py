@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopart.compat import TreeSpec, leaves_with_names, tree_flatten, tree_map
+from autopart.compat import TreeSpec, is_higher_order, leaves_with_names, tree_flatten, tree_map
 from autopart.errors import InputError, TraceError
 
 _NO_CACHE = "use_cache"
@@ -126,7 +128,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     distinct = iter([torch.empty_like(t, device=device).copy_(t) for t in call.tensors])
     example = tree_map(lambda x: next(distinct) if isinstance(x, torch.Tensor) else x, dict(arguments))
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch.export's own use of what torch deprecates
             program = torch.export.export(model, (), example, strict=False)
             if _needs_functionalization(program.graph_module):
                 program = program.run_decompositions({})
@@ -188,24 +191,36 @@ def _lifted(program: Any) -> list[str]:
 def _own_graph(module: fx.GraphModule, attributes: Mapping[str, str], input_names: tuple[str, ...]) -> fx.Graph:
     """A copy of the exported graph in which parameters, buffers and constants are `get_attr` nodes, inputs stay
     placeholders, and no-grad regions are inlined."""
-    graph, values, names = fx.Graph(), {}, iter(input_names)
-    for node in module.graph.nodes:
-        if node.op == "placeholder" and node.name in attributes:
+    graph, names = fx.Graph(), iter(input_names)
+    values: dict[fx.Node, Any] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        if node.name in attributes:
             values[node] = graph.get_attr(attributes[node.name])
             values[node].meta = dict(node.meta)
-        elif node.op == "placeholder":
-            if isinstance(node.meta.get("val"), torch.Tensor):
-                values[node] = graph.node_copy(node)
-                values[node].meta["input_name"] = next(names)
-        elif node.op == "call_function" and "set_grad_enabled" in str(node.target):
-            values[node] = _inline_region(graph, node, module, values)
-        elif node.op == "call_function" and node.target is operator.getitem and node.args[0].op == "call_function":
-            source = values[node.args[0]]
-            known = isinstance(source, (tuple, list))
-            values[node] = source[node.args[1]] if known else graph.node_copy(node, values.__getitem__)
-        elif node.op != "get_attr":
-            values[node] = graph.node_copy(node, values.__getitem__)
+        elif isinstance(node.meta.get("val"), torch.Tensor):
+            values[node] = graph.node_copy(node)
+            values[node].meta["input_name"] = next(names)
+    outputs = _copy_calls(graph, module, values)
+    graph.output(outputs)
+    for node in graph.nodes:
+        if node.meta.get("stack_trace"):
+            node.meta["stack_trace"] = own_frames(node.meta["stack_trace"])
     return graph
+
+
+def _copy_calls(graph: fx.Graph, module: Any, values: dict[fx.Node, Any]) -> Any:
+    """Copy the calls of a module's graph, its placeholders being known, and return what its outputs became."""
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        source = values[node.args[0]] if node.target is operator.getitem else None
+        if "set_grad_enabled" in str(node.target):
+            values[node] = _inline_region(graph, node, module, values)
+        elif isinstance(source, (tuple, list)):
+            values[node] = source[node.args[1]]
+        else:
+            values[node] = graph.node_copy(node, values.__getitem__)
+    return fx.map_arg(module.graph.output_node().args[0], values.__getitem__)
 
 
 def _inline_region(graph: fx.Graph, node: fx.Node, owner: nn.Module, values: Mapping[fx.Node, Any]) -> Any:
@@ -214,16 +229,15 @@ def _inline_region(graph: fx.Graph, node: fx.Node, owner: nn.Module, values: Map
     operands = [values[o] if isinstance(o, fx.Node) else o for o in operands]
     if not enabled:
         operands = [_detached(graph, operand) for operand in operands]
-    body = owner.get_submodule(region.target)
-    inner: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
-    for step in body.graph.nodes:
-        if step.op == "call_function" and "set_grad_enabled" in str(step.target):
-            inner[step] = _inline_region(graph, step, body, inner)
-        elif step.op == "call_function":
-            source = inner[step.args[0]] if step.target is operator.getitem else None
-            known = isinstance(source, (tuple, list))
-            inner[step] = source[step.args[1]] if known else graph.node_copy(step, inner.__getitem__)
-    return fx.map_arg(body.graph.output_node().args[0], inner.__getitem__)
+    body: Any = owner.get_submodule(region.target)
+    return _copy_calls(graph, body, dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)))
+
+
+def own_frames(stack_trace: str) -> str:
+    """A stack trace without the frames inside `torch.nn`, so that it ends in the user's code, where there is any."""
+    frames = re.split(r"(?m)^(?=  File )", stack_trace)
+    own = [f for f in frames if "/torch/nn/" not in f]
+    return "".join(own if any(f.startswith("  File ") for f in own) else frames)
 
 
 def _parameter_names(model: nn.Module) -> tuple[dict, dict]:
@@ -241,7 +255,7 @@ def _needs_functionalization(module: fx.GraphModule) -> bool:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
             return True
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and "set_grad" not in str(node.target):
+        if is_higher_order(node.target) and "set_grad" not in str(node.target):
             return True
     return False
 

@@ -22,18 +22,17 @@ from torch import Tensor, fx, nn
 from autopart.compat import tree_flatten, tree_map
 from autopart.compiler import LIFTED, Options, check_plan_mesh, check_plan_model, find_loss, make_plan, prepare
 from autopart.errors import InputError
-from autopart.graph import describe, module_path, operator_name, source_line, source_of
+from autopart.graph import draws_random_numbers
 from autopart.layout import Placement
+from autopart.localize import Mismatch, MismatchSearch, relative, weights_like
 from autopart.mesh import Mesh
 from autopart.passes.decide import decode
 from autopart.passes.lower import Decisions, lower
-from autopart.passes.rules.tables import RANDOM
 from autopart.plan import Plan
 from autopart.program import MICROBATCH_AXIS, Program
 from autopart.runtime.batch import merge_microbatches
 from autopart.runtime.gradients import sync_gradients_lockstep
 from autopart.runtime.lockstep import run_lockstep
-from autopart.runtime.pieces import Cut
 from autopart.runtime.placement import placement_of
 from autopart.runtime.state import join, shard_parameters
 from autopart.trace import Trace, WithLoss, bind_call
@@ -41,27 +40,6 @@ from autopart.trace import Trace, WithLoss, bind_call
 TOLERANCE = 1e-10
 FLOAT32_TOLERANCE = 1e-4
 Tamper = Callable[[Program, dict[int, dict[str, nn.Parameter]]], None]
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The first value that differs: `name` in the traced graph, `kind` "value" or "gradient", where it is made."""
-
-    name: str
-    kind: str
-    error: float
-    operator: str
-    module: str
-    source: str
-    stage: int
-    layout: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.kind} of {self.name} differs by {self.error:.3g}\n"
-            f"  operator {self.operator}, stage {self.stage}, layout {self.layout}\n  module   {self.module or '(the model itself)'}\n"
-            f"  source   {self.source or 'unknown'}"
-        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +59,8 @@ class Verification:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        head = f"{'exact' if self.ok else 'WRONG'} on {self.mesh}: largest error {self.max_error:.3g} over {len(self.errors)} values"
+        head = f"{'exact' if self.ok else 'WRONG'} on {self.mesh}: largest error {self.max_error:.3g}"
+        head += f" over {len(self.errors)} values"
         worst = "" if self.ok else "\nworst: " + ", ".join(
             f"{name} {error:.3g}" for name, error in sorted(self.errors.items(), key=lambda e: -e[1])[:5]
         )  # fmt: skip
@@ -124,18 +103,18 @@ def verify(
     if not example_args and not example_kwargs:
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")
     sizes = Mesh.parse(mesh)
-    run = _Run(model, sizes, bind_call(model, example_args, example_kwargs or {}), loss_fn, target)
+    run = VerificationRun(model, sizes, bind_call(model, example_args, example_kwargs or {}), loss_fn, target)
     options = Options(schedule, microbatches, virtual_stages)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if given is not None:
         check_plan_mesh(given, sizes)
         check_plan_model(given, type(model).__name__, run.traced)
     chosen = given or make_plan(run.model, run.traced, sizes, options)
-    decisions = decode(run.traced, chosen, sizes)
+    decisions = decode(run.traced, chosen, sizes, strict=chosen.model["mode"] == run.traced.mode)
     return run.check(decisions, placement_of(chosen.schedule.name), tolerance, tamper)
 
 
-class _Run:
+class VerificationRun:
     """One verification: a double-precision copy of the model, traced, and what it computes."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, arguments: dict[str, Any], loss_fn: Any, target: Any):
@@ -173,18 +152,24 @@ class _Run:
             if loss is not None:
                 errors |= self._output_errors(called, placement, expected, tamper)
             errors |= self._gradient_errors(step, placement, expected, expected_grads, tamper, loss is not None)
-        except (RuntimeError, ValueError, IndexError, KeyError, StopIteration) as error:  # a fault can break the run itself
+        except (
+            RuntimeError,
+            ValueError,
+            IndexError,
+            KeyError,
+            StopIteration,
+        ) as error:  # a fault can break the run itself
             failure = error
         worst = max(errors.values(), default=0.0) if failure is None else float("inf")
         ok = failure is None and worst <= tolerance
-        first = None if ok else _Search(self, step, placement, tolerance, tamper).first(failure)
+        first = None if ok else MismatchSearch(self, step, placement, tolerance, tamper).first(failure)
         return Verification(ok, worst, first, errors, str(self.mesh), tuple(self.notes))
 
     def _reference(self, has_loss: bool) -> tuple[list[Any], dict[str, Tensor]]:
         """The model's own flat outputs and gradients."""
         self.model.zero_grad(set_to_none=True)
         flat = [o for o in tree_flatten(self.model(**self.arguments))[0]]
-        self._seed(flat, has_loss, self.traced).backward()
+        self.seed(flat, has_loss, self.traced).backward()
         grads = {name: p.grad.clone() for name, p in self.base.named_parameters() if p.grad is not None}
         self.model.zero_grad(set_to_none=True)
         return [o.detach() if isinstance(o, Tensor) else o for o in flat], grads
@@ -194,7 +179,7 @@ class _Run:
         self.model.zero_grad(set_to_none=True)
         values = self.values(lambda value: None)
         flat = [values[o] if isinstance(o, fx.Node) else o for o in self.traced.graph.output_node().args[0]]
-        self._seed(flat, find_loss(self.traced) is not None, self.traced).backward()
+        self.seed(flat, find_loss(self.traced) is not None, self.traced).backward()
         grads = {name: p.grad.clone() for name, p in self.base.named_parameters() if p.grad is not None}
         self.model.zero_grad(set_to_none=True)
         return [o.detach() if isinstance(o, Tensor) else o for o in flat], grads
@@ -216,7 +201,9 @@ class _Run:
                     keep(values[node])
         return values
 
-    def _distance(self, found: list, found_grads: Mapping[str, Tensor], expected: list, grads: Mapping[str, Tensor]) -> float:
+    def _distance(
+        self, found: list, found_grads: Mapping[str, Tensor], expected: list, grads: Mapping[str, Tensor]
+    ) -> float:
         """The largest relative difference of outputs and gradients; infinite where other parameters have gradients."""
         if set(found_grads) != set(grads):
             return float("inf")
@@ -224,11 +211,12 @@ class _Run:
         outputs = [relative(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True) if isinstance(a, Tensor)]
         return max(outputs + [float((found_grads[n] - g).abs().max()) / scale for n, g in grads.items()], default=0.0)
 
-    def _seed(self, flat: list[Any], has_loss: bool, traced: Trace) -> Tensor:
+    def seed(self, flat: list[Any], has_loss: bool, traced: Trace) -> Tensor:
         """A scalar to differentiate: the loss, or a fixed weighting of all outputs."""
         if has_loss:
             return flat[list(traced.graph.output_node().args[0]).index(find_loss(traced))]
-        return sum((o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad)
+        parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
+        return torch.stack(parts).sum()
 
     def parameters(self, program: Program, tamper: Tamper | None) -> dict[int, dict[str, nn.Parameter]]:
         """Every rank's shards."""
@@ -237,11 +225,15 @@ class _Run:
             tamper(program, local)
         return local
 
-    def lockstep(self, program: Program, parameters: Any, placement: str, on_value: Any = None) -> dict[int, list[tuple]]:
+    def lockstep(
+        self, program: Program, parameters: Any, placement: str, on_value: Any = None
+    ) -> dict[int, list[tuple]]:
         buffers = dict(self.base.named_buffers(remove_duplicate=False))
         return run_lockstep(program, parameters, buffers, self.traced.call.tensors, on_value, placement=placement)
 
-    def _output_errors(self, program: Program, placement: str, expected: list, tamper: Tamper | None) -> dict[str, float]:
+    def _output_errors(
+        self, program: Program, placement: str, expected: list, tamper: Tamper | None
+    ) -> dict[str, float]:
         with torch.no_grad():
             results = self.lockstep(program, self.parameters(program, tamper), placement)
         errors: dict[str, float] = {}
@@ -249,11 +241,19 @@ class _Run:
             merged = merge_microbatches(program, microbatches)
             for i, output in enumerate(program.outputs):
                 if output.position is not None:
-                    errors[f"output {i}"] = max(errors.get(f"output {i}", 0.0), relative(merged[output.position], expected[i]))
+                    errors[f"output {i}"] = max(
+                        errors.get(f"output {i}", 0.0), relative(merged[output.position], expected[i])
+                    )
         return errors
 
     def _gradient_errors(
-        self, program: Program, placement: str, expected: list, grads: Mapping[str, Tensor], tamper: Tamper | None, has_loss: bool
+        self,
+        program: Program,
+        placement: str,
+        expected: list,
+        grads: Mapping[str, Tensor],
+        tamper: Tamper | None,
+        has_loss: bool,
     ) -> dict[str, float]:
         parameters = self.parameters(program, tamper)
         results = self.lockstep(program, parameters, placement)
@@ -264,7 +264,7 @@ class _Run:
             index = list(self.traced.graph.output_node().args[0]).index(find_loss(self.traced))
             errors["loss"] = relative(self._whole_loss(program, results), expected[index])
         else:
-            torch.autograd.backward(self._weighted(program, results, errors, expected))
+            torch.autograd.backward(self.weighted(program, results, errors, expected))
         sync_gradients_lockstep(parameters, program, placement=placement)
         local = {r: {n: p.grad for n, p in ps.items() if p.grad is not None} for r, ps in parameters.items()}
         full = join(local, program, placement=placement)
@@ -277,12 +277,18 @@ class _Run:
     def _whole_loss(self, program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
         """The loss of the global batch: partial sums over dp and microbatches added, whole ones taken once."""
         layout = program.outputs[0].layout
-        ranks = [r for r in results if all(p.kind == "P" or self.mesh.coordinates(r).get(a, 0) == 0 for a, p in layout.items())]
+        ranks = [
+            r
+            for r in results
+            if all(p.kind == "P" or self.mesh.coordinates(r).get(a, 0) == 0 for a, p in layout.items())
+        ]
         parts = [torch.stack([out.detach() for (out,) in results[rank]]) for rank in ranks]
         partial = layout.get(MICROBATCH_AXIS, Placement("R")).kind == "P"
-        return sum(part.sum() if partial else part[0] for part in parts)
+        return torch.stack([part.sum() if partial else part[0] for part in parts]).sum()
 
-    def _weighted(self, program: Program, results: Mapping[int, list[tuple]], errors: dict, expected: list) -> list[Tensor]:
+    def weighted(
+        self, program: Program, results: Mapping[int, list[tuple]], errors: dict, expected: list
+    ) -> list[Tensor]:
         """Every rank's weighted outputs, to differentiate; their errors are noted."""
         seeds = []
         for microbatches in results.values():
@@ -297,183 +303,9 @@ class _Run:
         return seeds
 
 
-class _Search:
-    """Compares the lockstep run with the traced graph value by value, then gradient by gradient."""
-
-    def __init__(self, run: _Run, program: Program, placement: str, tolerance: float, tamper: Tamper | None):
-        self.run, self.program, self.tolerance, self.tamper = run, program, tolerance, tamper
-        self.placement, self.mesh = placement, run.mesh
-        self.origins = {node.name: node for node in run.traced.graph.nodes}
-        self.made: dict[fx.Node, tuple[int, dict[int, dict[int, Tensor]]]] = {}
-
-    def first(self, failure: Exception | None) -> Mismatch | None:
-        reference = self._reference_values()
-        parameters = self.run.parameters(self.program, self.tamper)
-        try:
-            results = self.run.lockstep(self.program, parameters, self.placement, self._keep)
-        except (RuntimeError, ValueError, IndexError, KeyError, StopIteration) as error:
-            failure = error
-        wrong = self._first_value(reference)
-        if wrong is not None or failure is not None:
-            return wrong or self._broken(failure)
-        losses = [o for microbatches in results.values() for out in microbatches for o in out if o.requires_grad]
-        seeds = losses if len(self.program.outputs) == 1 else self.run._weighted(self.program, results, {}, [losses[0]] * 99)
-        torch.autograd.backward(seeds)
-        return self._first_gradient(reference)
-
-    def _keep(self, stage: int, microbatch: int, node: fx.Node, value: dict[int, Any]) -> None:
-        if "origin" not in node.meta or not all(isinstance(v, Tensor) for v in value.values()):
-            return
-        for v in value.values():
-            if v.requires_grad and not v.is_leaf:
-                v.retain_grad()
-        self.made.setdefault(node, (stage, {}))[1][microbatch] = value
-
-    def _reference_values(self) -> dict[str, Tensor]:
-        """Every value of the traced graph on the global batch, with its gradient."""
-        run, graph = self.run, self.run.traced.graph
-        values = run.values(lambda value: value.retain_grad())
-        flat = [values[o] if isinstance(o, fx.Node) else o for o in graph.output_node().args[0]]
-        run._seed(flat, find_loss(run.traced) is not None, run.traced).backward()
-        return {node.name: v for node, v in values.items() if isinstance(v, Tensor)}
-
-    def _first_value(self, reference: Mapping[str, Tensor]) -> Mismatch | None:
-        for node, (stage, microbatches) in self.made.items():
-            origin, layout = node.meta["origin"], node.meta["layout"]
-            error = self._error({m: v for m, v in microbatches.items()}, layout, reference[origin], node)
-            if error > self.tolerance:
-                return self._mismatch(node, "value", error, stage)
-        return None
-
-    def _first_gradient(self, reference: Mapping[str, Tensor]) -> Mismatch | None:
-        """The first in the order of the backward: the last values of the forward first. Copies in other layouts carry a
-        part of the gradient only and are passed over."""
-        scale = max((float(v.grad.abs().max()) for v in reference.values() if v.requires_grad and v.grad is not None), default=1.0)
-        seen: set[str] = set()
-        first_made = {}
-        for node in self.made:
-            first_made.setdefault(node.meta["origin"], node)
-        for node in reversed(list(first_made.values())):
-            stage, microbatches = self.made[node]
-            origin, layout = node.meta["origin"], node.meta["layout"]
-            whole = reference[origin]
-            source = source_of(self.origins[origin])[0]
-            if origin in seen or source.meta["role"] != "active" or not whole.requires_grad or whole.grad is None:
-                continue
-            grads = {m: {r: v.grad for r, v in value.items()} for m, value in microbatches.items()}
-            if any(g is None for value in grads.values() for g in value.values()):
-                continue
-            places = {axis: _of_gradient(place) for axis, place in layout.items()}
-            joined = self._join(grads, places, tuple(whole.shape))
-            error = float((joined - whole.grad).abs().max()) / (scale or 1.0)
-            if error > self.tolerance:
-                return self._mismatch(node, "gradient", error, stage)
-        return None
-
-    def _error(self, microbatches: dict, layout: Mapping[str, Placement], whole: Tensor, node: fx.Node) -> float:
-        try:
-            return relative(self._join(microbatches, layout, tuple(whole.shape), equal=True), whole)
-        except _RanksDiffer as differ:
-            return differ.error
-        except RuntimeError:
-            return float("inf")
-
-    def _join(self, microbatches: Any, layout: Mapping[str, Placement], shape: tuple[int, ...], equal: bool = False) -> Tensor:
-        """The global value from every microbatch's and rank's part."""
-        current = list(shape)
-        cuts = []
-        for axis, place in layout.items():  # dp, mb, tp: the outer axis cuts first
-            size = self.program.microbatches if axis == MICROBATCH_AXIS else self.mesh.size(axis)
-            cut = None
-            if place.is_shard:
-                others = [p for a, p in layout.items() if a != axis and p.is_shard and p.dim == place.dim and not p.sections]
-                plain = 1
-                for a, p in layout.items():
-                    if p in others:
-                        plain *= self.program.microbatches if a == MICROBATCH_AXIS else self.mesh.size(a)
-                sections = (place.sections[0] // plain,) if len(place.sections) == 1 else place.sections
-                cut = Cut(place.dim, current[place.dim], sections if place.sections else (), size)
-                current[place.dim] = cut.length(0)
-            cuts.append((axis, place, size, cut))
-        parts = {
-            tuple(m if axis == MICROBATCH_AXIS else self.mesh.coordinates(r).get(axis, 0) for axis, *_ in cuts): v
-            for m, value in microbatches.items() for r, v in value.items()
-        }  # fmt: skip
-        for axis, place, size, cut in reversed(cuts):
-            outer: dict[tuple, list[Tensor]] = {}
-            for key in sorted(parts):
-                outer.setdefault(key[:-1], []).append(parts[key].detach())
-            parts = {key: _combine(group, place, cut, equal) for key, group in outer.items()}
-        return parts[()]
-
-    def _mismatch(self, node: fx.Node, kind: str, error: float, stage: int) -> Mismatch:
-        origin = self.origins[node.meta["origin"]]
-        name = str(origin.target) if origin.op == "get_attr" else origin.name
-        module = str(origin.target).rpartition(".")[0] if origin.op == "get_attr" else module_path(origin)
-        source = source_line(origin) or next((source_line(u) for u in origin.users if source_line(u)), "")
-        layout = ", ".join(f"{axis}: {place}" for axis, place in node.meta["layout"].items()) or "whole"
-        return Mismatch(name, kind, error, str(node.target), module, source, stage, layout)
-
-    def _broken(self, failure: Exception | None) -> Mismatch:
-        last = list(self.made)[-1] if self.made else None
-        node = last.next if last is not None else None
-        if node is None or "origin" not in node.meta:
-            node = last
-        assert node is not None, f"the run broke before its first value: {failure}"
-        stage = self.made[last][0] if last is not None else 0
-        return self._mismatch(node, "value", float("inf"), stage)
-
-
-class _RanksDiffer(Exception):
-    """Ranks that should hold the same value do not."""
-
-    def __init__(self, error: float):
-        super().__init__(error)
-        self.error = error
-
-
-def _combine(parts: list[Tensor], place: Placement, cut: Cut | None, equal: bool) -> Tensor:
-    if cut is not None:
-        return cut.join(parts)
-    if place.kind == "P":
-        return torch.stack(parts).sum(0)
-    if equal and any(p.shape != parts[0].shape or not torch.allclose(p, parts[0], rtol=1e-9, atol=1e-12, equal_nan=True) for p in parts):
-        raise _RanksDiffer(max(relative(p, parts[0]) for p in parts))
-    return parts[0]
-
-
-def _of_gradient(place: Placement) -> Placement:
-    """Where the gradient of a value in this placement lies."""
-    return {"R(grad P)": Placement("P"), "P": Placement("R")}.get(place.kind, place)
-
-
 def _is_random(traced: Trace) -> bool:
-    def draws(node: fx.Node) -> bool:
-        name = operator_name(node)
-        drops = name == "aten::scaled_dot_product_attention" and (node.args[4:5] or (node.kwargs.get("dropout_p", 0),))[0]
-        return name in RANDOM or bool(drops)
-
-    return any(draws(n) for n in traced.graph.nodes if n.op == "call_function")
+    return any(draws_random_numbers(n) for n in traced.graph.nodes if n.op == "call_function")
 
 
 def _double(leaf: Any) -> Any:
     return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
-def weights_like(output: Tensor) -> Tensor:
-    """Fixed weights between 0.5 and 1.5, different for every entry."""
-    return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).reshape(output.shape)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest entry; infinite where shapes differ."""
-    if found.shape != expected.shape:
-        return float("inf")
-    if not expected.is_floating_point():
-        return float((found != expected).any())
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
-    difference = (found.detach() - expected.detach()).abs().nan_to_num(nan=0.0 if found.isnan().equal(expected.isnan()) else 1e300)
-    return float(difference.max()) / (scale or 1.0) if expected.numel() else 0.0
-
-
-__all__ = ["Mismatch", "Verification", "describe", "verify"]

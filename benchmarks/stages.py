@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small model")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    models = {"gpt2-tiny": {"n_embd": 64, "n_layer": 6, "n_head": 2, "vocab_size": 1024}} if arguments.quick else MODELS
+    models = {"gpt2-tiny": {"n_embd": 64, "n_layer": 8, "n_head": 2, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}} if arguments.quick else MODELS
     rows = {name: measure(**sizes) for name, sizes in models.items()}
 
     print(f"heaviest of {NUM_STAGES} pipeline stages over the lower bound (1 is perfect; target {TARGET})\n")
@@ -49,7 +49,8 @@ def main() -> None:
 def measure(**sizes: int) -> dict:
     """The partition of one GPT-2, and that of equal layer counts."""
     with torch.device("meta"):
-        model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False)).train()
+        model = GPT2LMHeadModel(GPT2Config(**sizes)).train()
+    model.loss_type = "ForCausalLM"  # which transformers would fall back to, with a warning
     ids = torch.zeros(8, 1024, dtype=torch.long, device="meta")
     traced = prepare(model, bind_call(model, (), {"input_ids": ids, "labels": ids.clone()}))
     found = partition(traced.graph, NUM_STAGES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def balance(weights: Sequence[float], crossing: Sequence[float], num_stages: int
     chosen = _least_sent(load, np.array([0.0, *(crossing[i] for i in places), 0.0]), num_stages, best * (1 + SLACK))
     cuts = tuple(int(position[i]) for i in chosen)
     edges = (0, *cuts, len(weights))
-    loads = tuple(float(total[b] - total[a]) for a, b in zip(edges, edges[1:], strict=False))
+    loads = tuple(float(total[b] - total[a]) for a, b in pairwise(edges))
     return Partition(cuts, loads, float(max(total[-1] / num_stages, max(weights, default=0.0))))
 
 

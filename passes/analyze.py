@@ -19,6 +19,7 @@ import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from autopart.graph import assign_keys, is_floating, is_tensor, operator_name, shape, tensor_inputs, value
@@ -110,10 +111,11 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
         fresh = BATCH if not _has_batch(factors) and batch > 1 else DATA_DIM
         found = []
         for dims, v in zip(pattern.outputs, tuple_values(node), strict=True):
-            found.append(tuple(
-                _resized(tuple(a for f in dim for a in factors.get(f) or _new_atom(pattern.sizes[f], batch, fresh)), size)
-                for dim, size in zip(dims, v.shape, strict=True)
-            ))  # fmt: skip
+            atoms = [
+                tuple(atom for f in dim for atom in factors.get(f) or _new_atom(pattern.sizes[f], batch, fresh))
+                for dim in dims
+            ]
+            found.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
     return found[0] if is_tensor(node) else tuple(found)
 
 
@@ -132,7 +134,7 @@ def _resized(atoms: Atoms, size: int) -> Atoms:
     return (Atom(size, atoms[0].kind if atoms else DATA_DIM),)
 
 
-def _plain_atoms(node: fx.Node, v: object, batch: int) -> tuple[Atoms, ...]:
+def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...]:
     kind = FEATURE if node.meta["role"] == PARAMETER else DATA_DIM
     inputs_batched = node.op == "placeholder" or any(
         atom.kind == BATCH for n in node.all_input_nodes if is_tensor(n) for dim in n.meta["atoms"] for atom in dim

@@ -51,7 +51,9 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy]) -
         if at is None or at == target:
             continue
         step = conversion(at, target)
-        moved += size_bytes(source) if step and {step.forward, step.backward} & COLLECTIVES else 0 if step else float("inf")
+        moved += (
+            size_bytes(source) if step and {step.forward, step.backward} & COLLECTIVES else 0 if step else float("inf")
+        )
     kinds = [p.kind for p in strategy.outputs]
     order = 0 if strategy.factor else {"P": 1, "R(grad P)": 2, "R": 3}[kinds[0]]
     return moved, order

@@ -72,7 +72,15 @@ def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int) -> 
     even = [n for n in products if tensor[n].factor and n.meta["pattern"].sizes[tensor[n].factor] % tp == 0]
     if even:
         return
-    sizes = sorted({s for n in products for source in tensor_inputs(n) if source.meta["role"] in (PARAMETER, WEIGHT) for s in shape(source)})
+    sizes = sorted(
+        {
+            s
+            for n in products
+            for source in tensor_inputs(n)
+            if source.meta["role"] in (PARAMETER, WEIGHT)
+            for s in shape(source)
+        }
+    )
     fits = [t for t in range(2, max(sizes, default=1) + 1) if sum(s % t == 0 for s in sizes) * 2 > len(sizes)]
     raise LayoutError(
         f"tp={tp} divides no weight of the model",
@@ -91,23 +99,18 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     has_tp = decisions.mesh.size("tp") > 1
     for name, text in _by_pattern({n: (pattern_of(n), t) for n, t in stored.items()}).items():
         parameters[name] = {"tp": text} if has_tp else {}
-    entries: dict[str, tuple[str, str]] = {}
     nodes = {node.meta["key"]: node for node in operators(trace.graph) if node in decisions.tensor}
-    for key, node in nodes.items():
-        entries[key] = (node.meta["group"], str(decisions.tensor[node]))
-    default = {key: str(Strategy((R,) * len(tensor_inputs(n)), decisions_default(n))) for key, n in nodes.items()}
-    written = _by_pattern(entries)
-    operators_: dict[str, dict[str, Any]] = {}
-    for name, text in written.items():
-        if name in nodes or any(text != default[k] for k, (group, _) in entries.items() if group == name):
-            operators_[name] = {"tp": text}
-    starts = _starts(trace, decisions)
-    return {"parameters": parameters, "operators": operators_, "cuts": starts}
-
-
-def decisions_default(node: fx.Node) -> tuple[Placement, ...]:
-    """The output placements of replicated work."""
-    return strategies(node, 1, frozenset())[0].outputs
+    texts = {key: str(decisions.tensor[node]) for key, node in nodes.items()}
+    written = _by_pattern({key: (node.meta["group"], texts[key]) for key, node in nodes.items()})
+    replicated = {key: str(strategies(node, 1, frozenset())[0]) for key, node in nodes.items()}
+    # What every operator of a pattern does replicated need not be said.
+    silent = {
+        group
+        for group in written
+        if all(texts[k] == replicated[k] for k, n in nodes.items() if n.meta["group"] == group)
+    }
+    operators_ = {name: {"tp": text} for name, text in written.items() if name not in silent}
+    return {"parameters": parameters, "operators": operators_, "cuts": _starts(trace, decisions)}
 
 
 def _by_pattern(entries: Mapping[str, tuple[str, str]]) -> dict[str, str]:
@@ -136,17 +139,21 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
 def decode(trace: Trace, plan: Plan, mesh: Mesh, strict: bool = True) -> Decisions:
     """The decisions a plan holds for this trace.
 
-    `strict`: every operator the plan names must be there (else the plan may be of another mode of the model, with
-    dropout or a loss that this trace does not have).
+    `strict`: the plan is for this very trace. Else it was made in another mode of the model (with dropout, or without
+    the loss), and operators are chosen around the placements of its weights and its cuts.
     Raises PlanError with the line that does not fit, and why.
     """
     microbatches = plan.schedule.microbatches
-    tensor: dict[fx.Node, Strategy] = {}
+    tensor: Mapping[fx.Node, Strategy] = {}
     stored: dict[str, Placement] = {}
     if mesh.size("tp") > 1:
         stored = {name: Placement.parse(plan.placement_text(name, "tp")) for name in trace.parameters}
         _check_stored(trace, plan, stored, mesh.size("tp"))
-        tensor = _read_strategies(trace, plan, stored, mesh.size("tp"), strict)
+        tensor = (
+            _read_strategies(trace, plan, stored, mesh.size("tp"))
+            if strict
+            else choose_sharding(trace.graph, mesh.size("tp"), Hardware.load(), stored).strategies
+        )
     num_stages = mesh.size("pp") * plan.schedule.virtual_stages
     return Decisions(
         mesh, microbatches, batch_strategies(trace, mesh, microbatches), tensor, stored,
@@ -167,10 +174,13 @@ def _check_stored(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp:
         key = name if name in plan.parameters else pattern_of(name)
         where = plan.where("parameters", key)
         if place.kind == "P":
-            raise PlanError(f"the plan stores '{name}' as P", why="a weight is not a partial sum", where=where, hint="R or S(0)")
+            raise PlanError(
+                f"the plan stores '{name}' as P", why="a weight is not a partial sum", where=where, hint="R or S(0)"
+            )
         if place.is_shard and place.dim >= len(sizes):
             raise PlanError(
-                f"the plan stores '{name}' as {place}", why=f"its shape is {list(sizes)}, it has no dim {place.dim}", where=where,
+                f"the plan stores '{name}' as {place}", why=f"its shape is {list(sizes)}, it has no dim {place.dim}",
+                where=where,
                 hint=f"S({len(sizes) - 1}) or R",
             )  # fmt: skip
         if place.is_shard:
@@ -179,11 +189,12 @@ def _check_stored(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp:
             if uneven or sum(parts) != sizes[place.dim]:
                 raise PlanError(
                     f"the plan stores '{name}' as {place}",
-                    why=f"dim {place.dim} has size {sizes[place.dim]}, which does not cut so over tp={tp}", where=where, hint="R",
+                    why=f"dim {place.dim} has size {sizes[place.dim]}, which does not cut so over tp={tp}",
+                    where=where, hint="R",
                 )  # fmt: skip
 
 
-def _read_strategies(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int, strict: bool) -> dict[fx.Node, Strategy]:
+def _read_strategies(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int) -> dict[fx.Node, Strategy]:
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
     for node in operators(trace.graph):
@@ -198,9 +209,10 @@ def _read_strategies(trace: Trace, plan: Plan, stored: Mapping[str, Placement], 
         keep = found is not None and found[1].get("keep", False)
         chosen[node] = strategy if keep else _follow_weights(node, strategy, options, stored, chosen)
     unknown = [name for name in plan.operators if name not in used]
-    if unknown and strict and plan.model.get("mode") == trace.mode:
+    if unknown:
         raise PlanError(
-            f"the plan names '{unknown[0]}', which is no operator of the model", where=plan.where("operators", unknown[0])
+            f"the plan names '{unknown[0]}', which is no operator of the model",
+            where=plan.where("operators", unknown[0]),
         )
     return chosen
 
@@ -218,7 +230,11 @@ def _option(options: list[Strategy], text: str | None, node: fx.Node, plan: Plan
 
 
 def _follow_weights(
-    node: fx.Node, strategy: Strategy, options: list[Strategy], stored: Mapping[str, Placement], chosen: Mapping[fx.Node, Strategy]
+    node: fx.Node,
+    strategy: Strategy,
+    options: list[Strategy],
+    stored: Mapping[str, Placement],
+    chosen: Mapping[fx.Node, Strategy],
 ) -> Strategy:
     """Let an operator follow the layout its weights are stored in, where that was edited in the plan."""
     wanted: dict[int, Placement] = {}
@@ -245,11 +261,13 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
 def _read_cuts(trace: Trace, plan: Plan, num_stages: int) -> tuple[int, ...]:
     if len(plan.cuts) != num_stages - 1:
         raise PlanError(
-            f"the plan has {len(plan.cuts)} cuts", why=f"{num_stages} stages need {num_stages - 1}", where=plan.where("cuts")
+            f"the plan has {len(plan.cuts)} cuts",
+            why=f"{num_stages} stages need {num_stages - 1}",
+            where=plan.where("cuts"),
         )
     nodes = active_operators(trace.graph)
     position = {node.meta["key"]: i for i, node in enumerate(nodes)}
-    cuts = []
+    cuts: list[int] = []
     for cut in plan.cuts:
         where = plan.where("cuts", cut)
         if cut not in position:
@@ -258,7 +276,9 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int) -> tuple[int, ...]:
                             hint=", ".join(near[:6]))  # fmt: skip
         if position[cut] == 0 or (cuts and position[cut] <= cuts[-1]):
             raise PlanError(
-                f"the plan cuts before '{cut}'", why="a stage would be empty: cuts follow the order of the operators", where=where
+                f"the plan cuts before '{cut}'",
+                why="a stage would be empty: cuts follow the order of the operators",
+                where=where,
             )
         cuts.append(position[cut])
     _check_crossing(nodes, plan, cuts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import fx
 
 from autopart.graph import operator_name, shape, value
 from autopart.layout import Placement
+from autopart.program import MICROBATCH_AXIS
 
 from .rules.tables import SHAPE_ARGUMENT
 from .strategies import Strategy
@@ -28,13 +30,14 @@ autopart_ops = torch.ops.autopart
 class LocalCall:
     """One operator to be written for one rank: the traced node, its strategy on every axis and the axes' sizes.
 
-    `emit(target, *args)` adds a node to the graph being written.
+    `emit(target, *args)` adds a node to the graph being written; `seed()` is the microbatch's random seed.
     """
 
     node: fx.Node
     strategies: Mapping[str, Strategy]
     sizes: Mapping[str, int]
     emit: Callable[..., fx.Node]
+    seed: Callable[[], fx.Node]
 
     def axes_sharding(self, factor: str) -> list[str]:
         return [axis for axis, s in self.strategies.items() if s.factor == factor and self.sizes[axis] > 1]
@@ -74,9 +77,7 @@ def _with_local_shape(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str,
 
 def _mean(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
     """A mean over a sharded dim is a partial sum: each rank's mean over its part, over the number of parts."""
-    parts = math.prod(
-        call.sizes[axis] for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P"
-    )
+    parts = math.prod(call.sizes[axis] for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P")
     mean = call.emit(call.node.target, *args, **kwargs)
     return mean if parts == 1 else call.emit(aten.mul.Tensor, mean, 1.0 / parts)
 
@@ -122,7 +123,9 @@ def _cross_entropy(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, An
     classes = shape(call.node.args[0])[1]
     if len(shape(call.node.args[0])) > 2:
         logits = emit(aten.movedim.int, logits, 1, -1)
-    peak = emit(autopart_ops.all_reduce_max.default, emit(aten.amax.default, emit(aten.detach.default, logits), [-1]), axis)
+    peak = emit(
+        autopart_ops.all_reduce_max.default, emit(aten.amax.default, emit(aten.detach.default, logits), [-1]), axis
+    )
     shifted = emit(aten.sub.Tensor, logits, emit(aten.unsqueeze.default, peak, -1))
     total = emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), [-1])
     log_total = emit(aten.log.default, emit(autopart_ops.all_reduce.default, total, axis))
@@ -135,9 +138,18 @@ def _cross_entropy(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, An
     return emit(aten.masked_fill.Scalar, loss, emit(aten.eq.Scalar, target, ignored), 0.0)
 
 
+def _dropout(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    """Shards of a value get independent masks, ranks that hold the same value the same mask."""
+    sharded = [a for a, place in call.output_layout().items() if place.is_shard and a != MICROBATCH_AXIS]
+    indices = [call.emit(autopart_ops.axis_index.default, axis) for axis in sharded]
+    salt = zlib.crc32(call.node.meta["key"].encode())
+    return call.emit(autopart_ops.dropout.default, args[0], args[1], call.seed(), salt, indices)
+
+
 _SPECIAL: dict[str, Callable[[LocalCall, Sequence[Any], Mapping[str, Any]], fx.Node | None]] = {
     **dict.fromkeys(SHAPE_ARGUMENT, _with_local_shape),
     "aten::mean": _mean,
+    "aten::dropout": _dropout,
     "aten::split_with_sizes": _split,
     "aten::group_norm": _group_norm,
     "aten::embedding": _embedding,

@@ -18,10 +18,20 @@ import torch
 from torch import fx
 
 from autopart.errors import LayoutError
-from autopart.graph import describe, operators, shape, source_of, tensor_inputs, value
+from autopart.graph import describe, draws_random_numbers, operators, shape, source_of, tensor_inputs, value
 from autopart.layout import R_GRAD_P, Placement, R, Sections, conversion
 from autopart.mesh import Mesh
-from autopart.program import MICROBATCH_AXIS, Boundary, Output, Program, Stage, StageInput, StoredTensor
+from autopart.program import (
+    MICROBATCH_AXIS,
+    SEEDS,
+    Boundary,
+    Output,
+    Program,
+    Stage,
+    StageGraph,
+    StageInput,
+    StoredTensor,
+)
 from autopart.trace import Trace
 
 from .analyze import BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
@@ -35,7 +45,7 @@ BATCH_AXES = ("dp", MICROBATCH_AXIS)
 
 @dataclass(frozen=True)
 class Decisions:
-    """All that was chosen: strategies on the batch and on the tensor axis, stored placements, the stage of operators."""
+    """All that was chosen: strategies on the batch and the tensor axis, stored placements, the stage of operators."""
 
     mesh: Mesh
     microbatches: int
@@ -62,6 +72,8 @@ class _StageGraph:
     parameters: dict[str, None] = field(default_factory=dict)
     buffers: dict[str, None] = field(default_factory=dict)
     received: list[fx.Node] = field(default_factory=list)
+    seeds: fx.Node | None = None
+    seed: fx.Node | None = None
 
 
 def lower(trace: Trace, decisions: Decisions, outputs: Sequence[Any], whole_outputs: bool) -> Program:
@@ -95,13 +107,20 @@ class _Writer:
 
     def __init__(self, trace: Trace, decisions: Decisions):
         self.trace, self.decisions = trace, decisions
-        sizes = {"dp": decisions.mesh.size("dp"), MICROBATCH_AXIS: decisions.microbatches, "tp": decisions.mesh.size("tp")}
+        sizes = {
+            "dp": decisions.mesh.size("dp"),
+            MICROBATCH_AXIS: decisions.microbatches,
+            "tp": decisions.mesh.size("tp"),
+        }
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self.batch_axes = tuple(axis for axis in BATCH_AXES if axis in self.sizes)
+        self.is_random = any(draws_random_numbers(node) for node in decisions.stage_of)
         self.stages = [_StageGraph(i) for i in range(decisions.num_stages)]
         for stage in self.stages:
             for node in trace.graph.find_nodes(op="placeholder"):
                 stage.whole[node] = stage.prologue.node_copy(node)
+            if self.is_random:
+                stage.seeds = stage.prologue.placeholder(SEEDS)
 
     # Layouts
 
@@ -136,6 +155,15 @@ class _Writer:
 
         return emit
 
+    def seed(self, stage: _StageGraph) -> fx.Node:
+        """The random seed of the microbatch, a keyword input of the stage."""
+        if stage.seed is None:
+            assert stage.seeds is not None, "a program without dropout has no seeds"
+            stage.seed = stage.graph.placeholder(f"{SEEDS}_{stage.index}")
+            stage.inputs.append(StageInput(stage.seed.target, 0))
+            stage.prologue_outputs.append(stage.seeds)
+        return stage.seed
+
     def mark(self, made: fx.Node, origin: fx.Node, layout: Key) -> None:
         """Note on a written node which traced value it holds, in which layout."""
         made.meta.update(origin=origin.name, layout=dict(layout), needs_grad=origin.meta["needs_grad"])
@@ -159,7 +187,7 @@ class _Writer:
         chosen = {axis: self.decisions.batch[node] for axis in self.batch_axes}
         if "tp" in self.sizes:
             chosen["tp"] = self.decisions.tensor[node]
-        call = LocalCall(node, chosen, self.sizes, self.emitter(stage, node))
+        call = LocalCall(node, chosen, self.sizes, self.emitter(stage, node), lambda: self.seed(stage))
         self._store(node, write_local(call, args, kwargs), stage)
 
     def _store(self, node: fx.Node, made: fx.Node, stage: _StageGraph) -> None:
@@ -195,7 +223,7 @@ class _Writer:
         return made
 
     def _at_home(self, node: fx.Node, produced: Key, stage: _StageGraph, role: str) -> fx.Node:
-        """The value as it is made: a parameter read here, a weight's view made here, or a value from an earlier stage."""
+        """The value as it is made: a parameter or a weight's view made here, or a value from an earlier stage."""
         if (node, produced) in stage.made:
             return stage.made[node, produced]
         if role == PARAMETER:
@@ -252,13 +280,17 @@ class _Writer:
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), local)
         chosen = dict.fromkeys(self.batch_axes, strategy)
-        return write_local(LocalCall(node, chosen, self.sizes, self.emitter(stage, node)), args, kwargs)
+        return write_local(
+            LocalCall(node, chosen, self.sizes, self.emitter(stage, node), lambda: self.seed(stage)), args, kwargs
+        )
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: _StageGraph) -> fx.Node:
         """A keyword input of the stage graph, computed whole by its prologue and cut by the runtime."""
         if batch is not None and batch.sections:
             raise LayoutError(
-                f"rows of {node.name} cannot be cut in sections", why=f"it is asked for as {batch}", where=describe(node)
+                f"rows of {node.name} cannot be cut in sections",
+                why=f"it is asked for as {batch}",
+                where=describe(node),
             )
         made = stage.graph.placeholder(f"{node.name}_{stage.index}")
         stage.inputs.append(StageInput(made.target, batch.dim if batch is not None else None))
@@ -275,7 +307,9 @@ class _Writer:
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._whole(n, stage))
                 made = stage.prologue.call_function(node.target, args, kwargs)
-                made.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "val", "key")}
+                made.meta = {
+                    k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "val", "key")
+                }
             stage.whole[node] = made
         return stage.whole[node]
 
@@ -292,7 +326,13 @@ class _Writer:
         return made
 
     def _convert_axis(
-        self, made: fx.Node, node: fx.Node, current: Mapping[str, Placement], axis: str, target: Placement, stage: _StageGraph
+        self,
+        made: fx.Node,
+        node: fx.Node,
+        current: Mapping[str, Placement],
+        axis: str,
+        target: Placement,
+        stage: _StageGraph,
     ) -> fx.Node:
         source = current[axis]
         step = conversion(source, target)
@@ -314,9 +354,7 @@ class _Writer:
         self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement
     ) -> tuple[int, Sections]:
         """The dim's size over this axis alone, and its sections, given what the other axes cut of the same dim."""
-        others = math.prod(
-            self.sizes[a] for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim
-        )
+        others = math.prod(self.sizes[a] for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim)
         size = shape(node)[cut.dim] // others
         plain = math.prod(
             self.sizes[a] for a, p in current.items()
@@ -344,8 +382,9 @@ class _Writer:
         last.graph.output(tuple(made for _, _, made in nodes))
         last.sends = [(node, layout) for node, layout, _ in nodes]
         stages = tuple(self._finish_stage(stage) for stage in self.stages)
+        names = (*self.trace.call.names, SEEDS) if self.is_random else self.trace.call.names
         return Program(
-            self.decisions.mesh, self.decisions.microbatches, self.trace.call.names, stages, self._stored(), tuple(results),
+            self.decisions.mesh, self.decisions.microbatches, names, stages, self._stored(), tuple(results),
             self.trace.output_spec,
         )  # fmt: skip
 
@@ -379,11 +418,13 @@ class _Writer:
         for node in graph.find_nodes(op="get_attr"):
             constant = self.trace.constants.get(node.target)
             meta = node.meta["val"]
-            attributes[node.target] = constant if constant is not None else torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            attributes[node.target] = (
+                constant if constant is not None else torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+            )
             if node.target in self.trace.parameters:
                 grad = self.trace.parameters[node.target].requires_grad
                 attributes[node.target] = torch.nn.Parameter(attributes[node.target], requires_grad=grad)
-        return fx.GraphModule(attributes, graph)
+        return StageGraph(attributes, graph)
 
     def _boundary(self, node: fx.Node, layout: Key) -> Boundary:
         local = local_shape(shape(node), dict(layout), self.sizes)
@@ -426,7 +467,8 @@ def fuse_bias(graph: fx.Graph) -> None:
             continue
         product, bias = node.args
         fits = (
-            isinstance(product, fx.Node) and isinstance(bias, fx.Node) and product.target is torch.ops.aten.linear.default
+            isinstance(product, fx.Node) and isinstance(bias, fx.Node)
+            and product.target is torch.ops.aten.linear.default
             and len(product.users) == 1 and len(product.args) == 2 and bias.op == "get_attr"
             and value(bias).dim() == 1 and value(bias).shape[0] == value(product).shape[-1]
         )  # fmt: skip
@@ -437,4 +479,3 @@ def fuse_bias(graph: fx.Graph) -> None:
             node.replace_all_uses_with(fused)
             graph.erase_node(node)
             graph.erase_node(product)
-

@@ -12,8 +12,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.errors import AutopartError
-from autopart.graph import describe, is_floating, is_tensor, operator_name, shape, value
+from autopart.errors import AutopartError, TraceError
+from autopart.graph import (
+    attention_dropout,
+    describe,
+    draws_random_numbers,
+    is_floating,
+    is_tensor,
+    operator_name,
+    shape,
+    short_name,
+    value,
+)
 
 from .rules.tables import LOSS_REDUCTIONS
 
@@ -59,9 +69,11 @@ def replace(node: fx.Node, new: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-_TRANSPARENT = {"aten::flatten", "aten::alias", "aten::contiguous", "aten::clone", "aten::lift_fresh_copy", "aten::_assert_tensor_metadata",
-                "aten::to", "aten::_to_copy", "aten::view", "aten::reshape", "aten::expand", "aten::slice", "aten::dropout",
-                "aten::feature_dropout", "aten::detach"}  # fmt: skip
+_TRANSPARENT = {
+    "aten::alias", "aten::contiguous", "aten::clone", "aten::lift_fresh_copy", "aten::_assert_tensor_metadata",
+    "aten::to", "aten::_to_copy", "aten::reshape", "aten::expand", "aten::slice", "aten::dropout",
+    "aten::feature_dropout", "aten::detach",
+}  # fmt: skip
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
@@ -85,7 +97,8 @@ def drop_no_ops(graph: fx.Graph) -> None:
 
 def _from_inputs_alone(node: fx.Node) -> bool:
     """Whether a detach here is a no-op because no parameter is upstream (a short walk; False when in doubt)."""
-    seen, todo = set(), [node]
+    seen: set[fx.Node] = set()
+    todo = [node]
     while todo and len(seen) < 64:
         current = todo.pop()
         if current in seen:
@@ -138,7 +151,12 @@ def one_split(graph: fx.Graph) -> None:
 def _join_slices(graph: fx.Graph, node: fx.Node) -> None:
     slices: dict[int, list[tuple[int, int, fx.Node]]] = {}
     for user in node.users:
-        if user.op == "call_function" and operator_name(user) == "aten::slice" and len(user.args) <= 4 and value(user).numel():
+        if (
+            user.op == "call_function"
+            and operator_name(user) == "aten::slice"
+            and len(user.args) <= 4
+            and value(user).numel()
+        ):
             dim = user.args[1] % len(shape(node)) if len(user.args) > 1 else 0
             start = (user.args[2] if len(user.args) > 2 else 0) or 0
             start += shape(node)[dim] if start < 0 else 0
@@ -211,6 +229,71 @@ def _unmerged(node: fx.Node) -> fx.Node | None:
     return source if merges and len(shape(source)) > 2 else None
 
 
+def explicit_attention_dropout(graph: fx.Graph) -> None:
+    """Attention that drops weights becomes its formula, so that dropout is an operator of its own.
+
+    The first new operator keeps the attention's name, so that a pipeline cut there is found in eval mode too.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or operator_name(node) != "aten::scaled_dot_product_attention":
+            continue
+        if attention_dropout(node):
+            before = node.prev
+            with graph.inserting_before(node):
+                result = _attention_formula(graph, node)
+            while before.next is not node:
+                before = before.next
+                named = before.prev.meta.get("named") if before.prev.op == "call_function" else None
+                before.meta["named"] = "attention_dropout" if named else short_name(node)
+            replace(node, result)
+
+
+def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    query, key, val, *rest = node.args
+    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | node.kwargs
+    groups = shape(query)[-3] // shape(key)[-3] if options.get("enable_gqa") else 1
+    if groups > 1:
+        key, val = (_repeat_heads(graph, node, heads, groups) for heads in (key, val))
+    scores = emit(graph, node, aten.matmul.default, query, emit(graph, node, aten.transpose.int, key, -2, -1))
+    scores = emit(graph, node, aten.mul.Tensor, scores, options.get("scale") or shape(query)[-1] ** -0.5)
+    mask = options.get("attn_mask")
+    if options.get("is_causal"):
+        size, device = list(shape(scores)[-2:]), value(query).device
+        mask = emit(
+            graph, node, aten.tril.default, emit(graph, node, aten.ones.default, size, dtype=torch.bool, device=device)
+        )
+    if mask is not None and value(mask).dtype == torch.bool:
+        scores = emit(graph, node, aten.where.ScalarOther, mask, scores, -math.inf)
+    elif mask is not None:
+        scores = emit(graph, node, aten.add.Tensor, scores, mask)
+    weights = emit(graph, node, aten.softmax.int, scores, -1)
+    dropped = emit(graph, node, aten.dropout.default, weights, attention_dropout(node), True)
+    return emit(graph, node, aten.matmul.default, dropped, val)
+
+
+def _repeat_heads(graph: fx.Graph, like: fx.Node, heads: fx.Node, times: int) -> fx.Node:
+    batch, groups, *rest = shape(heads)
+    wide = emit(
+        graph,
+        like,
+        aten.expand.default,
+        emit(graph, like, aten.unsqueeze.default, heads, 2),
+        [batch, groups, times, *rest],
+    )
+    return emit(graph, like, aten.reshape.default, wide, [batch, groups * times, *rest])
+
+
+def only_dropout_is_random(graph: fx.Graph) -> None:
+    """Raises TraceError where the model draws random numbers other than by dropout: ranks would draw different ones."""
+    for node in graph.nodes:
+        if node.op == "call_function" and draws_random_numbers(node) and operator_name(node) != "aten::dropout":
+            raise TraceError(
+                f"{short_name(node)} draws random numbers", 
+                why="only dropout is kept the same over ranks; other draws are not built yet",
+                where=describe(node), hint="draw them outside the model and pass them in",
+            )  # fmt: skip
+
+
 def explicit_reductions(graph: fx.Graph) -> None:
     """The mean of a loss becomes a sum over the count of all labels that are not ignored.
 
@@ -276,7 +359,18 @@ def _doubled(argument: Any) -> Any:
     return torch.float64 if argument in _LOWER and isinstance(argument, torch.dtype) else argument
 
 
-NORMALIZE = (one_reshape, drop_no_ops, plain_broadcasts, one_split, one_linear, explicit_reductions, whole_means, drop_no_ops)
+NORMALIZE = (
+    one_reshape,
+    drop_no_ops,
+    plain_broadcasts,
+    one_split,
+    explicit_attention_dropout,
+    only_dropout_is_random,
+    one_linear,
+    explicit_reductions,
+    whole_means,
+    drop_no_ops,
+)
 
 
 def unknown_operators(graph: fx.Graph, has_rule: Callable[[fx.Node], bool]) -> dict[str, tuple[int, str]]:

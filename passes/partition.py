@@ -9,12 +9,11 @@ from torch import fx
 
 from autopart.cost.stages import Partition, balance
 from autopart.errors import StageError
-from autopart.graph import operator_name, operators, size_bytes, source_of, tensor_inputs
+from autopart.graph import draws_random_numbers, operator_name, operators, size_bytes, source_of, tensor_inputs
 from autopart.mesh import Mesh
 
 from .analyze import ACTIVE, tuple_values
 from .rules.shapes import BUILDERS
-from .rules.tables import RANDOM
 
 
 def work(node: fx.Node) -> float:
@@ -77,7 +76,7 @@ def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
 
 def _tied_to_mode(node: fx.Node) -> bool:
     """Operators that are there in some traces of the model only; every trace must find the same cuts."""
-    return node.meta.get("loss", False) or operator_name(node) in RANDOM
+    return node.meta.get("loss", False) or draws_random_numbers(node) or node.meta.get("named") == "attention_dropout"
 
 
 def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
@@ -106,7 +105,10 @@ def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
     if batch % parts:
         fits = [m for m in range(1, batch + 1) if batch % (mesh.size("dp") * m) == 0]
         raise StageError(
-            f"a batch of {batch} rows cannot be cut into dp={mesh.size('dp')} x microbatches={microbatches} equal parts",
+            f"a batch of {batch} rows cannot be cut into dp={mesh.size('dp')} x microbatches={microbatches}"
+            " equal parts",
             why=f"{batch} is not a multiple of {parts}",
-            hint=f"microbatches={', '.join(map(str, fits))}" if fits else f"a batch of a multiple of {mesh.size('dp')} rows",
+            hint=f"microbatches={', '.join(map(str, fits))}"
+            if fits
+            else f"a batch of a multiple of {mesh.size('dp')} rows",
         )

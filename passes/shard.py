@@ -57,16 +57,20 @@ class Sharding:
     gap: float
 
 
-def choose_sharding(graph: fx.Graph, num_shards: int, hardware: Hardware) -> Sharding:
-    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks."""
-    programme = _Programme(graph, num_shards, hardware)
-    return programme.solve()
+def choose_sharding(
+    graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement] | None = None
+) -> Sharding:
+    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks.
+
+    `stored`: where parameters already lie, if they do.
+    """
+    return _Programme(graph, num_shards, hardware, stored or {}).solve()
 
 
 class _Programme:
     """The mixed-integer programme, built row by row."""
 
-    def __init__(self, graph: fx.Graph, num_shards: int, hardware: Hardware):
+    def __init__(self, graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement]):
         # Latency is left out: it would make toy sizes choose otherwise than the sizes a model is split for.
         self.num_shards, self.hardware = num_shards, replace(hardware, link_latency_s=0.0)
         self.choices: dict[object, _Choice] = {}
@@ -74,11 +78,11 @@ class _Programme:
         self.costs: list[float] = []
         self.integral: list[bool] = []
         self.rows: list[tuple[dict[int, float], float, float]] = []
-        self._collect(graph)
+        self._collect(graph, stored)
         self._add_choices()
         self._add_conversions()
 
-    def _collect(self, graph: fx.Graph) -> None:
+    def _collect(self, graph: fx.Graph, stored: Mapping[str, Placement]) -> None:
         """Group operators that are the same in every repeated block, then parameters."""
         kinds = frozenset({FEATURE})
         for node in operators(graph):
@@ -97,9 +101,9 @@ class _Programme:
                 if source.meta["role"] == PARAMETER:
                     wanted.setdefault(source, {}).update({s.inputs[i]: None for s in choice.options})
         for node, placements in wanted.items():
-            options = [R] + ([R_GRAD_P] if node.meta["needs_grad"] else [])
-            options += [p for p in placements if p.is_shard]
-            self._join((pattern_of(node.target), tuple(options), shape(node)), node, options)
+            places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *(p for p in placements if p.is_shard)]
+            places = [stored[node.target]] if node.target in stored else places
+            self._join((pattern_of(node.target), tuple(places), shape(node)), node, places)
 
     def _join(self, key: object, node: fx.Node, options: list) -> None:
         choice = self.choices.setdefault(key, _Choice(options))
@@ -145,7 +149,7 @@ class _Programme:
         if not isinstance(option, Strategy):
             return 0.0
         work = self._flops(node) * (1 / self.num_shards if option.factor else 1) / flops
-        weights = 0
+        weights = 0.0
         if self._weight_bytes(node):
             for source, place in zip(tensor_inputs(node), option.inputs, strict=True):
                 if source.meta["role"] in (PARAMETER, WEIGHT):
@@ -212,9 +216,7 @@ class _Programme:
             return 0.0
         if used.meta["role"] == PARAMETER and place.is_shard and target.is_shard:
             return float("inf")  # a weight is stored as it is used, or whole
-        uneven = any(
-            p.is_shard and not p.sections and shape(used)[p.dim] % self.num_shards for p in (place, target)
-        )
+        uneven = any(p.is_shard and not p.sections and shape(used)[p.dim] % self.num_shards for p in (place, target))
         if uneven and place.is_shard and target.is_shard and place != target:
             return float("inf")
         seconds = conversion_time_s(place, target, self.num_shards, size_bytes(used), grad, self.hardware)
@@ -244,4 +246,3 @@ class _Programme:
                     stored[node.target] = choice.options[best]
         moved = sum(c * x for c, x, whole in zip(self.costs, result.x, self.integral, strict=True) if not whole)
         return Sharding(chosen, stored, float(moved), float(result.mip_gap or 0.0))
-

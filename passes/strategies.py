@@ -22,6 +22,7 @@ from autopart.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, 
 from .analyze import Atoms, factor_atoms, tuple_values
 from .rules import Pattern
 
+
 @dataclass(frozen=True)
 class Strategy:
     """Placements of one operator's tensor inputs and outputs on one axis. `factor` is the sharded factor, if any."""
@@ -71,14 +72,16 @@ def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kind
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
         for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds):
-            inputs = [_place(dims, factor, sections, pattern) for dims in pattern.inputs]
-            outputs = [_place(dims, factor, sections, pattern) for dims in pattern.outputs]
-            if None in inputs or None in outputs:
+            inputs = _places(pattern.inputs, factor, sections, pattern)
+            outputs = _places(pattern.outputs, factor, sections, pattern)
+            if inputs is None or outputs is None:
                 continue
             cut = operator_name(node) == "aten::split_with_sizes" and factor == "cut"
             yield Strategy(
                 tuple(p if p.is_shard else (R_GRAD_P if grad else R) for p, grad in zip(inputs, grads, strict=True)),
-                tuple(shard(p.dim) if cut else p if p.is_shard else _unsharded_output(pattern, factor) for p in outputs),
+                tuple(
+                    shard(p.dim) if cut else p if p.is_shard else _unsharded_output(pattern, factor) for p in outputs
+                ),
                 factor,
             )
 
@@ -135,6 +138,11 @@ def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
             if dim == (factor,):
                 asked |= sections.get(i, set())
     return asked
+
+
+def _places(operands: tuple, factor: str, sections: Sections, pattern: Pattern) -> list[Placement] | None:
+    found = [_place(dims, factor, sections, pattern) for dims in operands]
+    return None if None in found else [place for place in found if place is not None]
 
 
 def _place(dims: tuple, factor: str, sections: Sections, pattern: Pattern) -> Placement | None:

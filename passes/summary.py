@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import sympy
+from torch import fx
 
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.hardware import Hardware
-from autopart.graph import pattern_of, size_bytes
+from autopart.graph import pattern_of, size_bytes, source_of, tensor_inputs
 from autopart.layout import CONVERSIONS, Placement
 from autopart.mesh import Mesh
 from autopart.plan import Collective
 from autopart.program import Program, Stage
 from autopart.trace import Trace
 
+from .analyze import PARAMETER, WEIGHT
 from .lower import Decisions
 from .partition import active_operators, partition, work
 
-_PRIMITIVES = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {"all_reduce_max": ("all_reduce", "")}
+_PRIMITIVES = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {
+    "all_reduce_max": ("all_reduce", "")
+}
 _MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def collectives(program: Program) -> tuple[Collective, ...]:
     """Every collective and send of a program, the same ones of repeated blocks together."""
     found: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for move in _moves(program):
+        entry = found[pattern_of(move.path) or "model", move.axis, move.forward, move.backward]
+        entry[0] += 1
+        entry[1] += move.bytes
+    rows = [Collective(*key, count, moved) for key, (count, moved) in found.items()]
+    return (*rows, *_sends(program), *_gradients(program))
+
+
+class _Move(NamedTuple):
+    """One collective of a stage graph; `bytes` are those that one rank sends for it, forward and backward."""
+
+    stage: int
+    path: str
+    axis: str
+    forward: str
+    backward: str
+    bytes: int
+
+
+def _moves(program: Program) -> Iterator[_Move]:
     for stage in program.stages:
         for node in stage.graph.graph.nodes:
             name = str(node.target).split(".")[-2] if str(node.target).startswith("autopart.") else ""
@@ -40,12 +64,18 @@ def collectives(program: Program) -> tuple[Collective, ...]:
             grad = node.meta.get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
             moved += wire_bytes(backward, program.mesh.size(axis), size) if grad else 0
-            where = pattern_of(node.meta.get("key", "/").rsplit("/", 1)[0]) or "model"
-            entry = found[where, axis, forward, backward if grad else ""]
-            entry[0] += 1
-            entry[1] += round(moved)
-    rows = [Collective(*key, count, moved) for key, (count, moved) in found.items()]
-    return (*rows, *_sends(program), *_gradients(program))
+            path = _module_of(node)
+            yield _Move(stage.index, path, axis, forward, backward if grad else "", round(moved))
+
+
+def _module_of(node: fx.Node) -> str:
+    """The module a written node belongs to; for what is done to a parameter itself, the module that holds it."""
+    if "key" in node.meta:
+        return node.meta["key"].rsplit("/", 1)[0]
+    source = node
+    while source.op == "call_function" and isinstance(source.args[0], fx.Node):
+        source = source.args[0]
+    return str(source.target).rpartition(".")[0] if source.op == "get_attr" else ""
 
 
 def _whole_bytes(node: Any, num_ranks: int) -> int:
@@ -87,8 +117,9 @@ def _stored_bytes(shape: tuple[int, ...], layout: Mapping[str, Placement], mesh:
 
 
 def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[dict[str, Any], ...]:
-    """One row a stage: where it begins and ends, its FLOPs for the global batch, parameters, values it receives."""
-    rows = []
+    """One row a stage: where it begins and ends, its FLOPs for the global batch, parameters, values it receives, and
+    the same for its blocks."""
+    rows, moves = [], list(_moves(program))
     for stage in program.stages:
         nodes = [n for n in active_operators(trace.graph) if decisions.stage_of[n] == stage.index]
         rows.append({
@@ -98,8 +129,80 @@ def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[di
             "flops": int(sum(work(n) for n in nodes)),
             "parameters": _num_parameters(stage, program),
             "receives": [b.name for b in stage.receives],
+            "blocks": _block_rows(nodes, [move for move in moves if move.stage == stage.index]),
         })  # fmt: skip
     return tuple(rows)
+
+
+def block_of(path: str) -> str:
+    """The block a module belongs to: what is right inside a repeated layer, else the first two names of its path.
+
+    >>> block_of("transformer.h.3.attn.c_attn"), block_of("transformer.wte"), block_of("transformer.h.3")
+    ('transformer.h.*.attn', 'transformer.wte', 'transformer.h.*')
+    """
+    parts = pattern_of(path).split(".")
+    stars = [i for i, part in enumerate(parts) if part == "*"]
+    return ".".join(parts[: stars[-1] + 2] if stars else parts[:2])
+
+
+def _block_rows(nodes: list[fx.Node], moves: list[_Move]) -> list[dict[str, Any]]:
+    """One row a block of a stage, in the order of the model: its layers (`"0-3"`), how many modules that is where it is
+    not one a layer, FLOPs, weights of other blocks that it reads, collectives as `{"tp all_reduce": count}` and the
+    bytes they send. What is empty or zero is left out."""
+    paths: dict[str, dict[str, None]] = defaultdict(dict)
+    flops: dict[str, int] = defaultdict(int)
+    shared: dict[str, dict[str, None]] = defaultdict(dict)
+    for node in nodes:
+        path = node.meta["key"].rsplit("/", 1)[0]
+        block = block_of(path)
+        paths[block][".".join(path.split(".")[: block.count(".") + 1])] = None
+        flops[block] += int(work(node))
+        shared[block] |= {pattern_of(n): None for n in _weights(node) if block_of(n.rpartition(".")[0]) != block}
+    counts: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: {"forward": {}, "backward": {}})
+    sent: dict[str, int] = defaultdict(int)
+    for move in moves:
+        block = block_of(move.path)
+        paths[block] |= {".".join(move.path.split(".")[: block.count(".") + 1]): None}
+        sent[block] += move.bytes
+        for direction, kind in (("forward", move.forward), ("backward", move.backward)):
+            if kind:
+                row = counts[block][direction]
+                row[f"{move.axis} {kind}"] = row.get(f"{move.axis} {kind}", 0) + 1
+    rows = []
+    for block, modules in paths.items():
+        layers = sorted({number for path in modules if (number := _layer(path)) is not None})
+        row = {"block": block, "layers": _ranges(layers), "modules": len(modules) if len(modules) > len(layers) > 0 else 0,
+               "flops": flops[block], "shared": list(shared[block]), **counts[block], "bytes": sent[block]}  # fmt: skip
+        rows.append({key: value for key, value in row.items() if value or key == "block"})
+    return rows
+
+
+def _layer(path: str) -> int | None:
+    """The first number in a path: 3 for `transformer.h.3.attn`."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), None)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-2,5` for [0, 1, 2, 5]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _weights(node: fx.Node) -> list[str]:
+    """The names of the parameters an operator reads, itself or through what is computed from parameters alone."""
+    names: list[str] = []
+    for used in tensor_inputs(node):
+        source, _ = source_of(used)
+        if source.meta["role"] == PARAMETER:
+            names.append(str(source.target))
+        elif source.meta["role"] == WEIGHT:
+            names += _weights(source)
+    return names
 
 
 def _num_parameters(stage: Stage, program: Program) -> int:

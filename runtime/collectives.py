@@ -17,7 +17,9 @@ Two local helpers know where a shard starts: `embedding_shard` and `pick_class`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,15 +134,23 @@ def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = 
     weight [rows, width], ids [...] in global numbering -> [..., width], zeros where the row is on another rank: a
     partial sum. Row `padding_idx` (global numbering, -1: none) gets no gradient.
     """
-    # One row of zeros more takes every id that is not here, so a rank that holds no row runs the same operators.
-    num_rows = weight.size(0)
     local = ids - start
-    local = torch.where((local >= 0) & (local < num_rows), local, num_rows)
-    rows = F.embedding(local, F.pad(weight, (0, 0, 0, 1)))
+    mine = (local >= 0) & (local < weight.size(0))
+    rows = F.embedding(torch.where(mine, local, 0), weight) * mine.unsqueeze(-1)
     if padding_idx < 0:
         return rows
     # The padding row keeps its value and loses its gradient.
     return torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+
+def dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
+    """Dropout whose mask depends on nothing but `seed` (one number, of the microbatch), `salt` (of the operator) and
+    `shard` (which shard of the value this is): the same on ranks that hold the same value, else independent."""
+    packed = struct.pack(f"<{2 + len(shard)}q", int(seed), salt, *shard)
+    number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+    generator = torch.Generator(x.device).manual_seed(number)
+    keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p, generator=generator)
+    return x * keep / (1 - p) if p < 1 else x * 0
 
 
 def pick_class(logits: Tensor, target: Tensor, start: int) -> Tensor:
@@ -182,6 +192,7 @@ def _define_operators() -> torch.library.Library:
     define("all_reduce_max", "Tensor x, str axis", "Tensor", all_reduce_max)
     define("axis_index", "str axis", "int", lambda axis: resolve_group(axis).rank())
     define("embedding_shard", "Tensor weight, Tensor ids, int start, int padding_idx=-1", "Tensor", embedding_shard)
+    define("dropout", "Tensor x, float p, Tensor seed, int salt, int[] shard", "Tensor", dropout)
     define("pick_class", "Tensor logits, Tensor target, int start", "Tensor", pick_class)
     return library
 
@@ -191,7 +202,7 @@ LIBRARY = _define_operators()  # the operators live as long as this object
 
 def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
-    return [*OPERATORS, "all_reduce_max", "axis_index", "embedding_shard", "pick_class"]
+    return [*OPERATORS, "all_reduce_max", "axis_index", "dropout", "embedding_shard", "pick_class"]
 
 
 def operator_name(node: fx.Node) -> str | None:

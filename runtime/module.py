@@ -16,7 +16,7 @@ from autopart.mesh import Mesh
 from autopart.program import Program
 from autopart.runtime.executable import Executable
 from autopart.runtime.placement import placement_of, stages_at
-from autopart.runtime.processes import connect
+from autopart.runtime.processes import connect, first_ranks_seed
 from autopart.runtime.state import gather, names_with_gradient, shard_parameters
 
 Purpose = Literal["forward", "step"]
@@ -91,6 +91,11 @@ class ParallelModule(nn.Module):
     @property
     def mesh(self) -> Mesh:
         return self._process.mesh
+
+    @property
+    def initial_seed(self) -> int:
+        """The first rank's random seed (`torch.initial_seed()`), on every rank. A collective call."""
+        return first_ranks_seed(self._process)
 
     @property
     def device(self) -> torch.device:

@@ -104,6 +104,14 @@ def connect(mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | No
     return Process(mesh, rank, device, groups, device_mesh)
 
 
+def first_ranks_seed(process: Process) -> int:
+    """`torch.initial_seed()` of the first rank, on every rank: what they draw from it is the same everywhere."""
+    seed = torch.tensor(torch.initial_seed() % 2**62, device=process.device)
+    for group in process.groups.values():
+        dist.broadcast(seed, group=group, group_src=0)
+    return int(seed)
+
+
 def _initialize(mesh: Mesh) -> None:
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
     if missing:

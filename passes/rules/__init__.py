@@ -51,7 +51,9 @@ def _arguments_fit(name: str, node: fx.Node) -> bool:
     if name in ("aten::conv1d", "aten::conv2d"):
         return node.kwargs.get("groups", args.get(6, 1)) == 1
     if name in ("aten::cross_entropy_loss", "aten::nll_loss_nd"):
-        return args.get(2) is None and args.get(3, node.kwargs.get("reduction", 1)) == 0 and not is_floating(node.args[1])
+        return (
+            args.get(2) is None and args.get(3, node.kwargs.get("reduction", 1)) == 0 and not is_floating(node.args[1])
+        )
     if name == "aten::gather":
         return node.args[1] in (-1, len(shape(node)) - 1)
     return True

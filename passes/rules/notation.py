@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 Dim = tuple[str, ...]
 """The factors of one dim, outermost first; `()` for a dim of size 1 that is broadcast."""
@@ -82,12 +82,10 @@ class Rule:
         flops = sum(2 * _product(term, sizes) for term in self.matmul)
         whole = frozenset(self.whole.split())
         split = len(inputs)
-        return Pattern(
-            tuple(dims_of[:split]), tuple(dims_of[split:]), sizes, whole, self.linear, self.lookup, flops
-        )
+        return Pattern(tuple(dims_of[:split]), tuple(dims_of[split:]), sizes, whole, self.linear, self.lookup, flops)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
     """The operands of a line, left and right of the arrow, as tuples of dims; `("...",)` stands for any dims.
 

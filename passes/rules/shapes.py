@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -89,12 +90,14 @@ def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, d
 
 
 def _refine_stretch(left: Sequence[int], right: Sequence[int], inputs: list, outputs: list, new: Callable) -> None:
-    cuts = sorted({math.prod(left[k:]) for k in range(len(left) + 1)} | {math.prod(right[k:]) for k in range(len(right) + 1)})
-    if any(b % a for a, b in zip(cuts, cuts[1:], strict=False)):
+    cuts = sorted(
+        {math.prod(left[k:]) for k in range(len(left) + 1)} | {math.prod(right[k:]) for k in range(len(right) + 1)}
+    )
+    if any(b % a for a, b in pairwise(cuts)):
         inputs.extend((new(size, True),) for size in left)
         outputs.extend((new(size, True),) for size in right)
         return
-    factors = {(a, b): new(b // a) for a, b in zip(cuts, cuts[1:], strict=False)}
+    factors = {(a, b): new(b // a) for a, b in pairwise(cuts)}
     for dims, target in ((left, inputs), (right, outputs)):
         inner = math.prod(dims)
         for size in dims:

@@ -88,6 +88,3 @@ SHAPE_ARGUMENT: dict[str, int] = {
 
 MATMUL_LIKE: frozenset[str] = frozenset(name for name, rule in LINES.items() if rule.matmul)
 """Operators whose work a user splits a model for."""
-
-RANDOM: frozenset[str] = frozenset({"aten::dropout", "aten::native_dropout", "aten::bernoulli", "aten::rand_like"})
-"""Operators that draw random numbers."""

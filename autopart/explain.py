@@ -1,0 +1,387 @@
+"""A plan as text: what it is for, one table of stages and blocks, totals, balance and predicted cost.
+
+All is read from the Plan's data, so a plan from a file explains itself without its model.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from autopart.graph import pattern_of
+from autopart.mesh import Mesh
+from autopart.plan import Collective, Plan
+
+WIDTH = 120
+HEADINGS = ("stage", "block", "layout of its weights", "FLOPs", "forward", "backward", "sent")
+_STAGE, _BLOCK, _LAYOUT, _FLOPS, _FORWARD, _BACKWARD, _SENT = range(len(HEADINGS))
+_RIGHT = (_FLOPS, _SENT)
+_MIN_LAYOUT_WIDTH = 26
+_NEGLIGIBLE = 0.005  # a share of FLOPs below which a block without weights or collectives gets no line of its own
+
+
+def explain(plan: Plan) -> str:
+    """The plan as text of at most 120 columns.
+
+    Example:
+        >>> print(autopart.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
+    """
+    groups = [group for group in (*_stage_groups(plan), _step_group(plan)) if group[1]]
+    parts = [_header(plan), _table(groups), _totals(plan), _balance(plan), _cost(plan)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# Numbers
+
+
+def quantity(number: float, unit: str) -> str:
+    """Three digits and a decimal prefix.
+
+    >>> quantity(6738415616, ""), quantity(12288, "B"), quantity(0.0000997, "s"), quantity(0, "B")
+    ('6.74 G', '12.3 kB', '99.7 µs', '0 B')
+    """
+    if number == 0 or not math.isfinite(number):
+        return f"{number:g} {unit}".rstrip()
+    power = math.floor(math.log10(abs(number)) / 3 + 1e-12)
+    if float(f"{abs(number) / 1000**power:.3g}") >= 1000:  # rounded up into the next prefix
+        power += 1
+    lowest = -3 if unit == "s" else 0
+    power = min(max(power, lowest), 6)
+    prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P", "E")[power + 3]
+    return f"{float(f'{number / 1000**power:.3g}'):g} {prefix}{unit}".rstrip()
+
+
+def _percent(part: float, whole: float) -> str:
+    share = part / whole if whole else 0.0
+    return f"{100 * share:.1f} %" if share >= 0.0005 else "<0.1 %" if part else ""
+
+
+# Parts of the text
+
+
+def _header(plan: Plan) -> str:
+    schedule = plan.schedule
+    number = int(plan.model["num_parameters"])
+    ranks = math.prod(plan.mesh.values())
+    inputs = ", ".join(f"{name} {i['dtype']}{list(i['shape'])}" for name, i in plan.inputs.items())
+    run = f"{schedule.name or 'one stage'}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
+    if schedule.virtual_stages > 1:
+        run += f", {schedule.virtual_stages} stages per rank"
+    mode = f", traced in {plan.model['mode']} mode" if "mode" in plan.model else ""
+    lines = [
+        ("model", f"{plan.model['class']}, {_count(number)} parameters{mode}"),
+        ("inputs", inputs),
+        ("mesh", f"{Mesh.parse(plan.mesh)} ({ranks} rank{'s' * (ranks > 1)})"),
+        ("schedule", run),
+        ("hardware", plan.hardware),
+        *(("note", note) for note in plan.notes),
+    ]
+    return _labelled((label, text) for label, text in lines if text)
+
+
+def _count(number: int) -> str:
+    """`6,738,415,616 (6.74 billion)`."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number:,} ({number / size:.3g} {word})"
+    return f"{number:,}"
+
+
+def _labelled(lines: Iterable[tuple[str, str]]) -> str:
+    """`label    text` lines, wrapped."""
+    return "\n".join(
+        textwrap.fill(text, WIDTH, initial_indent=f"{label:<13}", subsequent_indent=" " * 13, break_on_hyphens=False)
+        for label, text in lines
+    )
+
+
+def _totals(plan: Plan) -> str:
+    cost = plan.cost
+    lines = []
+    if "forward_flops" in cost:
+        lines.append(("compute", f"{quantity(cost['forward_flops'], 'FLOP')} forward for the global batch"))
+    for per, what in (("microbatch", "every microbatch"), ("step", "every step, once")):
+        rows = [c for c in plan.collectives if c.per == per]
+        kinds: dict[str, int] = {}
+        for row in rows:
+            kinds[row.axis] = kinds.get(row.axis, 0) + row.bytes
+        if rows:
+            parts = ", ".join(f"{axis} {quantity(size, 'B')}" for axis, size in kinds.items())
+            lines.append(("communication", f"{quantity(sum(kinds.values()), 'B')} {what} ({parts})"))
+    text = [f"{label:<15}{line}" for label, line in lines]
+    return (
+        "\n".join(["totals (bytes: sent by one rank of each stage, forward and backward)", *(f"  {t}" for t in text)])
+        if text
+        else ""
+    )
+
+
+def _balance(plan: Plan) -> str:
+    loads = [stage["flops"] for stage in plan.stages if "flops" in stage]
+    if len(loads) < 2:
+        return ""
+    top, cost = max(loads), plan.cost
+    lines = []
+    for stage, load in zip(plan.stages, loads, strict=True):
+        bar = "#" * round(30 * load / top) if top else ""
+        size = f"{_count(stage['parameters'])} parameters" if "parameters" in stage else ""
+        lines.append(f"  stage {stage['stage']:<3} {quantity(load, 'FLOP'):>11}  {bar:<30}  {size}".rstrip())
+    if "stage_lower_bound_flops" in cost:
+        bound = quantity(cost["stage_lower_bound_flops"], "FLOP")
+        above = 100 * cost.get("imbalance", top / cost["stage_lower_bound_flops"] - 1)
+        lines.append(f"  no partition has a heaviest stage under {bound}; this one's is {above:.2f} % above that")
+    return "\n".join(["balance of stages (forward FLOPs of the global batch)", *lines])
+
+
+_SYMBOLS = {
+    "F": "forward FLOPs of the heaviest stage",
+    "n": "ranks that share a stage (dp x tp)",
+    "X": "FLOP/s of a device, by the hardware profile",
+    "C": "bytes sent by a rank per microbatch (mean of the stages)",
+    "G": "bytes of gradients sent by a rank per step",
+    "B": "bytes/s of a link, by the hardware profile",
+    "m": "microbatches",
+    "p": "pipeline ranks",
+}
+
+
+def _cost(plan: Plan) -> str:
+    cost = plan.cost
+    if "step_time_s" not in cost:
+        return ""
+    lines = [f"  {quantity(cost['step_time_s'], 's')} a step = {cost.get('formula', '?')}"]
+    values = _symbol_values(plan)
+    named = [s for s in _SYMBOLS if s in set(_words(cost.get("formula", "")))]
+    for symbol in named:
+        lines.append(
+            f"    {symbol} = {values[symbol]:<14}{_SYMBOLS[symbol]}"
+            if symbol in values
+            else f"    {symbol}: {_SYMBOLS[symbol]}"
+        )
+    if "bubble_fraction" in cost:
+        lines.append(f"  pipeline bubble: {100 * cost['bubble_fraction']:.1f} % of the busy time")
+    return "\n".join(["predicted cost", *lines])
+
+
+def _words(formula: str) -> list[str]:
+    return "".join(c if c.isalnum() or c == "_" else " " for c in formula).split()
+
+
+def _symbol_values(plan: Plan) -> dict[str, str]:
+    """The values of the formula's symbols, as far as the plan has them."""
+    cost, mesh = plan.cost, plan.mesh
+    values = {
+        "m": str(plan.schedule.microbatches),
+        "p": str(mesh.get("pp", 1)),
+        "n": str(mesh.get("dp", 1) * mesh.get("tp", 1)),
+    }
+    if "heaviest_stage_flops" in cost:
+        values["F"] = quantity(cost["heaviest_stage_flops"], "FLOP")
+    if "bytes_per_microbatch" in cost and plan.stages:
+        values["C"] = quantity(cost["bytes_per_microbatch"] / len(plan.stages), "B")
+    if "bytes_per_step" in cost:
+        values["G"] = quantity(cost["bytes_per_step"], "B")
+    units = {"F": "FLOP", "C": "B", "G": "B", "X": "FLOP/s", "B": "B/s"}
+    given: Mapping[str, float] = cost.get("values", {})
+    return values | {name: quantity(value, units.get(name, "")) for name, value in given.items()}
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One row of the table; texts may have several lines."""
+
+    block: str = ""
+    layout: tuple[str, ...] = ()
+    flops: str = ""
+    forward: str = ""
+    backward: str = ""
+    sent: str = ""
+
+
+Group = tuple[str, list[_Line]]
+
+
+def _stage_groups(plan: Plan) -> list[Group]:
+    """One group of rows a stage; where the plan has no blocks, one group for all modules."""
+    if not any(stage.get("blocks") for stage in plan.stages):
+        return [("all", _module_lines(plan))]
+    weights = _weights_by_block(plan, {block["block"] for stage in plan.stages for block in stage.get("blocks", ())})
+    shown: dict[str, int] = {}
+    return [(str(stage["stage"]), _stage_lines(plan, stage, weights, shown)) for stage in plan.stages]
+
+
+def _stage_lines(
+    plan: Plan, stage: Mapping[str, Any], weights: Mapping[str, list[str]], shown: dict[str, int]
+) -> list[_Line]:
+    """The rows of a stage, those inside repeated layers under the name of the layers.
+
+    `shown`: the stage in which a block's layout was printed; later ones refer to it.
+    """
+    lines = [
+        _Line(f"(receives {c.count} value{'s' * (c.count > 1)})", (), "", _counted(c, c.forward), _counted(c, c.backward),
+              quantity(c.bytes, "B"))
+        for c in plan.collectives if c.where == f"into stage {stage['stage']}"
+    ]  # fmt: skip
+    total = sum(s.get("flops", 0) for s in plan.stages)
+    repeated: dict[str, list[Mapping[str, Any]]] = {}
+    small = 0
+    for block in stage.get("blocks", ()):
+        idle = not (weights.get(block["block"]) or block.get("shared") or block.get("forward") or block.get("backward"))
+        if idle and block.get("flops", 0) < _NEGLIGIBLE * total:
+            small += block.get("flops", 0)
+        else:
+            repeated.setdefault(_layers_of(block["block"]) or block["block"], []).append(block)
+    for name, blocks in repeated.items():
+        layers = ""
+        if _layers_of(name):
+            layers = max((block.get("layers", "") for block in blocks), key=_num_layers)
+            lines.append(_Line(f"{name}  {layers}"))
+        for block in blocks:
+            lines.append(_block_line(plan, block, layers, weights, shown.get(block["block"]), total))
+            shown.setdefault(block["block"], stage["stage"])
+    if small:
+        lines.append(_Line("(other operators)", flops=_percent(small, total)))
+    return lines
+
+
+def _block_line(
+    plan: Plan, block: Mapping[str, Any], layers: str, weights: Mapping[str, list[str]], before: int | None, total: int
+) -> _Line:
+    """The row of one block. `layers`: those of the heading above it; `before`: the stage where its layout was printed."""
+    name = block["block"] or "(model)"
+    if layers:
+        name = "  " + (name.removeprefix(_layers_of(name)).removeprefix(".") or "(itself)")
+        if block.get("layers", "") != layers:
+            name += f"\n    of {block.get('layers', '')}"
+        if "modules" in block:
+            name += f"\n    {block['modules']} modules"
+    layout = weights.get(block["block"], [])
+    if layout and before is not None:
+        layout = [f"as in stage {before}"]
+    shared = [f"{other} {_layout_text(plan, other)} (shared)" for other in block.get("shared", ())]
+    return _Line(
+        name, (*layout, *shared), _percent(block.get("flops", 0), total), _counts(block.get("forward", {})),
+        _counts(block.get("backward", {})), quantity(block["bytes"], "B") if block.get("bytes") else "",
+    )  # fmt: skip
+
+
+def _layers_of(name: str) -> str:
+    """`model.layers.*` for `model.layers.*.mlp`; "" for what is not repeated."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index("*") + 1]) if "*" in parts else ""
+
+
+def _num_layers(text: str) -> int:
+    """How many numbers `0-3,5` holds."""
+    ends = [part.split("-") for part in text.split(",") if part]
+    return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
+
+
+def _counts(collectives: Mapping[str, int]) -> str:
+    return "\n".join(f"{count} {name}" for name, count in collectives.items())
+
+
+def _counted(row: Collective, kind: str) -> str:
+    return f"{row.count} {row.axis} {kind}" if kind else ""
+
+
+def _module_lines(plan: Plan) -> list[_Line]:
+    """Modules with weights or collectives, of all stages together: for plans without blocks."""
+    moved: dict[str, list[Collective]] = {}
+    for row in plan.collectives:
+        if row.per == "microbatch":
+            moved.setdefault("" if row.where == "model" else row.where, []).append(row)
+    parents = {pattern_of(name).rpartition(".")[0] for name in plan.parameters}
+    weights = _weights_by_block(plan, parents | set(moved))
+    lines = []
+    for name in dict.fromkeys([*weights, *moved]):
+        found = moved.get(name, [])
+        forward, backward = (
+            "\n".join(filter(None, (_counted(c, getattr(c, way)) for c in found))) for way in ("forward", "backward")
+        )
+        sent = quantity(sum(c.bytes for c in found), "B") if found else ""
+        lines.append(_Line(name or "(model)", tuple(weights.get(name, ())), "", forward, backward, sent))
+    return lines
+
+
+def _step_group(plan: Plan) -> Group:
+    """What is communicated once a step."""
+    lines = [
+        _Line(f"({c.where})", (), "", _counted(c, c.forward), _counted(c, c.backward), quantity(c.bytes, "B"))
+        for c in plan.collectives if c.per == "step"
+    ]  # fmt: skip
+    return "step", lines
+
+
+def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
+    """`{block: ["c_attn.weight S(1; sections=3)", ...]}`: a parameter belongs to the block with the longest name above
+    it; weights of one layout share a line, replicated ones come last."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in plan.parameters:
+        pattern = pattern_of(name)
+        above = [block for block in blocks if not block or pattern.startswith(f"{block}.")]
+        block = max(above, key=len, default="")
+        own = pattern.removeprefix(f"{block}.") if block else pattern
+        if name != pattern:
+            own = f"{own} of {name.rpartition('.')[0]}"
+        found.setdefault(block, {}).setdefault(_layout_text(plan, name), []).append(own)
+    return {
+        block: [f"{', '.join(names)} {text}" for text, names in sorted(layouts.items(), key=lambda e: e[0] == "R")]
+        for block, layouts in found.items()
+    }
+
+
+def _layout_text(plan: Plan, name: str) -> str:
+    """`S(0)`, or `tp:S(0) dp:S(1)` where a plan places parameters on more than one axis."""
+    axes = list(dict.fromkeys(axis for entry in plan.parameters.values() for axis in entry))
+    if len(axes) < 2:
+        return plan.placement_text(name, axes[0] if axes else "tp")
+    places = [(axis, plan.placement_text(name, axis)) for axis in axes]
+    return " ".join(f"{axis}:{text}" for axis, text in places if text != "R") or "R"
+
+
+def _table(groups: Sequence[Group]) -> str:
+    """The groups under one heading, a rule between them; the layouts wrapped into the width that the rest leaves."""
+    rows = [
+        [label if i == 0 else "", line.block, "\n".join(line.layout), line.flops, line.forward, line.backward, line.sent]
+        for label, lines in groups for i, line in enumerate(lines)
+    ]  # fmt: skip
+    widths = [
+        max(len(part) for row in (HEADINGS, *rows) for part in row[column].split("\n"))
+        for column in range(len(HEADINGS))
+    ]
+    room = WIDTH - sum(widths) - 2 * (len(widths) - 1) + widths[_LAYOUT]
+    for row in rows:
+        row[_LAYOUT] = "\n".join(_wrap_layout(row[_LAYOUT], max(room, _MIN_LAYOUT_WIDTH)))
+    widths[_LAYOUT] = max(len(part) for row in (HEADINGS, *rows) for part in row[_LAYOUT].split("\n"))
+    lines = [_text_line(HEADINGS, widths)]
+    for row in rows:
+        if row[_STAGE]:
+            lines.append("  ".join("-" * width for width in widths))
+        lines += [_text_line(parts, widths) for parts in zip_longest(*(text.split("\n") for text in row), fillvalue="")]
+    return "\n".join(lines)
+
+
+def _wrap_layout(text: str, width: int) -> list[str]:
+    """Long lists of weights go on in further lines, indented; a placement is not broken."""
+    lines = []
+    for line in text.split("\n"):
+        kept = line.replace("; sections", ";\0sections").replace(" (shared)", "\0(shared)")
+        parts = textwrap.wrap(kept, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        lines += [part.replace("\0", " ") for part in parts] or [""]
+    return lines
+
+
+def _text_line(texts: Sequence[str], widths: Sequence[int]) -> str:
+    parts = [
+        f"{text:>{width}}" if column in _RIGHT else f"{text:<{width}}"
+        for column, (text, width) in enumerate(zip(texts, widths, strict=True))
+    ]
+    return "  ".join(parts).rstrip()
