@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -225,10 +226,10 @@ def _stage_lines(
     `shown`: the stage in which a block's layout was printed; later ones refer to it.
     """
     lines = [
-        _Line(f"(receives {c.count} value{'s' * (c.count > 1)})", (), "", _counted(c, c.forward), _counted(c, c.backward),
-              quantity(c.bytes, "B"))
-        for c in plan.collectives if c.where == f"into stage {stage['stage']}"
-    ]  # fmt: skip
+        _collective_line(f"(receives {c.count} value{'s' * (c.count > 1)})", c)
+        for c in plan.collectives
+        if c.where == f"into stage {stage['stage']}"
+    ]
     total = sum(s.get("flops", 0) for s in plan.stages)
     repeated: dict[str, list[Mapping[str, Any]]] = {}
     small = 0
@@ -241,7 +242,7 @@ def _stage_lines(
     for name, blocks in repeated.items():
         layers = ""
         if _layers_of(name):
-            layers = max((block.get("layers", "") for block in blocks), key=_num_layers)
+            layers = Counter(block.get("layers", "") for block in blocks).most_common(1)[0][0]
             lines.append(_Line(f"{name}  {layers}"))
         for block in blocks:
             lines.append(_block_line(plan, block, layers, weights, shown.get(block["block"]), total))
@@ -254,7 +255,7 @@ def _stage_lines(
 def _block_line(
     plan: Plan, block: Mapping[str, Any], layers: str, weights: Mapping[str, list[str]], before: int | None, total: int
 ) -> _Line:
-    """The row of one block. `layers`: those of the heading above it; `before`: the stage where its layout was printed."""
+    """The row of a block. `layers`: those of the heading above it; `before`: the stage where its layout was printed."""
     name = block["block"] or "(model)"
     if layers:
         name = "  " + (name.removeprefix(_layers_of(name)).removeprefix(".") or "(itself)")
@@ -278,18 +279,17 @@ def _layers_of(name: str) -> str:
     return ".".join(parts[: parts.index("*") + 1]) if "*" in parts else ""
 
 
-def _num_layers(text: str) -> int:
-    """How many numbers `0-3,5` holds."""
-    ends = [part.split("-") for part in text.split(",") if part]
-    return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
-
-
 def _counts(collectives: Mapping[str, int]) -> str:
     return "\n".join(f"{count} {name}" for name, count in collectives.items())
 
 
 def _counted(row: Collective, kind: str) -> str:
     return f"{row.count} {row.axis} {kind}" if kind else ""
+
+
+def _collective_line(name: str, row: Collective) -> _Line:
+    forward, backward = _counted(row, row.forward), _counted(row, row.backward)
+    return _Line(name, forward=forward, backward=backward, sent=quantity(row.bytes, "B"))
 
 
 def _module_lines(plan: Plan) -> list[_Line]:
@@ -313,11 +313,7 @@ def _module_lines(plan: Plan) -> list[_Line]:
 
 def _step_group(plan: Plan) -> Group:
     """What is communicated once a step."""
-    lines = [
-        _Line(f"({c.where})", (), "", _counted(c, c.forward), _counted(c, c.backward), quantity(c.bytes, "B"))
-        for c in plan.collectives if c.per == "step"
-    ]  # fmt: skip
-    return "step", lines
+    return "step", [_collective_line(f"({c.where})", c) for c in plan.collectives if c.per == "step"]
 
 
 def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
@@ -350,9 +346,10 @@ def _layout_text(plan: Plan, name: str) -> str:
 def _table(groups: Sequence[Group]) -> str:
     """The groups under one heading, a rule between them; the layouts wrapped into the width that the rest leaves."""
     rows = [
-        [label if i == 0 else "", line.block, "\n".join(line.layout), line.flops, line.forward, line.backward, line.sent]
-        for label, lines in groups for i, line in enumerate(lines)
-    ]  # fmt: skip
+        [label * (i == 0), x.block, "\n".join(x.layout), x.flops, x.forward, x.backward, x.sent]
+        for label, lines in groups
+        for i, x in enumerate(lines)
+    ]
     widths = [
         max(len(part) for row in (HEADINGS, *rows) for part in row[column].split("\n"))
         for column in range(len(HEADINGS))

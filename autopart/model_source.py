@@ -67,9 +67,10 @@ def from_callable(name: str, options: SourceOptions) -> ModelSource:
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module) or not (example is None or isinstance(example, Mapping)):
         raise InputError(
-            f"{name}() returned {_kinds(made)}", why="--model needs an nn.Module, or (nn.Module, dict of keyword arguments)",
+            f"{name}() returned {_kinds(made)}",
+            why="--model needs an nn.Module, or (nn.Module, dict of keyword arguments)",
             hint="def build(): return model, {'input_ids': ids, 'labels': labels}",
-        )  # fmt: skip
+        )
     if options.dtype is not None:
         dtype = DTYPES[options.dtype]
         model = model.to(dtype)
@@ -100,9 +101,10 @@ def _find(name: str) -> Any:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # a module that the user's own module imports
         raise InputError(
-            f"--model {name}: there is no module '{error.name}'", why="searched the Python path and the current directory",
+            f"--model {name}: there is no module '{error.name}'",
+            why="searched the Python path and the current directory",
             hint="run in the directory that holds it, or set PYTHONPATH",
-        ) from None  # fmt: skip
+        ) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [n for n, v in vars(found).items() if callable(v) and not n.startswith("_")]
@@ -177,7 +179,7 @@ def _read_config(path: Path) -> Any:
     if kind not in known:
         raise InputError(
             f"{path}: transformers {transformers.__version__} has no model_type '{kind}'",
-            hint=f"one of its {len(list(known.keys()))}, such as gpt2, llama, bert, t5, or --model package.module:callable",
+            hint="a type that it has, such as gpt2, llama, bert or t5, or --model package.module:callable",
         )
     config = transformers.AutoConfig.for_model(kind, **data)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
@@ -192,9 +194,10 @@ def _model_class(config: Any, path: str | Path) -> type[nn.Module]:
     if names:
         if not hasattr(transformers, names[0]):
             raise InputError(
-                f"{path}: transformers {transformers.__version__} has no class '{names[0]}'", why="the config's 'architectures' names it",
+                f"{path}: transformers {transformers.__version__} has no class '{names[0]}'",
+                why="the config's 'architectures' names it",
                 hint="leave 'architectures' out, or --model package.module:callable",
-            )  # fmt: skip
+            )
         return getattr(transformers, names[0])
     auto = transformers.models.auto.modeling_auto
     mappings = [auto.MODEL_FOR_MASKED_LM_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING]
@@ -216,9 +219,10 @@ def _tokens(model: nn.Module, config: Any, options: SourceOptions) -> dict[str, 
     name, inputs = type(model).__name__, inspect.signature(model.forward).parameters
     if "input_ids" not in inputs or ("labels" in inputs and not name.endswith(_TOKEN_LABELS)):
         raise InputError(
-            f"there are no example inputs for {name}", why="--hf-config makes tokens and their labels, for language models",
+            f"there are no example inputs for {name}",
+            why="--hf-config makes tokens and their labels, for language models",
             hint="--model package.module:callable, where the callable returns (model, {'pixel_values': ...})",
-        )  # fmt: skip
+        )
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     sequence = options.sequence or min(SEQUENCE, limit or SEQUENCE)

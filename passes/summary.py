@@ -171,8 +171,10 @@ def _block_rows(nodes: list[fx.Node], moves: list[_Move]) -> list[dict[str, Any]
     rows = []
     for block, modules in paths.items():
         layers = sorted({number for path in modules if (number := _layer(path)) is not None})
-        row = {"block": block, "layers": _ranges(layers), "modules": len(modules) if len(modules) > len(layers) > 0 else 0,
-               "flops": flops[block], "shared": list(shared[block]), **counts[block], "bytes": sent[block]}  # fmt: skip
+        row: dict[str, Any] = {
+            "block": block, "layers": _ranges(layers), "modules": len(modules) if len(modules) > len(layers) > 0 else 0,
+            "flops": flops[block], "shared": list(shared[block]), **counts[block], "bytes": sent[block],
+        }  # fmt: skip
         rows.append({key: value for key, value in row.items() if value or key == "block"})
     return rows
 
