@@ -94,17 +94,20 @@ def operators(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a call draws random numbers (attention only where it drops any)."""
+    """Whether a call draws random numbers (attention and recurrent layers only where they drop anything)."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    if operator_name(node) == "aten::scaled_dot_product_attention":
-        return bool(attention_dropout(node))
-    return True
+    probability = dropout_probability(node)
+    return probability is None or probability > 0
 
 
-def attention_dropout(node: fx.Node) -> float:
-    """The dropout probability of an attention call."""
-    return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+def dropout_probability(node: fx.Node) -> float | None:
+    """The dropout probability among the arguments of a call (of attention, an LSTM, ...); None where it has none."""
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name in ("p", "dropout", "dropout_p"):
+            given = node.args[position] if len(node.args) > position else node.kwargs.get(argument.name)
+            return argument.default_value if given is None else given
+    return None
 
 
 def assign_keys(graph: fx.Graph) -> None:

@@ -18,6 +18,9 @@ from autopart.runtime.pieces import Cut
 if TYPE_CHECKING:
     from autopart.verify import Tamper, VerificationRun
 
+FLOOR = 1e-3
+"""Values smaller than this are compared absolutely: a sum that cancels to nothing leaves rounding alone."""
+
 BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration)
 """What a fault in a program can raise when it is run."""
 
@@ -212,15 +215,15 @@ def weights_like(output: Tensor) -> Tensor:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest entry; infinite where shapes differ."""
+    """The largest difference relative to the largest entry (at least `FLOOR`); infinite where shapes differ."""
     if found.shape != expected.shape:
         return float("inf")
     if not expected.is_floating_point():
         return float((found != expected).any())
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    scale = max(float(expected.detach().abs().max()), FLOOR) if expected.numel() else FLOOR
     difference = (
         (found.detach() - expected.detach())
         .abs()
         .nan_to_num(nan=0.0 if found.isnan().equal(expected.isnan()) else 1e300)
     )
-    return float(difference.max()) / (scale or 1.0) if expected.numel() else 0.0
+    return float(difference.max()) / scale if expected.numel() else 0.0

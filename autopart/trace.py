@@ -7,12 +7,17 @@ user's source lines and module paths on every node; parameters and buffers are `
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 import operator
 import re
+import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +27,7 @@ from autopart.compat import TreeSpec, is_higher_order, leaves_with_names, tree_f
 from autopart.errors import InputError, TraceError
 
 _NO_CACHE = "use_cache"
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     distinct = iter([torch.empty_like(t, device=device).copy_(t) for t in call.tensors])
     example = tree_map(lambda x: next(distinct) if isinstance(x, torch.Tensor) else x, dict(arguments))
     try:
-        with torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch.export's own use of what torch deprecates
+        with torch.enable_grad(), _quiet():
             program = torch.export.export(model, (), example, strict=False)
             if _needs_functionalization(program.graph_module):
                 program = program.run_decompositions({})
@@ -158,6 +163,21 @@ def _from_exported(model: nn.Module, program: Any, call: Call, arguments: Mappin
     buffers = dict(model.named_buffers(remove_duplicate=False))
     mode = "train" if model.training else "eval"
     return Trace(graph, call, parameters, aliases, buffers, constants, program.call_spec.out_spec, notes, mode)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch.export's warnings about itself, and the graph it dumps on stderr when it fails: the error says it."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level, dumped = logger.level, io.StringIO()
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(dumped):
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+        sys.stderr.write(dumped.getvalue())
+    finally:
+        logger.setLevel(level)
 
 
 def _without_loss_wrapper(traced: Trace) -> Trace:
@@ -270,7 +290,7 @@ def _detached(graph: fx.Graph, operand: Any) -> Any:
 
 def _trace_error(model: nn.Module, error: Exception) -> TraceError:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "/autopart/" not in f.filename]
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS) and not f.filename.startswith("<eval_with_key")]
     where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):

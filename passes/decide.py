@@ -31,6 +31,12 @@ FEATURES = frozenset({FEATURE})
 
 def decide(trace: Trace, mesh: Mesh, microbatches: int, num_stages: int, hardware: Hardware) -> Decisions:
     """Choose layouts and cuts for an annotated trace."""
+    if not active_operators(trace.graph):
+        raise LayoutError(
+            "the model has nothing to partition",
+            why="none of its operators depends on a parameter",
+            hint="run it as it is",
+        )
     tp = mesh.size("tp")
     tensor: Mapping[fx.Node, Strategy] = {}
     stored: Mapping[str, Placement] = {}

@@ -292,7 +292,8 @@ class _Writer:
                 why=f"it is asked for as {batch}",
                 where=describe(node),
             )
-        made = stage.graph.placeholder(f"{node.name}_{stage.index}")
+        rows = "" if batch is None or not self.batch_axes else "_rows"
+        made = stage.graph.placeholder(f"{node.name}_{stage.index}{rows}")
         stage.inputs.append(StageInput(made.target, batch.dim if batch is not None else None))
         stage.prologue_outputs.append(self._whole(node, stage))
         return made

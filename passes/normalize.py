@@ -14,9 +14,9 @@ from torch import fx
 
 from autopart.errors import AutopartError, TraceError
 from autopart.graph import (
-    attention_dropout,
     describe,
     draws_random_numbers,
+    dropout_probability,
     is_floating,
     is_tensor,
     operator_name,
@@ -104,7 +104,7 @@ def _from_inputs_alone(node: fx.Node) -> bool:
         if current in seen:
             continue
         seen.add(current)
-        if current.op == "get_attr" and isinstance(value(current), torch.nn.Parameter):
+        if current.op == "get_attr" and value(current).requires_grad:
             return False
         todo.extend(current.all_input_nodes)
     return not todo
@@ -237,7 +237,7 @@ def explicit_attention_dropout(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or operator_name(node) != "aten::scaled_dot_product_attention":
             continue
-        if attention_dropout(node):
+        if dropout_probability(node):
             before = node.prev
             with graph.inserting_before(node):
                 result = _attention_formula(graph, node)
@@ -267,7 +267,7 @@ def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
     elif mask is not None:
         scores = emit(graph, node, aten.add.Tensor, scores, mask)
     weights = emit(graph, node, aten.softmax.int, scores, -1)
-    dropped = emit(graph, node, aten.dropout.default, weights, attention_dropout(node), True)
+    dropped = emit(graph, node, aten.dropout.default, weights, dropout_probability(node), True)
     return emit(graph, node, aten.matmul.default, dropped, val)
 
 

@@ -166,8 +166,8 @@ def _block_rows(nodes: list[fx.Node], moves: list[_Move]) -> list[dict[str, Any]
         sent[block] += move.bytes
         for direction, kind in (("forward", move.forward), ("backward", move.backward)):
             if kind:
-                row = counts[block][direction]
-                row[f"{move.axis} {kind}"] = row.get(f"{move.axis} {kind}", 0) + 1
+                tally = counts[block][direction]
+                tally[f"{move.axis} {kind}"] = tally.get(f"{move.axis} {kind}", 0) + 1
     rows = []
     for block, modules in paths.items():
         layers = sorted({number for path in modules if (number := _layer(path)) is not None})

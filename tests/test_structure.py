@@ -28,7 +28,7 @@ LAYER_FOLDERS = ("cost", "passes", "runtime")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 PRINTING_MODULES = ("autopart.cli",)
-TRANSFORMERS_MODULES: tuple[str, ...] = ()
+TRANSFORMERS_MODULES: tuple[str, ...] = ("autopart.model_source",)
 COMPAT_MODULE = "autopart.compat"
 # Below these, a leading underscore is part of a public name: operators (torch.ops.aten._softmax) and torch.fx.
 PUBLIC_PREFIXES = ("torch.ops.", "torch.fx.")

@@ -157,16 +157,21 @@ def whole_reduction(node: fx.Node) -> Pattern:
     return _reduce(node, whole=True)
 
 
-def _reduce(node: fx.Node, whole: bool) -> Pattern:
+def _reduce(node: fx.Node, whole: bool, position: int = 1) -> Pattern:
     before, after = shape(node.args[0]), _output_shapes(node)
     dims = _names(len(before))
-    chosen = _argument(node, 1, "dim")
+    chosen = _argument(node, position, "dim")
     chosen = range(len(before)) if chosen is None or chosen == [] else [chosen] if isinstance(chosen, int) else chosen
     gone = {d % len(before) for d in chosen} if before else set()
     keep = len(after[0]) == len(before)
     output = [() if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]
     stay = [dims[i][0] for i in gone] if whole else []
     return _pattern(node, [dims], [output] * len(after), stay, linear=() if whole else UNARY_LINEAR)
+
+
+def norm_reduction(node: fx.Node) -> Pattern:
+    """`linalg_vector_norm`: like `amax`, its dims in the third argument."""
+    return _reduce(node, whole=True, position=2)
 
 
 def along_dim(position: int, default: int = -1, linear: tuple = ()) -> Callable[[fx.Node], Pattern]:
@@ -265,6 +270,7 @@ BUILDERS: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::var": whole_reduction,
     "aten::std": whole_reduction,
     "aten::logsumexp": whole_reduction,
+    "aten::linalg_vector_norm": norm_reduction,
     "aten::softmax": along_dim(1),
     "aten::_softmax": along_dim(1),
     "aten::log_softmax": along_dim(1),
