@@ -68,7 +68,6 @@ def parallelize(
     sizes = Mesh.parse(mesh)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     options = Options(schedule, microbatches, virtual_stages, **({"hardware": hardware} if hardware else {}))
-    options = _of_plan(options, given)
     compiler = Compiler(model, sizes, options, given)
     if example_args or example_kwargs:
         compiler.trace_example(example_args, example_kwargs or {})
@@ -128,18 +127,3 @@ def check_options(sequence_parallel: bool | str, unknown: Mapping[str, Any]) -> 
             f"sequence_parallel={sequence_parallel!r} is not built yet",
             hint="sequence_parallel=False (also what 'auto' means now)",
         )
-
-
-def _of_plan(options: Options, plan: Plan | None) -> Options:
-    """The options with a plan's schedule; raises OptionError where both say different things."""
-    if plan is None:
-        return options
-    for name, asked in (("microbatches", options.microbatches), ("virtual_stages", options.virtual_stages),
-                        ("schedule", options.schedule)):  # fmt: skip
-        planned = plan.schedule.name if name == "schedule" else getattr(plan.schedule, name)
-        if asked is not None and asked != planned:
-            raise OptionError(
-                f"{name}={asked!r} contradicts the plan, which says {planned!r}", where=plan.where("schedule"),
-                hint=f"leave {name} out, or edit the plan",
-            )  # fmt: skip
-    return options

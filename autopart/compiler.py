@@ -63,7 +63,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     schedule = _schedule(traced, mesh, options)
     decisions = decide(traced, mesh, schedule.microbatches, mesh.size("pp") * schedule.virtual_stages, hardware)
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False)
-    rows, moved = stage_rows(traced, decisions, program), collectives(program)
+    rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": type(_inner(model)).__name__, **_identity(traced), "mode": traced.mode}
     inputs = {
         name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
@@ -156,6 +156,7 @@ class Compiler:
         self._random = torch.Generator()
         if plan is not None:
             check_plan_mesh(plan, mesh)
+            check_plan_options(options, plan)
 
     @property
     def has_plan(self) -> bool:
@@ -264,6 +265,20 @@ def check_plan_mesh(plan: Plan, mesh: Mesh) -> None:
             f"the plan is for the mesh {of_plan}, not {mesh}", where=plan.where("mesh"),
             hint=f"parallelize(model, '{of_plan}', plan=...), or make a plan for {mesh}",
         )  # fmt: skip
+
+
+def check_plan_options(options: Options, plan: Plan) -> None:
+    """Raises OptionError where options and a plan say different things."""
+    for name in ("schedule", "microbatches", "virtual_stages"):
+        asked, planned = (
+            getattr(options, name),
+            plan.schedule.name if name == "schedule" else getattr(plan.schedule, name),
+        )
+        if asked is not None and asked != planned:
+            raise OptionError(
+                f"{name}={asked!r} contradicts the plan, which says {planned!r}",
+                where=plan.where("schedule"), hint=f"leave {name} out, or edit the plan",
+            )  # fmt: skip
 
 
 def check_plan_model(plan: Plan, name: str, traced: Trace) -> None:

@@ -26,7 +26,7 @@ _NEGLIGIBLE = 0.005  # a share of FLOPs below which a block without weights or c
 
 
 def explain(plan: Plan) -> str:
-    """The plan as text of at most 120 columns.
+    """The plan as text of 120 columns, a few more where names of modules are long.
 
     Example:
         >>> print(autopart.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP

@@ -30,6 +30,13 @@ def schema() -> dict[str, Any]:
     return json.loads(resources.files("autopart").joinpath("plan_schema.json").read_text())
 
 
+class Table(str):
+    """Text that shows itself as it is, also without `print`."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """How microbatches run through the stages. `name` is None where there is one stage."""
@@ -136,11 +143,11 @@ class Plan:
                 return name, self.operators[name]
         return None
 
-    def explain(self) -> str:
-        """One table: stage, block, layout, FLOPs, bytes communicated."""
+    def explain(self) -> Table:
+        """One table: stage, block, layout, FLOPs, bytes communicated. Print it, or end a notebook cell with it."""
         from autopart.explain import explain
 
-        return explain(self)
+        return Table(explain(self))
 
 
 def line_of(text: str, *keys: str) -> str:

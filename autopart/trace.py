@@ -167,7 +167,7 @@ def _from_exported(model: nn.Module, program: Any, call: Call, arguments: Mappin
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch.export's warnings about itself, and the graph it dumps on stderr when it fails: the error says it."""
+    """Without torch.export's warnings about itself, and without the graph it dumps on stderr when it fails."""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level, dumped = logger.level, io.StringIO()
     logger.setLevel(logging.ERROR)
@@ -290,7 +290,9 @@ def _detached(graph: fx.Graph, operand: Any) -> Any:
 
 def _trace_error(model: nn.Module, error: Exception) -> TraceError:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS) and not f.filename.startswith("<eval_with_key")]
+    own = [
+        f for f in frames if not f.filename.startswith(_NOT_THE_USERS) and not f.filename.startswith("<eval_with_key")
+    ]
     where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.compat import tree_flatten, tree_map
-from autopart.compiler import LIFTED, Options, check_plan_mesh, check_plan_model, find_loss, make_plan, prepare
+from autopart.compiler import (
+    LIFTED,
+    Options,
+    check_plan_mesh,
+    check_plan_model,
+    check_plan_options,
+    find_loss,
+    make_plan,
+    prepare,
+)
 from autopart.errors import InputError
 from autopart.graph import draws_random_numbers
 from autopart.layout import Placement
@@ -108,6 +117,7 @@ def verify(
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if given is not None:
         check_plan_mesh(given, sizes)
+        check_plan_options(options, given)
         check_plan_model(given, type(model).__name__, run.traced)
     chosen = given or make_plan(run.model, run.traced, sizes, options)
     decisions = decode(run.traced, chosen, sizes, strict=chosen.model["mode"] == run.traced.mode)

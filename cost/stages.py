@@ -8,8 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-SLACK = 0.005
-"""How much heavier than the optimum the heaviest stage may become to send fewer bytes."""
+SLACK = 0.015
+"""How much heavier than the optimum the heaviest stage may become to send less, within `BOUND` of the lower bound."""
+
+BOUND = 1.018
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,13 @@ def balance(weights: Sequence[float], crossing: Sequence[float], num_stages: int
     position = np.array([0, *places, len(weights)])
     load = total[position]
     best = _min_max(load, num_stages)
-    chosen = _least_sent(load, np.array([0.0, *(crossing[i] for i in places), 0.0]), num_stages, best * (1 + SLACK))
+    bound = float(max(total[-1] / num_stages, max(weights, default=0.0)))
+    limit = max(best, min(best * (1 + SLACK), bound * BOUND))
+    chosen = _least_sent(load, np.array([0.0, *(crossing[i] for i in places), 0.0]), num_stages, limit)
     cuts = tuple(int(position[i]) for i in chosen)
     edges = (0, *cuts, len(weights))
     loads = tuple(float(total[b] - total[a]) for a, b in pairwise(edges))
-    return Partition(cuts, loads, float(max(total[-1] / num_stages, max(weights, default=0.0))))
+    return Partition(cuts, loads, bound)
 
 
 def _min_max(load: np.ndarray, num_stages: int) -> float:

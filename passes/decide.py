@@ -214,13 +214,18 @@ def _read_strategies(trace: Trace, plan: Plan, stored: Mapping[str, Placement], 
             strategy = _option(options, found[1].get("tp"), node, plan, found[0])
         keep = found is not None and found[1].get("keep", False)
         chosen[node] = strategy if keep else _follow_weights(node, strategy, options, stored, chosen)
-    unknown = [name for name in plan.operators if name not in used]
+    unknown = [name for name in plan.operators if name not in used and not _is_cast(name)]
     if unknown:
         raise PlanError(
             f"the plan names '{unknown[0]}', which is no operator of the model",
             where=plan.where("operators", unknown[0]),
         )
     return chosen
+
+
+def _is_cast(name: str) -> bool:
+    """Casts come and go with the dtype a model is run in, so a plan may name some that are not there."""
+    return name.rpartition("/")[2].partition("#")[0] in ("to", "_to_copy")
 
 
 def _option(options: list[Strategy], text: str | None, node: fx.Node, plan: Plan, name: str) -> Strategy:

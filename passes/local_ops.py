@@ -46,6 +46,27 @@ class LocalCall:
         return {axis: s.outputs[0] for axis, s in self.strategies.items()}
 
 
+def local_value(target: Any, args: Sequence[Any]) -> Any:
+    """What a call of a special operator gives, without data: for the bytes and shapes that plans and prints show."""
+    first = value(args[0]) if isinstance(args[0], fx.Node) else None
+    if not isinstance(first, torch.Tensor):
+        return None
+    if getattr(target, "namespace", "") == "aten":
+        found = fx.map_arg(tuple(args), value)
+        return None if any(isinstance(a, fx.Node) and value(a) is None for a in args) else target(*found)
+    name = operator_name_of(target)
+    if name in ("autopart::all_reduce", "autopart::all_reduce_max"):
+        return torch.empty_like(first)
+    if name == "autopart::pick_class":
+        return first.new_empty(first.shape[:-1])
+    return None
+
+
+def operator_name_of(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    return schema.name if schema is not None else ""
+
+
 def write_local(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
     """Emit the operator on local operands."""
     special = _SPECIAL.get(operator_name(call.node))

@@ -35,7 +35,7 @@ from autopart.program import (
 from autopart.trace import Trace
 
 from .analyze import BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
-from .local_ops import LocalCall, autopart_ops, local_shape, write_local
+from .local_ops import LocalCall, autopart_ops, local_shape, local_value, write_local
 from .strategies import Strategy, strategies
 
 Key = tuple[tuple[str, Placement], ...]
@@ -151,6 +151,8 @@ class _Writer:
         def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             node = stage.graph.call_function(target, args, kwargs)
             node.meta = {k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace", "key")}
+            if target is not origin.target and (val := local_value(target, args)) is not None:
+                node.meta["val"] = val
             return node
 
         return emit

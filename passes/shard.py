@@ -28,10 +28,11 @@ from .strategies import Strategy, strategies
 _DIVIDE_FIRST = 1e3
 """How much heavier dividing all matrix work weighs than all communication together."""
 
-_GATHERS = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
-_AVOID_GATHERS = 100.0
+_SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
+_AVOID_SCATTERS = 100.0
 """Without sequence parallelism values between operators are whole: sharding what lies between two all-reduces moves as
-many bytes (an all-reduce is a reduce-scatter and an all-gather), so gathers are left for where nothing else works."""
+many bytes (an all-reduce is a reduce-scatter and an all-gather), so cutting and gathering whole values is left for
+where nothing else works."""
 
 
 @dataclass
@@ -221,8 +222,10 @@ class _Programme:
             return float("inf")
         seconds = conversion_time_s(place, target, self.num_shards, size_bytes(used), grad, self.hardware)
         step = conversion(place, target)
-        gathers = step is not None and {step.forward, step.backward} & _GATHERS
-        return seconds * (_AVOID_GATHERS if gathers and used.meta["role"] == ACTIVE else 1)
+        if step is None or used.meta["role"] != ACTIVE or not {step.forward, step.backward} & _SCATTERS:
+            return seconds
+        gather = time_s("all_gather", self.num_shards, size_bytes(used), self.hardware)
+        return max(seconds, gather) * _AVOID_SCATTERS
 
     def solve(self) -> Sharding:
         scale = 1e-4 * self.scale  # HiGHS stops at an absolute gap of 1e-6

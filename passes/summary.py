@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -12,8 +13,7 @@ from torch import fx
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.hardware import Hardware
 from autopart.graph import pattern_of, size_bytes, source_of, tensor_inputs
-from autopart.layout import CONVERSIONS, Placement
-from autopart.mesh import Mesh
+from autopart.layout import CONVERSIONS
 from autopart.plan import Collective
 from autopart.program import Program, Stage
 from autopart.trace import Trace
@@ -28,7 +28,7 @@ _PRIMITIVES = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()
 _MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def collectives(program: Program) -> tuple[Collective, ...]:
+def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
     """Every collective and send of a program, the same ones of repeated blocks together."""
     found: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for move in _moves(program):
@@ -36,7 +36,7 @@ def collectives(program: Program) -> tuple[Collective, ...]:
         entry[0] += 1
         entry[1] += move.bytes
     rows = [Collective(*key, count, moved) for key, (count, moved) in found.items()]
-    return (*rows, *_sends(program), *_gradients(program))
+    return (*rows, *_sends(program), *_gradients(trace, program))
 
 
 class _Move(NamedTuple):
@@ -60,7 +60,7 @@ def _moves(program: Program) -> Iterator[_Move]:
             if not forward and not backward:
                 continue
             axis = node.args[1]
-            size = _whole_bytes(node, program.mesh.size(axis))
+            size = max(size_bytes(n) for n in (node, node.args[0]))  # the whole array is on one side of it
             grad = node.meta.get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
             moved += wire_bytes(backward, program.mesh.size(axis), size) if grad else 0
@@ -78,13 +78,6 @@ def _module_of(node: fx.Node) -> str:
     return str(source.target).rpartition(".")[0] if source.op == "get_attr" else ""
 
 
-def _whole_bytes(node: Any, num_ranks: int) -> int:
-    """Bytes of the whole array of a collective, from what one rank holds after it."""
-    source = node.args[0]
-    largest = max((size_bytes(n) for n in (node, source) if n.meta.get("val") is not None), default=0)
-    return largest
-
-
 def _sends(program: Program) -> list[Collective]:
     rows = []
     for stage in program.stages[1:]:
@@ -97,23 +90,17 @@ def _numel(shape: tuple[int, ...]) -> int:
     return int(sympy.prod(shape)) if shape else 1
 
 
-def _gradients(program: Program) -> list[Collective]:
+def _gradients(trace: Trace, program: Program) -> list[Collective]:
     rows = []
     sizes: dict[str, int] = defaultdict(int)
-    for stored in program.parameters.values():
+    for name, stored in program.parameters.items():
+        parts = math.prod(program.mesh.size(axis) for axis, place in stored.layout.items() if place.is_shard)
         for axis in stored.grad_axes:
-            sizes[axis] += _stored_bytes(stored.shape, stored.layout, program.mesh)
+            sizes[axis] += _numel(stored.shape) * trace.parameters[name].dtype.itemsize // parts
     for axis, size in sizes.items():
         moved = round(wire_bytes("all_reduce", program.mesh.size(axis), size) / program.mesh.size("pp"))
         rows.append(Collective("gradients of parameters", axis, "", "all_reduce", 1, moved, "step"))
     return rows
-
-
-def _stored_bytes(shape: tuple[int, ...], layout: Mapping[str, Placement], mesh: Mesh, itemsize: int = 4) -> int:
-    parts = 1
-    for axis, place in layout.items():
-        parts *= mesh.size(axis) if place.is_shard else 1
-    return _numel(shape) * itemsize // parts
 
 
 def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[dict[str, Any], ...]:
@@ -211,11 +198,11 @@ def _num_parameters(stage: Stage, program: Program) -> int:
     return sum(_numel(p.shape) for p in program.parameters.values() if stage.index in p.stages)
 
 
-F, X, C, B, G, m, p, n = sympy.symbols("F X C B G m p n", positive=True)
-STEP_TIME = (m + p - 1) / m * (3 * F / (n * X) + C * m / B) + G / B
+F, X, C, B, G, m, p, v, n = sympy.symbols("F X C B G m p v n", positive=True)
+STEP_TIME = (1 + (p - 1) / (v * m)) * v * (3 * F / (n * X) + C * m / B) + G / B
 """Seconds of a step: `F` forward FLOPs of the heaviest stage over the global batch, `n` ranks that share a stage, `X`
-FLOP/s, `C` bytes sent by a rank of it per microbatch, `G` bytes of gradients per step, `B` bytes/s; `m` microbatches in
-`p` stages (bubble as in PTD-P, Narayanan et al. 2021, section 2.2)."""
+FLOP/s, `C` bytes a stage sends per microbatch, `G` bytes of gradients per step, `B` bytes/s; `m` microbatches on `p`
+pipeline ranks of `v` stages each (bubble as in PTD-P, Narayanan et al. 2021, section 2.2)."""
 
 
 def cost(trace: Trace, decisions: Decisions, rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...],
@@ -228,10 +215,12 @@ def cost(trace: Trace, decisions: Decisions, rows: tuple[Mapping[str, Any], ...]
     values = {
         F: flops, n: mesh.size("dp") * mesh.size("tp"), X: hardware.matmul_flops_per_s, C: per_microbatch / stages,
         G: per_step, B: hardware.link_bytes_per_s, m: decisions.microbatches, p: mesh.size("pp"),
+        v: stages // mesh.size("pp"),
     }  # fmt: skip
     bound = partition(trace.graph, stages).lower_bound if stages > 1 else float(flops)
     return {
         "formula": str(STEP_TIME),
+        "values": {str(symbol): value for symbol, value in values.items()},
         "step_time_s": float(STEP_TIME.subs(values)),
         "forward_flops": int(sum(row["flops"] for row in rows)),
         "heaviest_stage_flops": int(flops),
@@ -239,5 +228,5 @@ def cost(trace: Trace, decisions: Decisions, rows: tuple[Mapping[str, Any], ...]
         "imbalance": round(flops / bound - 1, 6) if bound else 0.0,
         "bytes_per_microbatch": per_microbatch,
         "bytes_per_step": per_step,
-        "bubble_fraction": round((mesh.size("pp") - 1) / decisions.microbatches, 6),
+        "bubble_fraction": round((mesh.size("pp") - 1) / decisions.microbatches * mesh.size("pp") / stages, 6),
     }

@@ -155,8 +155,8 @@ def test_verify_a_config_and_a_plan(config, tmp_path):
     assert result.exit_code == 0 and result.output.startswith("exact on pp2,tp2"), result.output
 
 
-def test_verify_exits_with_1_where_values_differ():
-    result = invoke("verify", "--model", "test_cli:gpt2", "--mesh", "tp2", "--tolerance", 0)
+def test_verify_exits_with_1_where_values_differ(config):
+    result = invoke("verify", "--hf-config", config(GPT2), "--mesh", "tp2", "--tolerance", 0)
     assert result.exit_code == 1 and result.output.startswith("WRONG on tp2"), result.output
 
 
@@ -201,7 +201,7 @@ ERRORS = [
     (["plan", "--model", "test_cli:gpt2"], "name the mesh\n  try    --mesh pp2,dp2,tp2"),
     (["plan", "--model", "test_cli:gpt2", "--mesh", "xx2"], "unknown mesh axis 'xx'"),
     (["plan", "--model", "test_cli", "--mesh", "tp2"], "--model test_cli names no callable"),
-    (["plan", "--model", "no_such.module:f", "--mesh", "tp2"], "--model no_such.module:f: there is no module 'no_such'"),
+    (["plan", "--model", "no_such.module:f", "--mesh", "tp2"], "no_such.module:f: there is no module 'no_such'"),
     (["plan", "--model", "test_cli:missing", "--mesh", "tp2"], "--model test_cli:missing: 'test_cli' has no 'missing'"),
     (["plan", "--model", "test_cli:NOT_CALLABLE", "--mesh", "tp2"], "is a int, not a callable"),
     (["plan", "--model", "test_cli:no_model", "--mesh", "tp2"], "test_cli:no_model() returned a tuple of int, int"),

@@ -99,10 +99,21 @@ def test_width(gpt2_plan):
 
 @pytest.mark.parametrize(
     ("number", "unit", "text"),
-    [(0, "B", "0 B"), (999, "B", "999 B"), (999_900, "B", "1 MB"), (12_288, "B", "12.3 kB"), (6_738_415_616, "", "6.74 G"),
-     (1.76e12, "FLOP", "1.76 TFLOP"), (9.97e-5, "s", "99.7 µs"), (2.5e-9, "s", "2.5 ns"), (0.5, "s", "500 ms"),
-     (0.25, "B", "0.25 B"), (3e-13, "s", "0.0003 ns"), (float("inf"), "s", "inf s")],
-)  # fmt: skip
+    [
+        (0, "B", "0 B"),
+        (999, "B", "999 B"),
+        (999_900, "B", "1 MB"),
+        (12_288, "B", "12.3 kB"),
+        (6_738_415_616, "", "6.74 G"),
+        (1.76e12, "FLOP", "1.76 TFLOP"),
+        (9.97e-5, "s", "99.7 µs"),
+        (2.5e-9, "s", "2.5 ns"),
+        (0.5, "s", "500 ms"),
+        (0.25, "B", "0.25 B"),
+        (3e-13, "s", "0.0003 ns"),
+        (float("inf"), "s", "inf s"),
+    ],
+)
 def test_quantity(number, unit, text):
     assert quantity(number, unit) == text
 

@@ -1,0 +1,156 @@
+"""Train a small GPT-2 on real text, partitioned over four processes, beside the same training in one process.
+
+The model is the one from transformers, unmodified. autopart traces it, cuts every layer over two tensor-parallel
+processes and the model into two pipeline stages (mesh `tp2,pp2`), and runs the stages with the 1F1B schedule. Process 0
+also trains the whole model by itself, on the same batches: both losses must agree to 1e-4 at every step.
+
+    python examples/train_gpt2.py [--steps 60]
+
+It starts its four processes itself; `torchrun --nproc-per-node 4 examples/train_gpt2.py` does the same. It needs no GPU
+and no network, takes about a minute on two cores, and leaves the plan in `plan.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import subprocess
+import sys
+import time
+
+NUM_PROCESSES = 4
+MESH = "tp2,pp2"
+TOLERANCE = 1e-4
+VOCAB, ROWS, SEQ = 512, 16, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=60, help="how many optimizer steps (60)")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        train(arguments.steps)
+    else:
+        sys.exit(start_processes())
+
+
+def start_processes() -> int:
+    """Runs this file in four processes, as `torchrun` does; returns the exit code."""
+    print(f"Starting {NUM_PROCESSES} processes, one thread each ...", flush=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_PROCESSES)]
+    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.run([*torchrun, *sys.argv], env={**os.environ, **quiet}).returncode
+
+
+def train(num_steps: int) -> None:
+    """What every process runs."""
+    import torch
+    import torch.distributed as dist
+    from tqdm import tqdm
+
+    import autopart
+
+    start_s = time.perf_counter()
+    torch.manual_seed(0)
+    tokens = torch.tensor(encode(python_reference()))
+    batches = [random_rows(tokens) for _ in range(num_steps)]
+    model = small_gpt2()
+    whole = copy.deepcopy(model)  # trained in one process, to compare with
+
+    # This is all there is to it: the model partitioned, then `step` instead of forward and backward.
+    pm = autopart.parallelize(model, MESH, example_kwargs=batches[0], schedule="1f1b", microbatches=4)
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=3e-3)
+
+    first = dist.get_rank() == 0
+    if first:
+        whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=3e-3)
+        introduce(pm, model, tokens)
+        pm.plan.save("plan.json")
+
+    losses: list[tuple[float, float]] = []
+    bar = tqdm(batches, desc="training", unit="step", disable=not first, mininterval=1)
+    for batch in bar:
+        optimizer.zero_grad()
+        loss = pm.step(**batch)
+        optimizer.step()
+        if first:
+            whole_optimizer.zero_grad()
+            whole_loss = whole(**batch).loss
+            whole_loss.backward()
+            whole_optimizer.step()
+            losses.append((loss.item(), whole_loss.item()))
+            bar.set_postfix(partitioned=f"{loss:.4f}", one_process=f"{whole_loss:.4f}", refresh=False)
+    agree = not first or conclude(losses, time.perf_counter() - start_s)
+    dist.destroy_process_group()
+    sys.exit(0 if agree else 1)
+
+
+def python_reference() -> str:
+    """The Python language reference, as it lies in every Python installation (`help('for')` reads it)."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def encode(text: str) -> list[int]:
+    """The text as tokens of a byte-level BPE vocabulary that is learned from the text itself."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([text], vocab_size=VOCAB, show_progress=False)
+    return tokenizer.encode(text).ids
+
+
+def random_rows(tokens):
+    """A batch of rows from random places of the text."""
+    import torch
+
+    starts = torch.randint(len(tokens) - SEQ, (ROWS,)).tolist()
+    rows = torch.stack([tokens[start : start + SEQ] for start in starts])
+    return {"input_ids": rows, "labels": rows.clone()}
+
+
+def small_gpt2():
+    """A GPT-2 with random weights, without dropout, so that both trainings compute the same."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=SEQ, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # which transformers would fall back to, with a warning
+    return model
+
+
+def introduce(pm, model, tokens) -> None:
+    count = sum(p.numel() for p in model.parameters())
+    mine = sum(p.numel() for p in pm.parameters())
+    print(f"""
+GPT-2 with {count:,} parameters on the Python language reference: {len(tokens):,} tokens, batches of {ROWS} x {SEQ}.
+Mesh {MESH}: {NUM_PROCESSES} processes; process 0 holds {mine:,} of the parameters ({mine / count:.0%}).
+
+The plan (also in plan.json; edit it and pass `plan="plan.json"` to run what you wrote):
+
+{pm.plan.explain()}
+""", flush=True)  # fmt: skip
+
+
+def conclude(losses: list[tuple[float, float]], time_s: float) -> bool:
+    """Prints both losses; whether they agree at every step, and fell."""
+    print(f"\n{'step':>6} {'partitioned':>13} {'one process':>13} {'difference':>12}")
+    every = max(1, len(losses) // 10)
+    for step in sorted({*range(0, len(losses), every), len(losses) - 1}):
+        partitioned, whole = losses[step]
+        print(f"{step + 1:>6} {partitioned:>13.6f} {whole:>13.6f} {abs(partitioned - whole):>12.1e}")
+    worst = max(abs(partitioned - whole) for partitioned, whole in losses)
+    agree, fell = worst <= TOLERANCE, losses[-1][0] < losses[0][0]
+    print(f"\n{len(losses)} steps, {time_s:.0f} s. Largest difference of all steps: {worst:.1e} (allowed: {TOLERANCE:.0e}).")
+    print(f"The loss {'fell' if fell else 'DID NOT FALL'}: {losses[0][0]:.3f} -> {losses[-1][0]:.3f}. The two trainings "
+          f"{'agree' if agree else 'DO NOT AGREE'}.", flush=True)  # fmt: skip
+    return agree and fell
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""A plan is data: it is written, read, edited and run again, and every wrong edit is told with its line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from torch import nn
+from zoo import ZOO, gpt2, skip_mlp
+
+import autopart
+from autopart.compiler import prepare
+from autopart.errors import AutopartError
+from autopart.graph import pattern_of
+from autopart.mesh import Mesh
+from autopart.passes.decide import decode
+from autopart.passes.lower import lower
+from autopart.plan import Plan, schema
+from autopart.trace import bind_call
+
+EDITED = ("gpt2", "llama", "bert", "phi3", "t5")
+
+
+def small(name: str) -> tuple[nn.Module, dict]:
+    return ZOO[name](num_layers=1, rows=2, seq=6)
+
+
+# --- written and read ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2", "dp2,pp2,tp2"])
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "conv_net"])
+def test_a_plan_survives_its_file(name, mesh, tmp_path):
+    model, batch = ZOO[name]()
+    plan = autopart.plan(model, mesh, example_kwargs=batch)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.to_json() == plan.to_json() == (tmp_path / "plan.json").read_text()
+    jsonschema.validate(json.loads(plan.to_json()), schema(), cls=jsonschema.Draft202012Validator)
+    assert list(json.loads(plan.to_json())["mesh"]) == [axis for axis in ("pp", "dp", "tp") if axis in mesh]
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft202012Validator.check_schema(schema())
+
+
+def test_a_large_model_has_a_small_plan():
+    """32 layers of Llama, on the meta device: repeated blocks are written once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+        ids = torch.zeros(8, 128, dtype=torch.int64)
+    plan = autopart.plan(model, "dp2,pp4,tp8", example_kwargs={"input_ids": ids, "labels": ids})
+    assert len(plan.to_json()) < 20_000
+    assert plan.parameters["model.layers.*.mlp.down_proj.weight"] == {"tp": "S(1)"}
+    assert len(plan.parameters) == 12
+    assert not any(part.isdigit() for name in plan.operators for part in name.split("/")[0].split("."))
+    assert len(plan.cuts) == 3
+
+
+def deterministic_text() -> str:
+    """The plans that two processes must agree on."""
+    built = [(small(name), mesh) for name, mesh in (("gpt2", "tp2"), ("phi3", "pp2,tp2"))]
+    return "".join(autopart.plan(model, mesh, example_kwargs=batch).to_json() for (model, batch), mesh in built)
+
+
+def test_plans_are_the_same_in_every_process():
+    program = "import test_plan; print(test_plan.deterministic_text())"
+    folder = str(Path(__file__).parent)
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=folder, env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert texts == {deterministic_text().strip()}
+
+
+# --- run again without choosing ------------------------------------------------------------------------------------
+
+
+def printed(pm: autopart.ParallelModule, num_stages: int) -> str:
+    return "\n".join(str(pm.graph(stage).graph) for stage in range(num_stages))
+
+
+@pytest.fixture
+def forbid_choosing(monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("a given plan leaves nothing to choose")
+
+    def forbid():
+        monkeypatch.setattr("autopart.passes.decide.choose_sharding", forbidden)
+        monkeypatch.setattr("autopart.passes.decide.partition", forbidden)
+
+    return forbid
+
+
+def test_the_solver_is_what_the_fixture_forbids(forbid_choosing):
+    model, batch = small("gpt2")
+    forbid_choosing()
+    for mesh in ("tp2", "pp2"):
+        with pytest.raises(AssertionError, match="nothing to choose"):
+            autopart.plan(model, mesh, example_kwargs=batch)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_plan_from_a_file_gives_the_identical_program(name, tmp_path, forbid_choosing):
+    model, batch = ZOO[name]()
+    mesh = Mesh.parse("pp2,tp2")
+    path = tmp_path / "plan.json"
+    chosen = autopart.plan(model, mesh, example_kwargs=batch)
+    chosen.save(path)
+    trace = prepare(model, bind_call(model, (), batch))
+    outputs = list(trace.graph.output_node().args[0])
+    first = lower(trace, decode(trace, chosen, mesh), outputs, whole_outputs=True)
+    forbid_choosing()
+    assert autopart.verify(model, mesh, example_kwargs=batch, plan=path).ok
+    second = lower(trace, decode(trace, Plan.load(path), mesh), outputs, whole_outputs=True)
+    for one, two in zip(first.stages, second.stages, strict=True):
+        assert str(one.graph.graph) == str(two.graph.graph)
+        assert str(one.prologue.graph) == str(two.prologue.graph)
+    assert first.parameters == second.parameters
+
+
+def test_parallelize_runs_a_plan_from_a_file(tmp_path, monkeypatch, forbid_choosing):
+    """On one rank; `test_errors` and the runtime's tests run more."""
+    model, batch = small("gpt2")
+    path = tmp_path / "plan.json"
+    first = autopart.parallelize(model, "tp1", example_kwargs=batch)
+    first.plan.save(path)
+    forbid_choosing()
+    second = autopart.parallelize(model, "tp1", example_kwargs=batch, plan=path)
+    assert second.plan == first.plan
+    assert printed(second, 1) == printed(first, 1)
+
+
+# --- edited --------------------------------------------------------------------------------------------------------
+
+
+def edits(name: str) -> list[tuple[str, str]]:
+    """For every parameter pattern of a model, its other layouts: whole, or cut along any dim that divides."""
+    model, batch = small(name)
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    shapes = {pattern_of(n): p.shape for n, p in model.named_parameters()} | {
+        n: p.shape for n, p in model.named_parameters()
+    }
+    return [
+        (pattern, text)
+        for pattern, entry in plan.parameters.items()
+        for text in ("R", "S(0)", "S(1)")
+        if text != entry["tp"] and (text == "R" or divides(shapes[pattern], int(text[2])))
+    ]
+
+
+def divides(shape: torch.Size, dim: int) -> bool:
+    return dim < len(shape) and shape[dim] % 2 == 0
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_any_layout_of_any_parameter_stays_exact(name):
+    model, batch = small(name)
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    tried = dict(edits(name)).items() if name == "t5" else edits(name)  # t5 takes a second each: one per pattern
+    assert {pattern for pattern, _ in tried} == set(plan.parameters)
+    for pattern, text in tried:
+        edited = dataclasses.replace(plan, parameters={**plan.parameters, pattern: {"tp": text}})
+        verification = autopart.verify(model, "tp2", example_kwargs=batch, plan=edited)
+        assert verification.ok, f"{name}: {pattern} as {text}: {verification}"
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_an_edited_weight_is_stored_and_read_as_edited(name):
+    """Where the rule of the operator that reads it has such a strategy, nothing converts the weight on its way."""
+    model, batch = small(name)
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    trace = prepare(model, bind_call(model, (), batch))
+    outputs = list(trace.graph.output_node().args[0])
+    mesh, followed = Mesh.parse("tp2"), 0
+    for pattern, text in edits(name):
+        edited = dataclasses.replace(plan, parameters={**plan.parameters, pattern: {"tp": text}})
+        program = lower(trace, decode(trace, edited, mesh), outputs, whole_outputs=True)
+        names = [n for n in program.parameters if pattern in (n, pattern_of(n))]
+        assert {str(program.parameters[n].layout["tp"]) for n in names} == {text}
+        (graph,) = [stage.graph.graph for stage in program.stages]
+        for parameter in [n for n in trace.graph.find_nodes(op="get_attr") if n.target in names]:
+            weights = [parameter, *(user for user in parameter.users if user.meta["role"] == "weight")]
+            readers = [user for weight in weights for user in weight.users if user not in weights]
+            if len(readers) == 1 and readers[0].meta["pattern"].flops and text != "R":
+                moved = [n for n in graph.nodes if n.meta.get("origin") in {w.name for w in weights}]
+                moved = [n for n in moved if "autopart" in str(n.target)]
+                assert not moved, f"{parameter.target} as {text}: {moved}"
+                followed += 1
+    assert followed
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_other_cuts_stay_exact(name):
+    model, batch = ZOO[name](rows=2, seq=6)
+    plan = autopart.plan(model, "pp2", example_kwargs=batch)
+    trace = prepare(model, bind_call(model, (), batch))
+    keys = [n.meta["key"] for n in trace.graph.nodes if n.meta.get("role") == "active" and "key" in n.meta]
+    tried = 0
+    for key in keys[3 :: max(1, len(keys) // 5)]:
+        try:
+            verification = autopart.verify(
+                model, "pp2", example_kwargs=batch, plan=dataclasses.replace(plan, cuts=(key,))
+            )
+        except AutopartError as error:
+            assert "a value without gradient would have to travel" in str(error)
+            continue
+        assert verification.ok, f"{name}: cut before {key}: {verification}"
+        tried += 1
+    assert tried >= 3
+
+
+def test_an_entry_for_a_full_name_overrides_its_pattern():
+    model, batch = gpt2(rows=2, seq=6)
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    edited = dataclasses.replace(plan, parameters={**plan.parameters, name: {"tp": "R"}})
+    trace = prepare(model, bind_call(model, (), batch))
+    program = lower(trace, decode(trace, edited, Mesh.parse("tp2")), list(trace.graph.output_node().args[0]), True)
+    stored = {n: str(p.layout["tp"]) for n, p in program.parameters.items()}
+    assert (stored[name], stored[name.replace("1", "0")]) == ("R", "S(1)")
+    assert autopart.verify(model, "tp2", example_kwargs=batch, plan=edited).ok
+
+
+# --- wrong edits ---------------------------------------------------------------------------------------------------
+
+CUT = "layers.5/linear"
+WRONG = {
+    # name: (what stands there, what is written instead, the texts the error must have; {line} is where it was written)
+    "bad JSON": ('"schedule": {', '"schedule": {,', ["is no JSON", "Expecting property name", "{line}"]),
+    "empty file": (None, "", ["is no JSON", "line 1"]),
+    "missing section": ('"parameters": {', '"parametrs": {', ["form of a plan", "'parameters' is a required property"]),
+    "extra section": (
+        '"hardware"', '"extra": 1,\n  "hardware"', ["form of a plan", "'extra' was unexpected", "{line}"],
+    ),
+    "other format": ("autopart-plan/1", "autopart-plan/9", ["form of a plan", "format", "autopart-plan/1", "{line}"]),
+    "no placement": (
+        '"head.weight": {"tp": "S(0)"}', '"head.weight": {"tp": "S1"}', ["head.weight.tp", "'S1'", "{line}"],
+    ),
+    "no axis": ('"head.weight": {"tp": "S(0)"}', '"head.weight": {"xp": "S(1)"}', ["head.weight", "'xp'", "{line}"]),
+    "an axis of the batch": (
+        '"head.weight": {"tp": "S(0)"}', '"head.weight": {"tp": "S(0)", "dp": "S(0)"}', ["head.weight", "dp", "{line}"],
+    ),
+    "unknown parameter": ('"head.bias"', '"head.bia"', ["places 'head.bia'", "no parameter of the model", "{line}"]),
+    "unknown operator": ('"head/linear"', '"head/liner"', ["names 'head/liner'", "no operator of the model", "{line}"]),
+    "no such dim": (
+        '"head.weight": {"tp": "S(0)"}', '"head.weight": {"tp": "S(2)"}', ["as S(2)", "[32, 64]", "{line}"],
+    ),
+    "sections that do not divide": (
+        '"head.weight": {"tp": "S(0)"}', '"head.weight": {"tp": "S(1; sections=3)"}', ["size 64", "tp=2", "{line}"],
+    ),
+    "a stored sum": ('"head.bias": {"tp": "S(0)"}', '"head.bias": {"tp": "P"}', ["as P", "partial sum", "{line}"]),
+    "not in the rule": (
+        '"S(1), S(1) -> P"', '"S(1), S(1) -> R"', ["'S(1), S(1) -> R'", "rule does not allow", "linear at", "{line}"],
+    ),
+    "unknown cut": (CUT + '"', 'layers.5/liner"', ["before 'layers.5/liner'", "layers.5/linear", "{line}"]),
+    "cut at the start": (CUT + '"', 'layers.0/linear"', ["'layers.0/linear'", "a stage would be empty", "{line}"]),
+    "too many cuts": (f'"{CUT}"', f'"{CUT}", "layers.7/linear"', ["has 2 cuts", "2 stages need 1", "line"]),
+    "too few cuts": (f'\n    "{CUT}"\n  ', "", ["has 0 cuts", "2 stages need 1", "line"]),
+    "unknown schedule": ('"name": "1f1b"', '"name": "2f2b"', ["schedule.name", "'2f2b'", "gpipe", "{line}"]),
+    "batch that does not divide": (
+        '"microbatches": 8', '"microbatches": 3', ["8 rows", "microbatches=3", "not a multiple of 3", "1, 2, 4, 8"],
+    ),
+    "another mesh": ('"pp": 2', '"pp": 4', ["is for the mesh pp4,tp2, not pp2,tp2", "{line}"]),
+    "another model": ('"fingerprint": "', '"fingerprint": "0', ["is for another model than this SkipMLP", "{line}"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def skip_plan() -> tuple[nn.Module, dict, str]:
+    model, batch = skip_mlp()
+    plan = autopart.plan(model, "pp2,tp2", example_kwargs=batch)
+    return model, batch, dataclasses.replace(plan, cuts=(CUT,)).to_json()
+
+
+@pytest.mark.parametrize("edit", WRONG)
+def test_a_wrong_edit_is_told_with_its_line(edit, skip_plan, tmp_path):
+    model, batch, text = skip_plan
+    old, new, expected = WRONG[edit]
+    assert old is None or old in text, f"the plan to edit has no {old}:\n{text}"
+    edited = new if old is None else text.replace(old, new, 1)
+    path = tmp_path / "plan.json"
+    path.write_text(edited)
+    line = f"line {edited[: edited.find(new) + len(new)].count(chr(10)) + 1}"
+    if edit == "extra section":
+        line = f"line {edited[: edited.find('extra')].count(chr(10)) + 1}"
+    with pytest.raises(AutopartError) as error:
+        autopart.verify(model, "pp2,tp2", example_kwargs=batch, plan=path)
+    missing = [part for part in expected if part.format(line=line) not in str(error.value)]
+    assert not missing, f"{missing} ({line}) not in\n{error.value}"
+
+
+def test_cuts_out_of_order_are_told(skip_plan, tmp_path):
+    model, batch, _ = skip_plan
+    plan = autopart.plan(model, "pp3", example_kwargs=batch)
+    plan = dataclasses.replace(plan, cuts=("layers.5/linear", "layers.2/linear"))
+    with pytest.raises(
+        AutopartError, match=r"before 'layers.2/linear'\n.*a stage would be empty: cuts follow the order"
+    ):
+        autopart.verify(model, "pp3", example_kwargs=batch, plan=plan)
+
+
+@pytest.mark.parametrize("option", [{"microbatches": 2}, {"schedule": "gpipe"}, {"virtual_stages": 2}], ids=str)
+@pytest.mark.parametrize("call", ["parallelize", "verify"])
+def test_an_option_may_not_contradict_the_plan(call, option, skip_plan):
+    model, batch, text = skip_plan
+    ((name, asked),) = option.items()
+    with pytest.raises(AutopartError, match=f"{name}={asked!r} contradicts the plan"):
+        getattr(autopart, call)(model, "pp2,tp2", example_kwargs=batch, plan=Plan.from_json(text), **option)
+
+
+def test_no_such_file():
+    with pytest.raises(AutopartError, match=r"there is no plan at nowhere\.json"):
+        Plan.load("nowhere.json")

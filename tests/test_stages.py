@@ -1,0 +1,155 @@
+"""Cutting into stages: the cuts are the best there are, and any cuts at all compute the same."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import zoo
+
+import autopart
+from autopart.compiler import prepare
+from autopart.cost.stages import SLACK, balance
+from autopart.errors import StageError
+from autopart.passes.partition import active_operators, crossing_bytes, equal_layer_loads, partition, work
+from autopart.trace import bind_call
+
+WITHIN = 0.02  # of the lower bound
+NUM_RANDOM_CUTS = 10
+
+
+# --- The programme against brute force -----------------------------------------------------------------------------
+
+
+def every_partition(weights, crossing, num_stages):
+    """(heaviest stage, bytes sent) of all partitions."""
+    places = [i for i in range(1, len(weights)) if math.isfinite(crossing[i])]
+    for cuts in itertools.combinations(places, num_stages - 1):
+        edges = (0, *cuts, len(weights))
+        yield max(sum(weights[a:b]) for a, b in itertools.pairwise(edges)), sum(crossing[c] for c in cuts)
+
+
+def random_problem(seed):
+    rng = random.Random(seed)
+    count = rng.randint(1, 11)
+    scale = rng.choice([1, 10, 1e12])
+    weights = [rng.choice([0.0, 1.0, rng.random(), 50 * rng.random()]) * scale for _ in range(count)]
+    crossing = [0.0, *(math.inf if rng.random() < 0.2 else float(rng.randint(0, 9)) for _ in range(count - 1))]
+    return weights, crossing, rng.randint(1, 5)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_balance_is_the_best_of_all_partitions(seed):
+    weights, crossing, num_stages = random_problem(seed)
+    found = balance(weights, crossing, num_stages)
+    possible = list(every_partition(weights, crossing, num_stages))
+    if not possible:
+        assert found is None
+        return
+    best = min(heaviest for heaviest, _ in possible)
+    limit = best * (1 + SLACK) * (1 + 1e-9)
+    edges = (0, *found.cuts, len(weights))
+    assert list(edges) == sorted(set(edges)) or len(weights) == 0
+    loads = [sum(weights[a:b]) for a, b in itertools.pairwise(edges)]
+    assert found.loads == pytest.approx(loads) and max(loads) <= limit
+    least = min(sent for heaviest, sent in possible if heaviest <= limit)
+    assert sum(crossing[c] for c in found.cuts) == least
+    assert found.lower_bound == pytest.approx(max(sum(weights) / num_stages, max(weights)))
+    assert found.lower_bound <= best * (1 + 1e-9)
+
+
+# --- GPT-2 at its real sizes ---------------------------------------------------------------------------------------
+
+REAL = {"small": {"n_layer": 12, "n_embd": 768, "n_head": 12}, "medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16}}
+
+
+@cache
+def real_gpt2(size):
+    """The annotated graph of GPT-2 with its vocabulary of 50257, no weights in memory."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(**REAL[size], **dropout))
+    assert model.config.vocab_size == 50257
+    ids = torch.zeros(8, 1024, dtype=torch.long)
+    return prepare(model, bind_call(model, (), {"input_ids": ids, "labels": ids.clone()})).graph
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+@pytest.mark.parametrize("size", REAL)
+def test_real_gpt2_is_balanced(size, num_stages):
+    graph = real_gpt2(size)
+    found = partition(graph, num_stages)
+    heaviest_operator = max(map(work, active_operators(graph)))
+    mean = sum(found.loads) / num_stages
+    equal = max(equal_layer_loads(graph, num_stages))
+    assert sum(equal_layer_loads(graph, num_stages)) == pytest.approx(sum(found.loads))
+    print(
+        f"GPT-2 {size}, {num_stages} stages: heaviest over lower bound {max(found.loads) / found.lower_bound:.4f}, "
+        f"over mean {max(found.loads) / mean:.4f}; equal layers over mean {equal / mean:.4f}"
+    )
+    assert found.lower_bound == pytest.approx(max(mean, heaviest_operator))
+    assert max(found.loads) <= (1 + WITHIN) * found.lower_bound
+    assert max(found.loads) < equal
+    if (size, num_stages) == ("medium", 4):
+        assert 1.2 < equal / mean < 1.6, "what equal numbers of layers cost"
+
+
+def test_plan_shows_the_balance():
+    model, batch = zoo.gpt2(num_layers=4)
+    plan = autopart.plan(model, "pp4", example_kwargs=batch)
+    loads = [row["flops"] for row in plan.stages]
+    assert plan.cost["heaviest_stage_flops"] == max(loads)
+    assert plan.cost["imbalance"] == pytest.approx(max(loads) / plan.cost["stage_lower_bound_flops"] - 1, abs=1e-6)
+
+
+# --- Any cut is legal ----------------------------------------------------------------------------------------------
+
+
+def possible_cuts(model, batch):
+    """The names of all operators before which a stage may begin."""
+    nodes = active_operators(prepare(model, bind_call(model, (), batch)).graph)
+    return [n.meta["key"] for n, sent in zip(nodes, crossing_bytes(nodes), strict=True) if math.isfinite(sent)][1:]
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_random_cuts_are_exact(name):
+    """Also in the middle of attention, inside a norm, between a skip and what it is added to."""
+    model, batch = zoo.ZOO[name]()
+    keys = possible_cuts(model, batch)
+    rng = random.Random(name)
+    for i in range(NUM_RANDOM_CUTS):
+        mesh = ("pp2", "pp4", "pp2,tp2", "dp2,pp4")[i % 4]
+        num_stages = autopart.Mesh.parse(mesh).size("pp")
+        plan = autopart.plan(model, mesh, example_kwargs=batch, microbatches=2, schedule="gpipe")
+        cuts = tuple(keys[k] for k in sorted(rng.sample(range(len(keys)), num_stages - 1)))
+        found = autopart.verify(model, mesh, example_kwargs=batch, plan=replace(plan, cuts=cuts))
+        assert found.ok, f"{mesh}, cut before {cuts}\n{found}"
+        assert "loss" in found.errors and len(found.errors) > 3
+
+
+def test_values_travel_through_stages_that_do_not_read_them():
+    """The last layer of the skip MLP reads the first's output: with a stage per layer it crosses every cut."""
+    model, batch = zoo.skip_mlp()
+    plan = autopart.plan(model, "pp8", example_kwargs=batch)
+    cuts = tuple(f"layers.{i}/linear" for i in range(1, 8))
+    assert set(cuts) <= set(possible_cuts(model, batch))
+    edited = replace(plan, cuts=cuts)
+    assert autopart.verify(model, "pp8", example_kwargs=batch, plan=edited).ok
+
+
+def test_most_operators_can_begin_a_stage():
+    for name, builder in zoo.ZOO.items():
+        model, batch = builder()
+        graph = prepare(model, bind_call(model, (), batch)).graph
+        assert len(possible_cuts(model, batch)) > 0.8 * (len(active_operators(graph)) - 1), name
+
+
+def test_too_many_stages_are_refused():
+    model, batch = zoo.conv_net()
+    with pytest.raises(StageError, match=r"cannot be cut into 64 stages(.|\n)*at most \d+ stages"):
+        autopart.plan(model, "pp64", example_kwargs=batch, schedule="gpipe", microbatches=8)
