@@ -161,16 +161,13 @@ def line_of(text: str, *keys: str) -> str:
     return f"line {text.count(chr(10), 0, at) + 1}"
 
 
-def _dumps(data: Mapping[str, Any]) -> str:
-    """JSON with one line per leaf object of the top-level sections."""
-    lines = []
-    for key, section in data.items():
-        if isinstance(section, Mapping) and section and all(isinstance(v, Mapping) for v in section.values()):
-            inner = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in section.items())
-            lines.append(f"  {json.dumps(key)}: {{\n{inner}\n  }}")
-        elif isinstance(section, (list, tuple)) and section:
-            inner = ",\n".join(f"    {json.dumps(v)}" for v in section)
-            lines.append(f"  {json.dumps(key)}: [\n{inner}\n  ]")
-        else:
-            lines.append(f"  {json.dumps(key)}: {json.dumps(section)}")
-    return "{\n" + ",\n".join(lines) + "\n}"
+def _dumps(data: Any, indent: str = "", width: int = 160) -> str:
+    """JSON in which what fits on a line stays on one, and everything longer has one entry a line."""
+    text = json.dumps(data)
+    if not isinstance(data, (Mapping, list, tuple)) or not data or (indent and len(text) <= width):
+        return text
+    inner = indent + "  "
+    if isinstance(data, Mapping):
+        entries = [f"{json.dumps(key)}: {_dumps(value, inner)}" for key, value in data.items()]
+        return "{\n" + ",\n".join(inner + entry for entry in entries) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inner + _dumps(value, inner) for value in data) + f"\n{indent}]"

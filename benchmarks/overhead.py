@@ -1,11 +1,12 @@
 """Step time of autopart (forward, backward, gradients ready) against the same Llama on two CPU cores, three ways:
 
     plain       the unpartitioned model: one process with two threads, where the others have two with one thread each
-    dtensor tp  what an expert writes with `parallelize_module`: the Megatron plan, vocabulary-parallel embedding and loss
-    hand pp     what an expert writes with `PipelineStage`: the best split at a layer boundary, the same schedule
+    dtensor-tp  an expert's `parallelize_module`: the Megatron plan, with vocabulary-parallel embedding and loss
+    hand-pp     an expert's `PipelineStage`s: the best split at a layer boundary, the same schedule
 
 All run in the same two processes in turn, round after round, so that the machine's noise meets all alike. The loss and
-a gradient of every variant are compared first.
+a gradient of every variant are compared first. `plain-1-thread` is there for the processor seconds: what autopart
+spends beyond it is what partitioning costs.
 
     python benchmarks/overhead.py [--quick] [--json] [--only autopart-tp ...]
 
@@ -56,8 +57,10 @@ class Sizes:
 QUICK = Sizes(hidden=64, mlp=128, layers=3, vocab=256, seq=32, warm_ups=1, rounds=2)
 PAIRS = (
     ("autopart-tp", "plain"),
+    ("autopart-tp", "plain-1-thread"),
     ("autopart-tp", "dtensor-tp"),
     ("autopart-pp", "plain"),
+    ("autopart-pp", "plain-1-thread"),
     ("autopart-pp", "hand-pp"),
 )
 TARGETS = {"dtensor-tp": 1.0, "hand-pp": 1.0}
@@ -120,18 +123,21 @@ class Step:
 # --- The variants.
 
 
-def plain(model: nn.Module, batch: Batch) -> Step:
-    """On rank 0 with two threads, while the other rank waits."""
+def plain(num_threads: int) -> Callable[[nn.Module, Batch], Step]:
+    """On rank 0 alone, while the other rank waits."""
 
-    def run() -> Tensor | None:
-        if dist.get_rank() != 0:
-            return None
-        with threads(NUM_RANKS):
-            loss = model(**batch).loss
-            loss.backward()
-        return loss.detach()
+    def make(model: nn.Module, batch: Batch) -> Step:
+        def run() -> Tensor | None:
+            if dist.get_rank() != 0:
+                return None
+            with threads(num_threads):
+                loss = model(**batch).loss
+                loss.backward()
+            return loss.detach()
 
-    return Step(run, model, lambda: grad_of(model.model.norm))
+        return Step(run, model, lambda: grad_of(model.model.norm))
+
+    return make
 
 
 def autopart_on(mesh: str, **options: Any) -> Callable[[nn.Module, Batch], Step]:
@@ -229,7 +235,8 @@ def best_split(model: nn.Module) -> int:
 
 
 VARIANTS: dict[str, Callable[[nn.Module, Batch], Step]] = {
-    "plain": plain,
+    "plain": plain(NUM_RANKS),
+    "plain-1-thread": plain(1),
     "autopart-tp": autopart_on("tp2"),
     "dtensor-tp": dtensor_tp,
     "autopart-pp": autopart_on("pp2", schedule="1f1b", microbatches=MICROBATCHES),
@@ -289,33 +296,28 @@ def check_equal(steps: dict[str, Step]) -> None:
 
 
 def report(sizes: Sizes, times: dict[str, list[Time]], as_json: bool) -> None:
-    print(f"Llama {sizes.layers} layers, hidden {sizes.hidden}, vocabulary {sizes.vocab}, batch {sizes.rows} x {sizes.seq}; "
-          f"{sizes.rounds} rounds, two threads in all; pp: 1F1B, {MICROBATCHES} microbatches\n")  # fmt: skip
-    print(f"{'variant':<14} {'median s':>9} {'min s':>8} {'max s':>8} {'cpu s':>8}")
+    print(f"Llama: {sizes.layers} layers, hidden {sizes.hidden}, vocabulary {sizes.vocab}, ", end="")
+    print(f"batch {sizes.rows} x {sizes.seq}, 1F1B with {MICROBATCHES} microbatches; {sizes.rounds} rounds\n")
+    print(f"{'variant':<16} {'median s':>9} {'min s':>8} {'max s':>8} {'cpu s':>8}")
     medians = {}
     for name, values in times.items():
         wall_s, cpu_s = zip(*values, strict=True)
-        medians[name] = {"wall_s": statistics.median(wall_s), "cpu_s": statistics.median(cpu_s)}
-        print(f"{name:<14} {medians[name]['wall_s']:>9.4f} {min(wall_s):>8.4f} {max(wall_s):>8.4f} {medians[name]['cpu_s']:>8.4f}")
+        median = medians[name] = Time(statistics.median(wall_s), statistics.median(cpu_s))
+        print(f"{name:<16} {median.wall_s:>9.4f} {min(wall_s):>8.4f} {max(wall_s):>8.4f} {median.cpu_s:>8.4f}")
     ratios = {}
-    print(f"\n{'autopart over ...':<26} {'time':>6} {'cpu':>6}   (median of the rounds' ratios)")
+    print(f"\n{'autopart over ...':<30} {'time':>6} {'cpu':>6}   (median of the rounds' ratios)")
     for name, other in PAIRS:
         if name in times and other in times:
-            ratio = ratios[f"{name}/{other}"] = paired_ratio(times[name], times[other])
+            pairs = list(zip(times[name], times[other], strict=True))
+            wall = statistics.median(a.wall_s / b.wall_s for a, b in pairs)
+            cpu = statistics.median(a.cpu_s / b.cpu_s for a, b in pairs)
+            ratios[f"{name}/{other}"] = {"wall": wall, "cpu": cpu}
             target = f"   target: time {TARGETS[other]:g}" if other in TARGETS else ""
-            print(f"{name + ' / ' + other:<26} {ratio['wall']:>6.3f} {ratio['cpu']:>6.3f}{target}")
-    print("\ncpu: processor seconds of both processes; where other work shares the machine, it is what stays comparable")
+            print(f"{name + ' / ' + other:<30} {wall:>6.3f} {cpu:>6.3f}{target}")
+    print("\ncpu: processor seconds of both processes, which move less where other work shares the machine")
     if as_json:
-        print(json.dumps({"benchmark": "overhead", "sizes": vars(sizes), "median": medians, "ratio": ratios}))
-
-
-def paired_ratio(ours: list[Time], theirs: list[Time]) -> dict[str, float]:
-    """The median over the rounds of the ratio within each round."""
-    pairs = list(zip(ours, theirs, strict=True))
-    return {
-        "wall": statistics.median(a.wall_s / b.wall_s for a, b in pairs),
-        "cpu": statistics.median(a.cpu_s / b.cpu_s for a, b in pairs),
-    }
+        median = {name: value._asdict() for name, value in medians.items()}
+        print(json.dumps({"benchmark": "overhead", "sizes": vars(sizes), "median": median, "ratio": ratios}))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ def main() -> None:
 
     columns = (*PASSES, "whole")
     print(f"autopart.plan from meta, seconds (target for llama-8b: {TARGET_S:g} s)\n")
-    print(f"{'model':<16} {'mesh':<12}" + "".join(f"{name:>9}" for name in columns) + f"{'peak MB':>10}{'model MB':>10}")
+    heading = "".join(f"{name:>9}" for name in columns)
+    print(f"{'model':<16} {'mesh':<12}{heading}{'peak MB':>10}{'before MB':>10}")
     rows = {}
     for name in QUICK if arguments.quick else [case for case in CASES if case not in QUICK]:
         command = [sys.executable, __file__, "--case", name]
@@ -78,7 +79,7 @@ def main() -> None:
         times = "".join(f"{row['time_s'][column]:9.2f}" for column in columns)
         memory = "".join(f"{row[key] / 1e6:10.0f}" for key in ("peak_memory_bytes", "before_memory_bytes"))
         print(f"{name.split()[0]:<16} {CASES[name][2]:<12}{times}{memory}", flush=True)
-    print("\npeak MB: of the whole process; model MB: before planning, with torch, transformers and the meta model loaded")
+    print("\npeak MB: of the whole process; before MB: with torch, transformers and the meta model, before planning")
     if arguments.json:
         print(json.dumps({"benchmark": "planning", "cases": rows}))
 

@@ -1,4 +1,4 @@
-"""How even the pipeline stages are: the heaviest stage over the lower bound, beside the same number of layers per stage.
+"""How even the pipeline stages are: the heaviest stage over the lower bound, beside equal numbers of layers.
 
 The lower bound is the larger of the mean stage and the heaviest operator: no partition can be under it. The head of
 a GPT-2 (vocabulary 50257) weighs as much as several layers, so equal layer counts leave the last stage far too heavy;
@@ -22,6 +22,9 @@ from autopart.passes.partition import equal_layer_loads, partition
 from autopart.trace import bind_call
 
 NUM_STAGES = 4
+QUICK = {
+    "gpt2-tiny": {"n_embd": 64, "n_layer": 8, "n_head": 2, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
+}
 MODELS = {
     "gpt2-small": {"n_embd": 768, "n_layer": 12, "n_head": 12},
     "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
@@ -34,11 +37,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small model")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    models = {"gpt2-tiny": {"n_embd": 64, "n_layer": 8, "n_head": 2, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}} if arguments.quick else MODELS
-    rows = {name: measure(**sizes) for name, sizes in models.items()}
+    rows = {name: measure(**sizes) for name, sizes in (QUICK if arguments.quick else MODELS).items()}
 
     print(f"heaviest of {NUM_STAGES} pipeline stages over the lower bound (1 is perfect; target {TARGET})\n")
-    print(f"{'model':<12} {'operators':>9} {'autopart':>9} {'equal layers':>13}   share of the FLOPs per stage, autopart | equal layers")
+    print(f"{'model':<12} {'operators':>9} {'autopart':>9} {'equal layers':>13}   ", end="")
+    print("FLOPs by stage, autopart | equal layers")
     for name, row in rows.items():
         shares = " | ".join(" ".join(f"{share:5.1%}" for share in row[key]) for key in ("shares", "equal_shares"))
         print(f"{name:<12} {row['operators']:>9} {row['ratio']:>9.4f} {row['equal_layers_ratio']:>13.4f}   {shares}")

@@ -87,7 +87,7 @@ def pool(output, batch):
 
 
 def report(embeddings, errors: dict[str, float]) -> None:
-    print(f"\n{len(SENTENCES)} sentences, {embeddings.size(1)} numbers each. Largest difference from the whole model:\n")
+    print(f"\n{len(SENTENCES)} sentences of {embeddings.size(1)} numbers. Largest difference to the whole model:\n")
     for mesh, error in errors.items():
         print(f"  {mesh}  {error:.1e}  (allowed: {TOLERANCE:.0e})")
     similarity = embeddings @ embeddings.T

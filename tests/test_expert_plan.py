@@ -121,7 +121,9 @@ def test_a_block_has_two_all_reduces_each_way(case, mesh):
     program, _, _ = compiled(case, mesh)
     blocks = {name: counts for name, counts in per_block(program, names.block).items() if name}
     assert len(blocks) == num_blocks
-    wrong = {name: counts for name, counts in blocks.items() if counts != (Counter(all_reduce=2), Counter(all_reduce=2))}
+    wrong = {
+        name: counts for name, counts in blocks.items() if counts != (Counter(all_reduce=2), Counter(all_reduce=2))
+    }
     assert not wrong, wrong
 
 

@@ -149,14 +149,14 @@ def only_in_calls(fault):
 
 
 class Chain(nn.Module):
-    """Layers that are all alike."""
+    """Four layers of one size, and no loss."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.a, self.b, self.c, self.d = (nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x):
-        for layer in self.layers:
+        for layer in (self.a, self.b, self.c, self.d):
             x = torch.tanh(layer(x))
         return x
 
@@ -176,7 +176,7 @@ class Fault(NamedTuple):
     name: str
     module: str
     line: str
-    options: dict = {}
+    options: tuple = ()
 
 
 H1 = "transformer.h.1"
@@ -224,16 +224,16 @@ FAULTS = {
     ),
     "stages that run each other's graphs": Fault(
         chain, "pp4", swap_graphs(1, 2), "value", "tanh_1", "", "torch.tanh(layer(x))",
-        {"microbatches": 2, "schedule": "gpipe"},
+        (("microbatches", 2), ("schedule", "gpipe")),
     ),
     "values received in each other's place": Fault(
-        zoo.skip_mlp, "pp4", swap_sends(1), "value", "", "", "seen",
+        zoo.skip_mlp, "pp4", swap_sends(1), "value", "", "layers.4", "layer(seen[-1])",
     ),
     "a vocabulary shard that begins too late": Fault(
         zoo.gpt2, "tp2", wrong_start("transformer.wte/embedding"), "value", "embedding", "transformer.wte", EMBED,
     ),
     "a class shard that begins too late": Fault(
-        zoo.llama, "tp4", wrong_start("/cross_entropy_loss"), "value", "cross_entropy", "", "F.cross_entropy(logits",
+        zoo.llama, "tp4", wrong_start("/cross_entropy_loss"), "value", "cross_entropy", "", "self.loss_function(",
     ),
     "the same rows on every rank": Fault(
         zoo.conv_net, "dp2", whole_batch("image"), "value", "image", "", "self.conv1(image)",
@@ -268,8 +268,8 @@ def line_of(mismatch, model):
 def test_a_planted_fault_is_found_and_named(case):
     fault = FAULTS[case]
     model, batch = fault.builder()
-    assert autopart.verify(model, fault.mesh, example_kwargs=batch, **fault.options).ok
-    found = autopart.verify(model, fault.mesh, example_kwargs=batch, tamper=fault.tamper, **fault.options)
+    assert autopart.verify(model, fault.mesh, example_kwargs=batch, **dict(fault.options)).ok
+    found = autopart.verify(model, fault.mesh, example_kwargs=batch, tamper=fault.tamper, **dict(fault.options))
     assert not found.ok and found.max_error > 1e-6
     first = found.first_mismatch
     assert first is not None, f"nothing is named\n{found}"

@@ -1,0 +1,41 @@
+"""The benchmarks run in their quick mode, and their last line holds the figures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+TIME_LIMIT_S = 120
+
+
+def figures(name):
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, str(BENCHMARKS / name), "--quick", "--json"]
+    answer = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def test_stages():
+    (row,) = figures("stages.py")["models"].values()
+    assert 1 <= row["ratio"] <= row["equal_layers_ratio"]
+    assert sum(row["shares"]) == pytest.approx(1) and len(row["shares"]) == 4
+
+
+def test_planning():
+    (row,) = figures("planning.py")["cases"].values()
+    times_s = row["time_s"]
+    parts_s = sum(time_s for name, time_s in times_s.items() if name != "whole")
+    # The parts are the whole, but for a little glue between them.
+    assert 0.8 * times_s["whole"] <= parts_s <= times_s["whole"]
+    assert row["peak_memory_bytes"] >= row["before_memory_bytes"]
+
+
+def test_overhead():
+    found = figures("overhead.py")
+    assert all(median["wall_s"] > 0 for median in found["median"].values())
+    assert {"autopart-tp/dtensor-tp", "autopart-pp/hand-pp"} <= set(found["ratio"])

@@ -1,0 +1,438 @@
+"""Everything that a user can reach and that raises: the call, and the exact text it must give.
+
+A text says what was asked, why it cannot be, where, and what to try. What needs ranks runs on two: every rank must
+raise the same text, soon, and none may hang.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dist import run_ranks
+from torch import Tensor, nn
+from zoo import gpt2, skip_mlp
+
+import autopart
+from autopart.errors import AutopartError
+
+ROWS, SIZE = 8, 4
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:
+            y = -y
+        return y
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+class Contrast(nn.Module):
+    """In-batch contrastive loss: every row is compared with every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        return F.cross_entropy(z @ z.t(), torch.arange(ROWS))
+
+
+class Noise(Scale):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + torch.rand_like(x) * self.weight).sum()
+
+
+class ByPosition(Scale):
+    def forward(self, x: Tensor, /) -> Tensor:
+        return x * self.weight
+
+
+def linear() -> nn.Module:
+    return nn.Linear(SIZE, SIZE)
+
+
+def frozen() -> nn.Module:
+    return linear().requires_grad_(False)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return linear()
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(linear(), nn.BatchNorm1d(SIZE))
+
+
+def x(rows: int = ROWS) -> dict[str, Tensor]:
+    return {"x": torch.ones(rows, SIZE)}
+
+
+def input_(rows: int = ROWS) -> dict[str, Tensor]:
+    return {"input": torch.ones(rows, SIZE)}
+
+
+def plan(mesh: Any = "dp2", build: Callable[[], Any] = linear, batch: Any = None, **options: Any) -> Any:
+    """A case: plan this model for this mesh."""
+    needs_x = build in (Branch, Scale, Contrast, Noise, ByPosition)
+    example = batch if batch is not None else x() if needs_x else input_()
+    return lambda: autopart.plan(build(), mesh, example_kwargs=example, **options)
+
+
+def skip(mesh: Any, **options: Any) -> Any:
+    def case() -> Any:
+        model, batch = skip_mlp()
+        return autopart.plan(model, mesh, example_kwargs=batch, **options)
+
+    return case
+
+
+def called(use: Callable[[Any, dict], Any], build: Callable[[], Any] = skip_mlp, **options: Any) -> Any:
+    """A case: use this model, parallelized over one rank; `example=False` leaves the trace to the first call."""
+
+    def case() -> Any:
+        built = build()
+        model, batch = built if isinstance(built, tuple) else (built, input_())
+        example = batch if options.get("example", True) else None
+        return use(autopart.parallelize(model, "tp1", example_kwargs=example), batch)
+
+    return case
+
+
+def small_gpt2() -> tuple[nn.Module, dict]:
+    return gpt2(num_layers=1, hidden=16, heads=2, vocab=16, rows=2, seq=4)
+
+
+def plan_of_another(change: str) -> Any:
+    def case() -> Any:
+        model, batch = skip_mlp()
+        made = autopart.plan(model, "tp1", example_kwargs=batch)
+        if change == "mesh":
+            return autopart.parallelize(model, "tp2", example_kwargs=batch, plan=made)
+        model, batch = skip_mlp(num_layers=7)
+        return autopart.parallelize(model, "tp1", example_kwargs=batch, plan=made)
+
+    return case
+
+
+def line_of(cls: type, text: str) -> str:
+    """`file:number: text`: where the class says so."""
+    lines, first = inspect.getsourcelines(cls)
+    number = next(i for i, line in enumerate(lines) if text in line)
+    return f"{__file__}:{first + number}: {lines[number].strip()}"
+
+
+def not_built(name: str, purpose: str) -> str:
+    return f"OptionError: option {name}= is not built yet\n  why    it is for {purpose}\n  try    leave it out"
+
+
+def unknown_before_trace(asked: str) -> str:
+    return (
+        f"TraceError: {asked} is not known yet\n"
+        "  why    the model is traced at the first call, and its parameters are partitioned then\n"
+        "  try    parallelize(model, mesh, example_kwargs=batch), or call the module once before"
+    )
+
+
+def no_whole_number(name: str, given: Any) -> str:
+    return (
+        f"OptionError: {name}={given!r} is no number of {name.replace('_', ' ')}\n  why    it is a whole number from 1"
+    )
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    # meshes
+    "mesh: int": (plan(4),
+        "MeshError: mesh=4 gives a number of devices but no axes\n  why    choosing the axes for you is not built "
+        "yet\n  try    name them, for example mesh='tp4' or mesh={'dp': 4}"),
+    "mesh: bool": (plan(True),
+        "MeshError: mesh=True is no mesh\n  why    it is a bool\n  try    mesh={'dp': 2, 'tp': 2}"),
+    "mesh: None": (plan(None),
+        "MeshError: mesh=None is no mesh\n  why    it is a NoneType\n  try    mesh={'dp': 2, 'tp': 2}"),
+    "mesh: no size": (plan("tp"),
+        "MeshError: mesh='tp' cannot be read\n  why    'tp' is not an axis name followed by a size\n  try    "
+        "mesh='dp2,tp2'"),
+    "mesh: twice": (plan("tp2,tp2"),
+        "MeshError: mesh='tp2,tp2' names axis 'tp' twice\n  try    mesh='dp2,tp2'"),
+    "mesh: unknown axis": (plan({"xp": 2}),
+        "MeshError: unknown mesh axis 'xp'\n  why    the axes are pp, dp, cp, ep, tp\n  try    mesh={'dp': 2, 'tp': "
+        "2}"),
+    "mesh: size 0": (plan("tp0"),
+        "MeshError: mesh axis 'tp' has size 0\n  why    a size is a whole number from 1"),
+    "mesh: text size": (plan({"tp": "2"}),
+        "MeshError: mesh axis 'tp' has size '2'\n  why    a size is a whole number from 1"),
+    "mesh: cp": (plan("cp2"),
+        "MeshError: mesh axis 'cp' has size 2\n  why    context parallelism is not built yet\n  try    use the axes "
+        "pp, dp, tp"),
+    "mesh: ep": (plan("ep2"),
+        "MeshError: mesh axis 'ep' has size 2\n  why    expert parallelism is not built yet\n  try    use the axes "
+        "pp, dp, tp"),
+    # what a mesh cannot split
+    "tp: divides nothing": (skip("tp3"),
+        "LayoutError: tp=3 divides no weight of the model\n  why    the weights of its matrix products have dims 32, "
+        "64\n  where  linear at zoo.py:{skip_line} (layers.0)\n  try    tp=2, 4, 8, 16, 32"),
+    "tp: nothing to split": (plan("tp2", Scale),
+        "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter\n  try    "
+        "leave tp out of the mesh; dp works for any model"),
+    "pp: too many stages": (skip("pp64"),
+        "StageError: the model cannot be cut into 64 stages\n  why    it has 38 operators on parameters and 37 "
+        "places to cut between them\n  try    at most 38 stages (pp times virtual_stages)"),
+    "dp: batch": (skip("dp3"),
+        "StageError: a batch of 8 rows cannot be cut into dp=3 x microbatches=1 equal parts\n  why    8 is not a "
+        "multiple of 3\n  try    a batch of a multiple of 3 rows"),
+    "dp: microbatches": (skip("dp2", microbatches=3),
+        "StageError: a batch of 8 rows cannot be cut into dp=2 x microbatches=3 equal parts\n  why    8 is not a "
+        "multiple of 6\n  try    microbatches=1, 2, 4"),
+    "microbatches: statistic": (plan("pp2", Contrast, microbatches=2),
+        "StageError: the batch cannot be cut into 2 microbatches\n  why    matmul at test_errors.py:{contrast_line} "
+        "needs all rows of (4, 8) at once (a statistic of the batch)\n  where  matmul at "
+        "test_errors.py:{contrast_line}\n  try    microbatches=1"),
+    "nothing to partition": (plan("dp2", nn.ReLU),
+        "LayoutError: the model has nothing to partition\n  why    none of its operators depends on a parameter\n  "
+        "try    run it as it is"),
+    # options
+    "zero": (plan(zero=1), not_built("zero", "sharding optimizer state, gradients and parameters over dp")),
+    "recompute": (plan(recompute="full"), not_built("recompute", "activation recomputation")),
+    "precision": (plan(precision="bf16"), not_built("precision", "mixed precision")),
+    "memory": (plan(memory="80GB"), not_built("memory", "planning within a memory limit")),
+    "pins": (plan(pins={}), not_built("pins", "fixing layouts by hand (edit the plan's JSON instead)")),
+    "sequence_parallel": (plan(sequence_parallel=True),
+        "OptionError: sequence_parallel=True is not built yet\n  try    sequence_parallel=False (also what 'auto' "
+        "means now)"),
+    "unknown option": (plan(colour=1),
+        "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
+        "sequence_parallel, hardware, example_args, example_kwargs"),
+    "hardware": (plan(hardware="h900"),
+        "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-80gb-sxm, h100-80gb-sxm\n  "
+        "try    a name of these, or the path of a JSON file of the same form"),
+    "microbatches: 0": (plan(microbatches=0), no_whole_number("microbatches", 0)),
+    "microbatches: -1": (plan(microbatches=-1), no_whole_number("microbatches", -1)),
+    "microbatches: text": (plan(microbatches="2"), no_whole_number("microbatches", "2")),
+    "virtual_stages: 0": (skip("pp2", virtual_stages=0), no_whole_number("virtual_stages", 0)),
+    "schedule: unknown": (skip("pp2", schedule="fast"),
+        "StageError: unknown schedule 'fast'\n  try    gpipe, 1f1b, interleaved_1f1b, interleaved_zero_bubble, zbv, "
+        "dualpipev, looped_bfs"),
+    "schedule: without pp": (skip("dp2", schedule="gpipe"),
+        "OptionError: schedule='gpipe' needs a pipeline\n  why    the mesh dp2 has no axis pp\n  try    mesh='pp2', "
+        "or leave it out"),
+    "schedule: microbatches": (skip("pp2", schedule="1f1b", microbatches=1),
+        "StageError: schedule='1f1b' cannot run 2 stages on pp=2 with 1 microbatches\n  why    it needs at least 2 "
+        "microbatches\n  try    microbatches=2"),
+    "schedule: one stage each": (skip("pp2", schedule="gpipe", virtual_stages=2),
+        "StageError: schedule='gpipe' cannot run 4 stages on pp=2 with 8 microbatches\n  why    it runs one stage "
+        "per rank, not 2\n  try    virtual_stages=1"),
+    "schedule: two stages each": (skip("pp2", schedule="zbv", virtual_stages=1),
+        "StageError: schedule='zbv' cannot run 2 stages on pp=2 with 8 microbatches\n  why    it runs two stages per "
+        "rank, not 1\n  try    virtual_stages=2"),
+    # models
+    "no module": (plan("dp2", lambda: print),
+        "TraceError: a builtin_function_or_method is no model\n  why    autopart partitions an nn.Module\n  try    "
+        "an nn.Module whose forward calls it"),
+    "branch": (plan("dp2", Branch),
+        "TraceError: Branch cannot be traced\n  why    this line decides what to run by the values in a tensor, which "
+        "a graph cannot hold\n  where  " + line_of(Branch, "if y.sum()") + "\n  try    torch.where(condition, a, b) or "
+        "torch.cond, or take the decision outside forward()"),
+    "buffers": (plan("dp2", batch_norm),
+        "TraceError: Sequential updates buffers in its forward: 1.running_mean, 1.running_var, "
+        "1.num_batches_tracked\n  why    updating buffers (such as batch-norm statistics) is not built yet\n  try    "
+        "model.eval(), or GroupNorm in place of BatchNorm"),
+    "random numbers": (plan("dp2", Noise),
+        "TraceError: rand_like draws random numbers\n  why    only dropout is kept the same over ranks; other draws "
+        "are not built yet\n  where  rand_like at test_errors.py:{noise_line}\n  try    draw them outside the model "
+        "and pass them in"),
+    "by position": (lambda: autopart.plan(ByPosition(), "dp2", example_args=(torch.ones(8, 4),)),
+        "InputError: ByPosition.forward takes 'x' by position only\n  why    autopart names every input\n  try    "
+        "give the parameter a name in forward()"),
+    "no example": (plan(batch={}),
+        "InputError: plan() needs an example call\n  why    the model is traced on it\n  try    plan(model, mesh, "
+        "example_kwargs={'input_ids': ids, 'labels': labels})"),
+    "other names": (plan(batch={"z": torch.ones(2)}),
+        "InputError: Linear cannot be called with z\n  why    missing a required argument: 'input'\n  try    its "
+        "inputs are input"),
+    "meta": (lambda: autopart.parallelize(on_meta(), "tp1", example_kwargs=input_()),
+        "RuntimeSetupError: parameter 'weight' has no values to run with\n  why    it is on the meta device\n  try   "
+        " load the model's weights first; plan() needs none, parallelize() does"),
+    "verify: meta": (lambda: autopart.verify(on_meta(), "tp2", example_kwargs=input_()),
+        "RuntimeSetupError: parameter 'weight' has no values to run with\n  why    it is on the meta device\n  try   "
+        " load the model's weights first; plan() needs none, verify() does"),
+    "verify: frozen": (lambda: autopart.verify(frozen(), "tp2", example_kwargs=input_()),
+        "InputError: Linear has no parameter that needs a gradient\n  why    verify() compares gradients\n  try    "
+        "requires_grad_() on what is trained"),
+    "verify: no example": (lambda: autopart.verify(linear(), "tp2"),
+        "InputError: verify() needs an example call\n  try    verify(model, mesh, example_kwargs=batch)"),
+    # plans
+    "plan: mesh": (plan_of_another("mesh"),
+        "PlanError: the plan is for the mesh tp1, not tp2\n  try    parallelize(model, 'tp1', plan=...), or make a "
+        "plan for tp2"),
+    "plan: model": (plan_of_another("model"),
+        "PlanError: the plan is for another model than this SkipMLP\n  why    it is for SkipMLP with 10,528 "
+        "parameters; this one has 9,472, or other names or shapes\n  try    make a new plan: autopart.plan(model, "
+        "mesh, example_kwargs=...)"),
+    "plan: path": (lambda: autopart.parallelize(linear(), "tp1", plan="nowhere.json"),
+        "PlanError: there is no plan at nowhere.json\n  try    autopart plan ... --output plan.json writes one"),
+    # calls
+    "no process group": (lambda: autopart.parallelize(linear(), "tp2", example_kwargs=input_()),
+        "RuntimeSetupError: mesh tp2 needs 2 processes, and torch.distributed is not initialised\n  why    this "
+        "process was not started by torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set\n  try    torchrun "
+        "--nproc-per-node 2 script.py, or call init_process_group first"),
+    "call: shape": (called(lambda pm, b: pm(x=b["x"][:4], y=b["y"][:4])),
+        "InputError: SkipMLP was traced with x f64[8, 32] and is called with f64[4, 32]\n  why    a trace holds for "
+        "one shape and dtype\n  try    pad the batch to the traced shape, or parallelize again"),
+    "call: dtype": (called(lambda pm, b: pm(x=b["x"].float(), y=b["y"])),
+        "InputError: SkipMLP was traced with x f64[8, 32] and is called with f32[8, 32]\n  why    a trace holds for "
+        "one shape and dtype\n  try    cast x to the traced dtype, or parallelize again"),
+    "call: names": (called(lambda pm, b: pm(x=b["x"])),
+        "InputError: SkipMLP cannot be called with x\n  why    missing a required argument: 'y'\n  try    its inputs "
+        "are x, y"),
+    "call: new input": (called(lambda pm, b: pm(**b, attention_mask=torch.ones(2, 4)), small_gpt2),
+        "InputError: GPT2LMHeadModel was traced with the inputs input_ids, labels and is called with input_ids, "
+        "attention_mask, labels\n  why    attention_mask new\n  try    call it with the same inputs, or parallelize "
+        "again with this example"),
+    "call: options": (called(lambda pm, b: pm(**b, return_dict=False), small_gpt2),
+        "InputError: GPT2LMHeadModel is called with other options than it was traced with\n  why    return_dict was "
+        "not given, and is False\n  try    parallelize again with these options"),
+    "step: no loss": (called(lambda pm, b: pm.step(**b), linear),
+        "InputError: Linear returns no loss for this call\n  why    step() needs a scalar to differentiate\n  try    "
+        "pass labels so that the model returns a loss, or step(..., loss_fn=f, target=t)"),
+    "step: loss of every row": (
+        called(lambda pm, b: pm.step(**b, loss_fn=lambda out, to: out - to, target=b["input"]), linear),
+        "InputError: loss_fn returns f32[8, 4]\n  why    step() needs a scalar to differentiate\n  try    a mean or "
+        "a sum in loss_fn"),
+    "graph: no such stage": (called(lambda pm, b: pm.graph(3)),
+        "StageError: there is no stage 3\n  why    the program has 1 stage\n  try    graph(0)"),
+    "before: parameters": (called(lambda pm, b: list(pm.parameters()), example=False),
+        unknown_before_trace("parameters()")),
+    "before: buffers": (called(lambda pm, b: list(pm.buffers()), example=False), unknown_before_trace("buffers()")),
+    "before: state_dict": (called(lambda pm, b: pm.state_dict(), example=False), unknown_before_trace("state_dict()")),
+    "before: full_state_dict": (called(lambda pm, b: pm.full_state_dict(), example=False),
+        unknown_before_trace("full_state_dict")),
+    "before: full_grads": (called(lambda pm, b: pm.full_grads(), example=False), unknown_before_trace("full_grads")),
+    "before: graph": (called(lambda pm, b: pm.graph(), example=False), unknown_before_trace("graph")),
+    "before: plan": (called(lambda pm, b: pm.plan, example=False),
+        "PlanError: there is no plan yet\n  why    the model is traced at the first call\n  try    "
+        "parallelize(model, mesh, example_kwargs=batch)"),
+}  # fmt: skip
+
+
+def line_in(cls: type, text: str) -> str:
+    return line_of(cls, text).split(": ")[0].rsplit(":", 1)[1]
+
+
+def expected_text(text: str) -> str:
+    from zoo import SkipMLP
+
+    lines = {
+        "{skip_line}": line_in(SkipMLP, "torch.tanh(layer"), "{noise_line}": line_in(Noise, "rand_like"),
+        "{contrast_line}": line_in(Contrast, "z @ z.t()"),
+    }  # fmt: skip
+    for name, number in lines.items():
+        text = text.replace(name, number)
+    return text
+
+
+def told(case: Callable[[], Any]) -> str:
+    """`Class: text` of what a case raises."""
+    try:
+        case()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_error_says_what_why_where_and_what_to_try(name, monkeypatch):
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    case, text = CASES[name]
+    assert told(case) == expected_text(text)
+
+
+# --- on two ranks --------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(mesh: str, use: str) -> Any:
+    """A case of `RANK_CASES`, by name: `use` is what goes wrong."""
+    model, batch = skip_mlp()
+    half = {name: value[:4] for name, value in batch.items()}
+    if use == "world":
+        return autopart.parallelize(model, "dp2,tp2", example_kwargs=batch)
+    if use == "no values":
+        return autopart.parallelize(model.to("meta"), mesh, example_kwargs=batch)
+    if use == "statistic":
+        return autopart.parallelize(Contrast(), mesh, example_kwargs=x(), microbatches=2)
+    if use == "no loss":
+        return autopart.parallelize(linear(), mesh, example_kwargs=input_()).step(**input_())
+    if use == "batch":
+        return autopart.parallelize(model, mesh, example_kwargs=batch, microbatches=3)
+    if use == "divides nothing":
+        return autopart.parallelize(linear_of(5), mesh, example_kwargs={"input": torch.ones(ROWS, 5)})
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch)
+    if use == "shape":
+        return pm(**half)
+    if use == "step shape":
+        return pm.step(**half)
+    if use == "names":
+        return pm.step(x=batch["x"])
+    raise AssertionError(use)
+
+
+def linear_of(size: int) -> nn.Module:
+    return nn.Linear(size, size)
+
+
+SHAPE = (
+    "InputError: SkipMLP was traced with x f64[8, 32] and is called with f64[4, 32]\n  why    a trace holds for one "
+    "shape and dtype\n  try    pad the batch to the traced shape, or parallelize again"
+)
+RANK_CASES = {
+    ("dp2", "world"): "RuntimeSetupError: mesh dp2,tp2 needs 4 processes, there are 2\n  why    dp=2 x tp=2 = 4\n"
+        "  try    torchrun --nproc-per-node 4 ..., or a mesh of 2 ranks",
+    ("tp2", "no values"): "RuntimeSetupError: parameter 'layers.0.weight' has no values to run with\n  why    it is on the "
+        "meta device\n  try    load the model's weights first; plan() needs none, parallelize() does",
+    ("pp2", "statistic"): CASES["microbatches: statistic"][1],
+    ("tp2", "no loss"): CASES["step: no loss"][1],
+    ("dp2", "batch"): CASES["dp: microbatches"][1],
+    ("tp2", "divides nothing"): "LayoutError: tp=2 divides no weight of the model\n  why    the weights of its matrix "
+        "products have dims 5\n  where  linear\n  try    tp=5",
+    ("dp2", "shape"): SHAPE, ("tp2", "shape"): SHAPE, ("pp2", "shape"): SHAPE, ("pp2", "step shape"): SHAPE,
+    ("dp2", "step shape"): SHAPE, ("tp2", "names"): CASES["call: names"][1],
+}  # fmt: skip
+
+
+def told_in_time(mesh: str, use: str) -> tuple[str, float]:
+    started = time.monotonic()
+    return told(lambda: on_two_ranks(mesh, use)), time.monotonic() - started
+
+
+@pytest.mark.parametrize(("mesh", "use"), RANK_CASES, ids=lambda part: part)
+def test_every_rank_raises_the_same_text(mesh, use):
+    run_ranks(told_in_time, 2, "dp2", "world")  # imports what takes seconds the first time
+    reports = run_ranks(told_in_time, 2, mesh, use)
+    assert [text for text, _ in reports] == [expected_text(RANK_CASES[mesh, use])] * 2
+    assert max(seconds for _, seconds in reports) < 5.0
+
+
+def test_every_error_is_a_value_error():
+    assert all(issubclass(cls, ValueError) for cls in (AutopartError, *AutopartError.__subclasses__()))

@@ -1,0 +1,105 @@
+"""Part of the proof on a GPU: two ranks share one over gloo, which sends what it must through the host.
+
+Skipped without CUDA (see conftest.py). One GPU is enough.
+"""
+
+import copy
+
+import dist
+import pytest
+import torch
+import zoo
+
+import autopart
+from autopart.compat import tree_flatten
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+TABLE = [
+    *((name, mesh) for name in ("gpt2", "llama", "skip_mlp", "conv_net") for mesh in ("tp2", "dp2", "pp2")),
+    ("gpt2", "pp2,tp2"),
+    ("bert", "dp2,tp2"),
+]
+TIMEOUT_S = 180.0
+
+
+def on_device(model, batch):
+    return model.to(DEVICE), {name: value.to(DEVICE) for name, value in batch.items()}
+
+
+def assert_on_device(tree):
+    tensors = [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+    assert tensors and all(t.device.type == DEVICE for t in tensors), {str(t.device) for t in tensors}
+
+
+def same_everything(name, mesh):
+    """As on the CPU: outputs, loss, gradients and two AdamW steps, all on the GPU."""
+    model, batch = on_device(*zoo.ZOO[name]())
+    outputs, loss, grads = zoo.reference(model, batch)
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch)
+    assert pm.device.type == DEVICE
+    assert_on_device(list(pm.parameters()))
+
+    found = pm(**batch)
+    assert_on_device(found)
+    zoo.assert_close_outputs(found, outputs)
+    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")
+    zoo.assert_same_grads(pm.full_grads(), grads)
+
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (pm, model)]
+    for _ in range(2):
+        pm.zero_grad()
+        model.zero_grad()
+        pm.step(**batch)
+        out = model(**batch, **zoo.no_cache(model))
+        (out if isinstance(out, torch.Tensor) else out.loss).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    state = pm.full_state_dict()
+    for key, value in model.state_dict().items():
+        zoo.assert_close_outputs(state[key], value, where=key)
+
+
+def batch_on_the_host(mesh):
+    """A batch may stay on the host, as a data loader leaves it."""
+    model, host = zoo.gpt2()
+    model, batch = on_device(model, host)
+    _, loss, grads = zoo.reference(model, batch)
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=host)
+    zoo.assert_close_outputs(pm.step(**host), loss, where="loss")
+    zoo.assert_same_grads(pm.full_grads(), grads)
+
+
+def own_loop(mesh):
+    model, batch = on_device(*zoo.llama())
+    _, _, grads = zoo.reference(model, batch)
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch)
+    pm(**batch).loss.backward()
+    zoo.assert_same_grads(pm.full_grads(), grads)
+
+
+@pytest.mark.parametrize(("name", "mesh"), TABLE)
+def test_zoo_model_on_gpu(name, mesh):
+    dist.run_ranks(same_everything, autopart.Mesh.parse(mesh).num_ranks, name, mesh, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_batch_on_the_host(mesh):
+    dist.run_ranks(batch_on_the_host, 2, mesh, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2"])
+def test_own_loop(mesh):
+    dist.run_ranks(own_loop, 2, mesh, timeout_s=TIMEOUT_S)
+
+
+def test_one_rank_needs_no_process_group():
+    same_everything("gpt2", "dp1")
+
+
+@pytest.mark.parametrize("mesh", ["tp4", "dp2,pp2,tp2"])
+def test_verify_of_a_model_on_the_gpu(mesh):
+    model, batch = on_device(*zoo.gpt2())
+    found = autopart.verify(model, mesh, example_kwargs=batch)
+    assert found.ok, str(found)
