@@ -23,7 +23,7 @@ from autopart.trace import bind_call
 
 NUM_STAGES = 4
 QUICK = {
-    "gpt2-tiny": {"n_embd": 64, "n_layer": 8, "n_head": 2, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
+    "gpt2-tiny": {"n_embd": 64, "n_layer": 4, "n_head": 2, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
 }
 MODELS = {
     "gpt2-small": {"n_embd": 768, "n_layer": 12, "n_head": 12},

@@ -48,9 +48,9 @@ class Scale(nn.Module):
 class Contrast(nn.Module):
     """In-batch contrastive loss: every row is compared with every other."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
         super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
+        self.linear = nn.Linear(size, size)
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.linear(x)
@@ -345,7 +345,7 @@ def expected_text(text: str) -> str:
 
     lines = {
         "{skip_line}": line_in(SkipMLP, "torch.tanh(layer"), "{noise_line}": line_in(Noise, "rand_like"),
-        "{contrast_line}": line_in(Contrast, "z @ z.t()"),
+        "{contrast_line}": line_in(Contrast, "z @ z.t()"), "{linear_line}": line_in(Contrast, "self.linear(x)"),
     }  # fmt: skip
     for name, number in lines.items():
         text = text.replace(name, number)
@@ -387,7 +387,7 @@ def on_two_ranks(mesh: str, use: str) -> Any:
     if use == "batch":
         return autopart.parallelize(model, mesh, example_kwargs=batch, microbatches=3)
     if use == "divides nothing":
-        return autopart.parallelize(linear_of(5), mesh, example_kwargs={"input": torch.ones(ROWS, 5)})
+        return autopart.parallelize(Contrast(5), mesh, example_kwargs={"x": torch.ones(ROWS, 5)})
     pm = autopart.parallelize(model, mesh, example_kwargs=batch)
     if use == "shape":
         return pm(**half)
@@ -398,10 +398,6 @@ def on_two_ranks(mesh: str, use: str) -> Any:
     raise AssertionError(use)
 
 
-def linear_of(size: int) -> nn.Module:
-    return nn.Linear(size, size)
-
-
 SHAPE = (
     "InputError: SkipMLP was traced with x f64[8, 32] and is called with f64[4, 32]\n  why    a trace holds for one "
     "shape and dtype\n  try    pad the batch to the traced shape, or parallelize again"
@@ -409,13 +405,13 @@ SHAPE = (
 RANK_CASES = {
     ("dp2", "world"): "RuntimeSetupError: mesh dp2,tp2 needs 4 processes, there are 2\n  why    dp=2 x tp=2 = 4\n"
         "  try    torchrun --nproc-per-node 4 ..., or a mesh of 2 ranks",
-    ("tp2", "no values"): "RuntimeSetupError: parameter 'layers.0.weight' has no values to run with\n  why    it is on the "
-        "meta device\n  try    load the model's weights first; plan() needs none, parallelize() does",
+    ("tp2", "no values"): "RuntimeSetupError: parameter 'layers.0.weight' has no values to run with\n  why    it is on "
+        "the meta device\n  try    load the model's weights first; plan() needs none, parallelize() does",
     ("pp2", "statistic"): CASES["microbatches: statistic"][1],
     ("tp2", "no loss"): CASES["step: no loss"][1],
     ("dp2", "batch"): CASES["dp: microbatches"][1],
     ("tp2", "divides nothing"): "LayoutError: tp=2 divides no weight of the model\n  why    the weights of its matrix "
-        "products have dims 5\n  where  linear\n  try    tp=5",
+        "products have dims 5\n  where  linear at test_errors.py:{linear_line} (linear)\n  try    tp=5",
     ("dp2", "shape"): SHAPE, ("tp2", "shape"): SHAPE, ("pp2", "shape"): SHAPE, ("pp2", "step shape"): SHAPE,
     ("dp2", "step shape"): SHAPE, ("tp2", "names"): CASES["call: names"][1],
 }  # fmt: skip
