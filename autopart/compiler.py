@@ -25,7 +25,7 @@ from autopart.passes.summary import collectives, cost, stage_rows
 from autopart.plan import Plan, Schedule
 from autopart.program import SEEDS, Program
 from autopart.runtime.pipeline import check_schedule
-from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, trace
+from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, names_without_loss, trace
 
 _TWO_STAGES_EACH = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
 
@@ -191,6 +191,8 @@ class Compiler:
         if key not in self._traces:
             self._prepare(key, arguments, loss_fn)
         call = flatten_call(arguments)
+        if loss_fn is not None:
+            call = replace(call, names=names_without_loss(call.names))
         check_call(type(self.model).__name__, self._traces[key].call, call)
         program = self._write(key, purpose)
         return program, (*call.tensors, *self._seeds(program))

@@ -56,7 +56,8 @@ class MismatchSearch:
         self.origins = {node.name: node for node in run.traced.graph.nodes}
         self.made: dict[fx.Node, tuple[int, dict[int, dict[int, Tensor]]]] = {}
 
-    def first(self, failure: Exception | None) -> Mismatch | None:
+    def first(self, failure: Exception | None, gradients: bool = True) -> Mismatch | None:
+        """The first wrong value, else (with `gradients`) the first wrong gradient; `failure`: what the run raised."""
         reference = self._reference_values()
         parameters = self.run.parameters(self.program, self.tamper)
         try:
@@ -66,11 +67,9 @@ class MismatchSearch:
         wrong = self._first_value(reference)
         if wrong is not None or failure is not None:
             return wrong or self._broken(failure)
-        losses = [o for microbatches in results.values() for out in microbatches for o in out if o.requires_grad]
-        seeds = (
-            losses if len(self.program.outputs) == 1 else self.run.weighted(self.program, results, {}, [losses[0]] * 99)
-        )
-        torch.autograd.backward(seeds)
+        if not gradients:
+            return None
+        torch.autograd.backward(self.run.seeds(self.program, results))
         return self._first_gradient(reference)
 
     def _keep(self, stage: int, microbatch: int, node: fx.Node, value: dict[int, Any]) -> None:
@@ -164,6 +163,15 @@ class MismatchSearch:
                 outer.setdefault(key[:-1], []).append(parts[key].detach())
             parts = {key: _combine(group, place, cut, equal) for key, group in outer.items()}
         return parts[()]
+
+    def parameter(self, name: str, error: float) -> Mismatch:
+        """A parameter whose gradient is wrong although every value's gradient is right: its sum over ranks is."""
+        node = next(n for n in self.run.traced.graph.nodes if n.op == "get_attr" and n.target == name)
+        source = next((source_line(u) for u in node.users if source_line(u)), "")
+        stored = self.program.parameters[name]
+        layout = ", ".join(f"{axis}: {place}" for axis, place in stored.layout.items()) or "whole"
+        made = "the sum of gradients over ranks"
+        return Mismatch(name, "gradient", error, made, name.rpartition(".")[0], source, stored.stages[0], layout)
 
     def _mismatch(self, node: fx.Node, kind: str, error: float, stage: int) -> Mismatch:
         origin = self.origins[node.meta["origin"]]

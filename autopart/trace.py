@@ -165,6 +165,11 @@ def _from_exported(model: nn.Module, program: Any, call: Call, arguments: Mappin
     return Trace(graph, call, parameters, aliases, buffers, constants, program.call_spec.out_spec, notes, mode)
 
 
+def names_without_loss(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The input names of a model under `WithLoss` as the user knows them."""
+    return tuple(name.removeprefix("call.") for name in names)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch.export's warnings about itself, and without the graph it dumps on stderr when it fails."""
@@ -195,7 +200,7 @@ def _without_loss_wrapper(traced: Trace) -> Trace:
         node.meta["loss"] = not any(path == "model" or path.startswith(prefix) for path in paths)
         named = {key: ("" if path == "model" else own(path), kind) for key, (path, kind) in stack.items()}
         node.meta["nn_module_stack"] = named
-    names = tuple(name.removeprefix("call.") for name in traced.call.names)
+    names = names_without_loss(traced.call.names)
     return replace(
         traced, call=replace(traced.call, names=names), mode=f"{traced.mode}+loss",
         parameters={own(n): p for n, p in traced.parameters.items()},

@@ -33,7 +33,7 @@ from autopart.compiler import (
 from autopart.errors import InputError
 from autopart.graph import draws_random_numbers
 from autopart.layout import Placement
-from autopart.localize import Mismatch, MismatchSearch, relative, weights_like
+from autopart.localize import BROKEN, Mismatch, MismatchSearch, relative, weights_like
 from autopart.mesh import Mesh
 from autopart.passes.decide import decode
 from autopart.passes.lower import Decisions, lower
@@ -162,18 +162,46 @@ class VerificationRun:
             if loss is not None:
                 errors |= self._output_errors(called, placement, expected, tamper)
             errors |= self._gradient_errors(step, placement, expected, expected_grads, tamper, loss is not None)
-        except (
-            RuntimeError,
-            ValueError,
-            IndexError,
-            KeyError,
-            StopIteration,
-        ) as error:  # a fault can break the run itself
+        except BROKEN as error:  # a fault can break the run itself
             failure = error
         worst = max(errors.values(), default=0.0) if failure is None else float("inf")
         ok = failure is None and worst <= tolerance
-        first = None if ok else MismatchSearch(self, step, placement, tolerance, tamper).first(failure)
+        first = None
+        if not ok:
+            first = self._first_mismatch(
+                step, called, MismatchSearch(self, step, placement, tolerance, tamper), errors, failure
+            )
         return Verification(ok, worst, first, errors, str(self.mesh), tuple(self.notes))
+
+    def _first_mismatch(
+        self,
+        step: Program,
+        called: Program,
+        search: MismatchSearch,
+        errors: Mapping[str, float],
+        failure: Exception | None,
+    ) -> Mismatch | None:
+        """Where the step's values differ, else where the call's do, else the parameter that is most wrong."""
+        first = search.first(failure)
+        if first is None and called is not step:
+            other = MismatchSearch(self, called, search.placement, search.tolerance, search.tamper)
+            first = other.first(failure, gradients=False)
+        wrong = {name: error for name, error in errors.items() if name in step.parameters and error > search.tolerance}
+        if first is None and wrong:
+            worst = max(wrong, key=lambda name: wrong[name])
+            first = search.parameter(worst, wrong[worst])
+        return first
+
+    def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
+        """What every rank differentiates: its losses, or its weighted outputs."""
+        if find_loss(self.traced) is not None:
+            return [out for microbatches in results.values() for (out,) in microbatches]
+        return [
+            (value * weights_like(value)).sum()
+            for microbatches in results.values()
+            for value in merge_microbatches(program, microbatches)
+            if value.requires_grad
+        ]
 
     def _reference(self, has_loss: bool) -> tuple[list[Any], dict[str, Tensor]]:
         """The model's own flat outputs and gradients."""
@@ -246,14 +274,17 @@ class VerificationRun:
     ) -> dict[str, float]:
         with torch.no_grad():
             results = self.lockstep(program, self.parameters(program, tamper), placement)
+        return self._merged_errors(program, results, expected)
+
+    def _merged_errors(self, program: Program, results: Mapping[int, list[tuple]], expected: list) -> dict[str, float]:
+        """The largest error over all ranks of every output."""
         errors: dict[str, float] = {}
         for microbatches in results.values():
             merged = merge_microbatches(program, microbatches)
             for i, output in enumerate(program.outputs):
                 if output.position is not None:
-                    errors[f"output {i}"] = max(
-                        errors.get(f"output {i}", 0.0), relative(merged[output.position], expected[i])
-                    )
+                    error = relative(merged[output.position], expected[i])
+                    errors[f"output {i}"] = max(errors.get(f"output {i}", 0.0), error)
         return errors
 
     def _gradient_errors(
@@ -268,13 +299,12 @@ class VerificationRun:
         parameters = self.parameters(program, tamper)
         results = self.lockstep(program, parameters, placement)
         errors: dict[str, float] = {}
+        torch.autograd.backward(self.seeds(program, results))
         if has_loss:
-            losses = [out for microbatches in results.values() for (out,) in microbatches]
-            torch.autograd.backward(losses)
             index = list(self.traced.graph.output_node().args[0]).index(find_loss(self.traced))
             errors["loss"] = relative(self._whole_loss(program, results), expected[index])
         else:
-            torch.autograd.backward(self.weighted(program, results, errors, expected))
+            errors |= self._merged_errors(program, results, expected)
         sync_gradients_lockstep(parameters, program, placement=placement)
         local = {r: {n: p.grad for n, p in ps.items() if p.grad is not None} for r, ps in parameters.items()}
         full = join(local, program, placement=placement)
@@ -295,22 +325,6 @@ class VerificationRun:
         parts = [torch.stack([out.detach() for (out,) in results[rank]]) for rank in ranks]
         partial = layout.get(MICROBATCH_AXIS, Placement("R")).kind == "P"
         return torch.stack([part.sum() if partial else part[0] for part in parts]).sum()
-
-    def weighted(
-        self, program: Program, results: Mapping[int, list[tuple]], errors: dict, expected: list
-    ) -> list[Tensor]:
-        """Every rank's weighted outputs, to differentiate; their errors are noted."""
-        seeds = []
-        for microbatches in results.values():
-            merged = merge_microbatches(program, microbatches)
-            for i, output in enumerate(program.outputs):
-                if output.position is None:
-                    continue
-                value = merged[output.position]
-                errors[f"output {i}"] = max(errors.get(f"output {i}", 0.0), relative(value, expected[i]))
-                if value.requires_grad:
-                    seeds.append((value * weights_like(value)).sum())
-        return seeds
 
 
 def _is_random(traced: Trace) -> bool:

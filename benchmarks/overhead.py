@@ -9,8 +9,6 @@ a gradient of every variant are compared first. `plain-1-thread` is there for th
 spends beyond it is what partitioning costs.
 
     python benchmarks/overhead.py [--quick] [--json] [--only autopart-tp ...]
-
-With `--json` the last line is one JSON object.
 """
 
 from __future__ import annotations

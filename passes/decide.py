@@ -109,12 +109,8 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     texts = {key: str(decisions.tensor[node]) for key, node in nodes.items()}
     written = _by_pattern({key: (node.meta["group"], texts[key]) for key, node in nodes.items()})
     replicated = {key: str(strategies(node, 1, frozenset())[0]) for key, node in nodes.items()}
-    # What every operator of a pattern does replicated need not be said.
-    silent = {
-        group
-        for group in written
-        if all(texts[k] == replicated[k] for k, n in nodes.items() if n.meta["group"] == group)
-    }
+    spoken = {node.meta["group"] for key, node in nodes.items() if texts[key] != replicated[key]}
+    silent = {node.meta["group"] for node in nodes.values()} - spoken  # replicated throughout: need not be said
     operators_ = {name: {"tp": text} for name, text in written.items() if name not in silent}
     return {"parameters": parameters, "operators": operators_, "cuts": _starts(trace, decisions)}
 

@@ -117,8 +117,11 @@ class ParallelModule(nn.Module):
         """Forward and backward of one global batch through the schedule.
 
         Adds complete gradients to `.grad` of this rank's parameters and returns the loss of the global batch, a
-        detached scalar, on every rank. `loss_fn(outputs, target)` is for a model that returns no loss.
+        detached scalar, on every rank. `loss_fn(outputs, target)` is for a model that returns no loss; it is traced
+        with the model, so pass the same function every time.
         """
+        if loss_fn is None and target is not None:  # an input of the model that has this name
+            kwargs, target = {**kwargs, "target": target}, None
         program, inputs = self._compiler.program(
             args, kwargs, purpose="step", training=self.training, loss_fn=loss_fn, target=target
         )
@@ -194,7 +197,8 @@ class ParallelModule(nn.Module):
         return self._executables[id(program)]
 
     def _adopt(self, program: Program) -> None:
-        """Registers what this rank's stages of `program` read and no earlier program did."""
+        """Registers what this rank's stages of `program` read and no earlier program did. A rank whose stages read no
+        parameter (of a tiny model) holds an empty one."""
         model = self._source.model
         if self._program is not None:
             for name in set(program.parameters) & set(self._program.parameters):
@@ -210,6 +214,8 @@ class ParallelModule(nn.Module):
                 for alias in (name, *program.parameters[name].aliases):
                     holder, last = _holder(self, alias)
                     holder.register_parameter(last, parameter)
+        if not self._local_parameters:  # so that every rank can make an optimizer
+            self.register_parameter("no_parameters_here", nn.Parameter(torch.empty(0, device=self._process.device)))
         persistent = set(model.state_dict(keep_vars=True))
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if name not in self._local_buffers and not buffer.is_meta:

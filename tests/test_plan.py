@@ -171,7 +171,7 @@ def divides(shape: torch.Size, dim: int) -> bool:
 def test_any_layout_of_any_parameter_stays_exact(name):
     model, batch = small(name)
     plan = autopart.plan(model, "tp2", example_kwargs=batch)
-    tried = dict(edits(name)).items() if name == "t5" else edits(name)  # t5 takes a second each: one per pattern
+    tried = edits(name) if name in ("gpt2", "phi3") else dict(edits(name)).items()  # all, or one per parameter
     assert {pattern for pattern, _ in tried} == set(plan.parameters)
     for pattern, text in tried:
         edited = dataclasses.replace(plan, parameters={**plan.parameters, pattern: {"tp": text}})
@@ -270,7 +270,7 @@ WRONG = {
     "unknown cut": (CUT + '"', 'layers.5/liner"', ["before 'layers.5/liner'", "layers.5/linear", "{line}"]),
     "cut at the start": (CUT + '"', 'layers.0/linear"', ["'layers.0/linear'", "a stage would be empty", "{line}"]),
     "too many cuts": (f'"{CUT}"', f'"{CUT}", "layers.7/linear"', ["has 2 cuts", "2 stages need 1", "line"]),
-    "too few cuts": (f'\n    "{CUT}"\n  ', "", ["has 0 cuts", "2 stages need 1", "line"]),
+    "too few cuts": (f'"{CUT}"', "", ["has 0 cuts", "2 stages need 1", "line"]),
     "unknown schedule": ('"name": "1f1b"', '"name": "2f2b"', ["schedule.name", "'2f2b'", "gpipe", "{line}"]),
     "batch that does not divide": (
         '"microbatches": 8', '"microbatches": 3', ["8 rows", "microbatches=3", "not a multiple of 3", "1, 2, 4, 8"],
