@@ -42,6 +42,11 @@ class Options:
     virtual_stages: int | None = None
     hardware: str = DEFAULT
 
+    def __post_init__(self) -> None:
+        for name, number in (("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise OptionError(f"{name}={number!r} is no count", why="it is a whole number from 1", hint=f"{name}=2")
+
 
 def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False) -> Trace:
     """Trace, normalise and annotate a model for a call.

@@ -56,7 +56,7 @@ class Placement:
         >>> Placement.parse("S(1; sections=3)")
         Placement(kind='S', dim=1, sections=(3,))
         """
-        match = re.fullmatch(r"S\(\s*(\d+)\s*(?:;\s*sections=([\d+]+)\s*)?\)", text.strip())
+        match = re.fullmatch(r"S\(\s*(\d+)\s*(?:;\s*sections=(\d+(?:\+\d+)*)\s*)?\)", text.strip())
         if match:
             sections = tuple(int(n) for n in match[2].split("+")) if match[2] else ()
             return shard(int(match[1]), sections)

@@ -113,6 +113,8 @@ class Plan:
         problem = next(iter(jsonschema.Draft202012Validator(schema()).iter_errors(data)), None)
         if problem is not None:
             path = [str(p) for p in problem.absolute_path]
+            if problem.validator == "additionalProperties":
+                path += [key for key in problem.instance if f"'{key}'" in problem.message][:1]
             raise PlanError(
                 f"{name} does not have the form of a plan", why=f"{'.'.join(path) or 'the plan'}: {problem.message}",
                 where=line_of(text, *path), hint="autopart plan --schema prints the form",

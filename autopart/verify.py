@@ -130,6 +130,12 @@ class VerificationRun:
     def __init__(self, model: nn.Module, mesh: Mesh, arguments: dict[str, Any], loss_fn: Any, target: Any):
         self.mesh = mesh
         self.notes: list[str] = []
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise InputError(
+                f"{type(model).__name__} has no values to run with",
+                why="its parameters are on the meta device",
+                hint="verify a model with (random) weights; plan() needs none",
+            )  # fmt: skip
         self.base = copy.deepcopy(model).double()
         arguments = tree_map(_double, arguments)
         self.model = self.base
@@ -195,7 +201,7 @@ class VerificationRun:
     def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
         """What every rank differentiates: its losses, or its weighted outputs."""
         if find_loss(self.traced) is not None:
-            return [out for microbatches in results.values() for (out,) in microbatches]
+            return [out for microbatches in results.values() for (out,) in microbatches if out.requires_grad]
         return [
             (value * weights_like(value)).sum()
             for microbatches in results.values()
@@ -252,9 +258,11 @@ class VerificationRun:
     def seed(self, flat: list[Any], has_loss: bool, traced: Trace) -> Tensor:
         """A scalar to differentiate: the loss, or a fixed weighting of all outputs."""
         if has_loss:
-            return flat[list(traced.graph.output_node().args[0]).index(find_loss(traced))]
-        parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
-        return torch.stack(parts).sum()
+            scalar = flat[list(traced.graph.output_node().args[0]).index(find_loss(traced))]
+        else:
+            parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
+            scalar = torch.stack(parts).sum() if parts else torch.zeros(())
+        return scalar if scalar.requires_grad else torch.zeros((), requires_grad=True)  # all parameters are frozen
 
     def parameters(self, program: Program, tamper: Tamper | None) -> dict[int, dict[str, nn.Parameter]]:
         """Every rank's shards."""

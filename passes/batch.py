@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from autopart.errors import StageError
-from autopart.graph import describe, operators, size_bytes, source_of, tensor_inputs, value
+from autopart.graph import describe, operators, short_name, size_bytes, source_of, tensor_inputs, value
 from autopart.layout import R_GRAD_P, P, Placement, R, conversion
 
 from .analyze import ACTIVE, BATCH, PARAMETER, WEIGHT
@@ -77,9 +77,10 @@ def check_microbatches(graph: fx.Graph, chosen: dict[fx.Node, Strategy], microba
     mixed = mixed_rows(graph, chosen)
     if microbatches > 1 and mixed is not None:
         node, source = mixed
+        reason = "a statistic of the batch" if node.meta["pattern"] is not None else "it has no sharding rule"
         raise StageError(
             f"the batch cannot be cut into {microbatches} microbatches",
-            why=f"{describe(node)} needs all rows of {tuple(value(source).shape)} at once (a statistic of the batch)",
+            why=f"{short_name(node)} takes all rows of a value of shape {list(value(source).shape)} at once: {reason}",
             where=describe(node),
             hint="microbatches=1",
         )

@@ -110,6 +110,38 @@ def _from_inputs_alone(node: fx.Node) -> bool:
     return not todo
 
 
+def positional_arguments(graph: fx.Graph) -> None:
+    """Arguments given by name move to their position where the operator has one, so that all passes find them there."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not node.kwargs:
+            continue
+        args, kwargs = list(node.args), dict(node.kwargs)
+        positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+        last = max((i for i, argument in enumerate(positional) if argument.name in kwargs), default=-1)
+        for argument in positional[len(args) : last + 1]:
+            args.append(kwargs.pop(argument.name, argument.default_value))
+        node.args, node.kwargs = tuple(args), kwargs
+
+
+def plain_copies(graph: fx.Graph) -> None:
+    """`copy(a, b)`, which a write in place through a view becomes, is `b` in the shape and dtype of `a`; `view_as` and
+    `expand_as` name the shape they mean."""
+    for node in list(graph.nodes):
+        name = operator_name(node) if node.op == "call_function" else ""
+        if name not in ("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as"):
+            continue
+        source = node.args[1] if name == "aten::copy" else node.args[0]
+        reshapes = name in ("aten::view_as", "aten::reshape_as")
+        with graph.inserting_before(node):
+            if value(source).dtype != value(node).dtype:
+                source = emit(graph, node, aten.to.dtype, source, value(node).dtype)
+            if shape(source) != shape(node):
+                target = aten.reshape.default if reshapes else aten.expand.default
+                source = emit(graph, node, target, source, list(shape(node)))
+            replace(node, source)
+
+
 def one_reshape(graph: fx.Graph) -> None:
     """Every view that merges or splits dims becomes `reshape` with its full shape (a shard may not be viewable)."""
     for node in list(graph.nodes):
@@ -360,7 +392,9 @@ def _doubled(argument: Any) -> Any:
 
 
 NORMALIZE = (
+    positional_arguments,
     one_reshape,
+    plain_copies,
     drop_no_ops,
     plain_broadcasts,
     one_split,

@@ -155,6 +155,9 @@ def _place(dims: tuple, factor: str, sections: Sections, pattern: Pattern) -> Pl
         return None
     at, dim = places[0]
     outer = math.prod(pattern.sizes[f] for f in dim[: dim.index(factor)])
+    inner = math.prod(pattern.sizes[f] for f in dim[dim.index(factor) + 1 :])
+    if len(sections) > 1:
+        sections = tuple(size * inner for size in sections)
     if outer > 1 and sections:
         return shard(at, (outer * sections[0],)) if len(sections) == 1 else None
     return shard(at, (outer,) if outer > 1 else sections)

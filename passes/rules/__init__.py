@@ -54,8 +54,13 @@ def _arguments_fit(name: str, node: fx.Node) -> bool:
         return (
             args.get(2) is None and args.get(3, node.kwargs.get("reduction", 1)) == 0 and not is_floating(node.args[1])
         )
-    if name == "aten::gather":
-        return node.args[1] in (-1, len(shape(node)) - 1)
+    if name == "aten::gather":  # along the last dim, and without the cut of other dims that gather allows
+        last = node.args[1] in (-1, len(shape(node)) - 1)
+        return last and shape(node.args[0])[:-1] == shape(node.args[2])[:-1]
+    if name in ("aten::layer_norm", "aten::rms_norm"):
+        return len(node.args[1]) == 1
+    if name == "aten::embedding":  # gradients scaled by how often a row is read in the whole batch
+        return not (len(node.args) > 3 and node.args[3])
     return True
 
 

@@ -127,5 +127,5 @@ def _solve_groups(fitted: Sequence, shapes: Sequence, sizes: dict[str, int]) -> 
 
 def _product(term: str, sizes: Mapping[str, int]) -> int:
     """The product of the named sizes; `...` stands for all ellipsis dims."""
-    named = math.prod(sizes[f] for f in term.split() if f != "...")
+    named = math.prod(sizes.get(f, 1) for f in term.split() if f != "...")
     return named * (math.prod(s for f, s in sizes.items() if f.startswith("...")) if "..." in term.split() else 1)

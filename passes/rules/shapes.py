@@ -125,6 +125,13 @@ def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Nod
     return rule
 
 
+def _movedim_order(node: fx.Node, ndim: int) -> list[int]:
+    sources, targets = ([d] if isinstance(d, int) else d for d in node.args[1:3])
+    moved = {t % ndim: s % ndim for s, t in zip(sources, targets, strict=True)}
+    rest = iter(d for d in range(ndim) if d not in moved.values())
+    return [moved[i] if i in moved else next(rest) for i in range(ndim)]
+
+
 def _transpose_order(node: fx.Node, ndim: int) -> list[int]:
     order = list(range(ndim))
     a, b = node.args[1] % ndim, node.args[2] % ndim
@@ -161,7 +168,8 @@ def _reduce(node: fx.Node, whole: bool, position: int = 1) -> Pattern:
     before, after = shape(node.args[0]), _output_shapes(node)
     dims = _names(len(before))
     chosen = _argument(node, position, "dim")
-    chosen = range(len(before)) if chosen is None or chosen == [] else [chosen] if isinstance(chosen, int) else chosen
+    everything = chosen is None or chosen == [] or isinstance(chosen, bool)
+    chosen = range(len(before)) if everything else [chosen] if isinstance(chosen, int) else chosen
     gone = {d % len(before) for d in chosen} if before else set()
     keep = len(after[0]) == len(before)
     output = [() if i in gone else d for i, d in enumerate(dims) if keep or i not in gone]
@@ -174,13 +182,14 @@ def norm_reduction(node: fx.Node) -> Pattern:
     return _reduce(node, whole=True, position=2)
 
 
-def along_dim(position: int, default: int = -1, linear: tuple = ()) -> Callable[[fx.Node], Pattern]:
+def along_dim(position: int, default: int | tuple[int, ...] = -1, linear: tuple = ()) -> Callable[[fx.Node], Pattern]:
     """An operator that keeps its input's shape and needs one dim whole (`softmax`, `cumsum`, `flip`)."""
 
     def rule(node: fx.Node) -> Pattern:
         dims = _names(len(shape(node.args[0])))
         chosen = _argument(node, position, "dim", default)
-        stay = [dims[d][0] for d in ([chosen] if isinstance(chosen, int) else chosen)]
+        chosen = [chosen] if isinstance(chosen, int) else chosen or range(len(dims))  # none named: the flattened tensor
+        stay = [dims[d][0] for d in chosen]
         return _pattern(node, [dims], [dims], stay, linear=linear)
 
     return rule
@@ -249,14 +258,15 @@ def group_norm(node: fx.Node) -> Pattern:
 
 
 BUILDERS: dict[str, Callable[[fx.Node], Pattern | None]] = {
-    "aten::view": view,
     "aten::reshape": view,
-    "aten::_unsafe_view": view,
-    "aten::flatten": view,
-    "aten::unflatten": view,
     "aten::expand": expand,
     "aten::transpose": permuted(_transpose_order),
     "aten::t": permuted(lambda node, ndim: range(ndim)[::-1]),
+    "aten::swapaxes": permuted(_transpose_order),
+    "aten::swapdims": permuted(_transpose_order),
+    "aten::numpy_T": permuted(lambda node, ndim: range(ndim)[::-1]),
+    "aten::mT": permuted(lambda node, ndim: [*range(ndim - 2), ndim - 1, ndim - 2]),
+    "aten::movedim": permuted(_movedim_order),
     "aten::permute": permuted(lambda node, ndim: [d % ndim for d in node.args[1]]),
     "aten::unsqueeze": unsqueeze,
     "aten::squeeze": squeeze,
@@ -277,7 +287,7 @@ BUILDERS: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::_log_softmax": along_dim(1),
     "aten::cumsum": along_dim(1, linear=UNARY_LINEAR),
     "aten::flip": along_dim(1, linear=UNARY_LINEAR),
-    "aten::roll": along_dim(2, linear=UNARY_LINEAR),
+    "aten::roll": along_dim(2, default=(), linear=UNARY_LINEAR),
     "aten::slice": cut,
     "aten::narrow": cut,
     "aten::select": cut,

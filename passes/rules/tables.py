@@ -9,7 +9,6 @@ from .notation import Rule
 
 LINES: dict[str, Rule] = {
     "aten::linear": Rule("... k, n k -> ... n", linear=((0,), (1,)), matmul=("... k n",)),
-    "aten::mm": Rule("m k, k n -> m n", linear=((0,), (1,)), matmul=("m k n",)),
     "aten::bmm": Rule("b m k, b k n -> b m n", linear=((0,), (1,)), matmul=("b m k n",)),
     "aten::matmul": Rule("... m k, ... k n -> ... m n", linear=((0,), (1,)), matmul=("... m k n",)),
     "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v"),  # by rows, as its tied head
@@ -32,11 +31,13 @@ LINES: dict[str, Rule] = {
 """Operators whose factors do not depend on their arguments."""
 
 ALTERNATIVES: dict[str, tuple[str, ...]] = {
-    "aten::layer_norm": ("... n -> ... n",),
+    "aten::matmul": ("... k, k -> ...", "k, ... k n -> ... n"),
+    "aten::layer_norm": ("... n -> ... n", "... n, n -> ... n"),
     "aten::rms_norm": ("... n -> ... n",),
     "aten::scaled_dot_product_attention": (
         "... q d, ... k d, ... k e, ... q k -> ... q e",
         "b (g r) q d, b g k d, b g k e -> b (g r) q e",
+        "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
     ),
 }
 """Other forms of the same operators: without optional weights, with a mask, with fewer key-value heads."""
@@ -46,11 +47,11 @@ POINTWISE: frozenset[str] = frozenset(
     for name in """
     abs acos acosh asin asinh atan atanh atan2 bitwise_and bitwise_not bitwise_or bitwise_xor __and__ __or__ __xor__
     ceil celu clamp clamp_min clamp_max clip copysign cos cosh div elu eq erf erfc exp exp2 expm1 floor floor_divide
-    fmod ge gelu glu_backward gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p
-    log2 log_sigmoid logical_and logical_not logical_or logical_xor logsigmoid lt masked_fill maximum minimum min max
+    fmod ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p
+    log2 log_sigmoid logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum min max
     mish mul ne neg pow reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh
-    softplus softsign sqrt square sub add tan tanh threshold tril triu trunc where xlogy nan_to_num addcmul addcdiv
-    clone to _to_copy detach contiguous zeros_like ones_like full_like bernoulli dropout type_as copy
+    softplus sqrt square sub add tan tanh threshold tril triu trunc where xlogy nan_to_num addcmul addcdiv
+    to _to_copy detach zeros_like ones_like full_like dropout type_as
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
     """.split()
 )
@@ -63,15 +64,12 @@ LINEAR_POINTWISE: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten::div": ((0,),),
     "aten::neg": ((0,),),
     "aten::where": ((1, 2),),
-    "aten::clone": ((0,),),
     "aten::to": ((0,),),
     "aten::_to_copy": ((0,),),
-    "aten::contiguous": ((0,),),
 }
 """Which inputs of a pointwise operator may be partial sums, all tensor inputs given (`x + 1` is not linear)."""
 
-SCALAR_LINEAR: frozenset[str] = frozenset({"aten::mul", "aten::div", "aten::neg", "aten::clone", "aten::to",
-                                           "aten::_to_copy", "aten::contiguous"})  # fmt: skip
+SCALAR_LINEAR: frozenset[str] = frozenset({"aten::mul", "aten::div", "aten::neg", "aten::to", "aten::_to_copy"})
 """Pointwise operators that stay linear with a number as their other operand."""
 
 LOSS_REDUCTIONS: dict[str, int] = {
@@ -81,9 +79,7 @@ LOSS_REDUCTIONS: dict[str, int] = {
 }  # fmt: skip
 """Losses with a `reduction` argument, and its position: 0 none, 1 mean (the default), 2 sum."""
 
-SHAPE_ARGUMENT: dict[str, int] = {
-    "aten::view": 1, "aten::reshape": 1, "aten::_unsafe_view": 1, "aten::expand": 1,
-}  # fmt: skip
+SHAPE_ARGUMENT: dict[str, int] = {"aten::reshape": 1, "aten::expand": 1}
 """Operators that name their output's shape in an argument, and its position: it is rewritten to the local shape."""
 
 MATMUL_LIKE: frozenset[str] = frozenset(name for name, rule in LINES.items() if rule.matmul)
