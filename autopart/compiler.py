@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from autopart.compat import tree_unflatten
 from autopart.cost.hardware import DEFAULT, Hardware
 from autopart.errors import InputError, OptionError, PlanError
-from autopart.graph import DTYPE_NAMES, is_floating, shape
+from autopart.graph import DTYPE_NAMES, format_value, is_floating, shape
 from autopart.mesh import Mesh
 from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
@@ -45,7 +45,8 @@ class Options:
     def __post_init__(self) -> None:
         for name, number in (("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages)):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                raise OptionError(f"{name}={number!r} is no count", why="it is a whole number from 1", hint=f"{name}=2")
+                counted = name.replace("_", " ")
+                raise OptionError(f"{name}={number!r} is no number of {counted}", why="it is a whole number from 1")
 
 
 def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False) -> Trace:
@@ -97,10 +98,9 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
     name, virtual = options.schedule, options.virtual_stages
     if pp == 1:
         if name is not None or (virtual or 1) > 1:
-            raise OptionError(
-                f"schedule={name!r}, virtual_stages={virtual} need a pipeline", why=f"the mesh {mesh} has no axis pp",
-                hint="mesh='pp2', or leave both out",
-            )  # fmt: skip
+            asked = f"schedule={name!r}" if name is not None else f"virtual_stages={virtual}"
+            why, hint = f"the mesh {mesh} has no axis pp", "mesh='pp2', or leave it out"
+            raise OptionError(f"{asked} needs a pipeline", why=why, hint=hint)
         return Schedule(None, options.microbatches or 1, 1)
     if name is None and (virtual or 1) > 1:
         name = "interleaved_1f1b"
@@ -229,7 +229,7 @@ class Compiler:
             if purpose == "step":
                 loss = find_loss(traced)
                 if loss is None:
-                    raise InputError(
+                    raise _no_scalar(key[1], traced) or InputError(
                         f"{type(self.model).__name__} returns no loss for this call",
                         why="step() needs a scalar to differentiate",
                         hint="pass labels so that the model returns a loss, or step(..., loss_fn=f, target=t)",
@@ -312,16 +312,37 @@ def check_call(model: str, traced: Call, call: Call) -> None:
         )  # fmt: skip
     for name, old, new in zip(traced.names, traced.tensors, call.tensors, strict=True):
         if old.shape != new.shape or old.dtype != new.dtype:
+            fix = "pad the batch to the traced shape" if old.shape != new.shape else f"cast {name} to the traced dtype"
             raise InputError(
                 f"{model} was traced with {name} {_typed(old)} and is called with {_typed(new)}",
-                why="a trace holds for one shape and dtype",
-                hint="pad the batch to the traced shape, or parallelize again",
+                why="a trace holds for one shape and dtype", hint=f"{fix}, or parallelize again",
             )  # fmt: skip
-    if traced.constants != call.constants or traced.spec != call.spec:
+    before, now = traced.options, call.options
+    other = [name for name in {**before, **now} if before.get(name, _ABSENT) != now.get(name, _ABSENT)]
+    if other:
         raise InputError(
             f"{model} is called with other options than it was traced with",
-            why=f"traced: {traced.constants}, called: {call.constants}", hint="parallelize again with these options",
+            why="; ".join(_changed(name, before, now) for name in other), hint="parallelize again with these options",
         )  # fmt: skip
+
+
+def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:
+    """What is wrong with a `loss_fn`, if it is what should have made the loss."""
+    if loss_fn is None:
+        return None
+    returned = [format_value(o) for o in traced.graph.output_node().args[0] if isinstance(o, fx.Node)]
+    return InputError(
+        f"loss_fn returns {', '.join(returned)}", why="step() needs a scalar to differentiate",
+        hint="a mean or a sum in loss_fn",
+    )  # fmt: skip
+
+
+_ABSENT = object()
+
+
+def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    was = f"was {before[name]!r}" if name in before else "was not given"
+    return f"{name} {was}, and is {now[name]!r}" if name in now else f"{name} {was}, and is not given now"
 
 
 def _typed(t: Tensor) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from autopart.errors import MeshError
 
@@ -39,7 +39,7 @@ class Mesh:
         """
         if isinstance(mesh, Mesh):
             return mesh
-        if isinstance(mesh, int):
+        if isinstance(mesh, int) and not isinstance(mesh, bool):
             raise MeshError(
                 f"mesh={mesh!r} gives a number of devices but no axes",
                 why="choosing the axes for you is not built yet",
@@ -50,7 +50,7 @@ class Mesh:
         elif isinstance(mesh, Mapping):
             sizes = dict(mesh)
         elif hasattr(mesh, "mesh_dim_names"):
-            sizes = _from_device_mesh(mesh)
+            sizes = _from_device_mesh(cast("DeviceMesh", mesh))
         else:
             raise MeshError(
                 f"mesh={mesh!r} is no mesh", why=f"it is a {type(mesh).__name__}", hint="mesh={'dp': 2, 'tp': 2}"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopart.compat import TreeSpec, is_higher_order, leaves_with_names, tree_flatten, tree_map
+from autopart.compat import TreeSpec, is_higher_order, leaves_with_names, tree_map
 from autopart.errors import InputError, TraceError
 
 _NO_CACHE = "use_cache"
@@ -32,12 +32,11 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model, its arguments by name: tensors to feed, everything else fixed by the trace."""
+    """One call of the model, its arguments by name: tensors to feed, and options that the trace fixes."""
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
-    constants: tuple[Any, ...]
-    spec: TreeSpec
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,11 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 
     Raises InputError where the call does not fit the signature.
     """
+    if not isinstance(model, nn.Module):
+        raise TraceError(
+            f"a {type(model).__name__} is no model", why="autopart partitions an nn.Module",
+            hint="an nn.Module whose forward calls it",
+        )  # fmt: skip
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -108,15 +112,11 @@ def _names(args: tuple, kwargs: Mapping[str, Any]) -> str:
 
 
 def flatten_call(arguments: Mapping[str, Any]) -> Call:
-    """Split the arguments into tensors (inputs) and everything else (constants of the trace)."""
-    tensors, names, constants = [], [], []
-    for name, leaf in leaves_with_names(dict(arguments)):
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-            names.append(name)
-        constants.append(None if isinstance(leaf, torch.Tensor) else leaf)
-    _, spec = tree_flatten(dict(arguments))
-    return Call(tuple(tensors), tuple(names), tuple(constants), spec)
+    """Split the arguments into tensors (inputs) and everything else (options)."""
+    leaves = leaves_with_names(dict(arguments))
+    tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    options = {name: leaf for name, leaf in leaves if not isinstance(leaf, torch.Tensor)}
+    return Call(tuple(t for _, t in tensors), tuple(name for name, _ in tensors), options)
 
 
 def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:

@@ -30,7 +30,7 @@ from autopart.compiler import (
     make_plan,
     prepare,
 )
-from autopart.errors import InputError
+from autopart.errors import InputError, RuntimeSetupError
 from autopart.graph import draws_random_numbers
 from autopart.layout import Placement
 from autopart.localize import BROKEN, Mismatch, MismatchSearch, relative, weights_like
@@ -130,12 +130,7 @@ class VerificationRun:
     def __init__(self, model: nn.Module, mesh: Mesh, arguments: dict[str, Any], loss_fn: Any, target: Any):
         self.mesh = mesh
         self.notes: list[str] = []
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise InputError(
-                f"{type(model).__name__} has no values to run with",
-                why="its parameters are on the meta device",
-                hint="verify a model with (random) weights; plan() needs none",
-            )  # fmt: skip
+        check_weights(model)
         self.base = copy.deepcopy(model).double()
         arguments = tree_map(_double, arguments)
         self.model = self.base
@@ -261,8 +256,8 @@ class VerificationRun:
             scalar = flat[list(traced.graph.output_node().args[0]).index(find_loss(traced))]
         else:
             parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
-            scalar = torch.stack(parts).sum() if parts else torch.zeros(())
-        return scalar if scalar.requires_grad else torch.zeros((), requires_grad=True)  # all parameters are frozen
+            scalar = torch.stack(parts).sum()
+        return scalar
 
     def parameters(self, program: Program, tamper: Tamper | None) -> dict[int, dict[str, nn.Parameter]]:
         """Every rank's shards."""
@@ -333,6 +328,23 @@ class VerificationRun:
         parts = [torch.stack([out.detach() for (out,) in results[rank]]) for rank in ranks]
         partial = layout.get(MICROBATCH_AXIS, Placement("R")).kind == "P"
         return torch.stack([part.sum() if partial else part[0] for part in parts]).sum()
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raises where there is nothing to compute or compare with."""
+    meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if meta is not None:
+        raise RuntimeSetupError(
+            f"parameter '{meta}' has no values to run with",
+            why="it is on the meta device",
+            hint="load the model's weights first; plan() needs none, verify() does",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{type(model).__name__} has no parameter that needs a gradient",
+            why="verify() compares gradients",
+            hint="requires_grad_() on what is trained",
+        )
 
 
 def _is_random(traced: Trace) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopart.compat import tree_unflatten
-from autopart.errors import TraceError
+from autopart.errors import StageError, TraceError
 from autopart.mesh import Mesh
 from autopart.program import Program
 from autopart.runtime.executable import Executable
@@ -132,6 +132,10 @@ class ParallelModule(nn.Module):
         program = self._traced("graph")
         if stage is None:
             stage = self._stages(program)[0]
+        if not 0 <= stage < len(program.stages):
+            count = f"{len(program.stages)} stage{'s' * (len(program.stages) > 1)}"
+            hint = "graph(0)" if len(program.stages) == 1 else f"graph(0) to graph({len(program.stages) - 1})"
+            raise StageError(f"there is no stage {stage}", why=f"the program has {count}", hint=hint)
         return program.stages[stage].graph
 
     def full_state_dict(self) -> dict[str, Any]:

@@ -206,8 +206,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "StageError: a batch of 8 rows cannot be cut into dp=2 x microbatches=3 equal parts\n  why    8 is not a "
         "multiple of 6\n  try    microbatches=1, 2, 4"),
     "microbatches: statistic": (plan("pp2", Contrast, microbatches=2),
-        "StageError: the batch cannot be cut into 2 microbatches\n  why    matmul at test_errors.py:{contrast_line} "
-        "needs all rows of (4, 8) at once (a statistic of the batch)\n  where  matmul at "
+        "StageError: the batch cannot be cut into 2 microbatches\n  why    matmul takes all rows of a "
+        "value of shape [4, 8] at once: a statistic of the batch\n  where  matmul at "
         "test_errors.py:{contrast_line}\n  try    microbatches=1"),
     "nothing to partition": (plan("dp2", nn.ReLU),
         "LayoutError: the model has nothing to partition\n  why    none of its operators depends on a parameter\n  "
@@ -318,7 +318,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "pass labels so that the model returns a loss, or step(..., loss_fn=f, target=t)"),
     "step: loss of every row": (
         called(lambda pm, b: pm.step(**b, loss_fn=lambda out, to: out - to, target=b["input"]), linear),
-        "InputError: loss_fn returns f32[8, 4]\n  why    step() needs a scalar to differentiate\n  try    a mean or "
+        "InputError: loss_fn returns f32[8,4]\n  why    step() needs a scalar to differentiate\n  try    a mean or "
         "a sum in loss_fn"),
     "graph: no such stage": (called(lambda pm, b: pm.graph(3)),
         "StageError: there is no stage 3\n  why    the program has 1 stage\n  try    graph(0)"),

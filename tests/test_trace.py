@@ -242,11 +242,11 @@ def test_in_place_writes_become_functional():
         assert schema is None or not schema.is_mutable, node
 
 
-def test_arguments_that_are_no_tensors_are_constants():
+def test_arguments_that_are_no_tensors_are_options():
     trace = traced("tuple")
     assert trace.call.names == ("x", "pair.0", "pair.1")
-    assert traced("number").call.constants == (None, 0.5)
-    assert traced("dict").call.constants == (None, True, None)
+    assert list(traced("number").call.options.values()) == [0.5]
+    assert list(traced("dict").call.options.values()) == [True, None]
 
 
 def test_use_cache_is_switched_off_and_noted():
