@@ -14,7 +14,7 @@ demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py
 
 test: $(STAMP)  ## run every test; those that need a GPU skip without one
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 check: $(STAMP)  ## lint, format and types
 	@$(PY) -m ruff check && $(PY) -m ruff format --check && $(PY) -m mypy

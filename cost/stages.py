@@ -76,17 +76,19 @@ def _min_max(load: np.ndarray, num_stages: int) -> float:
 
 
 def _least_sent(load: np.ndarray, sent: np.ndarray, num_stages: int, limit: float) -> list[int]:
-    """Places of the cuts that send the least with no stage over the limit."""
+    """Places of the cuts that send the least with no stage over the limit; of those, the most even ones (a sum of
+    squared loads that counts for less than a byte)."""
     count = len(load)
     first = np.searchsorted(load, load - limit * (1 + 1e-12), side="left")
-    cost = np.where(load <= limit * (1 + 1e-12), 0.0, np.inf)
+    share = load / (load[-1] or 1.0)
+    cost = np.where(load <= limit * (1 + 1e-12), share**2 / 2, np.inf)
     cost[0] = np.inf
     came_from: list[np.ndarray] = []
     for _ in range(num_stages - 1):
         reach, origin = np.full(count, np.inf), np.zeros(count, dtype=int)
         through = cost + sent
         for j in range(1, count):
-            window = through[first[j] : j]
+            window = through[first[j] : j] + (share[j] - share[first[j] : j]) ** 2 / 2
             if len(window) and np.isfinite(window.min()):
                 origin[j] = first[j] + int(np.argmin(window))
                 reach[j] = window.min()
