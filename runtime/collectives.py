@@ -136,6 +136,8 @@ def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = 
     """
     local = ids - start
     mine = (local >= 0) & (local < weight.size(0))
+    if weight.size(0) == 0:  # a rank that holds no row runs the same operators
+        weight = F.pad(weight, (0, 0, 0, 1))
     rows = F.embedding(torch.where(mine, local, 0), weight) * mine.unsqueeze(-1)
     if padding_idx < 0:
         return rows

@@ -262,7 +262,7 @@ def traced(sample: Sample) -> tuple[Trace, dict[str, nn.Parameter]]:
     run_passes(graph, NORMALIZE)
     _ask_for_every_section(graph)
     _, spec = tree_flatten(tuple(outputs))
-    trace = Trace(graph, Call((), (), (), spec), weights, {}, {}, {}, spec, (), "train")
+    trace = Trace(graph, Call((), (), {}), weights, {}, {}, {}, spec, (), "train")
     annotate(trace)
     graph.eliminate_dead_code()  # the splits have asked
     return trace, weights

@@ -138,9 +138,21 @@ def test_axis_index_and_max(distributed):
     assert torch.equal(convert_list("all_reduce_max", [torch.ones(2), torch.zeros(2)])[1], torch.ones(2))
 
 
+def test_dropout_depends_on_seed_operator_and_shard_alone():
+    x, seed = torch.ones(1000, dtype=torch.float64), torch.tensor([5])
+    torch.manual_seed(1)
+    first = torch.ops.autopart.dropout(x, 0.25, seed, 7, [0])
+    torch.manual_seed(2)
+    assert torch.equal(first, torch.ops.autopart.dropout(x, 0.25, seed, 7, [0]))
+    assert 0.7 < (first > 0).double().mean() < 0.8 and torch.allclose(first[first > 0], torch.tensor(1 / 0.75).double())
+    for other in ((torch.tensor([6]), 7, [0]), (seed, 8, [0]), (seed, 7, [1])):
+        same = (torch.ops.autopart.dropout(x, 0.25, *other) > 0) == (first > 0)
+        assert 0.5 < same.double().mean() < 0.75  # independent masks agree on 0.75^2 + 0.25^2
+
+
 def test_every_operator_is_tried():
     assert {name for name, _ in CASES} == set(OPERATORS)
-    others = {"all_reduce_max", "axis_index", "embedding_shard", "pick_class"}
+    others = {"all_reduce_max", "axis_index", "dropout", "embedding_shard", "pick_class"}
     assert set(all_operators()) == set(OPERATORS) | others
 
 
