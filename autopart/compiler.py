@@ -18,7 +18,7 @@ from autopart.graph import DTYPE_NAMES, format_value, is_floating, shape
 from autopart.mesh import Mesh
 from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
-from autopart.passes.decide import decide, decode, encode
+from autopart.passes.decide import batch_strategies, decide, decode, encode
 from autopart.passes.lower import Decisions, lower
 from autopart.passes.normalize import NORMALIZE, in_double, one_reshape, run_passes
 from autopart.passes.summary import collectives, cost, stage_rows
@@ -154,7 +154,6 @@ class Compiler:
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, plan: Plan | None = None):
         self.model, self.mesh, self.options = model, mesh, options
         self._plan = plan
-        self._given = plan is not None
         self._traces: dict[tuple, Trace] = {}
         self._decisions: dict[tuple, Decisions] = {}
         self._programs: dict[tuple, Program] = {}
@@ -238,17 +237,12 @@ class Compiler:
             else:
                 outputs = list(traced.graph.output_node().args[0])
                 # Without stages a call runs the whole batch at once: microbatches are for training steps.
-                whole = decisions if self.mesh.size("pp") > 1 else self._one_microbatch(key)
+                whole = decisions
+                if self.mesh.size("pp") == 1 and decisions.microbatches > 1:
+                    whole = replace(decisions, microbatches=1, batch=batch_strategies(traced, self.mesh, 1))
                 program = lower(traced, whole, outputs, whole_outputs=True)
             self._programs[*key, purpose] = program
         return self._programs[*key, purpose]
-
-    def _one_microbatch(self, key: tuple) -> Decisions:
-        schedule = replace(self.plan.schedule, microbatches=1)
-        traced = self._traces[key]
-        return decode(
-            traced, replace(self.plan, schedule=schedule), self.mesh, strict=self.plan.model["mode"] == traced.mode
-        )
 
 
 @contextmanager

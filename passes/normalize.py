@@ -28,7 +28,7 @@ from autopart.graph import (
 from .rules.tables import LOSS_REDUCTIONS
 
 aten = torch.ops.aten
-NONE, MEAN, SUM = 0, 1, 2
+NONE, MEAN = 0, 1
 
 
 class PassError(AutopartError):
@@ -405,13 +405,3 @@ NORMALIZE = (
     whole_means,
     drop_no_ops,
 )
-
-
-def unknown_operators(graph: fx.Graph, has_rule: Callable[[fx.Node], bool]) -> dict[str, tuple[int, str]]:
-    """Operators without a rule: how often, and where first."""
-    found: dict[str, tuple[int, str]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and not has_rule(node):
-            count, where = found.get(operator_name(node), (0, describe(node)))
-            found[operator_name(node)] = (count + 1, where)
-    return found

@@ -81,6 +81,3 @@ LOSS_REDUCTIONS: dict[str, int] = {
 
 SHAPE_ARGUMENT: dict[str, int] = {"aten::reshape": 1, "aten::expand": 1}
 """Operators that name their output's shape in an argument, and its position: it is rewritten to the local shape."""
-
-MATMUL_LIKE: frozenset[str] = frozenset(name for name, rule in LINES.items() if rule.matmul)
-"""Operators whose work a user splits a model for."""
