@@ -1,9 +1,10 @@
 PYTHON := $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 PY := .venv/bin/python
 STAMP := .venv/.stamp
+SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check gpu-test bench golden-update
+.PHONY: help setup demo test fuzz check gpu-test bench golden-update
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,6 +16,10 @@ demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 
 test: $(STAMP)  ## run every test; those that need a GPU skip without one
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
+
+fuzz: $(STAMP)  ## run 2,000 random graphs in random layouts (make fuzz SEED=n: from that seed on)
+	@echo "make fuzz SEED=$(SEED)"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests/test_fuzz.py -k random_graphs --fuzz 2000 --fuzz-seed $(SEED)
 
 check: $(STAMP)  ## lint, format and types
 	@$(PY) -m ruff check && $(PY) -m ruff format --check && $(PY) -m mypy

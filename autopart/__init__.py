@@ -8,8 +8,12 @@ from autopart.api import parallelize, plan
 from autopart.errors import AutopartError
 from autopart.mesh import Mesh
 from autopart.plan import Plan
+from autopart.rules import RuleCheck, check_rule, rule
 from autopart.runtime.module import ParallelModule
 from autopart.verify import Verification, verify
 
-__all__ = ["AutopartError", "Mesh", "ParallelModule", "Plan", "Verification", "parallelize", "plan", "verify"]
+__all__ = [
+    "AutopartError", "Mesh", "ParallelModule", "Plan", "RuleCheck", "Verification", "check_rule", "parallelize", "plan",
+    "rule", "verify",
+]  # fmt: skip
 __version__ = "0.1.0"

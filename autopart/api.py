@@ -12,6 +12,7 @@ from autopart.compiler import Compiler, Options, make_plan, prepare
 from autopart.errors import InputError, OptionError
 from autopart.mesh import Mesh
 from autopart.plan import Plan
+from autopart.program import Rng
 from autopart.runtime.module import ParallelModule
 from autopart.trace import bind_call
 
@@ -39,6 +40,7 @@ def parallelize(
     virtual_stages: int | None = None,
     sequence_parallel: bool | str = "auto",
     hardware: str | None = None,
+    rng: Rng = "fast",
     **unknown: Any,
 ) -> ParallelModule:
     """Partition an unmodified model over a device mesh.
@@ -55,6 +57,9 @@ def parallelize(
         virtual_stages: pipeline stages per rank.
         sequence_parallel: False or "auto"; sequence parallelism itself is not built yet.
         hardware: the profile that prices choices, a name or a path.
+        rng: "fast": masks of dropout are drawn by each rank for what it holds, independent ones for shards and the same
+            for what several ranks hold. "exact": all random numbers are those that one device draws after the same
+            `torch.manual_seed`, which every rank must call; every rank draws whole masks, which takes their memory.
     Returns:
         A ParallelModule: call it like the model, or train with `pm.step(**batch)`.
     Raises:
@@ -64,10 +69,12 @@ def parallelize(
         >>> pm = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
         >>> loss = pm.step(**batch)                                             # doctest: +SKIP
     """
-    check_options(sequence_parallel, unknown)
+    options = read_options(
+        unknown, sequence_parallel, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
+        hardware=hardware, rng=rng,
+    )  # fmt: skip
     sizes = Mesh.parse(mesh)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    options = Options(schedule, microbatches, virtual_stages, **({"hardware": hardware} if hardware else {}))
     compiler = Compiler(model, sizes, options, given)
     if example_args or example_kwargs:
         compiler.trace_example(example_args, example_kwargs or {})
@@ -100,18 +107,23 @@ def plan(
         ...     model = LlamaForCausalLM(config)
         >>> print(autopart.plan(model, "dp8,tp8", example_kwargs=batch).explain())    # doctest: +SKIP
     """
-    check_options(sequence_parallel, unknown)
+    options = read_options(
+        unknown, sequence_parallel, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
+        hardware=hardware,
+    )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("plan() needs an example call", why="the model is traced on it",
                          hint="plan(model, mesh, example_kwargs={'input_ids': ids, 'labels': labels})")  # fmt: skip
     sizes = Mesh.parse(mesh)
-    options = Options(schedule, microbatches, virtual_stages, **({"hardware": hardware} if hardware else {}))
     traced = prepare(model, bind_call(model, example_args, example_kwargs or {}))
     return make_plan(model, traced, sizes, options)
 
 
-def check_options(sequence_parallel: bool | str, unknown: Mapping[str, Any]) -> None:
-    """Raises OptionError for options that are unknown or not built yet."""
+def read_options(unknown: Mapping[str, Any], sequence_parallel: bool | str, **given: Any) -> Options:
+    """The options that `parallelize`, `plan` and `verify` share; None: the default.
+
+    Raises OptionError for one that is unknown, not built yet, or out of range.
+    """
     for name in unknown:
         if name in NOT_BUILT:
             raise OptionError(
@@ -119,7 +131,7 @@ def check_options(sequence_parallel: bool | str, unknown: Mapping[str, Any]) -> 
             )
         raise OptionError(
             f"unknown option {name}=",
-            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, example_args, "
+            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, rng, example_args, "
             "example_kwargs",
         )
     if sequence_parallel not in (False, "auto"):
@@ -127,3 +139,4 @@ def check_options(sequence_parallel: bool | str, unknown: Mapping[str, Any]) -> 
             f"sequence_parallel={sequence_parallel!r} is not built yet",
             hint="sequence_parallel=False (also what 'auto' means now)",
         )
+    return Options(**{name: option for name, option in given.items() if option is not None})

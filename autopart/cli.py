@@ -210,8 +210,17 @@ def explain(path: str | None, **options: Any) -> None:
 @click.option(
     "--tolerance", default=TOLERANCE, show_default=True, help="The largest relative error that counts as equal."
 )
+@click.option(
+    "--meta/--no-meta", default=None, help="Weights without memory, random in the scaled copy.  [default: --no-meta]"
+)
+@click.option(
+    "--scaled/--no-scaled",
+    default=None,
+    help="Verify a copy with two of every run of equal blocks.  [default: where the model does not fit]",
+)
+@click.option("--shrink", is_flag=True, help="Where they differ, also find the smallest part that is wrong alone.")
 @_told
-def verify(tolerance: float, **options: Any) -> None:
+def verify(tolerance: float, shrink: bool, scaled: bool | None, **options: Any) -> None:
     """Run all ranks of the partitioned model in this process and compare with the model; exit code 1 if they differ.
 
     \b
@@ -224,7 +233,15 @@ def verify(tolerance: float, **options: Any) -> None:
     source = asked.source(meta=False)
     if chosen is None:
         chosen = make_plan(source.model, mesh, example_kwargs=source.example, **asked.schedule())
-    result = verify_model(source.model, mesh, example_kwargs=source.example, plan=chosen, tolerance=tolerance)
+    result = verify_model(
+        source.model,
+        mesh,
+        example_kwargs=source.example,
+        plan=chosen,
+        tolerance=tolerance,
+        shrink=shrink,
+        scaled="auto" if scaled is None else scaled,
+    )
     click.echo(str(result))
     if not result.ok:
         raise click.exceptions.Exit(1)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
+from torch import fx
+from torch.amp import autocast_mode
 from torch.distributed import pipelining
 from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 from torch.distributed.pipelining import _backward as pipelining_backward
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
+AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
+BatchNorm = _BatchNorm  # what BatchNorm1d, BatchNorm2d, ..., SyncBatchNorm have in common
+InstanceNorm = _InstanceNorm
 TreeSpec = pytree.TreeSpec
 tree_flatten = pytree.tree_flatten
 tree_unflatten = pytree.tree_unflatten
@@ -24,14 +33,49 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a type of its own later
 
 
+def is_operator(target: Any) -> bool:
+    """Whether a node's target is an operator of torch's dispatcher."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether a node's target is a higher-order operator, which holds a region of the graph."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def keeping_draws() -> Any:
+    """A context in which tracing keeps calls that draw random numbers although nothing reads them: the model itself
+    makes them, and they move its generator on."""
+    return inductor_config.patch(fallback_random=True)
+
+
+@functools.cache
+def _decompositions() -> Mapping[Any, Callable[..., Any]]:
+    return cast(Mapping[Any, Callable[..., Any]], torch.export.default_decompositions())
+
+
+def decomposition(target: Any) -> Callable[..., Any] | None:
+    """Torch's own way of computing an operator by smaller ones, or None where it has none."""
+    if target in _decompositions():
+        return _decompositions()[target]
+    is_composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
+    return cast(Callable[..., Any], target.decompose) if is_composite else None
+
+
+def trace_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators that a function of fake tensors calls, every composite one as its parts."""
+    with torch.no_grad():
+        return make_fx(function)(*tensors)
+
+
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group moves tensors of this device with gloo, which on a GPU can only all-reduce and broadcast."""
     return group._get_backend(device).name() == "gloo"
+
+
+def runs_on_host(group: dist.ProcessGroup) -> bool:
+    """Whether the group has a backend for tensors in the host's memory."""
+    return torch.device("cpu") in group._device_types
 
 
 class PipelineStage(pipelining.PipelineStage):

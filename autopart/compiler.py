@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, fx, nn
 
-from autopart.compat import tree_unflatten
+from autopart.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
+from autopart.compat import tree_map, tree_unflatten
 from autopart.cost.hardware import DEFAULT, Hardware
 from autopart.errors import InputError, OptionError, PlanError
-from autopart.graph import DTYPE_NAMES, format_value, is_floating, shape
+from autopart.graph import format_value, is_floating, shape
 from autopart.mesh import Mesh
 from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
-from autopart.passes.decide import batch_strategies, decide, decode, encode
+from autopart.passes.decide import decide, decided_by, decode, encode, without_microbatches
 from autopart.passes.lower import Decisions, lower
-from autopart.passes.normalize import NORMALIZE, in_double, one_reshape, run_passes
+from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
+from autopart.passes.sizes import size_notes
 from autopart.passes.summary import collectives, cost, stage_rows
+from autopart.passes.unsharded import unsharded
 from autopart.plan import Plan, Schedule
-from autopart.program import SEEDS, Program
-from autopart.runtime.pipeline import check_schedule
-from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, names_without_loss, trace
+from autopart.program import SEEDS, Program, Rng
+from autopart.schedules import check_schedule
+from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, trace
 
 _TWO_STAGES_EACH = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
 
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
+LIFTED_HALF = "the model's casts to half precision (autocast) are computed in float64 here"
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,11 @@ class Options:
     microbatches: int | None = None
     virtual_stages: int | None = None
     hardware: str = DEFAULT
+    rng: Rng = "fast"
 
     def __post_init__(self) -> None:
+        if self.rng not in get_args(Rng):
+            raise OptionError(f"unknown rng={self.rng!r}", hint="rng='fast', or rng='exact'")
         for name, number in (("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages)):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 counted = name.replace("_", " ")
@@ -55,9 +63,10 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
     `double`: compute in float64 even where the model casts down.
     """
     traced = trace(model, arguments)
-    run_passes(traced.graph, (one_reshape,))
-    if double and in_double(traced.graph):
-        traced = replace(traced, notes=(*traced.notes, LIFTED))
+    run_passes(traced.graph, AS_TRACED)
+    lifted = in_double(traced.graph) if double else set()
+    if lifted:
+        traced = replace(traced, notes=(*traced.notes, LIFTED if lifted == {torch.float32} else LIFTED_HALF))
     run_passes(traced.graph, NORMALIZE)
     annotate(traced)
     return traced
@@ -70,14 +79,15 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     decisions = decide(traced, mesh, schedule.microbatches, mesh.size("pp") * schedule.virtual_stages, hardware)
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False)
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
-    names = {"class": type(_inner(model)).__name__, **_identity(traced), "mode": traced.mode}
+    names = {"class": type(_inner(model)).__name__, **identity_of(traced.parameters), "mode": traced.mode}
     inputs = {
         name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
         for name, t in zip(traced.call.names, traced.call.tensors, strict=True)
     }
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
-        cost=cost(traced, decisions, rows, moved, hardware), hardware=hardware.name, notes=traced.notes,
+        unsharded=unsharded(traced, decisions), cost=cost(traced, decisions, rows, moved, hardware),
+        hardware=hardware.name, notes=(*traced.notes, *size_notes(traced, decisions)),
     )  # fmt: skip
 
 
@@ -85,10 +95,10 @@ def _inner(model: nn.Module) -> nn.Module:
     return model.model if isinstance(model, WithLoss) else model
 
 
-def _identity(traced: Trace) -> dict[str, Any]:
-    """A fingerprint of the model: names and shapes of all its parameters."""
-    listing = "\n".join(f"{name} {list(p.shape)}" for name, p in sorted(traced.parameters.items()))
-    number = sum(p.numel() for p in traced.parameters.values())
+def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A fingerprint of a model: names and shapes of all its parameters."""
+    listing = "\n".join(f"{name} {list(p.shape)}" for name, p in sorted(parameters.items()))
+    number = sum(p.numel() for p in parameters.values())
     return {"fingerprint": hashlib.sha256(listing.encode()).hexdigest(), "num_parameters": number}
 
 
@@ -148,15 +158,30 @@ def find_loss(traced: Trace) -> fx.Node | None:
     return found if scalar else None
 
 
+@dataclass
+class _Traced:
+    """One call, traced: what the plan decides for it, and the programs written so far, by purpose."""
+
+    trace: Trace
+    decisions: Decisions
+    loss_fn: Callable[..., Tensor] | None
+    programs: dict[str, Program] = field(default_factory=dict)
+
+
 class Compiler:
-    """Programs for the calls of one model on one mesh, traced when first needed."""
+    """Programs for the calls of one model on one mesh, traced when first needed.
+
+    One plan, made at the first trace, serves all calls. A call of other shapes, dtypes or options, in the other mode or
+    with another loss is traced anew; the `MAX_CALLS` used last are kept.
+    """
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, plan: Plan | None = None):
         self.model, self.mesh, self.options = model, mesh, options
         self._plan = plan
-        self._traces: dict[tuple, Trace] = {}
-        self._decisions: dict[tuple, Decisions] = {}
-        self._programs: dict[tuple, Program] = {}
+        self._traced: Recent[_Traced] = Recent(MAX_CALLS)
+        self._example: _Traced | None = None
+        self._decided: dict[str, str] = {}
+        self._num_traces, self._trace_s = 0, 0.0
         self._random = torch.Generator()
         if plan is not None:
             check_plan_mesh(plan, mesh)
@@ -176,29 +201,24 @@ class Compiler:
 
     def ready(self) -> Program | None:
         """The program of the whole model's outputs, where it was traced at construction."""
-        key = next(iter(self._traces), None)
-        return None if key is None else self._write(key, "forward")
+        return None if self._example is None else self._write(self._example, "forward")
 
     def trace_example(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Trace and plan for an example call."""
-        self._prepare((self.model.training, None), bind_call(self.model, args, kwargs), None)
+        self._example = self._find(bind_call(self.model, args, kwargs), self.model.training, None)[0]
 
     def program(
         self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool,
         loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
-        """The program for a call and its tensors. Raises InputError where the call is not the traced one."""
+        """The program for a call and its tensors; traces the call where it is a new one."""
         arguments = bind_call(self.model, args, kwargs)
+        if not torch.is_grad_enabled() and purpose == "forward":
+            arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
         if loss_fn is not None:
             arguments = {"target": target, "call": arguments}
-        key = (training, loss_fn)
-        if key not in self._traces:
-            self._prepare(key, arguments, loss_fn)
-        call = flatten_call(arguments)
-        if loss_fn is not None:
-            call = replace(call, names=names_without_loss(call.names))
-        check_call(type(self.model).__name__, self._traces[key].call, call)
-        program = self._write(key, purpose)
+        traced, call = self._find(arguments, training, loss_fn)
+        program = self._write(traced, purpose)
         return program, (*call.tensors, *self._seeds(program))
 
     def reseed(self, seed: int) -> None:
@@ -209,40 +229,53 @@ class Compiler:
         if program.input_names[-1:] != (SEEDS,):
             return []
         first = torch.randint(2**62, (), generator=self._random)
-        return [(first + torch.arange(program.microbatches)).repeat(self.mesh.size("dp"))]
+        return [(first + torch.arange(program.microbatches)).repeat(program.row_ranks)]
 
-    def _prepare(self, key: tuple, arguments: Mapping[str, Any], loss_fn: Callable[..., Tensor] | None) -> None:
-        training, _ = key
+    def _find(
+        self, arguments: Mapping[str, Any], training: bool, loss_fn: Callable[..., Tensor] | None
+    ) -> tuple[_Traced, Call]:
+        """The trace of a call, made now where it is a new one, and the call's tensors."""
+        call = flatten_call(arguments)
+        key = call_key(arguments, call, training, loss_fn)
+        return self._traced.get(key, lambda: self._trace(arguments, training, loss_fn)), call
+
+    def _trace(self, arguments: Mapping[str, Any], training: bool, loss_fn: Callable[..., Tensor] | None) -> _Traced:
+        start_s = time.perf_counter()
         with _mode(self.model, training):
             model = self.model if loss_fn is None else WithLoss(self.model, loss_fn).train(training)
             traced = prepare(model, arguments)
         if self._plan is None:
             self._plan = make_plan(model, traced, self.mesh, self.options)
-        check_plan_model(self._plan, type(self.model).__name__, traced)
-        self._decisions[key] = decode(traced, self._plan, self.mesh, strict=self._plan.model.get("mode") == traced.mode)
-        self._traces[key] = traced
+        check_plan_model(self._plan, type(self.model).__name__, traced.parameters)
+        decisions = decode(traced, self._plan, self.mesh, self._decided)
+        # The first trace to decide an operator decides it for all that follow.
+        self._decided = {**decided_by(traced, decisions), **self._decided}
+        self._num_traces, self._trace_s = self._num_traces + 1, self._trace_s + time.perf_counter() - start_s
+        warn_of_many(self._num_traces, self._trace_s / self._num_traces)
+        if decisions.copied:
+            warn_of_copies(batch_size(traced), self.mesh.size("dp"))
+        return _Traced(traced, decisions, loss_fn)
 
-    def _write(self, key: tuple, purpose: str) -> Program:
-        if (*key, purpose) not in self._programs:
-            traced, decisions = self._traces[key], self._decisions[key]
+    def _write(self, traced: _Traced, purpose: str) -> Program:
+        if purpose not in traced.programs:
+            decisions = traced.decisions
             if purpose == "step":
-                loss = find_loss(traced)
+                loss = find_loss(traced.trace)
                 if loss is None:
-                    raise _no_scalar(key[1], traced) or InputError(
+                    raise _no_scalar(traced.loss_fn, traced.trace) or InputError(
                         f"{type(self.model).__name__} returns no loss for this call",
                         why="step() needs a scalar to differentiate",
                         hint="pass labels so that the model returns a loss, or step(..., loss_fn=f, target=t)",
                     )  # fmt: skip
-                program = lower(traced, decisions, [loss], whole_outputs=False)
+                program = lower(traced.trace, decisions, [loss], whole_outputs=False, rng=self.options.rng)
             else:
-                outputs = list(traced.graph.output_node().args[0])
+                outputs = list(traced.trace.graph.output_node().args[0])
                 # Without stages a call runs the whole batch at once: microbatches are for training steps.
-                whole = decisions
                 if self.mesh.size("pp") == 1 and decisions.microbatches > 1:
-                    whole = replace(decisions, microbatches=1, batch=batch_strategies(traced, self.mesh, 1))
-                program = lower(traced, whole, outputs, whole_outputs=True)
-            self._programs[*key, purpose] = program
-        return self._programs[*key, purpose]
+                    decisions = without_microbatches(traced.trace, decisions)
+                program = lower(traced.trace, decisions, outputs, whole_outputs=True, rng=self.options.rng)
+            traced.programs[purpose] = program
+        return traced.programs[purpose]
 
 
 @contextmanager
@@ -282,41 +315,15 @@ def check_plan_options(options: Options, plan: Plan) -> None:
             )  # fmt: skip
 
 
-def check_plan_model(plan: Plan, name: str, traced: Trace) -> None:
+def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) -> None:
     """Raises PlanError where a plan is for another model."""
-    identity = _identity(traced)
+    identity = identity_of(parameters)
     if plan.model["fingerprint"] != identity["fingerprint"]:
         raise PlanError(
             f"the plan is for another model than this {name}",
             why=f"it is for {plan.model['class']} with {plan.model['num_parameters']:,} parameters; this one has "
             f"{identity['num_parameters']:,}, or other names or shapes",
             where=plan.where("model"), hint="make a new plan: autopart.plan(model, mesh, example_kwargs=...)",
-        )  # fmt: skip
-
-
-def check_call(model: str, traced: Call, call: Call) -> None:
-    """Raises InputError where a call has other inputs, shapes, dtypes or options than the traced one."""
-    missing = [n for n in traced.names if n not in call.names]
-    extra = [n for n in call.names if n not in traced.names]
-    if missing or extra:
-        parts = [f"{', '.join(missing)} missing"] * bool(missing) + [f"{', '.join(extra)} new"] * bool(extra)
-        raise InputError(
-            f"{model} was traced with the inputs {', '.join(traced.names)} and is called with {', '.join(call.names)}",
-            why="; ".join(parts), hint="call it with the same inputs, or parallelize again with this example",
-        )  # fmt: skip
-    for name, old, new in zip(traced.names, traced.tensors, call.tensors, strict=True):
-        if old.shape != new.shape or old.dtype != new.dtype:
-            fix = "pad the batch to the traced shape" if old.shape != new.shape else f"cast {name} to the traced dtype"
-            raise InputError(
-                f"{model} was traced with {name} {_typed(old)} and is called with {_typed(new)}",
-                why="a trace holds for one shape and dtype", hint=f"{fix}, or parallelize again",
-            )  # fmt: skip
-    before, now = traced.options, call.options
-    other = [name for name in {**before, **now} if before.get(name, _ABSENT) != now.get(name, _ABSENT)]
-    if other:
-        raise InputError(
-            f"{model} is called with other options than it was traced with",
-            why="; ".join(_changed(name, before, now) for name in other), hint="parallelize again with these options",
         )  # fmt: skip
 
 
@@ -329,15 +336,3 @@ def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputErr
         f"loss_fn returns {', '.join(returned)}", why="step() needs a scalar to differentiate",
         hint="a mean or a sum in loss_fn",
     )  # fmt: skip
-
-
-_ABSENT = object()
-
-
-def _changed(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    was = f"was {before[name]!r}" if name in before else "was not given"
-    return f"{name} {was}, and is {now[name]!r}" if name in now else f"{name} {was}, and is not given now"
-
-
-def _typed(t: Tensor) -> str:
-    return f"{DTYPE_NAMES.get(t.dtype, t.dtype)}{list(t.shape)}"

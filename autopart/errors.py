@@ -40,6 +40,10 @@ class PlanError(AutopartError):
     """A plan cannot be read, or does not fit the model or the mesh."""
 
 
+class RuleError(AutopartError):
+    """A sharding rule cannot be registered, or does not fit its operator."""
+
+
 class StageError(AutopartError):
     """The model cannot be cut into the stages or microbatches asked for."""
 

@@ -32,7 +32,7 @@ def explain(plan: Plan) -> str:
         >>> print(autopart.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
     """
     groups = [group for group in (*_stage_groups(plan), _step_group(plan)) if group[1]]
-    parts = [_header(plan), _table(groups), _totals(plan), _balance(plan), _cost(plan)]
+    parts = [_header(plan), _table(groups), _totals(plan), _unsharded(plan), _balance(plan), _cost(plan)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -119,6 +119,23 @@ def _totals(plan: Plan) -> str:
         if text
         else ""
     )
+
+
+def _unsharded(plan: Plan) -> str:
+    """The operators that run whole on every rank, one entry each, and the call that might shard them."""
+    if not plan.unsharded:
+        return ""
+    lines = ["run whole on every rank"]
+    for row in plan.unsharded:
+        units = (("flops", "FLOP", ""), ("bytes", "B", " in and out"), ("moved_bytes", "B", " sent by a rank for it"))
+        figures = [f"{quantity(row[key], unit)}{what}" for key, unit, what in units if row.get(key)]
+        where = f" in {row['where']}" if row["where"] else ""
+        lines.append(f"  {row['count']} {row['operator']}{where}: {row['why']}")
+        lines.append(f"    {row['shapes']}; {', '.join(figures)}")
+        lines += [f"    try {row['try']}"] * ("try" in row)
+    if any("try" in row for row in plan.unsharded):
+        lines.append("  (lines to try are guessed from the shapes: autopart.check_rule proves or refutes them)")
+    return "\n".join(lines)
 
 
 def _balance(plan: Plan) -> str:

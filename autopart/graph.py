@@ -28,6 +28,11 @@ def short_name(node: fx.Node) -> str:
     return operator_name(node).rsplit("::", 1)[-1]
 
 
+def spoken_name(node: fx.Node) -> str:
+    """What a user calls an operator: its `short_name`, or that of the one for which a pass has written several."""
+    return node.meta.get("written_for") or short_name(node)
+
+
 def value(node: fx.Node) -> Any:
     """What the node computes, as fake tensors."""
     return node.meta.get("val")
@@ -82,10 +87,17 @@ def source_line(node: fx.Node) -> str:
     return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
 
 
+def source_text(node: fx.Node) -> str:
+    """`/home/me/model.py:27: y = x[mask]`: the line of `source_line`, in full."""
+    found = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    path = module_path(node)
+    return f"{found[-1][0]}:{found[-1][1]}: {found[-1][2]}" + (f" ({path})" if path else "") if found else ""
+
+
 def describe(node: fx.Node) -> str:
     """`linear at model.py:27 (layers.0.attn.q)`: how errors and reports speak of a node."""
     where, path = source_line(node), module_path(node)
-    return short_name(node) + (f" at {where}" if where else "") + (f" ({path})" if path else "")
+    return spoken_name(node) + (f" at {where}" if where else "") + (f" ({path})" if path else "")
 
 
 def operators(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -94,19 +106,27 @@ def operators(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a call draws random numbers (attention and recurrent layers only where they drop anything)."""
+    """Whether a call draws random numbers (dropout, attention and recurrent layers only where they drop anything)."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    probability = dropout_probability(node)
-    return probability is None or probability > 0
+    return dropout_probability(node) != 0 and False not in (argument(node, "train"), argument(node, "training"))
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument of a call by its name in the operator's schema: as given, else its default (None without one)."""
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            default = declared.default_value if declared.has_default_value() else None
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+    return None
 
 
 def dropout_probability(node: fx.Node) -> float | None:
     """The dropout probability among the arguments of a call (of attention, an LSTM, ...); None where it has none."""
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name in ("p", "dropout", "dropout_p"):
-            given = node.args[position] if len(node.args) > position else node.kwargs.get(argument.name)
-            return argument.default_value if given is None else given
+    names = {declared.name for declared in node.target._schema.arguments}
+    for name in ("dropout", "dropout_p", *(("p",) if "dropout" in operator_name(node) else ())):
+        if name in names:
+            return argument(node, name)
     return None
 
 

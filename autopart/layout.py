@@ -19,7 +19,7 @@ directions before anything runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Sections = tuple[int, ...]
@@ -141,6 +141,18 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
     if source == target:
         return None
     return CONVERSIONS.get((source.kind, target.kind))
+
+
+def is_direct(source: Placement, target: Placement, shape: Sequence[int], num_shards: int) -> bool:
+    """Whether one conversion does it; else the value has to be whole in between.
+
+    An all-to-all is not told where shards of unequal sizes or of sections begin.
+    """
+    if source == target:
+        return True
+    if source.is_shard and target.is_shard:
+        return not source.sections and not target.sections and shape[source.dim] % num_shards == 0
+    return conversion(source, target) is not None
 
 
 def format_layout(layout: Layout) -> str:

@@ -2,32 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor, fx
 
-from autopart.compiler import find_loss
-from autopart.graph import module_path, source_line, source_of
-from autopart.layout import Placement
+from autopart.graph import format_value, module_path, source_line, source_of
+from autopart.layout import P, Placement, R, format_layout
+from autopart.passes.analyze import ACTIVE
 from autopart.program import MICROBATCH_AXIS, Program
+from autopart.runtime.collectives import axis_of, operator_name
+from autopart.runtime.gradients import sync_gradients_lockstep
+from autopart.runtime.lockstep import PerRank
 from autopart.runtime.pieces import Cut
+from autopart.subject import GRAD_FLOOR, Arrangement, Shards, Subject, relative, scale_of
 
-if TYPE_CHECKING:
-    from autopart.verify import Tamper, VerificationRun
-
-FLOOR = 1e-3
-"""Values smaller than this are compared absolutely: a sum that cancels to nothing leaves rounding alone."""
-
-BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration)
+BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeError)
 """What a fault in a program can raise when it is run."""
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a group of ranks holds of a value, their partial sums added: which entries of each dim of the whole."""
+
+    ranks: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    entries: tuple[Tensor, ...]
+    value: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same part of the whole value."""
+        for dim, entries in enumerate(self.entries):
+            if len(entries) < whole.shape[dim]:
+                whole = whole.index_select(dim, entries.to(whole.device))
+        return whole
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(map(_ranges, self.entries)) + "]"
+
+
+@dataclass(frozen=True)
+class WrongPart:
+    """A part that is wrong: where most, what is there and what should be. `num_wrong` of `num_parts` are wrong."""
+
+    part: Part
+    error: float
+    worst: str
+    num_wrong: int
+    num_parts: int
+    coordinates: str
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' * (len(self.part.ranks) > 1)} {', '.join(map(str, self.part.ranks))}"
+        summed = ", added," if len(self.part.ranks) > 1 else ""
+        where = f" ({self.coordinates})" if self.coordinates else ""
+        return f"{ranks}{where}{summed} entries {self.part}: {self.worst}; {self.num_wrong} of {self.num_parts} wrong"
+
+
+@dataclass(frozen=True)
 class Mismatch:
-    """The first value that differs: `name` in the traced graph, `kind` "value" or "gradient", where it is made."""
+    """The first value that differs.
+
+    `name`: in the traced graph, or of the parameter. `kind`: "value" or "gradient". `operator`: what made it there,
+    or, of a gradient, what reads the value; `keys` are the names of these operators in plans. `part`: the worst part;
+    None where the run broke.
+    """
 
     name: str
     kind: str
@@ -37,42 +78,72 @@ class Mismatch:
     source: str
     stage: int
     layout: str
+    keys: tuple[str, ...]
+    part: WrongPart | None
+    node: fx.Node = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} of {self.name} differs by {self.error:.3g}\n"
-            f"  operator {self.operator}, stage {self.stage}, layout {self.layout}\n"
-            f"  module   {self.module or '(the model itself)'}\n"
-            f"  source   {self.source or 'unknown'}"
+        what = (
+            f"{self.kind} of {self.name} differs by {self.error:.3g}" if self.part else f"the run breaks: {self.name}"
         )
+        lines = [what, f"  operator {self.operator}, stage {self.stage}", f"  layout   {self.layout}"]
+        lines += [f"  shard    {self.part}"] if self.part else []
+        lines += [f"  module   {self.module or '(the model itself)'}", f"  source   {self.source or 'unknown'}"]
+        return "\n".join(lines)
 
 
-class MismatchSearch:
-    """Compares the lockstep run with the traced graph value by value, then gradient by gradient."""
+def first_mismatch(
+    subject: Subject,
+    arrangement: Arrangement,
+    tolerance: float,
+    errors: Mapping[str, float],
+) -> Mismatch | None:
+    """Where the step's values differ, else where the call's do, else the parameter that is most wrong."""
+    step = _Search(subject, subject.step(arrangement.decisions), arrangement, tolerance)
+    first = step.first()
+    if first is None and subject.loss is not None:
+        call = _Search(subject, subject.called(arrangement.decisions), arrangement, tolerance)
+        first = call.first(gradients=False)
+    wrong = {name: error for name, error in errors.items() if name in subject.weights and error > tolerance}
+    if first is None and wrong:
+        first = step.parameter(max(wrong, key=lambda name: wrong[name]))
+    return first
 
-    def __init__(self, run: VerificationRun, program: Program, placement: str, tolerance: float, tamper: Tamper | None):
-        self.run, self.program, self.tolerance, self.tamper = run, program, tolerance, tamper
-        self.placement, self.mesh = placement, run.mesh
-        self.origins = {node.name: node for node in run.traced.graph.nodes}
-        self.made: dict[fx.Node, tuple[int, dict[int, dict[int, Tensor]]]] = {}
 
-    def first(self, failure: Exception | None, gradients: bool = True) -> Mismatch | None:
-        """The first wrong value, else (with `gradients`) the first wrong gradient; `failure`: what the run raised."""
-        reference = self._reference_values()
-        parameters = self.run.parameters(self.program, self.tamper)
+class _Search:
+    """Compares a lockstep run with the traced graph value by value, then gradient by gradient."""
+
+    def __init__(self, subject: Subject, program: Program, arrangement: Arrangement, tolerance: float):
+        self.subject, self.program, self.arrangement = subject, program, arrangement
+        self.tolerance, self.mesh = tolerance, program.mesh
+        self.origins = {node.name: node for node in subject.traced.graph.nodes}
+        self.made: dict[fx.Node, tuple[int, dict[int, PerRank]]] = {}
+        self.shards: Shards = {}
+        self.whole, self.whole_grads = _reference(subject)
+        self.grad_scale = max([GRAD_FLOOR, *(float(g.abs().max()) for g in self.whole_grads.values() if g.numel())])
+
+    def first(self, gradients: bool = True) -> Mismatch | None:
+        """The first wrong value, else where the run breaks, else (with `gradients`) the first wrong gradient."""
+        self.shards = self.subject.shards(self.program, self.arrangement)
+        failure: Exception | None = None
         try:
-            results = self.run.lockstep(self.program, parameters, self.placement, self._keep)
+            results = self.subject.lockstep(self.program, self.shards, self.arrangement.placement, self._keep)
         except BROKEN as error:
             failure = error
-        wrong = self._first_value(reference)
-        if wrong is not None or failure is not None:
-            return wrong or self._broken(failure)
+        for node, (stage, held) in self.made.items():
+            wrong = self._wrong(held, node.meta["layout"], self.whole[node.meta["origin"]])
+            if wrong is not None:
+                return self._mismatch(node, "value", stage, wrong)
+        if failure is not None:
+            return self._broken(failure)
         if not gradients:
             return None
-        torch.autograd.backward(self.run.seeds(self.program, results))
-        return self._first_gradient(reference)
+        seeds = self.subject.seeds(self.program, results)
+        if seeds:
+            torch.autograd.backward(seeds)
+        return self._first_gradient()
 
-    def _keep(self, stage: int, microbatch: int, node: fx.Node, value: dict[int, Any]) -> None:
+    def _keep(self, stage: int, microbatch: int, node: fx.Node, value: PerRank) -> None:
         if "origin" not in node.meta or not all(isinstance(v, Tensor) for v in value.values()):
             return
         for v in value.values():
@@ -80,158 +151,195 @@ class MismatchSearch:
                 v.retain_grad()
         self.made.setdefault(node, (stage, {}))[1][microbatch] = value
 
-    def _reference_values(self) -> dict[str, Tensor]:
-        """Every value of the traced graph on the global batch, with its gradient."""
-        run, graph = self.run, self.run.traced.graph
-        values = run.values(lambda value: value.retain_grad())
-        flat = [values[o] if isinstance(o, fx.Node) else o for o in graph.output_node().args[0]]
-        run.seed(flat, find_loss(run.traced) is not None, run.traced).backward()
-        return {node.name: v for node, v in values.items() if isinstance(v, Tensor)}
-
-    def _first_value(self, reference: Mapping[str, Tensor]) -> Mismatch | None:
-        for node, (stage, microbatches) in self.made.items():
-            origin, layout = node.meta["origin"], node.meta["layout"]
-            error = self._error({m: v for m, v in microbatches.items()}, layout, reference[origin], node)
-            if error > self.tolerance:
-                return self._mismatch(node, "value", error, stage)
-        return None
-
-    def _first_gradient(self, reference: Mapping[str, Tensor]) -> Mismatch | None:
+    def _first_gradient(self) -> Mismatch | None:
         """The first in the order of the backward: the last values of the forward first. Copies in other layouts carry a
         part of the gradient only and are passed over."""
-        scale = max(
-            (float(v.grad.abs().max()) for v in reference.values() if v.requires_grad and v.grad is not None),
-            default=1.0,
-        )
-        seen: set[str] = set()
+        scale = self.grad_scale
         first_made: dict[str, fx.Node] = {}
         for node in self.made:
             first_made.setdefault(node.meta["origin"], node)
-        for node in reversed(list(first_made.values())):
-            stage, microbatches = self.made[node]
-            origin, layout = node.meta["origin"], node.meta["layout"]
-            whole = reference[origin]
-            source = source_of(self.origins[origin])[0]
-            if origin in seen or source.meta["role"] != "active" or not whole.requires_grad or whole.grad is None:
+        for name, node in reversed(first_made.items()):
+            source, _ = source_of(self.origins[name])
+            if source.meta["role"] != ACTIVE or name not in self.whole_grads:
                 continue
-            grads = {m: {r: v.grad for r, v in value.items()} for m, value in microbatches.items()}
-            if any(g is None for value in grads.values() for g in value.values()):
+            stage, held = self.made[node]
+            found = {m: {r: v.grad for r, v in values.items()} for m, values in held.items()}
+            if any(grad is None for values in found.values() for grad in values.values()):
                 continue
-            places = {axis: _of_gradient(place) for axis, place in layout.items()}
-            joined = self._join(grads, places, tuple(whole.shape))
-            error = float((joined - whole.grad).abs().max()) / (scale or 1.0)
-            if error > self.tolerance:
-                return self._mismatch(node, "gradient", error, stage)
+            places = {axis: _of_gradient(place) for axis, place in node.meta["layout"].items()}
+            wrong = self._wrong(found, places, self.whole_grads[name], scale)
+            if wrong is not None:
+                return self._mismatch(node, "gradient", stage, wrong)
         return None
 
-    def _error(self, microbatches: dict, layout: Mapping[str, Placement], whole: Tensor, node: fx.Node) -> float:
-        try:
-            return relative(self._join(microbatches, layout, tuple(whole.shape), equal=True), whole)
-        except _RanksDiffer as differ:
-            return differ.error
-        except RuntimeError:
-            return float("inf")
-
-    def _join(
-        self, microbatches: Any, layout: Mapping[str, Placement], shape: tuple[int, ...], equal: bool = False
-    ) -> Tensor:
-        """The global value from every microbatch's and rank's part."""
-        current = list(shape)
-        cuts = []
-        for axis, place in layout.items():  # dp, mb, tp: the outer axis cuts first
-            size = self.program.microbatches if axis == MICROBATCH_AXIS else self.mesh.size(axis)
-            cut = None
-            if place.is_shard:
-                others = [
-                    p for a, p in layout.items() if a != axis and p.is_shard and p.dim == place.dim and not p.sections
-                ]
-                plain = 1
-                for a, p in layout.items():
-                    if p in others:
-                        plain *= self.program.microbatches if a == MICROBATCH_AXIS else self.mesh.size(a)
-                sections = (place.sections[0] // plain,) if len(place.sections) == 1 else place.sections
-                cut = Cut(place.dim, current[place.dim], sections if place.sections else (), size)
-                current[place.dim] = cut.length(0)
-            cuts.append((axis, place, size, cut))
-        parts = {
-            tuple(m if axis == MICROBATCH_AXIS else self.mesh.coordinates(r).get(axis, 0) for axis, *_ in cuts): v
-            for m, value in microbatches.items() for r, v in value.items()
-        }  # fmt: skip
-        for _, place, _, cut in reversed(cuts):
-            outer: dict[tuple, list[Tensor]] = {}
-            for key in sorted(parts):
-                outer.setdefault(key[:-1], []).append(parts[key].detach())
-            parts = {key: _combine(group, place, cut, equal) for key, group in outer.items()}
-        return parts[()]
-
-    def parameter(self, name: str, error: float) -> Mismatch:
-        """A parameter whose gradient is wrong although every value's gradient is right: its sum over ranks is."""
-        node = next(n for n in self.run.traced.graph.nodes if n.op == "get_attr" and n.target == name)
-        source = next((source_line(u) for u in node.users if source_line(u)), "")
+    def parameter(self, name: str) -> Mismatch:
+        """A parameter whose gradient is wrong although every value's gradient is right: the part of the backward that
+        makes it is wrong, or its sum over ranks."""
+        sync_gradients_lockstep(self.shards, self.program, placement=self.arrangement.placement)
         stored = self.program.parameters[name]
-        layout = ", ".join(f"{axis}: {place}" for axis, place in stored.layout.items()) or "whole"
-        made = "the sum of gradients over ranks"
-        return Mismatch(name, "gradient", error, made, name.rpartition(".")[0], source, stored.stages[0], layout)
+        node = next(n for n in self.subject.traced.graph.nodes if n.op == "get_attr" and n.target == name)
+        zero = torch.zeros_like(self.subject.weights[name])
+        held = {rank: local[name].grad for rank, local in self.shards.items() if name in local}
+        found = {0: {r: torch.zeros(()) if grad is None else grad for r, grad in held.items()}}
+        scale = self.grad_scale
+        wrong = self._wrong(found, stored.layout, self.whole_grads.get(node.name, zero), scale)
+        keys = _readers(node)
+        return Mismatch(
+            name, "gradient", wrong.error if wrong else float("inf"),
+            f"the backward of {', '.join(keys[:3])}, or the sum over ranks", name.rpartition(".")[0], _source(node),
+            stored.stages[0], format_value(node, format_layout(stored.layout)), keys, wrong, node,
+        )  # fmt: skip
 
-    def _mismatch(self, node: fx.Node, kind: str, error: float, stage: int) -> Mismatch:
+    def _wrong(
+        self, held: Mapping[int, PerRank], layout: Mapping[str, Placement], whole: Tensor, scale: float | None = None
+    ) -> WrongPart | None:
+        """The worst part of a value, if any is wrong."""
+        parts = list(self._parts(held, layout, whole.shape))
+        scale = scale or scale_of(whole)
+        errors = [relative(part.value, part.of(whole), scale) for part in parts]
+        wrong = [i for i, error in enumerate(errors) if error > self.tolerance]
+        if not wrong:
+            return None
+        worst = max(wrong, key=lambda i: errors[i])
+        return WrongPart(
+            parts[worst], errors[worst], _worst_entry(parts[worst], whole), len(wrong), len(parts),
+            self._coordinates(parts[worst]),
+        )  # fmt: skip
+
+    def _parts(
+        self, held: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
+    ) -> Iterator[Part]:
+        """What is held by whom. Where the layout says `P`, what ranks or microbatches hold is added."""
+        sizes = {**self.mesh.sizes, MICROBATCH_AXIS: self.program.microbatches}
+        groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for microbatch, values in held.items():
+            for rank in values:
+                at = {**self.mesh.coordinates(rank), MICROBATCH_AXIS: microbatch}
+                key = tuple(index for axis, index in at.items() if layout.get(axis, R) != P)
+                groups.setdefault(key, []).append((rank, microbatch))
+        for members in groups.values():
+            rank, microbatch = members[0]
+            at = {**self.mesh.coordinates(rank), MICROBATCH_AXIS: microbatch}
+            tensors = [held[m][r].detach() for r, m in members]
+            same = all(v.shape == tensors[0].shape for v in tensors)
+            yield Part(
+                tuple(dict.fromkeys(r for r, _ in members)), tuple(dict.fromkeys(m for _, m in members)),
+                entries_of(shape, layout, at, sizes),
+                torch.stack(tensors).sum(0) if same and len(tensors) > 1 else tensors[0],
+            )  # fmt: skip
+
+    def _coordinates(self, part: Part) -> str:
+        """`dp 1, tp 0, microbatch 2`: where a part is, on the axes that all its ranks share."""
+        each = [self.mesh.coordinates(rank) for rank in part.ranks]
+        shared = [f"{axis} {at}" for axis, at in each[0].items() if all(other[axis] == at for other in each)]
+        if self.program.microbatches > 1 and len(part.microbatches) == 1:
+            shared.append(f"microbatch {part.microbatches[0]}")
+        return ", ".join(shared)
+
+    def _mismatch(self, node: fx.Node, kind: str, stage: int, wrong: WrongPart) -> Mismatch:
         origin = self.origins[node.meta["origin"]]
-        name = str(origin.target) if origin.op == "get_attr" else origin.name
-        module = str(origin.target).rpartition(".")[0] if origin.op == "get_attr" else module_path(origin)
-        source = source_line(origin) or next((source_line(u) for u in origin.users if source_line(u)), "")
-        layout = ", ".join(f"{axis}: {place}" for axis, place in node.meta["layout"].items()) or "whole"
-        return Mismatch(name, kind, error, str(node.target), module, source, stage, layout)
+        stored = origin.op == "get_attr"
+        name = str(origin.target) if stored else origin.name
+        module = name.rpartition(".")[0] if stored else module_path(origin)
+        own = (origin.meta["key"],) if "key" in origin.meta else ()
+        keys = (own or _readers(origin)) if kind == "value" else (_readers(origin) or own)
+        backward = f"the backward of {', '.join(_readers(origin)[:3]) or 'its way to the output'}"
+        made = _maker(node) if kind == "value" else backward
+        layout = format_value(origin, format_layout(node.meta["layout"]))
+        return Mismatch(name, kind, wrong.error, made, module, _source(origin), stage, layout, keys, wrong, origin)
 
-    def _broken(self, failure: Exception | None) -> Mismatch:
-        last = list(self.made)[-1] if self.made else None
-        node = last.next if last is not None else None
-        if node is None or "origin" not in node.meta:
-            node = last
-        assert node is not None, f"the run broke before its first value: {failure}"
-        stage = self.made[last][0] if last is not None else 0
-        return self._mismatch(node, "value", float("inf"), stage)
+    def _broken(self, failure: Exception) -> Mismatch:
+        """The operator after the last value that was made."""
+        assert self.made, f"the run broke before its first value: {failure}"
+        last, (stage, _) = list(self.made.items())[-1]
+        node = last.next
+        while "origin" not in node.meta and node.op != "output":
+            node = node.next
+        node = node if "origin" in node.meta else last
+        origin = self.origins[node.meta["origin"]]
+        layout = format_value(origin, format_layout(node.meta["layout"]))
+        text = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else ''}"
+        return Mismatch(
+            origin.name, "value", float("inf"), f"{_maker(node)}: {text}", module_path(origin), _source(origin), stage,
+            layout, (origin.meta["key"],) if "key" in origin.meta else _readers(origin), None, origin,
+        )  # fmt: skip
 
 
-class _RanksDiffer(Exception):
-    """Ranks that should hold the same value do not."""
+def _reference(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Every value of the traced graph on the global batch, and its gradient, by the node's name."""
+    values = subject.values(lambda value: value.retain_grad())
+    found = {node.name: value for node, value in values.items() if isinstance(value, Tensor)}
+    subject.seed(subject.flat_outputs(values)).backward()
+    grads = {name: value.grad for name, value in found.items() if value.requires_grad and value.grad is not None}
+    for weight in subject.weights.values():
+        weight.grad = None
+    return {name: value.detach() for name, value in found.items()}, grads
 
-    def __init__(self, error: float):
-        super().__init__(error)
-        self.error = error
+
+def entries_of(
+    shape: Sequence[int], layout: Mapping[str, Placement], at: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[Tensor, ...]:
+    """The indices along each dim of a whole value of this shape that are held at these coordinates.
+
+    >>> entries_of([4], {"dp": Placement.parse("S(0)")}, {"dp": 1}, {"dp": 2})
+    (tensor([2, 3]),)
+    """
+    entries = [torch.arange(size) for size in shape]
+    num_pieces = [1] * len(entries)  # into which outer axes have cut a dim: each holds as many fewer sections
+    for axis, place in layout.items():
+        if not place.is_shard:
+            continue
+        held, sections = entries[place.dim], place.sections
+        if len(sections) == 1:
+            sections = (sections[0] // num_pieces[place.dim],)
+        entries[place.dim] = Cut(0, len(held), sections, sizes[axis]).take(held, at[axis])
+        if not place.sections:
+            num_pieces[place.dim] *= sizes[axis]
+    return tuple(entries)
 
 
-def _combine(parts: list[Tensor], place: Placement, cut: Cut | None, equal: bool) -> Tensor:
-    if cut is not None:
-        return cut.join(parts)
-    if place.kind == "P":
-        return torch.stack(parts).sum(0)
-    if equal and any(
-        p.shape != parts[0].shape or not torch.allclose(p, parts[0], rtol=1e-9, atol=1e-12, equal_nan=True)
-        for p in parts
-    ):
-        raise _RanksDiffer(max(relative(p, parts[0]) for p in parts))
-    return parts[0]
+def _maker(node: fx.Node) -> str:
+    """What made a value of a program: `model.layers.0.mlp/mul (aten.mul.Tensor)`, a collective, or where it is from."""
+    key = node.meta.get("key") or node.meta["origin"]
+    if node.op == "get_attr":
+        return "none: a stored weight"
+    if node.op == "placeholder":
+        return f"none: received, or made from the inputs: {key}"
+    axis = axis_of(node)
+    return f"{operator_name(node)} over {axis}, of {key}" if axis else f"{key} ({node.target})"
+
+
+def _readers(node: fx.Node) -> tuple[str, ...]:
+    """The keys of the operators that read a value, through projections."""
+    keys: list[str] = []
+    for user in node.users:
+        keys += [user.meta["key"]] if "key" in user.meta else _readers(user)
+    return tuple(dict.fromkeys(keys))
+
+
+def _source(node: fx.Node) -> str:
+    return source_line(node) or next((source_line(user) for user in node.users if source_line(user)), "")
+
+
+def _worst_entry(part: Part, whole: Tensor) -> str:
+    """`entry [3, 40] is 0.52, not 0.51`, by the indices of the whole value."""
+    expected = part.of(whole)
+    if part.value.shape != expected.shape:
+        return f"shape {list(part.value.shape)}, not {list(expected.shape)}"
+    apart = (part.value.double() - expected.double()).abs().nan_to_num(nan=float("inf"))
+    flat = int(apart.argmax())
+    at = torch.unravel_index(torch.tensor(flat), expected.shape) if expected.dim() else ()
+    entry = [int(entries[i]) for entries, i in zip(part.entries, at, strict=True)]
+    return f"entry {entry} is {part.value.flatten()[flat].item():.6g}, not {expected.flatten()[flat].item():.6g}"
+
+
+def _ranges(entries: Tensor) -> str:
+    """`0:8+16:24` for the indices 0 to 7 and 16 to 23."""
+    numbered = enumerate(entries.tolist())
+    runs = [[index for _, index in run] for _, run in groupby(numbered, lambda pair: pair[1] - pair[0])]
+    return "+".join(f"{run[0]}:{run[-1] + 1}" for run in runs) or "none"
 
 
 def _of_gradient(place: Placement) -> Placement:
     """Where the gradient of a value in this placement lies."""
-    return {"R(grad P)": Placement("P"), "P": Placement("R")}.get(place.kind, place)
-
-
-def weights_like(output: Tensor) -> Tensor:
-    """Fixed weights between 0.5 and 1.5, different for every entry."""
-    return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).reshape(output.shape)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest entry (at least `FLOOR`); infinite where shapes differ."""
-    if found.shape != expected.shape:
-        return float("inf")
-    if not expected.is_floating_point():
-        return float((found != expected).any())
-    scale = max(float(expected.detach().abs().max()), FLOOR) if expected.numel() else FLOOR
-    difference = (
-        (found.detach() - expected.detach())
-        .abs()
-        .nan_to_num(nan=0.0 if found.isnan().equal(expected.isnan()) else 1e300)
-    )
-    return float(difference.max()) / scale if expected.numel() else 0.0
+    return {"R(grad P)": P, "P": R}.get(place.kind, place)

@@ -81,6 +81,8 @@ class Plan:
     cuts: tuple[str, ...] = ()
     stages: tuple[Mapping[str, Any], ...] = ()
     collectives: tuple[Collective, ...] = ()
+    unsharded: tuple[Mapping[str, Any], ...] = ()
+    rules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cost: Mapping[str, Any] = field(default_factory=dict)
     hardware: str = ""
     notes: tuple[str, ...] = ()
@@ -122,7 +124,7 @@ class Plan:
         fields = {k: v for k, v in data.items() if k != "format"}
         fields["schedule"] = Schedule(**fields["schedule"])
         fields["collectives"] = tuple(Collective(**c) for c in fields.get("collectives", ()))
-        for key in ("cuts", "stages", "notes"):
+        for key in ("cuts", "stages", "unsharded", "notes"):
             fields[key] = tuple(fields.get(key, ()))
         return Plan(**fields, text=text)
 

@@ -16,19 +16,23 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from autopart.compat import TreeSpec
-from autopart.layout import Layout, format_layout
+from autopart.layout import Layout, Sections, format_layout, shard_sizes
 from autopart.mesh import Mesh
 
 MICROBATCH_AXIS = "mb"
 SEEDS = "seeds"
-"""The last input of a program with dropout: int64 [dp * microbatches], one random seed per microbatch, for each dp
-rank the same ones."""
+"""The last input of a program that draws random numbers with `rng="fast"`: int64 [dp * microbatches], one random seed
+per microbatch, for each dp rank the same ones."""
+
+Rng = Literal["fast", "exact"]
+"""Where random numbers come from. `"exact"`: from torch's default generator, as one device draws them, masks of dropout
+included. `"fast"`: from seeds that every rank knows; masks of dropout are drawn where they are needed."""
 
 
 class StageGraph(fx.GraphModule):
@@ -58,20 +62,45 @@ class StageInput:
     """One keyword argument of a stage graph, computed from the model's inputs alone by the stage's prologue.
 
     `batch_dim`: the dim that is cut, first over `dp` (contiguous blocks of rows), then over microbatches;
-    None: every rank and microbatch gets the whole value.
+    None: every rank and microbatch gets the whole value. `sections`: those of the dim, each of which is cut so.
     """
 
     name: str
     batch_dim: int | None
+    sections: Sections = ()
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A value that one stage sends to the next: local shape for one microbatch on one rank."""
+    """A value that one stage sends to the next: local shape for one microbatch on one rank.
+
+    `uneven`: (axis, dim, size of the dim before the axis cuts it) where shards are unequal; `shape` is the first's.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    layout: Layout
+    uneven: tuple[tuple[str, int, int], ...] = ()
+
+    def shape_at(self, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+        """The local shape on the rank at these coordinates."""
+        local = list(self.shape)
+        for axis, dim, size in self.uneven:
+            local[dim] = shard_sizes(size, mesh.size(axis))[coordinates[axis]]
+        return tuple(local)
+
+
+@dataclass(frozen=True)
+class BufferUpdate:
+    """The value of a buffer after a forward, whole on every rank of the stage that makes it.
+
+    `from_inputs`: an output of the stage's prologue, behind those for its `inputs`. Else an output of its graph, behind
+    its `sends`; `layout` says how those of the microbatches become one, as for a model's outputs.
+    """
+
+    name: str
+    from_inputs: bool
     layout: Layout
 
 
@@ -80,9 +109,10 @@ class Stage:
     """One pipeline stage.
 
     `prologue(*model_inputs) -> tuple`: runs once per call on the GLOBAL inputs (in `Program.input_names` order),
-    returns one value per entry of `inputs`. `graph(*received, **inputs) -> tuple`: runs once per microbatch;
-    its positional placeholders are the previous stage's `sends`, its outputs are this stage's `sends`
-    (the last stage: one per tensor output of the program).
+    returns one value per entry of `inputs`. It makes all draws of the whole model, in the model's order, also those
+    that other stages use: so every stage finds the same numbers, and leaves the generator in the same state.
+    `graph(*received, **inputs) -> tuple`: runs once per microbatch; its positional placeholders are the previous
+    stage's `sends`, its outputs are this stage's `sends` (the last stage: one per tensor output of the program).
     `graph`'s parameters and buffers are `get_attr` nodes on their original dotted names.
     """
 
@@ -94,6 +124,17 @@ class Stage:
     sends: tuple[Boundary, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
+    updates: tuple[BufferUpdate, ...] = ()
+
+    @property
+    def graph_updates(self) -> tuple[BufferUpdate, ...]:
+        """Those made by the graph."""
+        return tuple(update for update in self.updates if not update.from_inputs)
+
+    @property
+    def prologue_updates(self) -> tuple[BufferUpdate, ...]:
+        """Those made by the prologue."""
+        return tuple(update for update in self.updates if update.from_inputs)
 
 
 @dataclass(frozen=True)
@@ -121,9 +162,14 @@ class Output:
     constant: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """All stages of the partitioned model, what they store, and how the model's own outputs are put together again."""
+    """All stages of the partitioned model, what they store, and how the model's own outputs are put together again.
+
+    Two programs are equal only if they are one: so it can be a key.
+
+    `copied`: the rows of the batch do not divide over `dp`, so every rank of it computes all of them.
+    """
 
     mesh: Mesh
     microbatches: int
@@ -132,3 +178,11 @@ class Program:
     parameters: Mapping[str, StoredTensor]
     outputs: tuple[Output, ...]
     output_spec: TreeSpec
+    copied: bool = False
+    draws: Rng | None = None
+    """Where the draws in the prologues take their numbers from; None: there are none."""
+
+    @property
+    def row_ranks(self) -> int:
+        """How many `dp` ranks the rows of the batch are cut over."""
+        return 1 if self.copied else self.mesh.size("dp")

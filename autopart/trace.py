@@ -9,41 +9,54 @@ from __future__ import annotations
 import inspect
 import io
 import logging
-import operator
-import re
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopart.compat import TreeSpec, is_higher_order, leaves_with_names, tree_map
+from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
+from autopart.eager_semantics import ambient_autocast, no_autocast, traceable
+from autopart.entry import PREFIX, Entry, register_dataclasses
+from autopart.entry import call as call_model
 from autopart.errors import InputError, TraceError
+from autopart.exported import functional, name_outputs, own_graph
+from autopart.graph import module_path, source_text, spoken_name, value
+from autopart.python_state import check_attributes, check_hooks
+from autopart.trace_errors import shape_by_values, trace_error
 
 _NO_CACHE = "use_cache"
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the model, its arguments by name: tensors to feed, and options that the trace fixes."""
+    """One call of the model, its arguments by name: tensors to feed, and options that the trace fixes.
+
+    Which tensors need gradients is part of what a trace is for, as their shapes and dtypes are.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     options: Mapping[str, Any]
+
+    @property
+    def with_gradient(self) -> tuple[str, ...]:
+        """The names of the tensors that need gradients."""
+        return tuple(name for name, tensor in zip(self.names, self.tensors, strict=True) if tensor.requires_grad)
 
 
 @dataclass(frozen=True)
 class Trace:
     """A traced model.
 
-    `graph`: placeholders are the tensor inputs in `call.names` order; its output node holds the flat outputs.
+    `graph`: placeholders are the tensor inputs in `call.names` order (`meta["input_name"]`; with a true
+    `meta["input_grad"]` where the input needs a gradient); its output node holds the flat outputs and, as
+    its second argument, `buffer_updates`.
     `parameters`: `{name: fake tensor}` in the model's order; `aliases`: other names of a tied parameter.
     `constants`: tensors written into the trace. `notes`: what a user should know about how it was traced.
     """
@@ -58,6 +71,12 @@ class Trace:
     notes: tuple[str, ...]
     mode: str
 
+    @property
+    def buffer_updates(self) -> Mapping[str, fx.Node]:
+        """{buffer: its value after the forward} of the buffers that the model writes."""
+        rest = self.graph.output_node().args[1:]
+        return rest[0] if rest else {}
+
 
 class WithLoss(nn.Module):
     """A model that returns no loss, with the user's `loss_fn(output, target)` behind it."""
@@ -67,11 +86,11 @@ class WithLoss(nn.Module):
         self.model, self.loss_fn = model, loss_fn
 
     def forward(self, target: Any, call: dict[str, Any]) -> Any:
-        return self.loss_fn(self.model(**call), target)
+        return self.loss_fn(call_model(self.model, call), target)
 
 
 def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The call's arguments by name, in the order of the model's `forward`.
+    """The call's arguments by name, in the order of the model's `forward`; those of `*args` in a tuple.
 
     Raises InputError where the call does not fit the signature.
     """
@@ -94,17 +113,19 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             arguments.update(argument)
-        elif kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
-            raise InputError(
-                f"{type(model).__name__}.forward takes '{name}' by position only",
-                why="autopart names every input",
-                hint="give the parameter a name in forward()",
-            )
         else:
             arguments[name] = argument
-    if _NO_CACHE in signature.parameters and arguments.get(_NO_CACHE) is None:
+    if _takes_cache(model, signature) and arguments.get(_NO_CACHE) is None:
         arguments[_NO_CACHE] = False
+    register_dataclasses(arguments)
     return arguments
+
+
+def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
+    """Whether a model may return a cache, also one that hands its arguments on to another (peft)."""
+    hands_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    configured = bool(getattr(getattr(model, "config", None), _NO_CACHE, False))
+    return _NO_CACHE in signature.parameters or (hands_on and configured)
 
 
 def _names(args: tuple, kwargs: Mapping[str, Any]) -> str:
@@ -131,37 +152,60 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     call = flatten_call(arguments)
     # Two inputs that are one tensor object would be merged into one by torch.export: trace on distinct copies.
-    distinct = iter([torch.empty_like(t, device=device).copy_(t) for t in call.tensors])
-    example = tree_map(lambda x: next(distinct) if isinstance(x, torch.Tensor) else x, dict(arguments))
+    dtype = ambient_autocast(device.type)
+    entry = Entry(model, arguments, call.names, torch.autocast(device.type, dtype) if dtype is not None else None)
+    example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
+    check_hooks(model)
     try:
-        with torch.enable_grad(), _quiet():
-            program = torch.export.export(model, (), example, strict=False)
-            if _needs_functionalization(program.graph_module):
-                program = program.run_decompositions({})
+        program = _export(entry, example)
+        notes = check_attributes(model, entry.state, program, lambda: _export(entry, example))
+        with _quiet(), keeping_draws():
+            program = functional(program)
+    except TraceError:
+        raise
     except Exception as error:  # torch.export raises many kinds; each is told with the user's own line
-        raise _trace_error(model, error) from error
-    traced = _from_exported(model, program, call, arguments)
+        raise trace_error(model, error, entry.semantics.asked) from error
+    traced = _from_exported(model, program, call, arguments, notes)
+    _check_shapes(model, traced.graph, entry.semantics.asked)
     return _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
 
 
-def _from_exported(model: nn.Module, program: Any, call: Call, arguments: Mapping[str, Any]) -> Trace:
+def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+    with torch.enable_grad(), no_autocast(), _quiet(), traceable(entry), entry.semantics:
+        return torch.export.export(entry, (), dict(example), strict=False)
+
+
+def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
+    """Raises TraceError where a shape depends on values: nothing can be planned for it."""
+    for node in graph.nodes:
+        made = value(node)
+        if isinstance(made, torch.Tensor) and not all(isinstance(size, int) for size in made.shape):
+            raise shape_by_values(model, spoken_name(node), source_text(node), module_path(node), origin)
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with torch.no_grad():
+        copied = torch.empty_like(tensor, device=device).copy_(tensor)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def _from_exported(
+    model: nn.Module, program: Any, call: Call, arguments: Mapping[str, Any], notes: tuple[str, ...]
+) -> Trace:
     signature = program.graph_signature
-    if signature.buffers_to_mutate:
-        raise TraceError(
-            f"{type(model).__name__} updates buffers in its forward: {', '.join(signature.buffers_to_mutate.values())}",
-            why="updating buffers (such as batch-norm statistics) is not built yet",
-            hint="model.eval(), or GroupNorm in place of BatchNorm",
-        )
     parameters, aliases = _parameter_names(model)
     constants = {f"_constant_{i}": program.constants[name] for i, name in enumerate(_lifted(program))}
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names |= dict(zip(signature.inputs_to_lifted_tensor_constants, constants, strict=True))
     first_name = {alias: name for name, others in aliases.items() for alias in others}
-    attributes = {node: first_name.get(target, target) for node, target in names.items()}
-    graph = _own_graph(program.graph_module, attributes, call.names)
-    notes = (f"traced with {_NO_CACHE}=False",) if arguments.get(_NO_CACHE) is False else ()
+    own_names = {node: target.removeprefix(PREFIX) for node, target in names.items()}
+    attributes = {node: first_name.get(target, target) for node, target in own_names.items()}
+    graph = own_graph(program.graph_module, attributes, signature.inputs_to_parameters, call)
+    name_outputs(model, graph, signature.output_specs)
+    if arguments.get(_NO_CACHE) is False:
+        notes = (f"traced with {_NO_CACHE}=False", *notes)
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    mode = "train" if model.training else "eval"
+    mode = ("train" if model.training else "eval") + ("+input gradients" if call.with_gradient else "")
     return Trace(graph, call, parameters, aliases, buffers, constants, program.call_spec.out_spec, notes, mode)
 
 
@@ -173,16 +217,18 @@ def names_without_loss(names: tuple[str, ...]) -> tuple[str, ...]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch.export's warnings about itself, and without the graph it dumps on stderr when it fails."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level, dumped = logger.level, io.StringIO()
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels, dumped = [logger.level for logger in loggers], io.StringIO()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(dumped):
             warnings.simplefilter("ignore", FutureWarning)
             yield
         sys.stderr.write(dumped.getvalue())
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _without_loss_wrapper(traced: Trace) -> Trace:
@@ -195,6 +241,8 @@ def _without_loss_wrapper(traced: Trace) -> Trace:
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             node.target = own(node.target)
+        if node.op == "output":
+            node.args = (node.args[0], {own(name): made for name, made in traced.buffer_updates.items()})
         stack = node.meta.get("nn_module_stack") or {}
         paths = [path for path, _ in stack.values()]
         node.meta["loss"] = not any(path == "model" or path.startswith(prefix) for path in paths)
@@ -213,58 +261,6 @@ def _lifted(program: Any) -> list[str]:
     return list(program.graph_signature.inputs_to_lifted_tensor_constants.values())
 
 
-def _own_graph(module: fx.GraphModule, attributes: Mapping[str, str], input_names: tuple[str, ...]) -> fx.Graph:
-    """A copy of the exported graph in which parameters, buffers and constants are `get_attr` nodes, inputs stay
-    placeholders, and no-grad regions are inlined."""
-    graph, names = fx.Graph(), iter(input_names)
-    values: dict[fx.Node, Any] = {}
-    for node in module.graph.find_nodes(op="placeholder"):
-        if node.name in attributes:
-            values[node] = graph.get_attr(attributes[node.name])
-            values[node].meta = dict(node.meta)
-        elif isinstance(node.meta.get("val"), torch.Tensor):
-            values[node] = graph.node_copy(node)
-            values[node].meta["input_name"] = next(names)
-    outputs = _copy_calls(graph, module, values)
-    graph.output(outputs)
-    for node in graph.nodes:
-        if node.meta.get("stack_trace"):
-            node.meta["stack_trace"] = own_frames(node.meta["stack_trace"])
-    return graph
-
-
-def _copy_calls(graph: fx.Graph, module: Any, values: dict[fx.Node, Any]) -> Any:
-    """Copy the calls of a module's graph, its placeholders being known, and return what its outputs became."""
-    for node in module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        source = values[node.args[0]] if node.target is operator.getitem else None
-        if "set_grad_enabled" in str(node.target):
-            values[node] = _inline_region(graph, node, module, values)
-        elif isinstance(source, (tuple, list)):
-            values[node] = source[node.args[1]]
-        else:
-            values[node] = graph.node_copy(node, values.__getitem__)
-    return fx.map_arg(module.graph.output_node().args[0], values.__getitem__)
-
-
-def _inline_region(graph: fx.Graph, node: fx.Node, owner: nn.Module, values: Mapping[fx.Node, Any]) -> Any:
-    """Copy the body of a `torch.no_grad()` region into the graph, its operands detached; returns its results."""
-    enabled, region, *operands = node.args
-    operands = [values[o] if isinstance(o, fx.Node) else o for o in operands]
-    if not enabled:
-        operands = [_detached(graph, operand) for operand in operands]
-    body: Any = owner.get_submodule(region.target)
-    return _copy_calls(graph, body, dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)))
-
-
-def own_frames(stack_trace: str) -> str:
-    """A stack trace without the frames inside `torch.nn`, so that it ends in the user's code, where there is any."""
-    frames = re.split(r"(?m)^(?=  File )", stack_trace)
-    own = [f for f in frames if "/torch/nn/" not in f]
-    return "".join(own if any(f.startswith("  File ") for f in own) else frames)
-
-
 def _parameter_names(model: nn.Module) -> tuple[dict, dict]:
     """Parameters by the name `named_parameters()` gives, with the other names of tied ones."""
     by_id: dict[int, list[str]] = {}
@@ -273,37 +269,3 @@ def _parameter_names(model: nn.Module) -> tuple[dict, dict]:
     parameters = dict(model.named_parameters())
     aliases = {names[0]: tuple(names[1:]) for names in by_id.values() if len(names) > 1}
     return parameters, aliases
-
-
-def _needs_functionalization(module: fx.GraphModule) -> bool:
-    for node in module.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            return True
-        if is_higher_order(node.target) and "set_grad" not in str(node.target):
-            return True
-    return False
-
-
-def _detached(graph: fx.Graph, operand: Any) -> Any:
-    if not isinstance(operand, fx.Node):
-        return operand
-    node = graph.call_function(torch.ops.aten.detach.default, (operand,))
-    node.meta = {**operand.meta}
-    return node
-
-
-def _trace_error(model: nn.Module, error: Exception) -> TraceError:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        f for f in frames if not f.filename.startswith(_NOT_THE_USERS) and not f.filename.startswith("<eval_with_key")
-    ]
-    where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error):
-        why = "this line decides what to run by the values in a tensor, which a graph cannot hold"
-        hint = "torch.where(condition, a, b) or torch.cond, or take the decision outside forward()"
-    else:
-        why = f"{type(error).__name__}: {first_line[:300]}"
-        hint = "torch.export.export(model, args, kwargs, strict=False) shows the same failure in full"
-    return TraceError(f"{type(model).__name__} cannot be traced", why=why, where=where, hint=hint)

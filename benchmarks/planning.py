@@ -49,7 +49,7 @@ PASSES = {
     "analyse": ("run_passes", "annotate"),
     "solve": ("decide",),
     "lower": ("lower",),
-    "summary": ("stage_rows", "collectives", "cost", "encode", "_identity"),
+    "summary": ("stage_rows", "collectives", "cost", "encode", "identity_of"),
 }
 
 

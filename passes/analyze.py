@@ -3,13 +3,14 @@
 `annotate` writes on each node:
 
 - `role`: `INPUT` a model input, `DATA` computed from inputs, buffers and constants alone, `PARAMETER`, `WEIGHT`
-  computed from parameters alone (a transposed weight), `ACTIVE` everything else.
-- `needs_grad`: a gradient flows through it to some parameter.
+  computed from parameters alone (a transposed weight), `ACTIVE` everything else, and an input that needs a gradient.
+- `needs_grad`: a gradient flows through it to some parameter or input.
 - `pattern`: its sharding rule fitted to its shapes, or None.
 - `atoms`: for every dim the factors it is made of, outermost first, each with the kind of thing it counts: `BATCH`
   rows of the batch, `FEATURE` something of a weight (so it may be split by tensor parallelism), `DATA_DIM` the rest.
-- `sections`: per dim, the ways of cutting it into sections that some later view or split asks for.
-- `uneven`: the dims that are the rows of a look-up table (a vocabulary) and may be cut into unequal shards.
+- `sections`: per dim, the ways of cutting it into sections that some later view or split asks for; `offered`: those in
+  which an earlier `cat` joined it.
+- `for_buffers`: it makes new values of buffers and nothing else (these may be used after).
 """
 
 from __future__ import annotations
@@ -22,7 +23,19 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from autopart.graph import assign_keys, is_floating, is_tensor, operator_name, shape, tensor_inputs, value
+from autopart.errors import TraceError
+from autopart.graph import (
+    assign_keys,
+    describe,
+    draws_random_numbers,
+    is_floating,
+    is_tensor,
+    operator_name,
+    shape,
+    short_name,
+    tensor_inputs,
+    value,
+)
 from autopart.layout import Sections
 from autopart.trace import Trace
 
@@ -42,19 +55,30 @@ Atoms = tuple[Atom, ...]
 
 def annotate(trace: Trace) -> None:
     """Write `role`, `needs_grad`, `key`, `group`, `pattern`, `atoms` and `sections` on every node."""
-    assign_keys(trace.graph)
     batch = batch_size(trace)
+    for node in trace.graph.nodes:
+        if node.op != "output":
+            node.meta["role"] = _role(node, trace)
+            node.meta["needs_grad"] = _needs_grad(node, trace)
+    _note_draws(trace.graph)
+    assign_keys(trace.graph)
     for node in trace.graph.nodes:
         if node.op == "output":
             continue
-        node.meta["role"] = _role(node, trace)
-        node.meta["needs_grad"] = _needs_grad(node, trace)
         known = node.op == "call_function" and node.target is not operator.getitem
         node.meta["pattern"] = pattern_for(node) if known else None
-        node.meta["atoms"] = _atoms(node, batch)
-        node.meta["sections"], node.meta["uneven"] = {}, set()
+        node.meta["sections"], node.meta["rows"] = {}, set()
+    _write_atoms(trace.graph, batch)
+    while _find_rows(trace.graph):
+        _write_atoms(trace.graph, batch)
+    updates = set(trace.buffer_updates.values())
     for node in reversed(trace.graph.nodes):
         _ask_for_sections(node)
+        node.meta["for_buffers"] = node in updates or (
+            node.op != "output" and all(user.meta["for_buffers"] for user in node.users)
+        )
+    for node in trace.graph.nodes:
+        _offer_sections(node)
 
 
 def batch_size(trace: Trace) -> int:
@@ -71,13 +95,37 @@ def tuple_values(node: fx.Node) -> Sequence:
 
 def _role(node: fx.Node, trace: Trace) -> str:
     if node.op == "placeholder":
-        return INPUT
+        return ACTIVE if node.meta.get("input_grad") else INPUT
     if node.op == "get_attr":
         return PARAMETER if node.target in trace.parameters else DATA
     roles = {n.meta["role"] for n in node.all_input_nodes}
     if roles <= {INPUT, DATA}:
         return DATA
     return WEIGHT if roles <= {PARAMETER, WEIGHT, DATA} and roles & {PARAMETER, WEIGHT} and _is_view(node) else ACTIVE
+
+
+def _note_draws(graph: fx.Graph) -> None:
+    """Mark what is random, and what reads it, as tied to the mode (`meta["tied_to_mode"]`), and name it so that the
+    names of all other operators are those of a trace that draws nothing.
+
+    Raises TraceError where a draw depends on values of the model in a way that no formula is known for.
+    """
+    random: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        draws, reads = draws_random_numbers(node), any(n in random for n in node.all_input_nodes)
+        if draws and node.meta["role"] != DATA:
+            raise TraceError(
+                f"{short_name(node)} draws random numbers whose distribution the model computes",
+                why="ranks must draw the same ones, and no formula is known that separates the draw from the values",
+                where=describe(node), hint="draw them outside the model and pass them in",
+            )  # fmt: skip
+        if draws or (reads and node.meta["role"] == DATA):
+            random.add(node)
+        if draws or reads:
+            node.meta.setdefault("named", f"random_{short_name(node)}")
+            node.meta["tied_to_mode"] = True
 
 
 _VIEWS = {"aten::t", "aten::transpose", "aten::reshape", "aten::permute", "aten::unsqueeze",
@@ -91,6 +139,8 @@ def _is_view(node: fx.Node) -> bool:
 def _needs_grad(node: fx.Node, trace: Trace) -> bool:
     if node.op == "get_attr":
         return node.target in trace.parameters and trace.parameters[node.target].requires_grad
+    if node.op == "placeholder":
+        return node.meta.get("input_grad", False)
     if node.op != "call_function" or (node.target is not operator.getitem and operator_name(node) == "aten::detach"):
         return False
     floating = is_floating(node) or not is_tensor(node)
@@ -119,6 +169,33 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
     return found[0] if is_tensor(node) else tuple(found)
 
 
+def _write_atoms(graph: fx.Graph, batch: int) -> None:
+    for node in graph.nodes:
+        if node.op != "output":
+            node.meta["atoms"] = _atoms(node, batch)
+
+
+def _find_rows(graph: fx.Graph) -> bool:
+    """Find tensors made of nothing (`zeros(8, 12)`) that are used as rows of the batch: note the dim in `meta["rows"]`,
+    and return whether there are any new ones."""
+    used: dict[fx.Node, set[int]] = {}
+    new = False
+    for node in reversed(graph.nodes):
+        pattern: Pattern | None = node.meta.get("pattern")
+        if node.op == "call_function" and not tensor_inputs(node) and used.get(node, set()) - node.meta["rows"]:
+            node.meta["rows"] |= used[node]
+            new = True
+        if pattern is None:
+            continue
+        rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
+        rows |= {f for i in used.get(node, ()) for f in pattern.outputs[0][i]}
+        for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
+            for i, (dim, atoms) in enumerate(zip(dims, source.meta["atoms"], strict=True)):
+                if len(dim) == 1 and dim[0] in rows and [a.kind for a in atoms] == [DATA_DIM]:
+                    used.setdefault(source, set()).add(i)
+    return new
+
+
 def _has_batch(factors: dict[str, Atoms]) -> bool:
     return any(atom.kind == BATCH for atoms in factors.values() for atom in atoms)
 
@@ -136,13 +213,14 @@ def _resized(atoms: Atoms, size: int) -> Atoms:
 
 def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...]:
     kind = FEATURE if node.meta["role"] == PARAMETER else DATA_DIM
-    inputs_batched = node.op == "placeholder" or any(
+    made_here = node.op == "placeholder" or (node.op == "call_function" and draws_random_numbers(node))
+    inputs_batched = made_here or any(
         atom.kind == BATCH for n in node.all_input_nodes if is_tensor(n) for dim in n.meta["atoms"] for atom in dim
     )
     atoms = []
     for i, size in enumerate(v.shape):
         rows = i == 0 and size == batch and batch > 1 and kind == DATA_DIM and inputs_batched
-        atoms.append((Atom(size, BATCH if rows else kind),))
+        atoms.append((Atom(size, BATCH if rows or i in node.meta["rows"] else kind),))
     return tuple(atoms)
 
 
@@ -197,17 +275,39 @@ def _ask_for_sections(node: fx.Node) -> None:
         for i, dim in enumerate(dims):
             if len(dim) == 1:
                 asked.setdefault(dim[0], set()).update(node.meta["sections"].get(i, ()))
-    if operator_name(node) == "aten::split_with_sizes":
-        sizes = tuple(node.args[1])
-        asked["cut"] = {(len(sizes),) if len(set(sizes)) == 1 else sizes}
-    uneven = {dim for dims in pattern.outputs[:1] for i, dim in enumerate(dims) if i in node.meta["uneven"]}
-    uneven.add((pattern.lookup,))
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
-        source.meta["uneven"] |= {i for i, dim in enumerate(dims) if dim in uneven}
         for i, dim in enumerate(dims):
             wanted = set(asked.get(dim[0], ())) if len(dim) == 1 else _inner_factors(dim, pattern)
+            if dim and dim[0] in pattern.joined:
+                wanted = _sections_of(pattern, dim[0], shape(source)[i])
             if wanted:
                 source.meta["sections"].setdefault(i, set()).update(wanted)
+
+
+def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
+    """The sections of a dim that holds all of a concatenation; none where it holds one of them."""
+    sizes = pattern.joined[factor]
+    if size != pattern.sizes[factor] or len(sizes) == 1:
+        return set()
+    return {(len(sizes),) if len(set(sizes)) == 1 else sizes}
+
+
+def _offer_sections(node: fx.Node) -> None:
+    """Note in which sections a concatenation joined the dims of a value, and what is computed from it keeps."""
+    node.meta["offered"] = {}
+    pattern: Pattern | None = node.meta.get("pattern") if node.op == "call_function" else None
+    if pattern is None or not is_tensor(node):
+        return
+    offered: dict[str, set[Sections]] = {}
+    for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
+        for i, sections in source.meta["offered"].items():
+            if len(dims[i]) == 1:
+                offered.setdefault(dims[i][0], set()).update(sections)
+    for i, dim in enumerate(pattern.outputs[0]):
+        if len(dim) == 1:
+            joined = _sections_of(pattern, dim[0], shape(node)[i]) if dim[0] in pattern.joined else set()
+            if joined or offered.get(dim[0]):
+                node.meta["offered"][i] = joined or offered[dim[0]]
 
 
 def _inner_factors(dim: tuple[str, ...], pattern: Pattern) -> set[Sections]:

@@ -6,15 +6,19 @@ with partial gradients, so that all gradients of parameters end as partial sums,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 
 from autopart.errors import StageError
-from autopart.graph import describe, operators, short_name, size_bytes, source_of, tensor_inputs, value
+from autopart.graph import describe, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
 from autopart.layout import R_GRAD_P, P, Placement, R, conversion
 
 from .analyze import ACTIVE, BATCH, PARAMETER, WEIGHT
 from .strategies import Strategy, strategies
 
+LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
+"""Conversions that need nothing of the other microbatches."""
 COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
@@ -26,14 +30,17 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
         num_shards: data-parallel ranks times microbatches.
     """
     chosen: dict[fx.Node, Strategy] = {}
+    whole: set[fx.Node] = set()  # values that an operator before has asked for whole, so that they are there
     for node in operators(graph):
         if node.meta["role"] in (ACTIVE, WEIGHT):
             options = strategies(node, num_shards, frozenset({BATCH}))
-            chosen[node] = min(options, key=lambda s: _price(node, s, chosen))
+            chosen[node] = min(options, key=lambda s: _price(node, s, chosen, whole))
+            inputs = zip(tensor_inputs(node), chosen[node].inputs, strict=True)
+            whole |= {source for source, target in inputs if target.is_replicated}
     return chosen
 
 
-def placement(node: fx.Node, chosen: dict[fx.Node, Strategy]) -> Placement | None:
+def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
     """Where a value lies on the axis; None for values of the inputs alone, which can be made anywhere."""
     source, index = source_of(node)
     if source.meta["role"] == PARAMETER:
@@ -41,14 +48,16 @@ def placement(node: fx.Node, chosen: dict[fx.Node, Strategy]) -> Placement | Non
     return chosen[source].outputs[index] if source in chosen else None
 
 
-def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy]) -> tuple:
+def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], whole: set[fx.Node]) -> tuple:
     """Bytes moved to feed this strategy, then how far it is from cutting rows."""
     moved = 0.0
-    for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
-        at = placement(source, chosen)
-        if target == P and at != P:
-            moved = float("inf")  # nothing becomes a partial sum on purpose
+    found = [placement(source, chosen) for source in tensor_inputs(node)]
+    for source, at, target in zip(tensor_inputs(node), found, strategy.inputs, strict=True):
+        if target == P and P not in found:
+            moved = float("inf")  # nothing becomes a partial sum on purpose, but to be added to one
         if at is None or at == target:
+            continue
+        if source in whole and target.is_replicated and not node.meta["needs_grad"]:
             continue
         step = conversion(at, target)
         moved += (
@@ -56,10 +65,12 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy]) -
         )
     kinds = [p.kind for p in strategy.outputs]
     order = 0 if strategy.factor else {"P": 1, "R(grad P)": 2, "R": 3}[kinds[0]]
+    if node.meta["for_buffers"] and strategy.outputs[0].is_replicated:
+        order = 0  # a buffer is whole in the end
     return moved, order
 
 
-def mixed_rows(graph: fx.Graph, chosen: dict[fx.Node, Strategy]) -> tuple[fx.Node, fx.Node] | None:
+def mixed_rows(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy]) -> tuple[fx.Node, fx.Node] | None:
     """The first operator (and the input of it) that needs all rows of the batch at once, or None."""
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
@@ -67,12 +78,12 @@ def mixed_rows(graph: fx.Graph, chosen: dict[fx.Node, Strategy]) -> tuple[fx.Nod
             if at is None or at == target:
                 continue
             step = conversion(at, target)
-            if step is None or step.operator != "own_grad":
+            if step is None or step.operator not in LOCAL_IN_TIME:
                 return node, source
     return None
 
 
-def check_microbatches(graph: fx.Graph, chosen: dict[fx.Node, Strategy], microbatches: int) -> None:
+def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], microbatches: int) -> None:
     """Raises StageError where the model mixes rows of the batch, so that microbatches would change the result."""
     mixed = mixed_rows(graph, chosen)
     if microbatches > 1 and mixed is not None:
@@ -80,7 +91,7 @@ def check_microbatches(graph: fx.Graph, chosen: dict[fx.Node, Strategy], microba
         reason = "a statistic of the batch" if node.meta["pattern"] is not None else "it has no sharding rule"
         raise StageError(
             f"the batch cannot be cut into {microbatches} microbatches",
-            why=f"{short_name(node)} takes all rows of a value of shape {list(value(source).shape)} at once: {reason}",
+            why=f"{spoken_name(node)} takes all rows of a value of shape {list(value(source).shape)} at once: {reason}",
             where=describe(node),
-            hint="microbatches=1",
+            hint="microbatches=1 (on a pipeline with schedule='gpipe')",
         )

@@ -1,28 +1,32 @@
 """Between decisions and plans: `decide` makes the choices, `encode` writes them as plan entries, `decode` reads them.
 
 `decode(encode(decisions)) == decisions`, so a plan from a file runs the identical program without choosing anything.
+Other calls of the same model follow the same plan: `decode` fits it to their shapes.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from autopart.cost.hardware import Hardware
 from autopart.errors import LayoutError, PlanError, StageError
-from autopart.graph import describe, operators, pattern_of, shape, tensor_inputs
+from autopart.graph import describe, operator_name, operators, pattern_of, shape, tensor_inputs
 from autopart.layout import R_GRAD_P, Placement, R, section_sizes
 from autopart.mesh import Mesh
-from autopart.plan import Plan
+from autopart.plan import Plan, Schedule
+from autopart.schedules import can_run, schedule_for
 from autopart.trace import Trace
 
 from .analyze import ACTIVE, FEATURE, PARAMETER, WEIGHT, batch_size
-from .batch import check_microbatches, choose_batch
+from .batch import check_microbatches, choose_batch, mixed_rows
 from .lower import Decisions
-from .partition import active_operators, check_batch, partition
+from .partition import active_operators, check_batch, crossing_bytes, partition
+from .rules.registered import REGISTERED, as_data, call_text, from_data
 from .shard import choose_sharding
 from .strategies import Strategy, strategies
 
@@ -54,12 +58,47 @@ def decide(trace: Trace, mesh: Mesh, microbatches: int, num_stages: int, hardwar
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
     """What every operator does with the rows of the batch; follows from the rules, nothing is chosen."""
     check_batch(batch_size(trace), mesh, microbatches)
-    shards = mesh.size("dp") * microbatches
-    if shards == 1:
-        return {}
-    chosen = choose_batch(trace.graph, shards)
+    chosen = _row_strategies(trace, mesh.size("dp") * microbatches)
     check_microbatches(trace.graph, chosen, microbatches)
     return chosen
+
+
+def _row_strategies(trace: Trace, num_shards: int) -> Mapping[fx.Node, Strategy]:
+    return choose_batch(trace.graph, num_shards) if num_shards > 1 else {}
+
+
+def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
+    """The same decisions for a call that runs all its rows at once."""
+    shards = 1 if decisions.copied else decisions.mesh.size("dp")
+    return replace(decisions, microbatches=1, batch=_row_strategies(trace, shards))
+
+
+class Rows(NamedTuple):
+    """How the rows of a batch are cut; `copied`: not over `dp`, every rank of it computes all."""
+
+    microbatches: int
+    strategies: Mapping[fx.Node, Strategy]
+    copied: bool
+
+
+def fit_rows(trace: Trace, mesh: Mesh, schedule: Schedule) -> Rows:
+    """How to cut the rows of a call that has another number of them than the plan's.
+
+    As many microbatches as the schedule has, or the nearest number that divides the rows and that it can run, with the
+    rows cut over `dp`; where they do not divide over it, every rank of `dp` computes all of them.
+    """
+    rows, pp = batch_size(trace), mesh.size("pp")
+    num_stages = pp * schedule.virtual_stages
+    nearest = sorted(range(1, rows + 1), key=lambda m: (abs(m - schedule.microbatches), -m))
+    for ranks in dict.fromkeys((mesh.size("dp"), 1)):
+        for microbatches in (m for m in nearest if rows % (ranks * m) == 0):
+            name = schedule_for(schedule.name, num_stages, pp, microbatches) if schedule.name else None
+            if name is not None and not can_run(name, num_stages, pp, microbatches):
+                continue
+            chosen = _row_strategies(trace, ranks * microbatches)
+            if microbatches == 1 or mixed_rows(trace.graph, chosen) is None:
+                return Rows(microbatches, chosen, ranks < mesh.size("dp"))
+    raise AssertionError("one microbatch can always be run")
 
 
 def stages_from_cuts(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
@@ -75,9 +114,6 @@ def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int) -> 
             f"tp={tp} has nothing to split", why="the model has no matrix product with a parameter",
             hint="leave tp out of the mesh; dp works for any model",
         )  # fmt: skip
-    even = [n for n in products if tensor[n].factor and n.meta["pattern"].sizes[tensor[n].factor] % tp == 0]
-    if even:
-        return
     sizes = sorted(
         {
             s
@@ -87,6 +123,9 @@ def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int) -> 
             for s in shape(source)
         }
     )
+    divides = any(size % tp == 0 for size in sizes) or not sizes  # none: weights that the model computes
+    if any(tensor[n].factor for n in products) and divides:
+        return
     fits = [t for t in range(2, max(sizes, default=1) + 1) if sum(s % t == 0 for s in sizes) * 2 > len(sizes)]
     raise LayoutError(
         f"tp={tp} divides no weight of the model",
@@ -99,7 +138,7 @@ def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int) -> 
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
-    """The plan entries `parameters`, `operators` and `cuts` that hold these decisions."""
+    """The plan entries `parameters`, `operators`, `cuts` and `rules` that hold these decisions."""
     parameters: dict[str, dict[str, str]] = {}
     stored = {name: str(decisions.stored.get(name, R)) for name in trace.parameters}
     has_tp = decisions.mesh.size("tp") > 1
@@ -112,7 +151,9 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     spoken = {node.meta["group"] for key, node in nodes.items() if texts[key] != replicated[key]}
     silent = {node.meta["group"] for node in nodes.values()} - spoken  # replicated throughout: need not be said
     operators_ = {name: {"tp": text} for name, text in written.items() if name not in silent}
-    return {"parameters": parameters, "operators": operators_, "cuts": _starts(trace, decisions)}
+    names = sorted({operator_name(node) for node in operators(trace.graph)} & REGISTERED.keys())
+    rules = {name: as_data(REGISTERED[name]) for name in names}
+    return {"parameters": parameters, "operators": operators_, "cuts": _starts(trace, decisions), "rules": rules}
 
 
 def _by_pattern(entries: Mapping[str, tuple[str, str]]) -> dict[str, str]:
@@ -138,29 +179,61 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     return tuple(starts)
 
 
-def decode(trace: Trace, plan: Plan, mesh: Mesh, strict: bool = True) -> Decisions:
+def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, str] | None = None) -> Decisions:
     """The decisions a plan holds for this trace.
 
-    `strict`: the plan is for this very trace. Else it was made in another mode of the model (with dropout, or without
-    the loss), and operators are chosen around the placements of its weights and its cuts.
+    Where the plan was made for another call or mode of the model (other shapes, without the loss, with dropout), its
+    entries are followed as far as they fit; operators that it does not know are chosen around them and around where its
+    weights lie, and the rows of the batch are cut as they divide.
+
+    Args:
+        decided: `{operator: strategy}` from `decided_by`, of an earlier trace: then nothing has to be chosen twice.
     Raises PlanError with the line that does not fit, and why.
     """
-    microbatches = plan.schedule.microbatches
+    _check_rules(plan)
+    own = is_plan_of(plan, trace)
+    tp, num_stages = mesh.size("tp"), mesh.size("pp") * plan.schedule.virtual_stages
     tensor: Mapping[fx.Node, Strategy] = {}
     stored: dict[str, Placement] = {}
-    if mesh.size("tp") > 1:
+    if tp > 1:
         stored = {name: Placement.parse(plan.placement_text(name, "tp")) for name in trace.parameters}
-        _check_stored(trace, plan, stored, mesh.size("tp"))
-        tensor = (
-            _read_strategies(trace, plan, stored, mesh.size("tp"))
-            if strict
-            else choose_sharding(trace.graph, mesh.size("tp"), Hardware.load(), stored).strategies
-        )
-    num_stages = mesh.size("pp") * plan.schedule.virtual_stages
+        _check_stored(trace, plan, stored, tp)
+        read = _read_strategies if own else _fit_strategies
+        tensor = read(trace, plan, stored, tp, decided or {})
+    if own:
+        microbatches = plan.schedule.microbatches
+        rows = Rows(microbatches, batch_strategies(trace, mesh, microbatches), False)
+    else:
+        rows = fit_rows(trace, mesh, plan.schedule)
+    cuts = _read_cuts(trace, plan, num_stages, own, list(decided or {}))
     return Decisions(
-        mesh, microbatches, batch_strategies(trace, mesh, microbatches), tensor, stored,
-        stages_from_cuts(trace, _read_cuts(trace, plan, num_stages)), num_stages,
-    )  # fmt: skip
+        mesh, rows.microbatches, rows.strategies, tensor, stored, stages_from_cuts(trace, cuts), num_stages, rows.copied
+    )
+
+
+def is_plan_of(plan: Plan, trace: Trace) -> bool:
+    """Whether a plan was made for this very trace: the same mode, inputs and shapes."""
+    shapes = {name: list(t.shape) for name, t in zip(trace.call.names, trace.call.tensors, strict=True)}
+    planned = {name: list(entry["shape"]) for name, entry in plan.inputs.items()}
+    return plan.model.get("mode") == trace.mode and shapes == planned
+
+
+def decided_by(trace: Trace, decisions: Decisions) -> dict[str, str]:
+    """`{operator: strategy}` of all operators, in order: what `decode` follows in other traces of the model."""
+    nodes = [n for n in operators(trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
+    return {n.meta["key"]: str(decisions.tensor[n]) if n in decisions.tensor else "" for n in nodes}
+
+
+def _check_rules(plan: Plan) -> None:
+    """Raises PlanError where the plan needs a user's rule that this process does not have, or has otherwise."""
+    for name, data in plan.rules.items():
+        rule = from_data(data)
+        if REGISTERED.get(name) != rule:
+            other = f"it has {call_text(name, REGISTERED[name])}" if name in REGISTERED else "it has none"
+            raise PlanError(
+                f"the plan needs a sharding rule for {name} that this process does not have", why=other,
+                where=plan.where("rules", name), hint=f"{call_text(name, rule)} before parallelize, or a new plan",
+            )  # fmt: skip
 
 
 def _check_stored(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int) -> None:
@@ -196,7 +269,30 @@ def _check_stored(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp:
                 )  # fmt: skip
 
 
-def _read_strategies(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int) -> dict[fx.Node, Strategy]:
+def _fit_strategies(
+    trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int, decided: Mapping[str, str]
+) -> Mapping[fx.Node, Strategy]:
+    """The strategies of the plan where they fit this trace; the others are chosen around them."""
+    fixed: dict[fx.Node, Strategy] = {}
+    nodes = [n for n in operators(trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
+    for node in nodes:
+        options = {str(option): option for option in strategies(node, tp, FEATURES)}
+        strategy = options.get(decided.get(node.meta["key"], ""))
+        if strategy is None:
+            _, entry = plan.operator_entry(node.meta["key"], node.meta["group"]) or ("", {})
+            strategy = options.get(entry.get("tp", ""))
+            follows = strategy is None or entry.get("keep", False) or _fits_weights(node, strategy, stored, fixed)
+            strategy = strategy if follows else None
+        if strategy is not None:
+            fixed[node] = strategy
+    if len(fixed) == len(nodes):
+        return fixed
+    return choose_sharding(trace.graph, tp, Hardware.load(), stored, fixed).strategies
+
+
+def _read_strategies(
+    trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int, decided: Mapping[str, str]
+) -> dict[fx.Node, Strategy]:
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
     for node in operators(trace.graph):
@@ -244,16 +340,22 @@ def _follow_weights(
     chosen: Mapping[fx.Node, Strategy],
 ) -> Strategy:
     """Let an operator follow the layout its weights are stored in, where that was edited in the plan."""
-    wanted: dict[int, Placement] = {}
-    for i, source in enumerate(tensor_inputs(node)):
-        if source.meta["role"] == PARAMETER:
-            wanted[i] = stored[source.target]
-        elif source.meta["role"] == WEIGHT:
-            wanted[i] = chosen[source].outputs[0]
-    if all(_matches(strategy.inputs[i], place) for i, place in wanted.items()):
+    if _fits_weights(node, strategy, stored, chosen):
         return strategy
-    fitting = [s for s in options if all(_matches(s.inputs[i], place) for i, place in wanted.items())]
+    fitting = [s for s in options if _fits_weights(node, s, stored, chosen)]
     return min(fitting, key=lambda s: _distance(s, strategy), default=strategy)
+
+
+def _fits_weights(
+    node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement], chosen: Mapping[fx.Node, Strategy]
+) -> bool:
+    """Whether a strategy takes the weights where they are stored."""
+    for source, used in zip(tensor_inputs(node), strategy.inputs, strict=True):
+        if source.meta["role"] == PARAMETER and not _matches(used, stored[source.target]):
+            return False
+        if source.meta["role"] == WEIGHT and source in chosen and not _matches(used, chosen[source].outputs[0]):
+            return False
+    return True
 
 
 def _matches(used: Placement, stored: Placement) -> bool:
@@ -265,7 +367,12 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
     return sum(x != y for x, y in pairs), sum(p.kind == "P" for p in a.inputs)
 
 
-def _read_cuts(trace: Trace, plan: Plan, num_stages: int) -> tuple[int, ...]:
+def _read_cuts(trace: Trace, plan: Plan, num_stages: int, own: bool, order: Sequence[str]) -> tuple[int, ...]:
+    """The positions of the plan's cuts.
+
+    `own`: the plan is of this very trace. `order`: the operators of an earlier trace; where a cut is at one that is not
+    in this trace, the stage begins with the next that is.
+    """
     if len(plan.cuts) != num_stages - 1:
         raise PlanError(
             f"the plan has {len(plan.cuts)} cuts",
@@ -275,26 +382,30 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int) -> tuple[int, ...]:
     nodes = active_operators(trace.graph)
     position = {node.meta["key"]: i for i, node in enumerate(nodes)}
     cuts: list[int] = []
-    for cut in plan.cuts:
+    for stage, cut in enumerate(plan.cuts, 1):
         where = plan.where("cuts", cut)
-        if cut not in position:
+        at = position.get(cut)
+        if at is None and cut in order:
+            at = next((position[key] for key in order[order.index(cut) :] if key in position), None)
+        if at is None and not own and len(plan.stages) == num_stages:
+            # An operator of another mode of the model: the stage begins behind the last operator of the one before.
+            at = position.get(plan.stages[stage - 1]["last"], -2) + 1
+        if at is None or at < 0:
             near = [k for k in position if k.rsplit("/", 1)[0] == cut.rsplit("/", 1)[0]] or list(position)
             raise PlanError(f"the plan cuts before '{cut}', which is no operator of the model", where=where,
                             hint=", ".join(near[:6]))  # fmt: skip
-        if position[cut] == 0 or (cuts and position[cut] <= cuts[-1]):
+        if at == 0 or (cuts and at <= cuts[-1]):
             raise PlanError(
                 f"the plan cuts before '{cut}'",
                 why="a stage would be empty: cuts follow the order of the operators",
                 where=where,
             )
-        cuts.append(position[cut])
+        cuts.append(at)
     _check_crossing(nodes, plan, cuts)
     return tuple(cuts)
 
 
 def _check_crossing(nodes: list[fx.Node], plan: Plan, cuts: list[int]) -> None:
-    from .partition import crossing_bytes
-
     crossing = crossing_bytes(nodes)
     for cut, name in zip(cuts, plan.cuts, strict=True):
         if crossing[cut] == float("inf"):

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.graph import operator_name, shape, value
+from autopart.graph import argument, operator_name, shape, value
 from autopart.layout import Placement
 from autopart.program import MICROBATCH_AXIS
 
-from .rules.tables import SHAPE_ARGUMENT
+from .rules.tables import COUNT_ARGUMENT, SHAPE_ARGUMENT
 from .strategies import Strategy
 
 aten = torch.ops.aten
@@ -97,20 +97,33 @@ def _with_local_shape(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _mean(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
-    """A mean over a sharded dim is a partial sum: each rank's mean over its part, over the number of parts."""
-    parts = math.prod(call.sizes[axis] for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P")
+    """A mean over a sharded dim is a partial sum: each rank's mean over its part, over the number of parts; of unequal
+    parts, each rank's sum over the size of the whole."""
+    whole, made = shape(call.node.args[0]), shape(call.node)
+    cuts = {axis: s for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P"}
+    if any(p.is_shard and whole[p.dim] % call.sizes[axis] for axis, s in cuts.items() for p in s.inputs):
+        reduce = aten.sum.default if len(args) == 1 else aten.sum.dim_IntList
+        share = math.prod(made) / math.prod(whole)
+        return call.emit(aten.mul.Tensor, call.emit(reduce, *args, **kwargs), share)
+    parts = math.prod(call.sizes[axis] for axis in cuts)
     mean = call.emit(call.node.target, *args, **kwargs)
     return mean if parts == 1 else call.emit(aten.mul.Tensor, mean, 1.0 / parts)
 
 
 def _split(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
-    parts = math.prod(call.sizes[axis] for axis in call.axes_sharding("cut"))
+    parts = math.prod(call.sizes[axis] for axis in call.axes_sharding("joined"))
     return call.emit(call.node.target, args[0], [size // parts for size in args[1]], *args[2:], **kwargs)
 
 
-def _group_norm(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
-    parts = math.prod(call.sizes[axis] for axis in call.axes_sharding("g"))
-    return call.emit(call.node.target, args[0], args[1] // parts, *args[2:], **kwargs)
+def _with_local_count(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    position, factor = COUNT_ARGUMENT[operator_name(call.node)]
+    parts = math.prod(call.sizes[axis] for axis in call.axes_sharding(factor))
+    if parts == 1:
+        return call.emit(call.node.target, *args, **kwargs)
+    count: Any = args[position] // parts
+    if args[position] % parts:  # shards of unequal sizes: every rank reads it off its weight, a row a group
+        count = call.emit(aten.sym_size.int, args[1], 0)
+    return call.emit(call.node.target, *args[:position], count, *args[position + 1 :], **kwargs)
 
 
 def _first_row(call: LocalCall, axis: str, rows: int) -> fx.Node:
@@ -127,7 +140,8 @@ def _embedding(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     assert len(axes) == 1, "a table is cut over one axis"
     rows = value(call.node.args[0]).shape[0]
     padding = call.node.args[2] if len(call.node.args) > 2 else -1
-    return call.emit(autopart_ops.embedding_shard.default, args[0], args[1], _first_row(call, axes[0], rows), padding)
+    start = _first_row(call, axes[0], rows)
+    return call.emit(autopart_ops.embedding_shard.default, args[0], args[1], start, padding, rows)
 
 
 def _cross_entropy(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
@@ -159,20 +173,35 @@ def _cross_entropy(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, An
     return emit(aten.masked_fill.Scalar, loss, emit(aten.eq.Scalar, target, ignored), 0.0)
 
 
-def _dropout(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
-    """Shards of a value get independent masks, ranks that hold the same value the same mask."""
+def _expert_linear(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
+    """Expert parallelism of the tensor axis: every rank has some experts, and rows of the others give zeros."""
+    axes = call.axes_sharding("e")
+    if not axes:
+        return None
+    assert len(axes) == 1, "experts are cut over one axis"
+    return call.emit(call.node.target, *args[:3], _first_row(call, axes[0], shape(call.node.args[1])[0]))
+
+
+def _drop(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
+    """Without its noise, dropout draws a mask where it is: shards of a value get independent ones, ranks that hold the
+    same value the same one."""
+    source, noise = args
+    if noise is not None:
+        return None
     sharded = [a for a, place in call.output_layout().items() if place.is_shard and a != MICROBATCH_AXIS]
     indices = [call.emit(autopart_ops.axis_index.default, axis) for axis in sharded]
     salt = zlib.crc32(call.node.meta["key"].encode())
-    return call.emit(autopart_ops.dropout.default, args[0], args[1], call.seed(), salt, indices)
+    probability = argument(call.node.args[1], "p")
+    return call.emit(autopart_ops.dropout.default, source, probability, call.seed(), salt, indices)
 
 
 _SPECIAL: dict[str, Callable[[LocalCall, Sequence[Any], Mapping[str, Any]], fx.Node | None]] = {
     **dict.fromkeys(SHAPE_ARGUMENT, _with_local_shape),
+    **dict.fromkeys(COUNT_ARGUMENT, _with_local_count),
     "aten::mean": _mean,
-    "aten::dropout": _dropout,
+    "autopart::drop": _drop,
     "aten::split_with_sizes": _split,
-    "aten::group_norm": _group_norm,
     "aten::embedding": _embedding,
+    "autopart::expert_linear": _expert_linear,
     "aten::cross_entropy_loss": _cross_entropy,
 }

@@ -11,41 +11,54 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopart.errors import LayoutError
-from autopart.graph import describe, draws_random_numbers, operators, shape, source_of, tensor_inputs, value
-from autopart.layout import R_GRAD_P, Placement, R, Sections, conversion
+from autopart.errors import InputError, OptionError
+from autopart.graph import (
+    describe,
+    draws_random_numbers,
+    operator_name,
+    operators,
+    shape,
+    source_of,
+    tensor_inputs,
+    value,
+)
+from autopart.layout import R_GRAD_P, P, Placement, R, Sections, conversion, is_direct
 from autopart.mesh import Mesh
 from autopart.program import (
     MICROBATCH_AXIS,
     SEEDS,
-    Boundary,
+    BufferUpdate,
     Output,
     Program,
-    Stage,
-    StageGraph,
+    Rng,
     StageInput,
     StoredTensor,
 )
 from autopart.trace import Trace
 
-from .analyze import BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
+from .analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
 from .local_ops import LocalCall, autopart_ops, local_shape, local_value, write_local
+from .stage_draft import Key, StageDraft, parameter_stages
 from .strategies import Strategy, strategies
 
-Key = tuple[tuple[str, Placement], ...]
+aten = torch.ops.aten
+
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
 BATCH_AXES = ("dp", MICROBATCH_AXIS)
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """All that was chosen: strategies on the batch and the tensor axis, stored placements, the stage of operators."""
+    """All that was chosen: strategies on the batch and the tensor axis, stored placements, the stage of operators.
+
+    `copied`: every rank of `dp` computes all rows, and the batch axes are the microbatches alone.
+    """
 
     mesh: Mesh
     microbatches: int
@@ -54,36 +67,19 @@ class Decisions:
     stored: Mapping[str, Placement]
     stage_of: Mapping[fx.Node, int]
     num_stages: int
+    copied: bool = False
 
 
-@dataclass
-class _StageGraph:
-    """One stage being written."""
-
-    index: int
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    prologue: fx.Graph = field(default_factory=fx.Graph)
-    made: dict[tuple[fx.Node, Key], fx.Node] = field(default_factory=dict)
-    whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    inputs: list[StageInput] = field(default_factory=list)
-    prologue_outputs: list[fx.Node] = field(default_factory=list)
-    receives: list[tuple[fx.Node, Key]] = field(default_factory=list)
-    sends: list[tuple[fx.Node, Key]] = field(default_factory=list)
-    parameters: dict[str, None] = field(default_factory=dict)
-    buffers: dict[str, None] = field(default_factory=dict)
-    received: list[fx.Node] = field(default_factory=list)
-    seeds: fx.Node | None = None
-    seed: fx.Node | None = None
-
-
-def lower(trace: Trace, decisions: Decisions, outputs: Sequence[Any], whole_outputs: bool) -> Program:
+def lower(
+    trace: Trace, decisions: Decisions, outputs: Sequence[Any], whole_outputs: bool, rng: Rng = "fast"
+) -> Program:
     """The program that computes `outputs` (nodes of the graph, or constants) under these decisions.
 
     `whole_outputs`: bring outputs to their global value on `dp` (for a call); else leave them as they are made there,
     such as a partial sum of the loss (for a training step, which sums once).
     """
-    writer = _Writer(trace, decisions)
-    needed = _needed(outputs)
+    writer = _Writer(trace, decisions, rng)
+    needed = _needed([*outputs, *trace.buffer_updates.values()])
     for node in operators(trace.graph):
         if node in decisions.stage_of and node in needed:
             writer.write(node)
@@ -102,10 +98,28 @@ def _needed(outputs: Sequence[Any]) -> set[fx.Node]:
     return seen
 
 
+def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
+    """The noise of dropout of values that depend on a parameter: each rank draws it for the rows and shards it has."""
+    return {
+        node for node in random
+        if node.users and all(operator_name(n) == "autopart::drop" and n.meta["role"] == ACTIVE for n in node.users)
+    }  # fmt: skip
+
+
+def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
+    """Raises OptionError where the numbers that one device draws cannot be drawn without the model's values."""
+    for node in draws:
+        if rng == "exact" and "inexact" in node.meta:
+            raise OptionError(
+                "rng='exact' cannot repeat what one device draws", why=node.meta["inexact"], where=describe(node),
+                hint="rng='fast'",
+            )  # fmt: skip
+
+
 class _Writer:
     """Writes all stage graphs side by side."""
 
-    def __init__(self, trace: Trace, decisions: Decisions):
+    def __init__(self, trace: Trace, decisions: Decisions, rng: Rng):
         self.trace, self.decisions = trace, decisions
         sizes = {
             "dp": decisions.mesh.size("dp"),
@@ -113,28 +127,39 @@ class _Writer:
             "tp": decisions.mesh.size("tp"),
         }
         self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        self.batch_axes = tuple(axis for axis in BATCH_AXES if axis in self.sizes)
-        self.is_random = any(draws_random_numbers(node) for node in decisions.stage_of)
-        self.stages = [_StageGraph(i) for i in range(decisions.num_stages)]
+        self.batch_axes = tuple(a for a in BATCH_AXES if a in self.sizes and not (a == "dp" and decisions.copied))
+        self.stages = [StageDraft(i) for i in range(decisions.num_stages)]
+        random = [node for node in operators(trace.graph) if draws_random_numbers(node)]
+        self.not_drawn = _drawn_in_place(random) if rng == "fast" else set()
+        self.draws = [node for node in random if node not in self.not_drawn]
+        _check_draws(self.draws, rng)
+        self.rng, self.has_seeds = rng, bool(random) and rng == "fast"
         for stage in self.stages:
             for node in trace.graph.find_nodes(op="placeholder"):
                 stage.whole[node] = stage.prologue.node_copy(node)
-            if self.is_random:
+            if self.has_seeds:
                 stage.seeds = stage.prologue.placeholder(SEEDS)
+            for node in self.draws:
+                self._whole(node, stage)
 
     # Layouts
 
-    def key(self, node: fx.Node, batch: Placement, tensor: Placement) -> Key:
-        """A layout over the axes there are; gradients of values that have none do not count."""
-        places = {**dict.fromkeys(self.batch_axes, batch), "tp": tensor}
+    def key(self, node: fx.Node, batch: Placement, tensor: Placement, copies: Placement = R) -> Key:
+        """A layout over the axes there are; gradients of values that have none do not count.
+
+        `copies`: the placement on a `dp` whose ranks all compute the same.
+        """
+        places = {"dp": copies, **dict.fromkeys(self.batch_axes, batch), "tp": tensor}
         grad = node.meta["needs_grad"]
         return tuple((a, R if places[a] == R_GRAD_P and not grad else places[a]) for a in self.sizes)
 
     def produced(self, node: fx.Node) -> Key:
         """The layout in which a value is made."""
         source, index = source_of(node)
+        if source.op == "placeholder":  # an input that needs a gradient: whole on every rank, as the caller has it
+            return self.key(source, R, R)
         if source.meta["role"] == PARAMETER:
-            return self.key(source, R_GRAD_P, self.decisions.stored.get(source.target, R))
+            return self.key(source, R_GRAD_P, self.decisions.stored.get(source.target, R), R_GRAD_P)
         tensor = self.decisions.tensor[source].outputs[index] if "tp" in self.sizes else R
         batch = self.decisions.batch[source].outputs[index] if self.batch_axes else R
         return self.key(node, batch, tensor)
@@ -147,7 +172,7 @@ class _Writer:
 
     # Emitting
 
-    def emitter(self, stage: _StageGraph, origin: fx.Node) -> Any:
+    def emitter(self, stage: StageDraft, origin: fx.Node) -> Any:
         def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             node = stage.graph.call_function(target, args, kwargs)
             node.meta = {k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace", "key")}
@@ -157,11 +182,11 @@ class _Writer:
 
         return emit
 
-    def seed(self, stage: _StageGraph) -> fx.Node:
+    def seed(self, stage: StageDraft) -> fx.Node:
         """The random seed of the microbatch, a keyword input of the stage."""
         if stage.seed is None:
-            assert stage.seeds is not None, "a program without dropout has no seeds"
-            stage.seed = stage.graph.placeholder(f"{SEEDS}_{stage.index}")
+            assert stage.seeds is not None, "a program that draws nothing in place has no seeds"
+            stage.seed = stage.placeholder(f"{SEEDS}_{stage.index}")
             stage.inputs.append(StageInput(stage.seed.target, 0))
             stage.prologue_outputs.append(stage.seeds)
         return stage.seed
@@ -177,13 +202,18 @@ class _Writer:
             local = local_shape(full.shape, dict(layout), self.sizes)
             made.meta["val"] = torch.empty(local, dtype=full.dtype, device="meta")
 
-    def write(self, node: fx.Node, stage: _StageGraph | None = None) -> None:
+    def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
         """Write one operator on its stage, with its inputs converted to what it takes."""
         stage = stage or self.stages[self.decisions.stage_of[node]]
         positions = iter(range(len(tensor_inputs(node))))
 
-        def local(used: fx.Node) -> fx.Node:
-            return self.get(used, self.wanted(node, next(positions), used), stage)
+        def local(used: fx.Node) -> fx.Node | None:
+            layout = self.wanted(node, next(positions), used)
+            if used in self.not_drawn:
+                return None
+            if used.meta["needs_grad"] and not node.meta["needs_grad"]:
+                layout = self._same_value(used, layout, stage)
+            return self.get(used, layout, stage)
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), local)
         chosen = {axis: self.decisions.batch[node] for axis in self.batch_axes}
@@ -192,7 +222,7 @@ class _Writer:
         call = LocalCall(node, chosen, self.sizes, self.emitter(stage, node), lambda: self.seed(stage))
         self._store(node, write_local(call, args, kwargs), stage)
 
-    def _store(self, node: fx.Node, made: fx.Node, stage: _StageGraph) -> None:
+    def _store(self, node: fx.Node, made: fx.Node, stage: StageDraft) -> None:
         if isinstance(value(node), torch.Tensor):
             layout = self.produced(node)
             self.mark(made, node, layout)
@@ -207,7 +237,7 @@ class _Writer:
 
     # Reading
 
-    def get(self, node: fx.Node, layout: Key, stage: _StageGraph) -> fx.Node:
+    def get(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
         """A value in a layout on a stage: made before, converted, received, or made now."""
         if (node, layout) in stage.made:
             return stage.made[node, layout]
@@ -224,7 +254,15 @@ class _Writer:
         stage.made[node, layout] = made
         return made
 
-    def _at_home(self, node: fx.Node, produced: Key, stage: _StageGraph, role: str) -> fx.Node:
+    def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
+        """A layout that is made already and differs in that of the gradient alone, for those who give none."""
+        values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
+        for made, key in stage.made:
+            if made is node and tuple((axis, R if place.is_replicated else place) for axis, place in key) == values:
+                return key
+        return layout
+
+    def _at_home(self, node: fx.Node, produced: Key, stage: StageDraft, role: str) -> fx.Node:
         """The value as it is made: a parameter or a weight's view made here, or a value from an earlier stage."""
         if (node, produced) in stage.made:
             return stage.made[node, produced]
@@ -235,40 +273,56 @@ class _Writer:
             stage.made[node, produced] = made
         elif role == WEIGHT:
             self.write(node, stage)
+        elif node.op == "placeholder":
+            self._check_input_gradient(node)
+            made = self._stage_input(node, None, stage)
+            self.mark(made, node, produced)
+            stage.made[node, produced] = made
         else:
             self._receive(node, produced, stage)
         return stage.made[node, produced]
 
-    def _receive(self, node: fx.Node, layout: Key, stage: _StageGraph) -> None:
+    def _receive(self, node: fx.Node, layout: Key, stage: StageDraft) -> None:
         """Let a value travel here from the stage before, and there from the one before it."""
         assert stage.index > 0, f"{node.name} is used before it is made"
         before = self.stages[stage.index - 1]
         if (node, layout) not in before.made:
             self._receive(node, layout, before)
         before.sends.append((node, layout))
-        made = stage.graph.placeholder(node.name)
+        made = stage.placeholder(node.name)
         stage.received.append(made)
         self.mark(made, node, layout)
         stage.made[node, layout] = made
         stage.receives.append((node, layout))
 
+    def _check_input_gradient(self, node: fx.Node) -> None:
+        """Raises InputError where a gradient would have to come back through time or other stages."""
+        if len(self.stages) == 1 and MICROBATCH_AXIS not in self.sizes:
+            return
+        through = "a pipeline" if len(self.stages) > 1 else "microbatches"
+        raise InputError(
+            f"the input {node.meta['input_name']} needs a gradient",
+            why=f"none comes back through {through}",
+            hint=f"{node.meta['input_name']}.detach(), or a mesh without pp and microbatches=1",
+        )
+
     # Values of the inputs alone
 
-    def _from_inputs(self, node: fx.Node, layout: Key, stage: _StageGraph) -> fx.Node:
+    def _from_inputs(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
         places = dict(layout)
         tensor = places.get("tp", R)
         batch = places[self.batch_axes[0]] if self.batch_axes else R
-        if tensor != R:
-            whole = self.get(node, self.key(node, batch, R), stage)
-            return self.convert(whole, node, self.key(node, batch, R), layout, stage)
+        if tensor != R or batch == P:
+            before = self.key(node, R if batch == P else batch, R)
+            return self.convert(self.get(node, before, stage), node, before, layout, stage)
         if not batch.is_shard:
             return self._stage_input(node, None, stage)
         made = self._rows(node, batch, stage)
         return made if made is not None else self._stage_input(node, batch, stage)
 
-    def _rows(self, node: fx.Node, batch: Placement, stage: _StageGraph) -> fx.Node | None:
+    def _rows(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
         """Compute only the rows asked for, where the operator's rule allows it."""
-        if node.op != "call_function" or node.target is operator.getitem:
+        if node.op != "call_function" or node.target is operator.getitem or draws_random_numbers(node):
             return None
         shards = math.prod(self.sizes[axis] for axis in self.batch_axes)
         options = [s for s in strategies(node, shards, ANY_KIND) if s.outputs == (batch,)]
@@ -286,27 +340,25 @@ class _Writer:
             LocalCall(node, chosen, self.sizes, self.emitter(stage, node), lambda: self.seed(stage)), args, kwargs
         )
 
-    def _stage_input(self, node: fx.Node, batch: Placement | None, stage: _StageGraph) -> fx.Node:
+    def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
         """A keyword input of the stage graph, computed whole by its prologue and cut by the runtime."""
-        if batch is not None and batch.sections:
-            raise LayoutError(
-                f"rows of {node.name} cannot be cut in sections",
-                why=f"it is asked for as {batch}",
-                where=describe(node),
-            )
         rows = "" if batch is None or not self.batch_axes else "_rows"
-        made = stage.graph.placeholder(f"{node.name}_{stage.index}{rows}")
-        stage.inputs.append(StageInput(made.target, batch.dim if batch is not None else None))
+        made = stage.placeholder(f"{node.name}_{stage.index}{rows}")
+        cut = (None, ()) if batch is None else (batch.dim, batch.sections)
+        stage.inputs.append(StageInput(made.target, *cut))
         stage.prologue_outputs.append(self._whole(node, stage))
         return made
 
-    def _whole(self, node: fx.Node, stage: _StageGraph) -> fx.Node:
+    def _whole(self, node: fx.Node, stage: StageDraft) -> fx.Node:
         """The global value in the stage's prologue."""
         if node not in stage.whole:
             if node.op == "get_attr":
                 made = stage.prologue.create_node("get_attr", node.target, (), {}, node.name)
                 made.meta = {"val": value(node)}
                 stage.buffers[node.target] = None
+                if node.target in self.trace.buffer_updates:  # written after the forward, before the backward
+                    made = stage.prologue.call_function(torch.ops.aten.clone.default, (made,))
+                    made.meta = {"val": value(node)}
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._whole(n, stage))
                 made = stage.prologue.call_function(node.target, args, kwargs)
@@ -318,7 +370,7 @@ class _Writer:
 
     # Conversions
 
-    def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: _StageGraph) -> fx.Node:
+    def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
         """Go from one layout to another, one axis after the other."""
         current = dict(source)
         for axis, place in target:
@@ -335,11 +387,13 @@ class _Writer:
         current: Mapping[str, Placement],
         axis: str,
         target: Placement,
-        stage: _StageGraph,
+        stage: StageDraft,
     ) -> fx.Node:
         source = current[axis]
+        if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
+            return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, made, 1.0 / self.sizes[axis])
         step = conversion(source, target)
-        if step is None or (step.operator == "all_to_all" and (source.sections or target.sections)):
+        if step is None or not is_direct(source, target, shape(node), self.sizes[axis]):
             whole = self._convert_axis(made, node, current, axis, R_GRAD_P if node.meta["needs_grad"] else R, stage)
             between = {**current, axis: R_GRAD_P if node.meta["needs_grad"] else R}
             return self._convert_axis(whole, node, between, axis, target, stage)
@@ -359,13 +413,13 @@ class _Writer:
         """The dim's size over this axis alone, and its sections, given what the other axes cut of the same dim."""
         others = math.prod(self.sizes[a] for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim)
         size = shape(node)[cut.dim] // others
-        plain = math.prod(
+        if len(cut.sections) != 1:
+            return size, cut.sections
+        outer = math.prod(  # the other axes that cut a factor outside this one: they leave fewer sections
             self.sizes[a] for a, p in current.items()
-            if a != axis and p.is_shard and p.dim == cut.dim and not p.sections
+            if a != axis and p.is_shard and p.dim == cut.dim and len(p.sections) < 2 and p.sections < cut.sections
         )  # fmt: skip
-        if len(cut.sections) == 1 and plain > 1:
-            return size, (cut.sections[0] // plain,)
-        return size, cut.sections
+        return size, (cut.sections[0] // outer,)
 
     # Finishing
 
@@ -380,62 +434,56 @@ class _Writer:
             layout = self._output_layout(output, whole_outputs)
             results.append(Output(len(nodes), dict(layout)))
             nodes.append((output, layout, self.get(output, layout, last)))
+        for name, node in self.trace.buffer_updates.items():
+            self._update(name, node)
         for stage in self.stages[:-1]:
-            stage.graph.output(tuple(stage.made[send] for send in stage.sends))
-        last.graph.output(tuple(made for _, _, made in nodes))
+            stage.output([stage.made[send] for send in stage.sends])
+        last.output([made for _, _, made in nodes])
         last.sends = [(node, layout) for node, layout, _ in nodes]
-        stages = tuple(self._finish_stage(stage) for stage in self.stages)
-        names = (*self.trace.call.names, SEEDS) if self.is_random else self.trace.call.names
+        stages = tuple(stage.finish(self.trace, self.sizes) for stage in self.stages)
+        names = (*self.trace.call.names, SEEDS) if self.has_seeds else self.trace.call.names
         return Program(
             self.decisions.mesh, self.decisions.microbatches, names, stages, self._stored(), tuple(results),
-            self.trace.output_spec,
+            self.trace.output_spec, self.decisions.copied, self.rng if self.draws else None,
         )  # fmt: skip
+
+    def _update(self, name: str, node: fx.Node) -> None:
+        """Let the stage that makes a new value of a buffer give it out, whole."""
+        source, _ = source_of(node)
+        if source.meta["role"] in (INPUT, DATA):
+            first = self.stages[0]
+            first.updates.append((BufferUpdate(name, True, {}), self._whole(node, first)))
+            return
+        home = self.stages[self.decisions.stage_of.get(source, self._first_reader(source))]
+        layout = self._output_layout(node, True)
+        home.updates.append((BufferUpdate(name, False, dict(layout)), self.get(node, layout, home)))
+
+    def _first_reader(self, source: fx.Node) -> int:
+        """The first stage that holds what a parameter, or a view of parameters, is made of."""
+        readers = self._readers()
+        names = [n.target for n in _needed([source]) if n.op == "get_attr" and n.meta["role"] == PARAMETER]
+        return max((min(readers.get(name, {0})) for name in names), default=0)
 
     def _output_layout(self, node: fx.Node, whole: bool) -> Key:
         if source_of(node)[0].meta["role"] in (INPUT, DATA):
             return self.key(node, R, R)
         places = dict(self.produced(node))
-        for axis in places:
-            if axis == "tp" or (axis == "dp" and whole):
+        for axis, place in places.items():
+            # A loss that every rank has whole is differentiated once, not once on every rank.
+            if axis == "tp" or (axis == "dp" and (whole or place == R_GRAD_P)):
                 places[axis] = R
+            elif place == R_GRAD_P and not whole:  # every microbatch is differentiated, and gives its share
+                places[axis] = P
         return tuple(places.items())
 
-    def _finish_stage(self, stage: _StageGraph) -> Stage:
-        stage.prologue.output(tuple(stage.prologue_outputs))
-        keywords = [n for n in stage.graph.find_nodes(op="placeholder") if n not in stage.received]
-        for placeholder in reversed([*stage.received, *keywords]):  # received values come first
-            next(iter(stage.graph.nodes)).prepend(placeholder)
-        fuse_bias(stage.graph)
-        for graph in (stage.graph, stage.prologue):
-            graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-            graph.lint()
-        return Stage(
-            stage.index, self._module(stage.prologue), tuple(stage.inputs), self._module(stage.graph),
-            tuple(self._boundary(n, k) for n, k in stage.receives), tuple(self._boundary(n, k) for n, k in stage.sends),
-            tuple(stage.parameters), tuple(stage.buffers),
-        )  # fmt: skip
-
-    def _module(self, graph: fx.Graph) -> fx.GraphModule:
-        """A module around a graph: parameters and buffers without data, constants of the trace with theirs."""
-        attributes: dict[str, Any] = {}
-        for node in graph.find_nodes(op="get_attr"):
-            constant = self.trace.constants.get(node.target)
-            meta = node.meta["val"]
-            attributes[node.target] = (
-                constant if constant is not None else torch.empty(meta.shape, dtype=meta.dtype, device="meta")
-            )
-            if node.target in self.trace.parameters:
-                grad = self.trace.parameters[node.target].requires_grad
-                attributes[node.target] = torch.nn.Parameter(attributes[node.target], requires_grad=grad)
-        return StageGraph(attributes, graph)
-
-    def _boundary(self, node: fx.Node, layout: Key) -> Boundary:
-        local = local_shape(shape(node), dict(layout), self.sizes)
-        return Boundary(node.name, tuple(local), value(node).dtype, dict(layout))
+    def _readers(self) -> dict[str, set[int]]:
+        """The stages that read each parameter."""
+        outputs, last = self.trace.graph.output_node(), self.decisions.num_stages - 1
+        return parameter_stages(self.decisions.stage_of, outputs, last)
 
     def _stored(self) -> dict[str, StoredTensor]:
         """How every parameter of the model is stored: the same for all programs of one plan."""
-        readers = parameter_stages(self.decisions.stage_of)
+        readers = self._readers()
         stored = {}
         for name, parameter in self.trace.parameters.items():
             place = self.decisions.stored.get(name, R)
@@ -447,38 +495,3 @@ class _Writer:
                 tuple(axes) if parameter.requires_grad else (), self.trace.aliases.get(name, ()),
             )  # fmt: skip
         return stored
-
-
-def parameter_stages(stage_of: Mapping[fx.Node, int]) -> dict[str, set[int]]:
-    """The stages that read each parameter, directly or through a view of it."""
-    readers: dict[str, set[int]] = {}
-    for node, stage in stage_of.items():
-        todo = list(node.all_input_nodes)
-        while todo:
-            used = todo.pop()
-            if used.meta["role"] == PARAMETER:
-                readers.setdefault(used.target, set()).add(stage)
-            elif used.meta["role"] == WEIGHT:
-                todo.extend(used.all_input_nodes)
-    return readers
-
-
-def fuse_bias(graph: fx.Graph) -> None:
-    """Put the bias back into `linear` where no collective came between them."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
-            continue
-        product, bias = node.args
-        fits = (
-            isinstance(product, fx.Node) and isinstance(bias, fx.Node)
-            and product.target is torch.ops.aten.linear.default
-            and len(product.users) == 1 and len(product.args) == 2 and bias.op == "get_attr"
-            and value(bias).dim() == 1 and value(bias).shape[0] == value(product).shape[-1]
-        )  # fmt: skip
-        if fits:
-            with graph.inserting_before(node):
-                fused = graph.call_function(torch.ops.aten.linear.default, (*product.args, bias))
-            fused.meta = {**product.meta, **node.meta}
-            node.replace_all_uses_with(fused)
-            graph.erase_node(node)
-            graph.erase_node(product)

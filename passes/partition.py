@@ -7,22 +7,25 @@ import math
 import numpy as np
 from torch import fx
 
+from autopart.cost.flops import counted_flops
 from autopart.cost.stages import Partition, balance
 from autopart.errors import StageError
-from autopart.graph import draws_random_numbers, operator_name, operators, size_bytes, source_of, tensor_inputs
+from autopart.graph import operator_name, operators, size_bytes, source_of, tensor_inputs
 from autopart.mesh import Mesh
 
 from .analyze import ACTIVE, tuple_values
-from .rules.shapes import BUILDERS
+from .normalize.statistics import INNER
+from .rules.tables import MOVES
 
 
 def work(node: fx.Node) -> float:
-    """FLOPs of an operator from its rule: products of factor sizes for matrix work, one per element for the rest,
-    none for views."""
+    """FLOPs of an operator: from its rule products of factor sizes for matrix work, without one what torch counts; one
+    per element for the rest, none for views."""
     pattern = node.meta["pattern"]
-    if pattern is not None and pattern.flops:
-        return float(pattern.flops)
-    if operator_name(node) in BUILDERS and operator_name(node) not in ("aten::softmax", "aten::cumsum"):
+    flops = pattern.flops if pattern is not None else counted_flops(node)
+    if flops:
+        return float(flops)
+    if operator_name(node) in MOVES:
         return 0.0
     return float(sum(v.numel() for v in tuple_values(node) if hasattr(v, "numel")))
 
@@ -76,7 +79,8 @@ def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
 
 def _tied_to_mode(node: fx.Node) -> bool:
     """Operators that are there in some traces of the model only; every trace must find the same cuts."""
-    return node.meta.get("loss", False) or draws_random_numbers(node) or node.meta.get("named") == "attention_dropout"
+    inner = node.meta.get("named") == INNER
+    return node.meta.get("loss", False) or node.meta["for_buffers"] or inner or node.meta.get("tied_to_mode", False)
 
 
 def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:

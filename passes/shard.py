@@ -1,38 +1,36 @@
-"""Choose what every operator does on the tensor-parallel axis: an exact mixed-integer programme (HiGHS).
+"""Choose what every operator does on the tensor-parallel axis: an exact solve (`pairs`: elimination, then HiGHS).
 
-One binary per operator and strategy; one variable per value and pair of placements (produced, wanted), so that a
-conversion is paid once however many consumers share it. The same operator of every repeated block shares its choice,
-so the programme does not grow with depth. The objective, in order of weight: matrix work and the weights it reads are
-divided over the axis, then communication (forward and backward), then memory traffic. No operator is named here.
+One variable per operator, whose options are its strategies. A conversion is paid once per value and target placement,
+however many consumers share it. The same operator of every repeated block shares its choice, so the problem does not
+grow with depth. The objective, in order of weight: matrix work and the weights it reads are divided over the axis, then
+communication (forward and backward), then memory traffic. No operator is named here.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import fx
 
 from autopart.cost.collectives import conversion_time_s, time_s
 from autopart.cost.hardware import Hardware
 from autopart.graph import operators, pattern_of, shape, size_bytes, source_of, tensor_inputs
-from autopart.layout import R_GRAD_P, P, Placement, R, conversion
+from autopart.layout import R_GRAD_P, P, Placement, R, conversion, is_direct
 
 from .analyze import ACTIVE, DATA, FEATURE, INPUT, PARAMETER, WEIGHT, tuple_values
+from .pairs import Pairs
 from .strategies import Strategy, strategies
 
 _DIVIDE_FIRST = 1e3
 """How much heavier dividing all matrix work weighs than all communication together."""
 
 _SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
-_AVOID_SCATTERS = 100.0
+_AVOID_SCATTERS = 1.5
 """Without sequence parallelism values between operators are whole: sharding what lies between two all-reduces moves as
-many bytes (an all-reduce is a reduce-scatter and an all-gather), so cutting and gathering whole values is left for
-where nothing else works."""
+many bytes (an all-reduce is a reduce-scatter and an all-gather) and saves memory traffic, a few per cent of their time.
+Cutting and gathering is left for where it is cheaper by more than that: k and v of few heads."""
 
 
 @dataclass
@@ -41,49 +39,80 @@ class _Choice:
 
     options: list
     members: list[fx.Node] = field(default_factory=list)
-    first: int = 0
+    costs: list[float] = field(default_factory=list)
 
     @property
     def node(self) -> fx.Node:
         return self.members[0]
 
 
+@dataclass
+class _Uses:
+    """One consumer of a value, and the inputs at which it takes it."""
+
+    choice: _Choice
+    inputs: set[int] = field(default_factory=set)
+
+    def wanted(self) -> list[frozenset[Placement]]:
+        """By option: the placements in which it takes the value."""
+        return [frozenset(option.inputs[i] for i in self.inputs) for option in self.choice.options]
+
+
+@dataclass
+class _Value:
+    """Output `index` of a choice, `node` being one that reads it, with its consumers."""
+
+    node: fx.Node
+    producer: _Choice
+    index: int
+    uses: dict[int, _Uses] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Sharding:
-    """The chosen strategies and stored placements on one axis, with the objective's parts."""
+    """The chosen strategies and stored placements on one axis; the objective, and what of it conversions cost."""
 
     strategies: Mapping[fx.Node, Strategy]
     parameters: Mapping[str, Placement]
+    cost: float
     communication_s: float
     gap: float
 
 
 def choose_sharding(
-    graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement] | None = None
+    graph: fx.Graph,
+    num_shards: int,
+    hardware: Hardware,
+    stored: Mapping[str, Placement] | None = None,
+    fixed: Mapping[fx.Node, Strategy] | None = None,
 ) -> Sharding:
     """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks.
 
-    `stored`: where parameters already lie, if they do.
+    `stored`: where parameters already lie, if they do. `fixed`: operators whose strategy is decided.
     """
-    return _Programme(graph, num_shards, hardware, stored or {}).solve()
+    return Programme(graph, num_shards, hardware, stored or {}, fixed or {}).solve()
 
 
-class _Programme:
-    """The mixed-integer programme, built row by row."""
+class Programme:
+    """Every choice there is, what it costs, and what the values that go from one to another cost."""
 
-    def __init__(self, graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement]):
+    def __init__(
+        self,
+        graph: fx.Graph,
+        num_shards: int,
+        hardware: Hardware,
+        stored: Mapping[str, Placement],
+        fixed: Mapping[fx.Node, Strategy],
+    ):
         # Latency is left out: it would make toy sizes choose otherwise than the sizes a model is split for.
         self.num_shards, self.hardware = num_shards, replace(hardware, link_latency_s=0.0)
         self.choices: dict[object, _Choice] = {}
         self.choice_of: dict[fx.Node, _Choice] = {}
-        self.costs: list[float] = []
-        self.integral: list[bool] = []
-        self.rows: list[tuple[dict[int, float], float, float]] = []
-        self._collect(graph, stored)
-        self._add_choices()
-        self._add_conversions()
+        self._collect(graph, stored, fixed)
+        self._price_choices()
+        self.values = self._find_values()
 
-    def _collect(self, graph: fx.Graph, stored: Mapping[str, Placement]) -> None:
+    def _collect(self, graph: fx.Graph, stored: Mapping[str, Placement], fixed: Mapping[fx.Node, Strategy]) -> None:
         """Group operators that are the same in every repeated block, then parameters."""
         kinds = frozenset({FEATURE})
         for node in operators(graph):
@@ -91,7 +120,7 @@ class _Programme:
                 continue
             sources = tensor_inputs(node)
             free = [s.meta["role"] in (INPUT, DATA) for s in sources]
-            options = [
+            options = [fixed[node]] if node in fixed else [
                 s for s in strategies(node, self.num_shards, kinds)
                 if not any(f and p == P for f, p in zip(free, s.inputs, strict=True))
             ]  # fmt: skip
@@ -101,6 +130,9 @@ class _Programme:
             for i, source in enumerate(tensor_inputs(node)):
                 if source.meta["role"] == PARAMETER:
                     wanted.setdefault(source, {}).update({s.inputs[i]: None for s in choice.options})
+        for node in graph.find_nodes(op="placeholder"):
+            if node.meta["role"] == ACTIVE:
+                self._join(node, node, [R])
         for node, placements in wanted.items():
             places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *(p for p in placements if p.is_shard)]
             places = [stored[node.target]] if node.target in stored else places
@@ -111,22 +143,15 @@ class _Programme:
         choice.members.append(node)
         self.choice_of[node] = choice
 
-    def _variable(self, cost: float, integral: bool) -> int:
-        self.costs.append(cost)
-        self.integral.append(integral)
-        return len(self.costs) - 1
-
-    def _add_choices(self) -> None:
+    def _price_choices(self) -> None:
         scale = self.scale = self._communication_scale()
         flops = sum(len(c.members) * self._flops(c.node) for c in self.choices.values()) or 1
         table = sum(len(c.members) * self._weight_bytes(c.node) for c in self.choices.values()) or 1
         for choice in self.choices.values():
-            choice.first = len(self.costs)
             for i, option in enumerate(choice.options):
                 divided = _DIVIDE_FIRST * scale * self._undivided(choice.node, option, flops, table)
                 cost = len(choice.members) * (divided + self._own_time_s(choice.node, option))
-                self._variable(cost + 1e-9 * scale * i, True)
-            self.rows.append(({choice.first + i: 1.0 for i in range(len(choice.options))}, 1.0, 1.0))
+                choice.costs.append(cost + 1e-9 * scale * i)
 
     def _communication_scale(self) -> float:
         return max(1e-12, sum(
@@ -149,6 +174,7 @@ class _Programme:
         """The share of all matrix work and weights that this option leaves on every rank."""
         if not isinstance(option, Strategy):
             return 0.0
+        # Shards of unequal sizes count as equal: a few per cent of work are not worth another collective.
         work = self._flops(node) * (1 / self.num_shards if option.factor else 1) / flops
         weights = 0.0
         if self._weight_bytes(node):
@@ -171,55 +197,35 @@ class _Programme:
             inner = 3 * time_s("all_reduce", self.num_shards, sizes[0], self.hardware)
         return traffic / self.hardware.memory_bytes_per_s + inner
 
-    def _add_conversions(self) -> None:
-        """For every value: which placements are produced and wanted, and what going between them costs."""
-        consumers: dict[tuple[int, int], dict[tuple[int, int], _Choice]] = defaultdict(dict)
-        values: dict[tuple[int, int], fx.Node] = {}
+    def _find_values(self) -> list[_Value]:
+        """Every value that goes from one choice to others."""
+        found: dict[tuple[int, int], _Value] = {}
         for node, choice in self.choice_of.items():
             if node.op != "call_function":
                 continue
             for i, used in enumerate(tensor_inputs(node)):
                 source, index = source_of(used)
                 if source in self.choice_of:
-                    key = (self.choice_of[source].first, index)
-                    values.setdefault(key, used)
-                    consumers[key][choice.first, i] = choice
-        for key, uses in consumers.items():
-            self._add_value(values[key], key[1], uses)
+                    producer = self.choice_of[source]
+                    value = found.setdefault((id(producer), index), _Value(used, producer, index))
+                    value.uses.setdefault(id(choice), _Uses(choice)).inputs.add(i)
+        return list(found.values())
 
-    def _add_value(self, used: fx.Node, index: int, uses: dict[tuple[int, int], _Choice]) -> None:
-        producer = self.choice_of[source_of(used)[0]]
-        produced: dict[Placement, list[int]] = {}
-        for k, option in enumerate(producer.options):
-            place = option if isinstance(option, Placement) else option.outputs[index]
-            produced.setdefault(place, []).append(producer.first + k)
-        wanted = {s.inputs[i] for (_, i), choice in uses.items() for s in choice.options}
-        grad = used.meta["needs_grad"]
-        ways: dict[Placement, list[int]] = defaultdict(list)
-        for target in sorted(wanted):
-            for place, binaries in produced.items():
-                seconds = self._conversion_s(place, target, used, grad)
-                if seconds == float("inf"):
-                    continue
-                y = self._variable(seconds * len(producer.members), False)
-                ways[target].append(y)
-                self.rows.append(({y: 1.0, **{b: -1.0 for b in binaries}}, -np.inf, 0.0))
-        for (first, i), choice in uses.items():
-            for target in {s.inputs[i] for s in choice.options}:
-                row = {y: 1.0 for y in ways[target]}
-                for k, s in enumerate(choice.options):
-                    if s.inputs[i] == target:
-                        row[first + k] = row.get(first + k, 0.0) - 1.0
-                self.rows.append((row, 0.0, np.inf))
+    def conversion_costs(self, value: _Value, targets: Sequence[Placement]) -> np.ndarray:
+        """Seconds of bringing a value from every option of its producer to every target."""
+        options = value.producer.options
+        places = [option if isinstance(option, Placement) else option.outputs[value.index] for option in options]
+        grad, times = value.node.meta["needs_grad"], len(value.producer.members)
+        return np.array([[times * self._conversion_s(a, b, value.node, grad) for b in targets] for a in places])
 
     def _conversion_s(self, place: Placement, target: Placement, used: fx.Node, grad: bool) -> float:
         if place == target or (not grad and place.is_replicated and target.is_replicated):
             return 0.0
         if used.meta["role"] == PARAMETER and place.is_shard and target.is_shard:
             return float("inf")  # a weight is stored as it is used, or whole
-        uneven = any(p.is_shard and not p.sections and shape(used)[p.dim] % self.num_shards for p in (place, target))
-        if uneven and place.is_shard and target.is_shard and place != target:
-            return float("inf")
+        if not is_direct(place, target, shape(used), self.num_shards):
+            whole = R_GRAD_P if grad else R
+            return self._conversion_s(place, whole, used, grad) + self._conversion_s(whole, target, used, grad)
         seconds = conversion_time_s(place, target, self.num_shards, size_bytes(used), grad, self.hardware)
         step = conversion(place, target)
         if step is None or used.meta["role"] != ACTIVE or not {step.forward, step.backward} & _SCATTERS:
@@ -228,24 +234,47 @@ class _Programme:
         return max(seconds, gather) * _AVOID_SCATTERS
 
     def solve(self) -> Sharding:
-        scale = 1e-4 * self.scale  # HiGHS stops at an absolute gap of 1e-6
-        cells = [(r, c, v) for r, (row, _, _) in enumerate(self.rows) for c, v in row.items()]
-        rows, columns, values = zip(*cells, strict=True)
-        matrix = sparse.csr_array((values, (rows, columns)), shape=(len(self.rows), len(self.costs)))
-        lower, upper = [row[1] for row in self.rows], [row[2] for row in self.rows]
-        result = milp(
-            np.array(self.costs) / scale, integrality=np.array(self.integral, dtype=int), bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, lower, upper), options={"mip_rel_gap": 0.0, "presolve": True},
-        )  # fmt: skip
-        assert result.x is not None, f"the sharding programme has no solution: {result.message}"
+        pairs = Pairs()
+        variables = {id(choice): pairs.variable(choice.costs) for choice in self.choices.values()}
+        for value in self.values:
+            self._add_value(pairs, variables, value)
+        found = pairs.solve()
         chosen: dict[fx.Node, Strategy] = {}
         stored: dict[str, Placement] = {}
         for choice in self.choices.values():
-            best = int(np.argmax(result.x[choice.first : choice.first + len(choice.options)]))
+            option = choice.options[found.chosen[variables[id(choice)]]]
             for node in choice.members:
                 if node.op == "call_function":
-                    chosen[node] = choice.options[best]
-                else:
-                    stored[node.target] = choice.options[best]
-        moved = sum(c * x for c, x, whole in zip(self.costs, result.x, self.integral, strict=True) if not whole)
-        return Sharding(chosen, stored, float(moved), float(result.mip_gap or 0.0))
+                    chosen[node] = option
+                elif node.op == "get_attr":  # else an input that needs a gradient, which lies whole
+                    stored[node.target] = option
+        own = sum(choice.costs[found.chosen[variables[id(choice)]]] for choice in self.choices.values())
+        return Sharding(chosen, stored, found.cost, found.cost - own, found.gap)
+
+    def _add_value(self, pairs: Pairs, variables: Mapping[int, int], value: _Value) -> None:
+        """What it costs to bring a value to all placements in which it is wanted, each once.
+
+        With several consumers that is a choice of its own: the set of placements in which the value is made.
+        """
+        uses = list(value.uses.values())
+        targets = sorted({place for use in uses for wanted in use.wanted() for place in wanted})
+        costs = self.conversion_costs(value, targets)
+        position = {place: i for i, place in enumerate(targets)}
+        producer = variables[id(value.producer)]
+
+        def cost_of(places: frozenset[Placement]) -> np.ndarray:
+            return costs[:, sorted(position[place] for place in places)].sum(1)
+
+        if len(uses) == 1:
+            columns = np.array([cost_of(wanted) for wanted in uses[0].wanted()])
+            pairs.add(producer, variables[id(uses[0].choice)], columns.T)
+            return
+        sets = {frozenset[Placement]()}
+        for use in uses:
+            sets = {made | wanted for made in sets for wanted in set(use.wanted())}
+        made = sorted(sets, key=lambda places: (len(places), sorted(places)))
+        node = pairs.variable(np.zeros(len(made)))
+        pairs.add(producer, node, np.array([cost_of(places) for places in made]).T)
+        for use in uses:
+            missing = [[0.0 if wanted <= places else np.inf for places in made] for wanted in use.wanted()]
+            pairs.add(variables[id(use.choice)], node, np.array(missing))

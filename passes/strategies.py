@@ -11,15 +11,15 @@ A `Strategy` gives the placement of every tensor input and every output on one a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.graph import operator_name, tensor_inputs
+from autopart.graph import is_tensor, tensor_inputs
 from autopart.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
 
-from .analyze import Atoms, factor_atoms, tuple_values
+from .analyze import BATCH, FEATURE, Atom, Atoms, factor_atoms, tuple_values
 from .rules import Pattern
 
 
@@ -68,27 +68,27 @@ def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kind
             if len(dim) == 1:
                 atoms.setdefault(dim[0], found)
         break
+    given, made = [n.meta["val"].shape for n in tensor_inputs(node)], [v.shape for v in tuple_values(node)]
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
         for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds):
-            inputs = _places(pattern.inputs, factor, sections, pattern)
-            outputs = _places(pattern.outputs, factor, sections, pattern)
+            if factor == pattern.lookup and sections:
+                continue  # a rank's rows of a table are known by the first one
+            inputs = _places(pattern.inputs, given, factor, sections, pattern)
+            outputs = _places(pattern.outputs, made, factor, sections, pattern)
             if inputs is None or outputs is None:
                 continue
-            cut = operator_name(node) == "aten::split_with_sizes" and factor == "cut"
             yield Strategy(
                 tuple(p if p.is_shard else (R_GRAD_P if grad else R) for p, grad in zip(inputs, grads, strict=True)),
-                tuple(
-                    shard(p.dim) if cut else p if p.is_shard else _unsharded_output(pattern, factor) for p in outputs
-                ),
+                tuple(p if p.is_shard else _unsharded_output(pattern, factor) for p in outputs),
                 factor,
             )
 
 
 def _output_atoms(node: fx.Node) -> tuple:
     atoms = node.meta["atoms"]
-    return atoms if len(tuple_values(node)) == 1 else atoms[0]
+    return atoms if is_tensor(node) else atoms[0]
 
 
 def _unsharded_output(pattern: Pattern, factor: str) -> Placement:
@@ -100,15 +100,15 @@ def _ways_to_cut(
 ) -> Iterator[Sections]:
     """The sections in which a factor can be sharded: whole, at the inner atoms of a merged dim, or as asked for."""
     size = pattern.sizes[factor]
-    if operator_name(node) == "aten::split_with_sizes" and factor == "cut":
-        sections = tuple(node.args[1])
-        if all(a.kind in kinds for a in atoms) and all(s % num_shards == 0 for s in sections):
-            yield sections
+    if factor in pattern.joined:
+        kept = all(a.kind in kinds and a.kind != BATCH for a in atoms)  # rows of the batch are cut in one piece
+        if kept and all(s % num_shards == 0 for s in pattern.joined[factor]):
+            yield pattern.joined[factor]
         return
     outer = 1
     for atom in atoms:
         even = atom.size % num_shards == 0
-        if atom.kind in kinds and (even or (len(atoms) == 1 and _can_be_uneven(node, pattern, factor, num_shards))):
+        if atom.kind in kinds and (even or (len(atoms) == 1 and _can_be_uneven(pattern, factor, atom, num_shards))):
             yield (outer,) if outer > 1 else ()
         outer *= atom.size
     if len(atoms) == 1 and atoms[0].kind in kinds:
@@ -118,21 +118,23 @@ def _ways_to_cut(
                 yield sections
 
 
-def _can_be_uneven(node: fx.Node, pattern: Pattern, factor: str, num_shards: int) -> bool:
-    """Unequal shards are for the rows of a look-up table (a vocabulary of 50257), and leave no rank empty."""
+def _can_be_uneven(pattern: Pattern, factor: str, atom: Atom, num_shards: int) -> bool:
+    """Unequal shards are for features (a vocabulary of 50257, an inner width of 50) that are a dim of their own in all
+    operands and are not made here, and leave no rank empty."""
     size = pattern.sizes[factor]
     step = -(-size // num_shards)
-    values = [(dims, n.meta["uneven"]) for dims, n in zip(pattern.inputs, tensor_inputs(node), strict=True)]
-    values += [(dims, node.meta["uneven"]) for dims in pattern.outputs]
-    welcome = any(dim == (factor,) and i in uneven for dims, uneven in values for i, dim in enumerate(dims))
-    return welcome and size >= 2 * num_shards and step * (num_shards - 1) < size
+    alone = all(dim == (factor,) for dims in (*pattern.inputs, *pattern.outputs) for dim in dims if factor in dim)
+    given = any(factor in dim for dims in pattern.inputs for dim in dims)
+    few = size < 2 * num_shards or step * (num_shards - 1) >= size
+    return atom.kind == FEATURE and alone and given and not few
 
 
 def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
-    """Ways of cutting this factor that a later view or split asks for, or an earlier one offers."""
+    """Ways of cutting this factor that a later view or split asks for, or an earlier one or a `cat` offers."""
     asked: set[Sections] = set()
     outputs = [(dims, node.meta["sections"]) for dims in pattern.outputs]
-    inputs = [(dims, n.meta["sections"]) for dims, n in zip(pattern.inputs, tensor_inputs(node), strict=True)]
+    inputs = [(dims, n.meta[kind]) for kind in ("sections", "offered")
+              for dims, n in zip(pattern.inputs, tensor_inputs(node), strict=True)]  # fmt: skip
     for dims, sections in outputs + inputs:
         for i, dim in enumerate(dims):
             if dim == (factor,):
@@ -140,12 +142,14 @@ def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
     return asked
 
 
-def _places(operands: tuple, factor: str, sections: Sections, pattern: Pattern) -> list[Placement] | None:
-    found = [_place(dims, factor, sections, pattern) for dims in operands]
+def _places(
+    operands: tuple, shapes: Sequence, factor: str, sections: Sections, pattern: Pattern
+) -> list[Placement] | None:
+    found = [_place(dims, full, factor, sections, pattern) for dims, full in zip(operands, shapes, strict=True)]
     return None if None in found else [place for place in found if place is not None]
 
 
-def _place(dims: tuple, factor: str, sections: Sections, pattern: Pattern) -> Placement | None:
+def _place(dims: tuple, full: Sequence[int], factor: str, sections: Sections, pattern: Pattern) -> Placement | None:
     """Where sharding `factor` puts an operand: `S(i)` on the dim that has it (in as many sections as the outer
     factors of that dim count), a placeholder `R` where no dim has it, None where it cannot be expressed."""
     places = [(i, dim) for i, dim in enumerate(dims) if factor in dim]
@@ -154,6 +158,8 @@ def _place(dims: tuple, factor: str, sections: Sections, pattern: Pattern) -> Pl
     if len(places) > 1:
         return None
     at, dim = places[0]
+    if factor in pattern.joined and full[at] != pattern.sizes[factor]:
+        return shard(at)  # one section of a concatenation
     outer = math.prod(pattern.sizes[f] for f in dim[: dim.index(factor)])
     inner = math.prod(pattern.sizes[f] for f in dim[dim.index(factor) + 1 :])
     if len(sections) > 1:

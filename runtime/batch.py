@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopart.layout import P, Placement, R, shard_sizes
+from autopart.layout import Layout, P, Placement, R, Sections, section_sizes, shard_sizes
 from autopart.program import MICROBATCH_AXIS, Program, StageInput
+from autopart.runtime.pieces import Cut
 
 Arguments = dict[str, Any]
 
@@ -28,14 +29,19 @@ def stage_arguments(
         if dim is None or not isinstance(value, Tensor):
             rows = [value] * program.microbatches
         else:
-            mine = _block(value, dim, program.mesh.size("dp"), coordinates.get("dp", 0))
-            rows = [_block(mine, dim, program.microbatches, index) for index in range(program.microbatches)]
+            sections, num_blocks = stage_input.sections, program.row_ranks
+            mine = _block(value, dim, sections, num_blocks, coordinates.get("dp", 0) % num_blocks)
+            if len(sections) > 1:
+                sections = tuple(size // num_blocks for size in sections)
+            rows = [_block(mine, dim, sections, program.microbatches, index) for index in range(program.microbatches)]
         for arguments, block in zip(per_microbatch, rows, strict=True):
             arguments[stage_input.name] = block
     return per_microbatch
 
 
-def _block(value: Tensor, dim: int, num_blocks: int, index: int) -> Tensor:
+def _block(value: Tensor, dim: int, sections: Sections, num_blocks: int, index: int) -> Tensor:
+    if sections:
+        return Cut(dim, value.size(dim), sections, num_blocks).take(value, index)
     sizes = shard_sizes(value.size(dim), num_blocks)
     block = value.narrow(dim, sum(sizes[:index]), sizes[index])
     return block if dim == 0 else block.contiguous()
@@ -48,9 +54,14 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
     block by block they are put behind the same rank's rows of earlier microbatches.
     """
     placements = _placements(program)
-    num_blocks = program.mesh.size("dp")
+    num_blocks = program.row_ranks
     columns = zip(placements, zip(*outputs, strict=True), strict=True)
     return [_merge(values, placement, num_blocks) for placement, values in columns]
+
+
+def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:
+    """One tensor from each microbatch's, which lies over the microbatches as `layout` says; as `merge_microbatches`."""
+    return _merge(values, layout.get(MICROBATCH_AXIS, R), program.row_ranks)
 
 
 def merged_shapes(program: Program) -> list[tuple[int, ...]]:
@@ -75,5 +86,9 @@ def _merge(values: Sequence[Tensor], placement: Placement, num_blocks: int) -> T
         return values[0]
     if placement == P:
         return torch.stack(list(values)).sum(0)
-    blocks = zip(*(value.chunk(num_blocks, placement.dim) for value in values), strict=True)
-    return torch.cat([rows for block in blocks for rows in block], placement.dim)
+    dim, num_microbatches = placement.dim, len(values)
+    whole = values[0].size(dim) * num_microbatches
+    sizes = [size // num_microbatches for size in section_sizes(whole, placement.sections)]
+    sections = zip(*(value.split(sizes, dim) for value in values), strict=True)
+    blocks = [block for parts in sections for block in zip(*(p.chunk(num_blocks, dim) for p in parts), strict=True)]
+    return torch.cat([rows for block in blocks for rows in block], dim)

@@ -12,7 +12,7 @@ puts the name of a process group in its place, and then the graph runs. The oper
 around one autograd function, so they print, export and compile. Source of the pairs: Shoeybi et al. 2019
 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2).
 
-Two local helpers know where a shard starts: `embedding_shard` and `pick_class`.
+Three local helpers know where a shard starts: `embedding_shard`, `pick_class` and `expert_linear` (`experts.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.fx.node import map_aggregate
 
 from autopart.compat import is_gloo, resolve_group
 from autopart.layout import CONVERSIONS, Conversion
+from autopart.runtime import experts
 from autopart.runtime.pieces import Cut
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
@@ -128,17 +129,21 @@ PRIMITIVES: dict[str, Primitive] = {
 }
 
 
-def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = -1) -> Tensor:
+def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = -1, num_rows: int = -1) -> Tensor:
     """Rows of an embedding table of which this rank holds rows [start, start + weight.size(0)).
 
     weight [rows, width], ids [...] in global numbering -> [..., width], zeros where the row is on another rank: a
-    partial sum. Row `padding_idx` (global numbering, -1: none) gets no gradient.
+    partial sum. Row `padding_idx` (global numbering, -1: none) gets no gradient. An id that is none of the `num_rows`
+    rows of the whole table (-1: not checked) fails as it does in the whole table: IndexError, on a GPU an assertion.
     """
     local = ids - start
     mine = (local >= 0) & (local < weight.size(0))
     if weight.size(0) == 0:  # a rank that holds no row runs the same operators
         weight = F.pad(weight, (0, 0, 0, 1))
-    rows = F.embedding(torch.where(mine, local, 0), weight) * mine.unsqueeze(-1)
+    elsewhere: Tensor | int = 0
+    if num_rows >= 0:
+        elsewhere = torch.where((ids >= 0) & (ids < num_rows), 0, weight.size(0))
+    rows = F.embedding(torch.where(mine, local, elsewhere), weight) * mine.unsqueeze(-1)
     if padding_idx < 0:
         return rows
     # The padding row keeps its value and loses its gradient.
@@ -153,6 +158,11 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) 
     generator = torch.Generator(x.device).manual_seed(number)
     keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p, generator=generator)
     return x * keep / (1 - p) if p < 1 else x * 0
+
+
+def drop(x: Tensor, noise: Tensor) -> Tensor:
+    """Dropout whose noise (0 or 1 / (1 - p) for every element of `x`) was drawn before."""
+    return x * noise
 
 
 def pick_class(logits: Tensor, target: Tensor, start: int) -> Tensor:
@@ -193,8 +203,10 @@ def _define_operators() -> torch.library.Library:
 
     define("all_reduce_max", "Tensor x, str axis", "Tensor", all_reduce_max)
     define("axis_index", "str axis", "int", lambda axis: resolve_group(axis).rank())
-    define("embedding_shard", "Tensor weight, Tensor ids, int start, int padding_idx=-1", "Tensor", embedding_shard)
+    table = ", int padding_idx=-1, int num_rows=-1"
+    define("embedding_shard", f"Tensor weight, Tensor ids, int start{table}", "Tensor", embedding_shard)
     define("dropout", "Tensor x, float p, Tensor seed, int salt, int[] shard", "Tensor", dropout)
+    define("drop", "Tensor x, Tensor noise", "Tensor", drop)
     define("pick_class", "Tensor logits, Tensor target, int start", "Tensor", pick_class)
     return library
 
@@ -204,7 +216,8 @@ LIBRARY = _define_operators()  # the operators live as long as this object
 
 def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
-    return [*OPERATORS, "all_reduce_max", "axis_index", "dropout", "embedding_shard", "pick_class"]
+    local = ["drop", "dropout", "embedding_shard", "pick_class", *experts.OPERATORS]
+    return [*OPERATORS, "all_reduce_max", "axis_index", *local]
 
 
 def operator_name(node: fx.Node) -> str | None:

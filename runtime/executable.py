@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopart.eager_semantics import no_autocast
 from autopart.layout import P
 from autopart.program import MICROBATCH_AXIS, Program
 from autopart.runtime.batch import merge_microbatches, merged_shapes
+from autopart.runtime.buffers import write_buffers
+from autopart.runtime.draws import check_same_state, one_stream
 from autopart.runtime.gradients import connect_tied, sync_gradients, synchronised
 from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.placement import placement_of, stages_at
@@ -31,7 +34,7 @@ class Executable:
         buffers: Mapping[str, Tensor],
         schedule: str | None,
     ):
-        self.program, self.process = program, process
+        self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
         self.placement = placement_of(schedule)
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.placement)]
@@ -44,7 +47,7 @@ class Executable:
 
     def forward(self, inputs: Sequence[Any]) -> list[Any]:
         """The model's flat outputs for the global batch. Differentiable where there is no pipeline."""
-        with self._loaded(inputs):
+        with no_autocast(), self._loaded(inputs):
             if self.pipeline is not None:
                 outputs = self._forward_pipeline(self.pipeline)
             else:
@@ -53,17 +56,23 @@ class Executable:
                     parameters = synchronised(self.parameters, self.program, self.process)
                 runs = [self._chain(microbatch, parameters) for microbatch in range(self.program.microbatches)]
                 outputs = merge_microbatches(self.program, runs)
+            self._write_buffers()
         return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
 
     def step(self, inputs: Sequence[Any]) -> Tensor:
         """Forward and backward of one global batch; adds to `.grad` and returns the loss, detached."""
-        with torch.enable_grad(), self._loaded(inputs), self._fresh_gradients():
+        with torch.enable_grad(), no_autocast(), self._loaded(inputs), self._fresh_gradients():
             if self.pipeline is not None:
                 losses = self.pipeline.step()
             else:
                 losses = [self._step_microbatch(index) for index in range(self.program.microbatches)]
+            self._write_buffers()
             sync_gradients(self.parameters, self.program, self.process, self.placement)
         return self._whole_loss([loss.detach() for loss in losses])
+
+    def _write_buffers(self) -> None:
+        made = {module.stage.index: module.new_buffers() for module in self.modules}
+        write_buffers(self.buffers, made, self.program, self.process, self.placement)
 
     def _step_microbatch(self, microbatch: int) -> Tensor:
         (loss,) = self._chain(microbatch, None)
@@ -106,8 +115,12 @@ class Executable:
     def _loaded(self, inputs: Sequence[Any]) -> Iterator[None]:
         device = self.process.device
         here = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
-        for module in self.modules:
-            module.load(here)
+        if self.program.draws == "exact":
+            check_same_state(self.process)
+        with one_stream(self.program, here, device) as rewind:
+            for module in self.modules:
+                rewind()
+                module.load(here)
         try:
             yield
         finally:

@@ -19,12 +19,17 @@ from autopart.layout import Conversion
 from autopart.mesh import Mesh
 from autopart.program import Program, Stage
 from autopart.runtime.batch import stage_arguments
+from autopart.runtime.buffers import Made, made_by
 from autopart.runtime.collectives import OPERATORS, attribute, axis_of, conversion_cuts, on_device, operator_name
+from autopart.runtime.draws import one_stream
 from autopart.runtime.pieces import Cut
 from autopart.runtime.placement import groups_along, stage_ranks
 
 PerRank = dict[int, Any]
 """A value of a stage: {rank: the rank's local value}, over the ranks that run the stage."""
+
+Primitives = Mapping[str, Callable[..., list[Tensor]]]
+"""The primitive collectives, {name: function of the list of local tensors of one group}."""
 
 OnValue = Callable[[int, int, fx.Node, PerRank], None]
 """Called as on_value(stage index, microbatch, node, {rank: value}) after every node."""
@@ -38,25 +43,36 @@ def run_lockstep(
     on_value: OnValue | None = None,
     *,
     placement: str = "loop",
+    primitives: Primitives | None = None,
+    new_buffers: dict[int, dict[str, Tensor]] | None = None,
 ) -> dict[int, list[tuple[Any, ...]]]:
     """Runs every rank, stage and microbatch of `program` on the global `inputs`.
 
     `parameters`: {rank: {name: local tensor}}, as `state.shard_parameters` makes them; `buffers`: {name: tensor}, the
-    same on every rank; `inputs`: in `program.input_names` order. Returns {rank: one tuple of outputs per microbatch}
+    same on every rank; `inputs`: in `program.input_names` order; `primitives`: `LIST_PRIMITIVES`, or others in their
+    place. Returns {rank: one tuple of outputs per microbatch}
     for the ranks of the last stage. Differentiable; without grad mode each value is freed after its last use.
+    `new_buffers`, if given, gets {rank: {name: value}} of the buffers that each rank's stages write; `buffers` stay.
 
     Example: `torch.autograd.backward([out[0] for mbs in run_lockstep(...).values() for out in mbs])` leaves every
     rank's gradient of a program whose only output is the loss.
     """
     device = _device_of(inputs, parameters)
     runs = []
-    for stage in program.stages:
-        values = _run_prologue(stage, buffers, inputs, device)
-        ranks = stage_ranks(program, stage.index, placement)
-        keywords = {
-            rank: stage_arguments(program, stage.inputs, values, program.mesh.coordinates(rank)) for rank in ranks
-        }
-        runs.append(_StageRun(stage, program.mesh, keywords, parameters, buffers, device))
+    with one_stream(program, inputs, device) as rewind:
+        for stage in program.stages:
+            rewind()
+            values = _run_prologue(stage, buffers, inputs, device)
+            ranks = stage_ranks(program, stage.index, placement)
+            count = len(stage.inputs)
+            keywords = {
+                rank: stage_arguments(
+                    program, stage.inputs, _of_one_rank(values[:count]), program.mesh.coordinates(rank)
+                )
+                for rank in ranks
+            }
+            updates = values[count:]
+            runs.append(_StageRun(stage, program.mesh, keywords, parameters, buffers, device, primitives, updates))
 
     outputs: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in runs[-1].ranks}
     for microbatch in range(program.microbatches):
@@ -67,6 +83,10 @@ def run_lockstep(
             sent = run(received, microbatch, on_value)
         for rank, per_microbatch in outputs.items():
             per_microbatch.append(tuple(value[rank] for value in sent))
+    if new_buffers is not None:
+        for run in runs:
+            for rank in run.ranks:
+                new_buffers.setdefault(rank, {}).update(run.new_buffers(program, rank))
     return outputs
 
 
@@ -74,6 +94,11 @@ def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tens
     tensors = [t for t in inputs if isinstance(t, Tensor)]
     tensors += [t for local in parameters.values() for t in local.values()]
     return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _of_one_rank(values: Sequence[Any]) -> list[Any]:
+    """The values as one rank has them: what needs a gradient has it for itself."""
+    return [v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in values]
 
 
 def _run_prologue(
@@ -118,8 +143,12 @@ class _StageRun:
         parameters: Mapping[int, Mapping[str, Tensor]],
         buffers: Mapping[str, Tensor],
         device: torch.device,
+        primitives: Primitives | None,
+        prologue_updates: Sequence[Tensor],
     ):
-        self.stage, self.keywords = stage, keywords
+        self.stage, self.keywords, self.primitives = stage, keywords, primitives
+        self.prologue_updates = prologue_updates
+        self.graph_updates: list[list[PerRank]] = []
         self.parameters, self.buffers, self.device = parameters, buffers, device
         self.mesh, self.ranks = mesh, list(keywords)
         self.coordinates = {rank: mesh.coordinates(rank) for rank in self.ranks}
@@ -131,10 +160,13 @@ class _StageRun:
         names = {stage_input.name for stage_input in self.stage.inputs}
         for node in self.stage.graph.graph.nodes:
             if node.op == "output":
-                return [
+                outputs = [
                     {rank: values[a][rank] if isinstance(a, fx.Node) else a for rank in self.ranks}
                     for a in node.args[0]
                 ]
+                count = len(self.stage.sends)
+                self.graph_updates.append(outputs[count:])
+                return outputs[:count]
             if node.op != "placeholder":
                 value = self._evaluate(node, values)
             elif node.target in names:
@@ -147,6 +179,11 @@ class _StageRun:
             for used in self.last_uses.get(node, ()):
                 del values[used]
         raise AssertionError("a graph without an output")
+
+    def new_buffers(self, program: Program, rank: int) -> Made:
+        """{buffer: its new value} of what this stage made on a rank."""
+        graph = [[value[rank].detach() for value in microbatch] for microbatch in self.graph_updates]
+        return made_by(self.stage, program, self.prologue_updates, graph)
 
     def _evaluate(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
         name, axis = operator_name(node), axis_of(node)
@@ -170,7 +207,7 @@ class _StageRun:
     def _convert(self, name: str, value: PerRank, axis: str, arguments: tuple[Any, ...]) -> PerRank:
         result: PerRank = {}
         for group in groups_along(self.mesh, self.ranks, axis):
-            converted = convert_list(name, [value[rank] for rank in group], *arguments)
+            converted = convert_list(name, [value[rank] for rank in group], *arguments, primitives=self.primitives)
             result.update(zip(group, converted, strict=True))
         return {rank: result[rank] for rank in self.ranks}
 
@@ -190,7 +227,9 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 # --- Conversions on the list of all local tensors of one group, in the order of its ranks.
 
 
-def convert_list(operator: str, values: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
+def convert_list(
+    operator: str, values: Sequence[Tensor], *arguments: Any, primitives: Primitives | None = None
+) -> tuple[Tensor, ...]:
     """What `torch.ops.autopart.<operator>(x, axis, *arguments)` does, for all ranks of one group at once.
 
     >>> convert_list("all_reduce", [torch.tensor(1.0), torch.tensor(2.0)])
@@ -200,18 +239,20 @@ def convert_list(operator: str, values: Sequence[Tensor], *arguments: Any) -> tu
         total = torch.stack([value.detach() for value in values]).amax(0)
         return tuple(total.clone() for _ in values)
     cuts = conversion_cuts(operator, values[0], len(values), arguments)
-    return _ConvertList.apply(OPERATORS[operator], cuts, *values)
+    return _ConvertList.apply(OPERATORS[operator], cuts, primitives or LIST_PRIMITIVES, *values)
 
 
 class _ConvertList(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, conversion: Conversion, cuts: tuple[Cut, ...], *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.conversion, ctx.cuts = conversion, cuts
-        return tuple(LIST_PRIMITIVES[conversion.forward](list(values), *cuts))
+    def forward(
+        ctx: Any, conversion: Conversion, cuts: tuple[Cut, ...], primitives: Primitives, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.conversion, ctx.cuts, ctx.primitives = conversion, cuts, primitives
+        return tuple(primitives[conversion.forward](list(values), *cuts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *LIST_PRIMITIVES[ctx.conversion.backward](list(grads), *reversed(ctx.cuts))
+        return None, None, None, *ctx.primitives[ctx.conversion.backward](list(grads), *reversed(ctx.cuts))
 
 
 def _identity(values: list[Tensor], *cuts: Cut) -> list[Tensor]:
@@ -248,7 +289,7 @@ def _all_to_all(values: list[Tensor], source: Cut, target: Cut) -> list[Tensor]:
     return _slice(_all_gather(values, source), target)
 
 
-LIST_PRIMITIVES: dict[str, Callable[..., list[Tensor]]] = {
+LIST_PRIMITIVES: Primitives = {
     "identity": _identity,
     "all_reduce": _all_reduce,
     "own": _own,

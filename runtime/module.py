@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopart.calls import MAX_CALLS, Recent, format_call
 from autopart.compat import tree_unflatten
 from autopart.errors import StageError, TraceError
 from autopart.mesh import Mesh
 from autopart.program import Program
 from autopart.runtime.executable import Executable
 from autopart.runtime.placement import placement_of, stages_at
-from autopart.runtime.processes import connect, first_ranks_seed
-from autopart.runtime.state import gather, names_with_gradient, shard_parameters
+from autopart.runtime.processes import check_agreement, check_values, connect, first_ranks_seed
+from autopart.runtime.sharing import Originals, part_of_another, remember
+from autopart.runtime.state import gather, names_with_gradient, settled, shard_parameters
 
 Purpose = Literal["forward", "step"]
 
@@ -75,10 +77,12 @@ class ParallelModule(nn.Module):
         self._compiler = compiler
         self._schedule = schedule
         self._source = _Source(model)
-        self._executables: dict[int, Executable] = {}
+        self._originals = Originals()
+        self._executables: Recent[Executable] = Recent(2 * MAX_CALLS)  # a call and a training step of each
         self._program: Program | None = None
         self._local_parameters: dict[str, nn.Parameter] = {}
         self._local_buffers: dict[str, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         program = compiler.ready()
         if program is not None:
             self._adopt(program)
@@ -105,11 +109,13 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, for the global batch, on every rank.
 
-        Without a pipeline axis it is differentiable: after `loss.backward()` this rank's gradients are complete.
+        Without a pipeline axis it is differentiable: after `loss.backward()` this rank's gradients are complete, those
+        of inputs that need one too, so it can stand for a module inside a larger model.
         With one it runs without gradients; use `step` to train.
         """
+        self._originals.warn_of_changes()
         program, inputs = self._compiler.program(args, kwargs, purpose="forward", training=self.training)
-        return tree_unflatten(self._executable(program).forward(inputs), program.output_spec)
+        return tree_unflatten(self._executable(program, inputs, "forward").forward(inputs), program.output_spec)
 
     def step(
         self, *args: Any, loss_fn: Callable[..., Tensor] | None = None, target: Any = None, **kwargs: Any
@@ -118,14 +124,15 @@ class ParallelModule(nn.Module):
 
         Adds complete gradients to `.grad` of this rank's parameters and returns the loss of the global batch, a
         detached scalar, on every rank. `loss_fn(outputs, target)` is for a model that returns no loss; it is traced
-        with the model, so pass the same function every time.
+        with the model. A batch of another shape is traced when it first comes.
         """
+        self._originals.warn_of_changes()
         if loss_fn is None and target is not None:  # an input of the model that has this name
             kwargs, target = {**kwargs, "target": target}, None
         program, inputs = self._compiler.program(
             args, kwargs, purpose="step", training=self.training, loss_fn=loss_fn, target=target
         )
-        return self._executable(program).step(inputs)
+        return self._executable(program, inputs, "step").step(inputs)
 
     def graph(self, stage: int | None = None) -> fx.GraphModule:
         """The graph of a stage (None: this rank's first), with axis names in its collectives."""
@@ -165,6 +172,10 @@ class ParallelModule(nn.Module):
         names = [name for name, _ in self._source.model.named_parameters()]
         return {name: gathered[stored_name[name]] for name in names if stored_name.get(name) in gathered}
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        self._traced("parameters()")  # what a module around this one asks for them by
+        return super().named_modules(*args, **kwargs)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._traced("parameters()")
         return super().named_parameters(*args, **kwargs)
@@ -191,29 +202,35 @@ class ParallelModule(nn.Module):
         """The stages of this rank."""
         return stages_at(program, self._process.pp, placement_of(self._schedule))
 
-    def _executable(self, program: Program) -> Executable:
-        # The executable keeps its program alive, so an id is not given out twice.
-        if id(program) not in self._executables:
-            self._adopt(program)
-            self._executables[id(program)] = Executable(
-                program, self._process, self._local_parameters, self._local_buffers, self._schedule
-            )
-        return self._executables[id(program)]
+    def _executable(self, program: Program, inputs: Sequence[Tensor], purpose: Purpose) -> Executable:
+        mode = "train" if self.training else "eval"
+        check_agreement(self._process, f"{purpose}({format_call(program.input_names, inputs)}) in {mode} mode")
 
-    def _adopt(self, program: Program) -> None:
-        """Registers what this rank's stages of `program` read and no earlier program did. A rank whose stages read no
-        parameter (of a tiny model) holds an empty one."""
+        def make() -> Executable:
+            check_values(self._process, program.input_names, inputs)
+            adopted = self._adopt(program)
+            return Executable(adopted, self._process, self._local_parameters, self._local_buffers, self._schedule)
+
+        return self._executables.get(program, make)
+
+    def _adopt(self, program: Program) -> Program:
+        """The program with every parameter where earlier programs have it. Registers what this rank's stages read and
+        no earlier program did; a rank whose stages read no parameter (of a tiny model) holds an empty one."""
         model = self._source.model
         if self._program is not None:
-            for name in set(program.parameters) & set(self._program.parameters):
-                known, new = self._program.parameters[name], program.parameters[name]
-                assert (known.layout, known.stages) == (new.layout, new.stages), f"'{name}' moved between programs"
+            program = replace(program, parameters=settled(program.parameters, self._program.parameters))
         stages = self._stages(program)
         parameters = shard_parameters(
             model, program, self._process.coordinates, stages=stages, device=self._process.device
         )
         for name, parameter in parameters.items():
             if name not in self._local_parameters:
+                full, stored = model.get_parameter(name), program.parameters[name]
+                mesh = str(program.mesh)
+                shared = part_of_another(model, name, full, mesh, stored.layout)
+                parameter = parameter if shared is None else shared
+                remember(model, full, parameter, mesh, stored.layout)
+                self._originals.add(name, full)
                 self._local_parameters[name] = parameter
                 for alias in (name, *program.parameters[name].aliases):
                     holder, last = _holder(self, alias)
@@ -223,13 +240,14 @@ class ParallelModule(nn.Module):
         persistent = set(model.state_dict(keep_vars=True))
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if name not in self._local_buffers and not buffer.is_meta:
-                local = buffer.detach().to(self._process.device, copy=True)
+                if id(buffer) not in self._copies:
+                    self._copies[id(buffer)] = buffer.detach().to(self._process.device, copy=True)
+                local = self._copies[id(buffer)]
                 self._local_buffers[name] = local
                 holder, last = _holder(self, name)
                 holder.register_buffer(last, local, persistent=name in persistent)
-        if self._program is not None:
-            program = replace(program, parameters={**self._program.parameters, **program.parameters})
         self._program = program
+        return program
 
 
 class _Source:

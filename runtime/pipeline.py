@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from autopart.compat import PipelineStage, split_backward_counts_twice
-from autopart.errors import StageError
 from autopart.program import Boundary, Program, Stage
 from autopart.runtime.batch import Arguments, stage_arguments
+from autopart.runtime.buffers import Made, made_by
 from autopart.runtime.collectives import bind
-from autopart.runtime.placement import V_SHAPED, placement_of, stage_coordinate
+from autopart.runtime.placement import placement_of, stage_coordinate
 from autopart.runtime.processes import Process
+from autopart.schedules import check_schedule, schedule_for
 
 SINGLE_STAGE_SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 MULTI_STAGE_SCHEDULES = {
@@ -27,28 +28,6 @@ MULTI_STAGE_SCHEDULES = {
     "dualpipev": pipelining.ScheduleDualPipeV,
     "looped_bfs": pipelining.ScheduleLoopedBFS,
 }
-SCHEDULES = (*SINGLE_STAGE_SCHEDULES, *MULTI_STAGE_SCHEDULES)
-
-
-def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -> None:
-    """Raises StageError where a schedule cannot run so many stages on `pp` ranks with so many microbatches."""
-    if schedule not in SCHEDULES:
-        raise StageError(f"unknown schedule '{schedule}'", hint=", ".join(SCHEDULES))
-    asked = f"schedule='{schedule}' cannot run {num_stages} stages on pp={pp} with {microbatches} microbatches"
-    if num_stages % pp:
-        raise StageError(asked, why=f"{num_stages} is not a multiple of {pp}", hint=f"{pp} or {2 * pp} stages")
-    per_rank = num_stages // pp
-    if schedule in SINGLE_STAGE_SCHEDULES and per_rank != 1:
-        raise StageError(asked, why=f"it runs one stage per rank, not {per_rank}", hint="virtual_stages=1")
-    if schedule in V_SHAPED and per_rank != 2:
-        raise StageError(asked, why=f"it runs two stages per rank, not {per_rank}", hint="virtual_stages=2")
-    least = num_stages if schedule in ("1f1b", "dualpipev") else 1
-    if microbatches < least:
-        raise StageError(asked, why=f"it needs at least {least} microbatches", hint=f"microbatches={least}")
-    rounds = max(1, microbatches // pp)
-    if schedule.startswith("interleaved") and microbatches % rounds:
-        why = f"{microbatches} microbatches do not fill {rounds} rounds of equal length"
-        raise StageError(asked, why=why, hint=f"microbatches={rounds * pp}")
 
 
 def default_schedule(program: Program) -> str:
@@ -76,6 +55,8 @@ class StageModule(nn.Module):
         placeholders = [node.target for node in stage.graph.graph.nodes if node.op == "placeholder"]
         self.received_names = [str(name) for name in placeholders if name not in keywords]
         self.arguments: list[Arguments] = []
+        self.prologue_updates: Sequence[Tensor] = ()
+        self.graph_updates: list[Sequence[Tensor]] = []
 
     @property
     def reads_twice(self) -> bool:
@@ -91,20 +72,31 @@ class StageModule(nn.Module):
     def load(self, inputs: Sequence[Any]) -> None:
         """Computes this stage's inputs from the global `inputs` and cuts them into this rank's microbatches."""
         values = self.prologue(*inputs)
-        self.arguments = stage_arguments(self.program, self.stage.inputs, values, self.process.coordinates)
+        count = len(self.stage.inputs)
+        self.arguments = stage_arguments(self.program, self.stage.inputs, values[:count], self.process.coordinates)
+        self.prologue_updates, self.graph_updates = values[count:], []
 
     def unload(self) -> None:
-        self.arguments = []
+        self.arguments, self.prologue_updates, self.graph_updates = [], (), []
+
+    def new_buffers(self) -> Made:
+        """{buffer: its new value} of what this stage has made since `load`."""
+        return made_by(self.stage, self.program, self.prologue_updates, self.graph_updates)
 
     def run(
         self, received: Sequence[Any], microbatch: int, parameters: Mapping[str, Tensor] | None = None
     ) -> tuple[Any, ...]:
-        """The graph's outputs; `parameters` stand in for its own of the same names."""
+        """What the graph sends; `parameters` stand in for its own of the same names."""
         arguments = {**dict(zip(self.received_names, received, strict=True)), **self.arguments[microbatch]}
         own = {name: parameters[name] for name in self.stage.parameters if name in parameters} if parameters else {}
-        if not own:
-            return tuple(self.graph(**arguments))
-        return tuple(torch.func.functional_call(self.graph, own, (), arguments, tie_weights=False))
+        if own:
+            outputs = torch.func.functional_call(self.graph, own, (), arguments, tie_weights=False)
+        else:
+            outputs = self.graph(**arguments)
+        count = len(self.stage.sends)
+        if self.stage.graph_updates:
+            self.graph_updates.append(outputs[count:])
+        return tuple(outputs[:count])
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
         if received:
@@ -152,6 +144,7 @@ class Pipeline:
 
     def __init__(self, modules: Sequence[StageModule], program: Program, process: Process, schedule: str):
         pp = process.mesh.size("pp")
+        schedule = schedule_for(schedule, len(program.stages), pp, program.microbatches)
         check_schedule(schedule, len(program.stages), pp, program.microbatches)
         self.modules, self.program, self.process, self.placement = modules, program, process, placement_of(schedule)
         stages = [self._pipeline_stage(module) for module in modules]
@@ -172,8 +165,8 @@ class Pipeline:
             module.stage.index,
             len(self.program.stages),
             self.process.wire,
-            input_args=_examples(module.stage.receives),
-            output_args=_examples(module.stage.sends),
+            input_args=_examples(module.stage.receives, self.process),
+            output_args=_examples(module.stage.sends, self.process),
             group=self.process.groups["pp"],
             dw_builder=_nothing_left if module.reads_twice and split_backward_counts_twice() else None,
         )
@@ -227,7 +220,8 @@ class Pipeline:
             return local
         received = []
         for boundary in module.stage.receives:
-            value = torch.empty(boundary.shape, dtype=boundary.dtype, device=self.process.wire)
+            shape = boundary.shape_at(self.process.mesh, self.process.coordinates)
+            value = torch.empty(shape, dtype=boundary.dtype, device=self.process.wire)
             source = self.coordinate(module.stage.index - 1)
             dist.recv(value, group=self.process.groups["pp"], group_src=source)
             received.append(value.to(self.process.device))
@@ -259,7 +253,10 @@ def _first(loss: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-def _examples(boundaries: Sequence[Boundary]) -> tuple[Tensor, ...]:
+def _examples(boundaries: Sequence[Boundary], process: Process) -> tuple[Tensor, ...]:
     return tuple(
-        torch.empty(b.shape, dtype=b.dtype, device="meta", requires_grad=b.dtype.is_floating_point) for b in boundaries
-    )
+        torch.empty(
+            b.shape_at(process.mesh, process.coordinates), dtype=b.dtype, device="meta",
+            requires_grad=b.dtype.is_floating_point,
+        ) for b in boundaries
+    )  # fmt: skip

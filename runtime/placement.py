@@ -6,8 +6,7 @@ import itertools
 
 from autopart.mesh import Mesh
 from autopart.program import Program, StoredTensor
-
-V_SHAPED = ("zbv", "dualpipev")
+from autopart.schedules import V_SHAPED
 
 
 def placement_of(schedule: str | None) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopart.compat import is_gloo, set_group_timeout
-from autopart.errors import RuntimeSetupError
+from autopart.compat import is_gloo, runs_on_host, set_group_timeout
+from autopart.errors import InputError, RuntimeSetupError
 from autopart.mesh import Mesh
 
 GROUP_TIMEOUT = timedelta(minutes=10)
@@ -32,6 +33,7 @@ class Process:
     device_mesh: DeviceMesh | None = None
     owner_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     connected: set[tuple[int, ...]] = field(default_factory=set)  # also the owner groups of other ranks
+    host_group: dist.ProcessGroup | None = None  # all ranks, by gloo on the host
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -101,7 +103,7 @@ def connect(mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | No
     rank = 0
     for size, index in zip(mesh.sizes.values(), coordinate, strict=True):
         rank = rank * size + index
-    return Process(mesh, rank, device, groups, device_mesh)
+    return Process(mesh, rank, device, groups, device_mesh, host_group=_host_group(device_mesh))
 
 
 def first_ranks_seed(process: Process) -> int:
@@ -110,6 +112,53 @@ def first_ranks_seed(process: Process) -> int:
     for group in process.groups.values():
         dist.broadcast(seed, group=group, group_src=0)
     return int(seed)
+
+
+def check_agreement(process: Process, call: str) -> None:
+    """Raises InputError on every rank where the ranks are not called alike: their collectives would not meet.
+
+    A collective call, of two numbers on the host.
+    """
+    if process.host_group is None:
+        return
+    if all(_same_everywhere([call.encode()], process.host_group)):
+        return
+    calls = [""] * process.mesh.num_ranks
+    dist.all_gather_object(calls, call, group=process.host_group)
+    ranks = {text: [rank for rank, other in enumerate(calls) if other == text] for text in dict.fromkeys(calls)}
+    raise InputError(
+        "the ranks are called with different inputs",
+        why="; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items()),
+        hint=_SAME_BATCH,
+    )
+
+
+def check_values(process: Process, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
+    """Raises InputError on every rank where whole numbers among the inputs, such as tokens, differ between ranks.
+
+    A collective call. Floating values are left out: ranks may compute them with other roundings.
+    """
+    if process.host_group is None:
+        return
+    exact = {name: t for name, t in zip(names, values, strict=True) if not t.is_floating_point() and not t.is_complex()}
+    same = _same_everywhere([t.cpu().contiguous().numpy().tobytes() for t in exact.values()], process.host_group)
+    differ = [name for name, agreed in zip(exact, same, strict=True) if not agreed]
+    if differ:
+        raise InputError(
+            f"the ranks are called with different values of {', '.join(differ)}",
+            why="every rank takes the whole batch, and computes its part of it", hint=_SAME_BATCH,
+        )  # fmt: skip
+
+
+_SAME_BATCH = "give every rank the same global batch, without a DistributedSampler"
+
+
+def _same_everywhere(contents: Sequence[bytes], group: dist.ProcessGroup) -> list[bool]:
+    """Which of these are the same on all ranks of a group; as many on every rank."""
+    digests = [int.from_bytes(hashlib.blake2b(c, digest_size=7).digest(), "little") for c in contents]
+    extremes = torch.tensor([[digest, -digest] for digest in digests], dtype=torch.int64)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    return [high == -low for high, low in extremes.tolist()]
 
 
 def _initialize(mesh: Mesh) -> None:
@@ -125,6 +174,17 @@ def _initialize(mesh: Mesh) -> None:
     if one_gpu_each:
         torch.cuda.set_device(_local_rank())
     dist.init_process_group("nccl" if one_gpu_each else "gloo", timeout=GROUP_TIMEOUT)
+
+
+def _host_group(device_mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of the mesh in one group that needs no GPU."""
+    world = dist.group.WORLD
+    if world is not None and device_mesh.size() == world.size() and runs_on_host(world):
+        return world
+    ranks = sorted(device_mesh.mesh.flatten().tolist())
+    group = dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
+    assert group is not None
+    return group
 
 
 def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopart.errors import RuntimeSetupError
+from autopart.errors import RuntimeSetupError, StageError
 from autopart.mesh import Mesh
 from autopart.program import Program, StoredTensor
 from autopart.runtime.collectives import PRIMITIVES
@@ -30,6 +30,23 @@ def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
         cuts.append((axis, cut))
         shape[placement.dim] = cut.length(0)
     return cuts
+
+
+def settled(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The parameters of a new program, stored where earlier ones have them.
+
+    Raises StageError where a stage reads one that it does not hold: it may have been trained elsewhere since.
+    """
+    for name in new.keys() & known.keys():
+        assert known[name].layout == new[name].layout, f"'{name}' has another layout in this program"
+        missing = sorted(set(new[name].stages) - set(known[name].stages))
+        if missing:
+            raise StageError(
+                f"this call reads parameter '{name}' on stage {missing[0]}, which does not hold it",
+                why=f"by the first call, it is read on stage {', '.join(map(str, known[name].stages))} alone",
+                hint="parallelize(model, mesh, example_kwargs=batch) with a batch that uses all of the model",
+            )
+    return {**known, **{name: stored for name, stored in new.items() if name not in known}}
 
 
 def shard_parameters(

@@ -12,6 +12,8 @@ SEED = 0
 
 
 def pytest_addoption(parser):
+    parser.addoption("--fuzz", type=int, default=100, help="how many random graphs to run (test_fuzz.py)")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="the first seed of random graphs")
     parser.addoption("--golden-update", action="store_true", help="rewrite the golden files instead of comparing")
 
 

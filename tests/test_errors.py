@@ -15,25 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist import run_ranks
+from rule_errors import RULE_CASES
 from torch import Tensor, nn
-from zoo import gpt2, skip_mlp
+from zoo import SkipMLP, gpt2, skip_mlp
 
 import autopart
 from autopart.errors import AutopartError
 
 ROWS, SIZE = 8, 4
-
-
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if y.sum() > 0:
-            y = -y
-        return y
 
 
 class Scale(nn.Module):
@@ -57,14 +46,27 @@ class Contrast(nn.Module):
         return F.cross_entropy(z @ z.t(), torch.arange(ROWS))
 
 
-class Noise(Scale):
+class Counts(Scale):
     def forward(self, x: Tensor) -> Tensor:
-        return (x + torch.rand_like(x) * self.weight).sum()
+        return torch.poisson(x * self.weight).sum()
 
 
-class ByPosition(Scale):
-    def forward(self, x: Tensor, /) -> Tensor:
-        return x * self.weight
+class Leaky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.leak = nn.Linear(4, 4), nn.RReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leak(self.linear(x)).sum()
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(2 * ROWS, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.linear(self.embedding(ids))
 
 
 def linear() -> nn.Module:
@@ -94,7 +96,7 @@ def input_(rows: int = ROWS) -> dict[str, Tensor]:
 
 def plan(mesh: Any = "dp2", build: Callable[[], Any] = linear, batch: Any = None, **options: Any) -> Any:
     """A case: plan this model for this mesh."""
-    needs_x = build in (Branch, Scale, Contrast, Noise, ByPosition)
+    needs_x = isinstance(build, type) and build.__module__ == __name__
     example = batch if batch is not None else x() if needs_x else input_()
     return lambda: autopart.plan(build(), mesh, example_kwargs=example, **options)
 
@@ -208,7 +210,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "microbatches: statistic": (plan("pp2", Contrast, microbatches=2),
         "StageError: the batch cannot be cut into 2 microbatches\n  why    matmul takes all rows of a "
         "value of shape [4, 8] at once: a statistic of the batch\n  where  matmul at "
-        "test_errors.py:{contrast_line}\n  try    microbatches=1"),
+        "test_errors.py:{contrast_line}\n  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
     "nothing to partition": (plan("dp2", nn.ReLU),
         "LayoutError: the model has nothing to partition\n  why    none of its operators depends on a parameter\n  "
         "try    run it as it is"),
@@ -223,7 +225,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "means now)"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
-        "sequence_parallel, hardware, example_args, example_kwargs"),
+        "sequence_parallel, hardware, rng, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-80gb-sxm, h100-80gb-sxm\n  "
         "try    a name of these, or the path of a JSON file of the same form"),
@@ -250,21 +252,20 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (plan("dp2", lambda: print),
         "TraceError: a builtin_function_or_method is no model\n  why    autopart partitions an nn.Module\n  try    "
         "an nn.Module whose forward calls it"),
-    "branch": (plan("dp2", Branch),
-        "TraceError: Branch cannot be traced\n  why    this line decides what to run by the values in a tensor, which "
-        "a graph cannot hold\n  where  " + line_of(Branch, "if y.sum()") + "\n  try    torch.where(condition, a, b) or "
-        "torch.cond, or take the decision outside forward()"),
-    "buffers": (plan("dp2", batch_norm),
-        "TraceError: Sequential updates buffers in its forward: 1.running_mean, 1.running_var, "
-        "1.num_batches_tracked\n  why    updating buffers (such as batch-norm statistics) is not built yet\n  try    "
-        "model.eval(), or GroupNorm in place of BatchNorm"),
-    "random numbers": (plan("dp2", Noise),
-        "TraceError: rand_like draws random numbers\n  why    only dropout is kept the same over ranks; other draws "
-        "are not built yet\n  where  rand_like at test_errors.py:{noise_line}\n  try    draw them outside the model "
-        "and pass them in"),
-    "by position": (lambda: autopart.plan(ByPosition(), "dp2", example_args=(torch.ones(8, 4),)),
-        "InputError: ByPosition.forward takes 'x' by position only\n  why    autopart names every input\n  try    "
-        "give the parameter a name in forward()"),
+    "batch norm: microbatches": (plan("pp2", batch_norm, microbatches=2),
+        "StageError: the batch cannot be cut into 2 microbatches\n  why    batch_norm takes all rows of a value of "
+        "shape [1, 4] at once: a statistic of the batch\n  where  batch_norm at batchnorm.py:{batch_norm_line} (1)\n"
+        "  try    microbatches=1 (on a pipeline with schedule='gpipe')"),
+    "random numbers": (plan("dp2", Counts),
+        "TraceError: poisson draws random numbers whose distribution the model computes\n  why    ranks must draw the "
+        "same ones, and no formula is known that separates the draw from the values\n  where  poisson at "
+        "test_errors.py:{counts_line}\n  try    draw them outside the model and pass them in"),
+    "exact random numbers": (lambda: autopart.verify(Leaky(), "dp2", example_kwargs=x()),
+        "OptionError: rng='exact' cannot repeat what one device draws\n  why    one device draws a slope only where "
+        "its input is not positive, so the values decide\n  where  uniform at test_errors.py:{leaky_line} (leak)\n  "
+        "try    rng='fast'"),
+    "unknown random numbers": (lambda: autopart.parallelize(linear(), "tp1", rng="slow"),
+        "OptionError: unknown rng='slow'\n  try    rng='fast', or rng='exact'"),
     "no example": (plan(batch={}),
         "InputError: plan() needs an example call\n  why    the model is traced on it\n  try    plan(model, mesh, "
         "example_kwargs={'input_ids': ids, 'labels': labels})"),
@@ -274,14 +275,19 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: autopart.parallelize(on_meta(), "tp1", example_kwargs=input_()),
         "RuntimeSetupError: parameter 'weight' has no values to run with\n  why    it is on the meta device\n  try   "
         " load the model's weights first; plan() needs none, parallelize() does"),
-    "verify: meta": (lambda: autopart.verify(on_meta(), "tp2", example_kwargs=input_()),
+    "verify: meta": (lambda: autopart.verify(on_meta(), "tp2", example_kwargs=input_(), scaled=False),
         "RuntimeSetupError: parameter 'weight' has no values to run with\n  why    it is on the meta device\n  try   "
         " load the model's weights first; plan() needs none, verify() does"),
+    "verify: scaled": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), scaled="yes"),
+        "OptionError: scaled='yes' is no choice\n  try    True, False or \"auto\""),
+    "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), zero=1),
+        not_built("zero", "sharding optimizer state, gradients and parameters over dp")),
     "verify: frozen": (lambda: autopart.verify(frozen(), "tp2", example_kwargs=input_()),
         "InputError: Linear has no parameter that needs a gradient\n  why    verify() compares gradients\n  try    "
         "requires_grad_() on what is trained"),
     "verify: no example": (lambda: autopart.verify(linear(), "tp2"),
         "InputError: verify() needs an example call\n  try    verify(model, mesh, example_kwargs=batch)"),
+    **RULE_CASES,
     # plans
     "plan: mesh": (plan_of_another("mesh"),
         "PlanError: the plan is for the mesh tp1, not tp2\n  try    parallelize(model, 'tp1', plan=...), or make a "
@@ -297,22 +303,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "RuntimeSetupError: mesh tp2 needs 2 processes, and torch.distributed is not initialised\n  why    this "
         "process was not started by torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set\n  try    torchrun "
         "--nproc-per-node 2 script.py, or call init_process_group first"),
-    "call: shape": (called(lambda pm, b: pm(x=b["x"][:4], y=b["y"][:4])),
-        "InputError: SkipMLP was traced with x f64[8, 32] and is called with f64[4, 32]\n  why    a trace holds for "
-        "one shape and dtype\n  try    pad the batch to the traced shape, or parallelize again"),
-    "call: dtype": (called(lambda pm, b: pm(x=b["x"].float(), y=b["y"])),
-        "InputError: SkipMLP was traced with x f64[8, 32] and is called with f32[8, 32]\n  why    a trace holds for "
-        "one shape and dtype\n  try    cast x to the traced dtype, or parallelize again"),
     "call: names": (called(lambda pm, b: pm(x=b["x"])),
         "InputError: SkipMLP cannot be called with x\n  why    missing a required argument: 'y'\n  try    its inputs "
         "are x, y"),
-    "call: new input": (called(lambda pm, b: pm(**b, attention_mask=torch.ones(2, 4)), small_gpt2),
-        "InputError: GPT2LMHeadModel was traced with the inputs input_ids, labels and is called with input_ids, "
-        "attention_mask, labels\n  why    attention_mask new\n  try    call it with the same inputs, or parallelize "
-        "again with this example"),
-    "call: options": (called(lambda pm, b: pm(**b, return_dict=False), small_gpt2),
-        "InputError: GPT2LMHeadModel is called with other options than it was traced with\n  why    return_dict was "
-        "not given, and is False\n  try    parallelize again with these options"),
     "step: no loss": (called(lambda pm, b: pm.step(**b), linear),
         "InputError: Linear returns no loss for this call\n  why    step() needs a scalar to differentiate\n  try    "
         "pass labels so that the model returns a loss, or step(..., loss_fn=f, target=t)"),
@@ -341,11 +334,14 @@ def line_in(cls: type, text: str) -> str:
 
 
 def expected_text(text: str) -> str:
-    from zoo import SkipMLP
+    from custom_ops import CustomModel
 
     lines = {
-        "{skip_line}": line_in(SkipMLP, "torch.tanh(layer"), "{noise_line}": line_in(Noise, "rand_like"),
+        "{skip_line}": line_in(SkipMLP, "torch.tanh(layer"), "{counts_line}": line_in(Counts, "poisson"),
+        "{leaky_line}": line_in(Leaky, "self.leak("),
+        "{batch_norm_line}": line_in(nn.modules.batchnorm._BatchNorm, "return F.batch_norm("),
         "{contrast_line}": line_in(Contrast, "z @ z.t()"), "{linear_line}": line_in(Contrast, "self.linear(x)"),
+        "{custom_line}": line_in(CustomModel, "= scaled_mm("),
     }  # fmt: skip
     for name, number in lines.items():
         text = text.replace(name, number)
@@ -388,20 +384,32 @@ def on_two_ranks(mesh: str, use: str) -> Any:
         return autopart.parallelize(model, mesh, example_kwargs=batch, microbatches=3)
     if use == "divides nothing":
         return autopart.parallelize(Contrast(5), mesh, example_kwargs={"x": torch.ones(ROWS, 5)})
+    if use == "values":
+        ids = torch.arange(ROWS) + torch.distributed.get_rank()
+        return autopart.parallelize(Tokens(), mesh)(ids=ids)
     pm = autopart.parallelize(model, mesh, example_kwargs=batch)
-    if use == "shape":
-        return pm(**half)
-    if use == "step shape":
-        return pm.step(**half)
+    first = torch.distributed.get_rank() == 0
+    if use == "shapes":
+        return pm.step(**(batch if first else half))
+    if use == "modes":
+        return pm.train(first)(**batch)
+    if use == "purposes":
+        return pm(**batch) if first else pm.step(**batch)
     if use == "names":
         return pm.step(x=batch["x"])
     raise AssertionError(use)
 
 
-SHAPE = (
-    "InputError: SkipMLP was traced with x f64[8, 32] and is called with f64[4, 32]\n  why    a trace holds for one "
-    "shape and dtype\n  try    pad the batch to the traced shape, or parallelize again"
-)
+SAME_BATCH = "give every rank the same global batch, without a DistributedSampler"
+
+
+def disagree(first: str, second: str) -> str:
+    return (
+        f"InputError: the ranks are called with different inputs\n  why    rank 0: {first}; rank 1: {second}\n"
+        f"  try    {SAME_BATCH}"
+    )
+
+
 RANK_CASES = {
     ("dp2", "world"): "RuntimeSetupError: mesh dp2,tp2 needs 4 processes, there are 2\n  why    dp=2 x tp=2 = 4\n"
         "  try    torchrun --nproc-per-node 4 ..., or a mesh of 2 ranks",
@@ -412,8 +420,15 @@ RANK_CASES = {
     ("dp2", "batch"): CASES["dp: microbatches"][1],
     ("tp2", "divides nothing"): "LayoutError: tp=2 divides no weight of the model\n  why    the weights of its matrix "
         "products have dims 5\n  where  linear at test_errors.py:{linear_line} (linear)\n  try    tp=5",
-    ("dp2", "shape"): SHAPE, ("tp2", "shape"): SHAPE, ("pp2", "shape"): SHAPE, ("pp2", "step shape"): SHAPE,
-    ("dp2", "step shape"): SHAPE, ("tp2", "names"): CASES["call: names"][1],
+    ("dp2", "shapes"): disagree("step(x f64[8,32], y f64[8,32]) in train mode", "step(x f64[4,32], y f64[4,32]) in "
+        "train mode"),
+    ("tp2", "values"): "InputError: the ranks are called with different values of ids\n  why    every rank takes the "
+        f"whole batch, and computes its part of it\n  try    {SAME_BATCH}",
+    ("pp2", "modes"): disagree("forward(x f64[8,32], y f64[8,32]) in train mode", "forward(x f64[8,32], y f64[8,32]) "
+        "in eval mode"),
+    ("dp2", "purposes"): disagree("forward(x f64[8,32], y f64[8,32]) in train mode", "step(x f64[8,32], y f64[8,32]) "
+        "in train mode"),
+    ("tp2", "names"): CASES["call: names"][1],
 }  # fmt: skip
 
 

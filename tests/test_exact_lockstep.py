@@ -1,7 +1,10 @@
 """Larger meshes than there are processes for, and sizes that do not divide: all ranks in one process, by `verify`."""
 
 import pytest
+import torch
+import torch.nn.functional as F
 import zoo
+from torch import nn
 
 import autopart
 
@@ -58,6 +61,38 @@ def test_sizes_that_do_not_divide(case):
     assert_exact(*builder(**sizes), mesh)
 
 
+class WeightTerm(nn.Module):
+    """A loss with a term of weights alone: every rank and microbatch has it whole, and it counts once."""
+
+    def __init__(self, term):
+        super().__init__()
+        self.up, self.down, self.term = nn.Linear(8, 16), nn.Linear(16, 8), term
+
+    def forward(self, x, y):
+        loss = F.mse_loss(self.down(torch.tanh(self.up(x))), y)
+        penalty = self.up.weight.pow(2).sum() + self.down.bias.abs().sum()
+        if self.term == "added":
+            return loss + 0.1 * penalty
+        if self.term == "added, and a constant of the inputs":
+            return loss + 0.1 * penalty + y.pow(2).mean()
+        return loss * penalty if self.term == "multiplied" else penalty
+
+
+WEIGHT_TERMS = ("added", "added, and a constant of the inputs", "multiplied", "alone")
+CUTS = {"tp2": None, "tp1": 4, "dp2": None, "dp2,tp2": 2, "pp2": 4, "dp2,pp2": 2}
+
+
+@pytest.mark.parametrize("mesh", CUTS)
+@pytest.mark.parametrize("term", WEIGHT_TERMS)
+def test_a_term_of_weights_alone_counts_once(term, mesh):
+    if term == "alone" and "tp2" in mesh:
+        return  # nothing to split
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, 8, dtype=torch.float64)
+    found = autopart.verify(WeightTerm(term).double(), mesh, example_kwargs={"x": x, "y": y}, microbatches=CUTS[mesh])
+    assert found.ok, str(found)
+
+
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "conv_net"])
 def test_microbatches_without_stages(name, microbatches):
@@ -66,3 +101,21 @@ def test_microbatches_without_stages(name, microbatches):
 
 def test_deep_model_on_many_stages():
     assert_exact(*zoo.gpt2(num_layers=8, hidden=16, heads=2), "dp2,pp8,tp2", microbatches=4)
+
+
+class JoinsWithNothing(nn.Module):
+    """What an empty cache of keys becomes: `cat` takes a tensor of shape [0] beside any others."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.empty = nn.Linear(8, 8), nn.Buffer(torch.zeros(0))
+
+    def forward(self, x):
+        keys = torch.cat([self.empty, self.inner(x)], dim=-2)
+        return torch.cat([self.empty, keys, x], dim=1).square().sum()
+
+
+def test_empty_operands_of_cat_count_for_nothing():
+    model = JoinsWithNothing()
+    found = autopart.verify(model, "dp2,tp2", example_kwargs={"x": torch.randn(4, 3, 8)})
+    assert found.ok, str(found)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import zoo
 from torch import nn
 
+import autopart
 from autopart.compiler import Options, find_loss, make_plan, prepare
 from autopart.layout import CONVERSIONS
 from autopart.mesh import Mesh
@@ -252,3 +253,52 @@ def test_names_of_modules_do_not_matter(names, mesh):
     assert {layouts["1", part, "weight"] for part in rows} == {"S(1)"}
     two = Counter(all_reduce=2)
     assert blocks["blocks.1"] == (two, two)
+
+
+class Branches(nn.Module):
+    """Two column-parallel layers whose outputs are joined before a row-parallel one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(8, 16, bias=False), nn.Linear(8, 32, bias=False)
+        self.last = nn.Linear(48, 8, bias=False)
+
+    def forward(self, x):
+        return self.last(torch.cat([self.narrow(x), self.wide(x)], -1).relu()).square().mean()
+
+
+def test_joined_branches_stay_sharded_section_by_section():
+    batch = {"x": torch.randn(8, 8, dtype=torch.float64)}
+    made = autopart.plan(Branches().double(), "tp2", example_kwargs=batch)
+    assert made.parameters == {
+        "narrow.weight": {"tp": "S(0)"}, "wide.weight": {"tp": "S(0)"}, "last.weight": {"tp": "S(1; sections=16+32)"},
+    }  # fmt: skip
+    assert [(c.where, c.forward, c.backward) for c in made.collectives] == [("last", "all_reduce", "")]
+    assert autopart.verify(Branches().double(), "dp2,tp4", example_kwargs=batch).ok
+
+
+class JoinedRows(Branches):
+    def forward(self, x):
+        rows = torch.cat([self.narrow(x), 2 * self.narrow(x)], 0)
+        return (rows * torch.arange(16.0, dtype=rows.dtype)[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+def test_joined_rows_of_the_batch_are_exact(mesh):
+    batch = {"x": torch.randn(8, 8, dtype=torch.float64)}
+    assert autopart.verify(JoinedRows().double(), mesh, example_kwargs=batch).ok
+
+
+# --- Fewer key-value heads than ranks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kv_heads", "tp", "most"), [(2, 4, 1.05), (2, 8, 1.03), (1, 4, 1.05)])
+def test_few_key_value_heads_cost_little(kv_heads, tp, most):
+    """In bytes sent a block, against four all-reduces of a value of shape [rows, seq, hidden]."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 32000}
+    model, batch = meta_llama(**sizes, num_key_value_heads=kv_heads, num_hidden_layers=2)
+    _, plan = compile_step(model, batch, f"tp{tp}")
+    sent = sum(c.bytes for c in plan.collectives if "layers" in c.where and c.per == "microbatch") / 2
+    assert sent <= most * 4 * 2 * (tp - 1) / tp * ROWS * SEQ * 4096 * 4
+    for name in ("q", "k", "v", "o"):
+        assert plan.parameters[f"model.layers.*.self_attn.{name}_proj.weight"]["tp"].startswith("S"), name

@@ -9,6 +9,7 @@ import dist
 import pytest
 import torch
 import zoo
+from random_models import MODELS
 
 import autopart
 from autopart.compat import tree_flatten
@@ -26,6 +27,44 @@ TIMEOUT_S = 180.0
 
 def on_device(model, batch):
     return model.to(DEVICE), {name: value.to(DEVICE) for name, value in batch.items()}
+
+
+def trains_alike(name, mesh):
+    """With rng="exact", two AdamW steps with dropout end in the weights of one GPU."""
+    model, batch = MODELS[name]()
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation("eager")  # fused attention draws its masks inside
+    model, batch = on_device(model, batch)
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, rng="exact")
+    ends = []
+    for trained, step in ((pm, pm.step), (model, model)):
+        torch.manual_seed(7)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = step(**batch)
+            loss = out if isinstance(out, torch.Tensor) else out.loss
+            if loss.requires_grad:
+                loss.backward()
+            optimizer.step()
+        ends.append(dict(trained.full_state_dict() if trained is pm else trained.state_dict()))
+    zoo.assert_close_outputs(*ends)
+
+
+def refuses_fused_attention(mesh):
+    model, batch = on_device(*MODELS["gpt2"]())
+    with pytest.raises(autopart.AutopartError, match="fused attention kernels"):
+        autopart.parallelize(model, mesh, example_kwargs=batch, rng="exact").step(**batch)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
+@pytest.mark.parametrize("name", ["gpt2", "conv_net"])
+def test_random_numbers_are_those_of_one_gpu(name, mesh):
+    dist.run_ranks(trains_alike, 2, name, mesh, timeout_s=TIMEOUT_S)
+
+
+def test_fused_attention_cannot_be_exact():
+    dist.run_ranks(refuses_fused_attention, 2, "tp2", timeout_s=TIMEOUT_S)
 
 
 def assert_on_device(tree):

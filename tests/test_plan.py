@@ -239,6 +239,7 @@ def test_an_entry_for_a_full_name_overrides_its_pattern():
 # --- wrong edits ---------------------------------------------------------------------------------------------------
 
 CUT = "layers.5/linear"
+HEAD = '"head.weight": {"tp": "S(1; sections=2)"}'
 WRONG = {
     # name: (what stands there, what is written instead, the texts the error must have; {line} is where it was written)
     "bad JSON": ('"schedule": {', '"schedule": {,', ["is no JSON", "Expecting property name", "{line}"]),
@@ -249,26 +250,27 @@ WRONG = {
     ),
     "other format": ("autopart-plan/1", "autopart-plan/9", ["form of a plan", "format", "autopart-plan/1", "{line}"]),
     "no placement": (
-        '"head.weight": {"tp": "S(0)"}', '"head.weight": {"tp": "S1"}', ["head.weight.tp", "'S1'", "{line}"],
+        HEAD, '"head.weight": {"tp": "S1"}', ["head.weight.tp", "'S1'", "{line}"],
     ),
-    "no axis": ('"head.weight": {"tp": "S(0)"}', '"head.weight": {"xp": "S(1)"}', ["head.weight", "'xp'", "{line}"]),
+    "no axis": (HEAD, '"head.weight": {"xp": "S(1)"}', ["head.weight", "'xp'", "{line}"]),
     "an axis of the batch": (
-        '"head.weight": {"tp": "S(0)"}', '"head.weight": {"tp": "S(0)", "dp": "S(0)"}', ["head.weight", "dp", "{line}"],
+        HEAD, '"head.weight": {"tp": "S(0)", "dp": "S(0)"}', ["head.weight", "dp", "{line}"],
     ),
     "unknown parameter": ('"head.bias"', '"head.bia"', ["places 'head.bia'", "no parameter of the model", "{line}"]),
     "unknown operator": ('"head/linear"', '"head/liner"', ["names 'head/liner'", "no operator of the model", "{line}"]),
     "no such dim": (
-        '"head.weight": {"tp": "S(0)"}', '"head.weight": {"tp": "S(2)"}', ["as S(2)", "[32, 64]", "{line}"],
+        HEAD, '"head.weight": {"tp": "S(2)"}', ["as S(2)", "[32, 64]", "{line}"],
     ),
     "sections that do not divide": (
-        '"head.weight": {"tp": "S(0)"}', '"head.weight": {"tp": "S(1; sections=3)"}', ["size 64", "tp=2", "{line}"],
+        HEAD, '"head.weight": {"tp": "S(1; sections=3)"}', ["size 64", "tp=2", "{line}"],
     ),
-    "a stored sum": ('"head.bias": {"tp": "S(0)"}', '"head.bias": {"tp": "P"}', ["as P", "partial sum", "{line}"]),
+    "a stored sum": ('"head.bias": {"tp": "R"}', '"head.bias": {"tp": "P"}', ["as P", "partial sum", "{line}"]),
     "not in the rule": (
-        '"S(1), S(1) -> P"', '"S(1), S(1) -> R"', ["'S(1), S(1) -> R'", "rule does not allow", "linear at", "{line}"],
+        '"S(1; sections=2), S(1; sections=2) -> P"', '"S(1; sections=2), S(1; sections=2) -> R"',
+        ["sections=2) -> R'", "rule does not allow", "linear at", "{line}"],
     ),
     "unknown cut": (CUT + '"', 'layers.5/liner"', ["before 'layers.5/liner'", "layers.5/linear", "{line}"]),
-    "cut at the start": (CUT + '"', 'layers.0/linear"', ["'layers.0/linear'", "a stage would be empty", "{line}"]),
+    "cut at the start": (CUT + '"', 'layers.0/linear"', ["'layers.0/linear'", "a stage would be empty", "line"]),
     "too many cuts": (f'"{CUT}"', f'"{CUT}", "layers.7/linear"', ["has 2 cuts", "2 stages need 1", "line"]),
     "too few cuts": (f'"{CUT}"', "", ["has 0 cuts", "2 stages need 1", "line"]),
     "unknown schedule": ('"name": "1f1b"', '"name": "2f2b"', ["schedule.name", "'2f2b'", "gpipe", "{line}"]),

@@ -152,7 +152,16 @@ def test_dropout_depends_on_seed_operator_and_shard_alone():
 
 def test_every_operator_is_tried():
     assert {name for name, _ in CASES} == set(OPERATORS)
-    others = {"all_reduce_max", "axis_index", "dropout", "embedding_shard", "pick_class"}
+    others = {
+        "all_reduce_max",
+        "axis_index",
+        "drop",
+        "dropout",
+        "embedding_shard",
+        "pick_class",
+        "expert_linear",
+        "expert_outer",
+    }
     assert set(all_operators()) == set(OPERATORS) | others
 
 

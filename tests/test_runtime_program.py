@@ -21,9 +21,10 @@ from autopart.runtime.collectives import bind
 from autopart.runtime.gradients import Bucket, axis_buckets, sync_gradients_lockstep
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.pipeline import MULTI_STAGE_SCHEDULES, SCHEDULES, SINGLE_STAGE_SCHEDULES, check_schedule
-from autopart.runtime.placement import V_SHAPED, placement_of, stage_coordinate, stages_at
+from autopart.runtime.pipeline import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
+from autopart.runtime.placement import placement_of, stage_coordinate, stages_at
 from autopart.runtime.state import join, shard_parameters
+from autopart.schedules import SCHEDULES, V_SHAPED, check_schedule
 
 WIDTH, HIDDEN, BATCH = 6, 7, 16
 OPS = torch.ops.autopart

@@ -8,7 +8,8 @@ import zoo
 
 import autopart
 from autopart.errors import StageError
-from autopart.runtime.pipeline import MULTI_STAGE_SCHEDULES, SCHEDULES, check_schedule
+from autopart.runtime.pipeline import MULTI_STAGE_SCHEDULES
+from autopart.schedules import SCHEDULES, check_schedule
 
 RUNS = [  # schedule, pp, virtual stages, microbatches
     ("gpipe", 2, 1, (1, 2, 4, 8)),

@@ -16,7 +16,22 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autopart"
 
 # Files directly in autopart/ are the base, which all layers share, except these: they put the layers together.
-ORCHESTRATORS = ("__init__", "__main__", "api", "cli", "compiler", "localize", "verify")
+ORCHESTRATORS = (
+    "__init__",
+    "__main__",
+    "api",
+    "candidates",
+    "cli",
+    "compiler",
+    "localize",
+    "rulecheck",
+    "rules",
+    "scale",
+    "shrink",
+    "subgraph",
+    "subject",
+    "verify",
+)
 MAY_IMPORT = {
     "base": {"base"},
     "cost": {"base", "cost"},

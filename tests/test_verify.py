@@ -227,7 +227,7 @@ FAULTS = {
         (("microbatches", 2), ("schedule", "gpipe")),
     ),
     "values received in each other's place": Fault(
-        zoo.skip_mlp, "pp4", swap_sends(1), "value", "", "layers.4", "layer(seen[-1])",
+        zoo.skip_mlp, "pp4", swap_sends(1), "value", "", "", "layer(seen[-1])",
     ),
     "a vocabulary shard that begins too late": Fault(
         zoo.gpt2, "tp2", wrong_start("transformer.wte/embedding"), "value", "embedding", "transformer.wte", EMBED,
@@ -269,8 +269,10 @@ def test_a_planted_fault_is_found_and_named(case):
     fault = FAULTS[case]
     model, batch = fault.builder()
     assert autopart.verify(model, fault.mesh, example_kwargs=batch, **dict(fault.options)).ok
-    found = autopart.verify(model, fault.mesh, example_kwargs=batch, tamper=fault.tamper, **dict(fault.options))
+    options = {"tamper": fault.tamper, "shrink": True, **dict(fault.options)}
+    found = autopart.verify(model, fault.mesh, example_kwargs=batch, **options)
     assert not found.ok and found.max_error > 1e-6
+    assert found.smallest is not None and len(found.smallest.operators) <= 2, str(found)
     first = found.first_mismatch
     assert first is not None, f"nothing is named\n{found}"
     print(first, line_of(first, model), sep="\n")
@@ -326,3 +328,20 @@ def test_the_user_s_model_is_left_alone():
     autopart.verify(model, "tp2", example_kwargs=batch, tamper=bump(0, f"{H1}.ln_1.bias"))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training and all(p.grad is None for p in model.parameters())
+
+
+class WorksInFloat32(nn.Module):
+    """As losses, norms and linear attention do: it casts down, and multiplies by what it makes in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x):
+        lower = torch.tril(torch.ones(4, 4, dtype=torch.float32)) + torch.eye(4, dtype=torch.float32)
+        return (self.inner(x).float() @ lower).to(x.dtype)
+
+
+def test_float32_made_from_nothing_is_lifted_with_what_it_meets():
+    found = autopart.verify(WorksInFloat32(), "dp2", example_args=(torch.randn(8, 6),))
+    assert found.ok and any("computed in float64" in note for note in found.notes), str(found)

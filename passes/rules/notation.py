@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+
+from torch import fx
 
 Dim = tuple[str, ...]
 """The factors of one dim, outermost first; `()` for a dim of size 1 that is broadcast."""
@@ -24,7 +26,8 @@ class Pattern:
 
     `whole`: factors that may not be sharded. `linear`: sets of inputs that may all be partial sums together, the
     output then being one too. `lookup`: a factor that may be sharded only by a special local operator
-    (`embedding`, `cross_entropy_loss`).
+    (`embedding`, `cross_entropy_loss`). `joined`: factors that are concatenations, with the sizes of their sections
+    (`cat`, `split_with_sizes`): a dim of such a factor holds all sections or, if it is smaller, one of them.
     """
 
     inputs: tuple[Dims, ...]
@@ -34,6 +37,7 @@ class Pattern:
     linear: tuple[tuple[int, ...], ...] = ()
     lookup: str = ""
     flops: int = 0
+    joined: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
@@ -43,21 +47,32 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the table. `matmul` names the products whose sizes, doubled, are the FLOPs: `("... k n",)`."""
+    """One entry of the table: a line, and what a line cannot say.
+
+    `whole`: the factors that may not be sharded. `linear`: the sets of inputs that may be partial sums together.
+    `matmul`: the products whose sizes, doubled, are the FLOPs (`("... k n",)`). `also`: other forms of the operator,
+    tried in turn (without optional weights, with a mask). `when`: a condition on the call's other arguments.
+    """
 
     text: str
     whole: str = ""
     linear: tuple[tuple[int, ...], ...] = ()
     lookup: str = ""
-    matmul: tuple[str, ...] = field(default=())
+    matmul: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    when: Callable[[fx.Node], bool] = field(default=lambda node: True, compare=False)
 
     def instantiate(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
-        """The pattern for these shapes; None where the line does not fit them.
+        """The pattern for these shapes by the first line that fits them, or None.
 
         >>> Rule("... k, n k -> ... n").instantiate([(2, 3, 8), (4, 8)], [(2, 3, 4)]).sizes
         {'...2': 2, '...1': 3, 'k': 8, 'n': 4}
         """
-        left, right = parse(self.text)
+        fitted = (self._fitted(text, inputs, outputs) for text in (self.text, *self.also))
+        return next((pattern for pattern in fitted if pattern is not None), None)
+
+    def _fitted(self, text: str, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
+        left, right = parse(text)
         if len(left) != len(inputs) or len(right) != len(outputs):
             return None
         fitted = [_fit(terms, shape) for terms, shape in zip((*left, *right), (*inputs, *outputs), strict=True)]
@@ -71,16 +86,17 @@ class Rule:
         if not _solve_groups(fitted, (*inputs, *outputs), sizes):
             return None
         dims_of = []
-        for dims, shape in zip(fitted, (*inputs, *outputs), strict=True):
+        for i, (dims, shape) in enumerate(zip(fitted, (*inputs, *outputs), strict=True)):
             kept = []
             for dim, size in zip(dims or (), shape, strict=True):
                 full = math.prod(sizes[f] for f in dim)
-                if size not in (full, 1):
+                if size != full and (size != 1 or i >= len(inputs)):  # inputs are broadcast, outputs are not
                     return None
                 kept.append(dim if size == full else ())
             dims_of.append(tuple(kept))
         flops = sum(2 * _product(term, sizes) for term in self.matmul)
-        whole = frozenset(self.whole.split())
+        named = self.whole.split()
+        whole = frozenset(f for f in sizes if f in named or ("..." in named and f.startswith("...")))
         split = len(inputs)
         return Pattern(tuple(dims_of[:split]), tuple(dims_of[split:]), sizes, whole, self.linear, self.lookup, flops)
 

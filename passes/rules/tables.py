@@ -1,76 +1,182 @@
-"""What each operator may do: one line per operator. No logic here; `rules.pattern_for` reads these tables.
+"""What each operator may do: one line per operator, no logic. `rules.pattern_for` reads these tables.
 
-Notation: `passes/rules/notation.py`. `linear` lists the sets of inputs that may be partial sums together.
+The notation: `notation.py`. Operators that work element by element: `pointwise.py`.
 """
 
 from __future__ import annotations
 
-from .notation import Rule
+from collections.abc import Callable
 
-LINES: dict[str, Rule] = {
-    "aten::linear": Rule("... k, n k -> ... n", linear=((0,), (1,)), matmul=("... k n",)),
+from torch import fx
+
+from . import equations, indexing, joins, norms, recurrent, reductions, views, windows
+from .conditions import (
+    adds_to_itself,
+    gradients_as_they_are,
+    not_causal,
+    of_class_indices,
+    of_class_probabilities,
+    writes_zeros_or_tensors,
+)
+from .notation import Pattern, Rule
+
+LINES: dict[str, Rule | tuple[Rule, ...]] = {
+    # matrix products
+    "aten::linear": Rule("... k, n k -> ... n", linear=((0,), (1,)), matmul=("... k n",), also=("... k, k -> ...",)),
     "aten::bmm": Rule("b m k, b k n -> b m n", linear=((0,), (1,)), matmul=("b m k n",)),
-    "aten::matmul": Rule("... m k, ... k n -> ... m n", linear=((0,), (1,)), matmul=("... m k n",)),
-    "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v"),  # by rows, as its tied head
-    "aten::layer_norm": Rule("... n, n, n -> ... n", whole="n"),
-    "aten::rms_norm": Rule("... n, n -> ... n", whole="n"),
-    "aten::scaled_dot_product_attention": Rule(
-        "... q d, ... k d, ... k e -> ... q e", whole="d k q", matmul=("... q k d", "... q k e")
-    ),
-    "aten::cross_entropy_loss": Rule("n c ..., n ... -> n ...", lookup="c"),
-    "aten::nll_loss_nd": Rule("n c ..., n ... -> n ...", whole="c"),
-    "aten::conv1d": Rule("b c x, o c i -> b o y", whole="x i y", linear=((0,), (1,)), matmul=("b c o i y",)),
-    "aten::conv2d": Rule(
-        "b c x y, o c i j -> b o u w", whole="x y i j u w", linear=((0,), (1,)), matmul=("b c o i j u w",)
-    ),
-    "aten::max_pool2d": Rule("... x y -> ... u w", whole="x y u w"),
-    "aten::avg_pool2d": Rule("... x y -> ... u w", whole="x y u w", linear=((0,),)),
-    "aten::adaptive_avg_pool2d": Rule("... x y -> ... u w", whole="x y u w", linear=((0,),)),
-    "aten::gather": Rule("... x, ... y -> ... y", whole="x y", linear=((0,),)),
-}
+    "aten::_cdist_forward": Rule("... p m, ... r m -> ... p r", whole="m"),
+    "aten::matmul": Rule("... m k, ... k n -> ... m n", linear=((0,), (1,)), matmul=("... m k n",), also=(
+        "... k, k -> ...", "k, ... k n -> ... n")),
+    # every row by the matrix of its expert: rows of other ranks' experts give zeros
+    "autopart::expert_linear": Rule("s k, e k n, s -> s n", linear=((0,), (1,)), lookup="e", matmul=("s k n",)),
+    # attention: q, k and v, with a mask, with fewer heads of k and v; a causal mask counts queries from the first
+    "aten::scaled_dot_product_attention": (
+        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=("... q k d", "... q k e"), when=not_causal,
+            also=(
+            "... q d, ... k d, ... k e, ... q k -> ... q e",
+            "b (g r) q d, b g k d, b g k e -> b (g r) q e",
+            "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
+            "b (g r) q d, b g k d, b g k e, q k -> b (g r) q e")),
+        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k q", matmul=("... q k d", "... q k e"), also=(
+            "b (g r) q d, b g k d, b g k e -> b (g r) q e",))),
+    # tables and classes; embeddings are cut by rows, as the head that is tied to them
+    "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=gradients_as_they_are),
+    "aten::cross_entropy_loss": (
+        Rule("n c ..., n ... -> n ...", lookup="c", when=of_class_indices),
+        Rule("n c ..., n ..., c -> n ...", whole="c", when=of_class_indices),
+        Rule("n c ..., n c ... -> n ...", whole="c", when=of_class_probabilities, also=(
+            "n c ..., n c ..., c -> n ...",))),
+    "aten::nll_loss_nd": Rule("n c ..., n ... -> n ...", whole="c", linear=((0,),), when=of_class_indices, also=(
+        "n c ..., n ..., c -> n ...",)),
+    "aten::one_hot": Rule("... -> ... c", whole="c"),
+    # sampling of images, complex numbers as pairs
+    "aten::grid_sampler_2d": Rule("b c x y, b u w t -> b c u w", whole="x y t", linear=((0,),)),
+    "aten::grid_sampler_3d": Rule("b c x y z, b u v w t -> b c u v w", whole="x y z t", linear=((0,),)),
+    "aten::view_as_real": Rule("... -> ... p", whole="p", linear=((0,),)),
+    "aten::view_as_complex": Rule("... p -> ...", whole="p", linear=((0,),)),
+    # triangles
+    "aten::tril": Rule("... q k -> ... q k", whole="q k", linear=((0,),)),
+    "aten::triu": Rule("... q k -> ... q k", whole="q k", linear=((0,),)),
+    # pooling and resizing: space is whole
+    **{f"aten::{name}": Rule(text, whole="x y z u v w", linear=linear) for text, linear, names in (
+        ("... x -> ... u", (), "max_pool1d"),
+        ("... x y -> ... u w", (), "max_pool2d"),
+        ("... x y z -> ... u v w", (), "max_pool3d"),
+        ("... x -> ... u, ... u", (), "adaptive_max_pool1d"),
+        ("... x y -> ... u w, ... u w", (), "max_pool2d_with_indices adaptive_max_pool2d"),
+        ("... x y z -> ... u v w, ... u v w", (), "max_pool3d_with_indices adaptive_max_pool3d"),
+        ("... x -> ... u", ((0,),), "avg_pool1d adaptive_avg_pool1d upsample_nearest1d upsample_linear1d"),
+        ("... x y -> ... u w", ((0,),), """avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d
+            upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""),
+        ("... x y z -> ... u v w", ((0,),), "avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d"),
+    ) for name in names.split()},
+}  # fmt: skip
 """Operators whose factors do not depend on their arguments."""
 
-ALTERNATIVES: dict[str, tuple[str, ...]] = {
-    "aten::matmul": ("... k, k -> ...", "k, ... k n -> ... n"),
-    "aten::layer_norm": ("... n -> ... n", "... n, n -> ... n"),
-    "aten::rms_norm": ("... n -> ... n",),
-    "aten::scaled_dot_product_attention": (
-        "... q d, ... k d, ... k e, ... q k -> ... q e",
-        "b (g r) q d, b g k d, b g k e -> b (g r) q e",
-        "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
-    ),
+_CONVOLUTIONS = (*(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3)), "convolution")
+
+MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
+    "aten::reshape": views.view,
+    "aten::expand": views.expand,
+    "aten::transpose": views.transpose,
+    "aten::t": views.reverse,
+    "aten::swapaxes": views.transpose,
+    "aten::swapdims": views.transpose,
+    "aten::numpy_T": views.reverse,
+    "aten::mT": views.matrix_transpose,
+    "aten::movedim": views.movedim,
+    "aten::permute": views.permute,
+    "aten::unsqueeze": views.unsqueeze,
+    "aten::squeeze": views.squeeze,
+    "aten::flip": reductions.along_dim("dims", linear=True),
+    "aten::roll": reductions.along_dim("dims", linear=True),
+    "aten::slice": joins.cut,
+    "aten::narrow": joins.cut,
+    "aten::select": joins.cut,
+    "aten::split_with_sizes": joins.split,
+    "aten::unbind": joins.unbind,
+    "aten::cat": joins.join,
+    "aten::stack": joins.stack,
+    "aten::pad": windows.pad,
+    "aten::constant_pad_nd": windows.pad,
+    "aten::unfold": windows.unfold,
+    "aten::im2col": windows.im2col,
+    "aten::diagonal": views.diagonal,
+    "aten::slice_scatter": joins.overwrite,
+    "aten::select_scatter": joins.overwrite,
+    "aten::gather": indexing.gather,
+    "aten::index_select": indexing.index_select,
+    "aten::index": indexing.index,
 }
-"""Other forms of the same operators: without optional weights, with a mask, with fewer key-value heads."""
+"""Operators that move elements and compute nothing; their factors depend on their arguments."""
 
-POINTWISE: frozenset[str] = frozenset(
-    f"aten::{name}"
-    for name in """
-    abs acos acosh asin asinh atan atanh atan2 bitwise_and bitwise_not bitwise_or bitwise_xor __and__ __or__ __xor__
-    ceil celu clamp clamp_min clamp_max clip copysign cos cosh div elu eq erf erfc exp exp2 expm1 floor floor_divide
-    fmod ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log10 log1p
-    log2 log_sigmoid logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum min max
-    mish mul ne neg pow reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh
-    softplus sqrt square sub add tan tanh threshold tril triu trunc where xlogy nan_to_num addcmul addcdiv
-    to _to_copy detach zeros_like ones_like full_like dropout type_as
-    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
-    """.split()
-)
-"""Operators that work element by element, their inputs broadcast against each other."""
-
-LINEAR_POINTWISE: dict[str, tuple[tuple[int, ...], ...]] = {
-    "aten::add": ((0, 1),),
-    "aten::sub": ((0, 1),),
-    "aten::mul": ((0,), (1,)),
-    "aten::div": ((0,),),
-    "aten::neg": ((0,),),
-    "aten::where": ((1, 2),),
-    "aten::to": ((0,),),
-    "aten::_to_copy": ((0,),),
+SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
+    **MOVES,
+    "aten::sum": reductions.reduction,
+    "aten::mean": reductions.reduction,
+    "aten::amax": reductions.whole_reduction,
+    "aten::amin": reductions.whole_reduction,
+    "aten::argmax": reductions.whole_reduction,
+    "aten::any": reductions.whole_reduction,
+    "aten::all": reductions.whole_reduction,
+    "aten::var": reductions.whole_reduction,
+    "aten::std": reductions.whole_reduction,
+    "aten::logsumexp": reductions.whole_reduction,
+    "aten::linalg_vector_norm": reductions.whole_reduction,
+    "aten::nansum": reductions.reduction,
+    "aten::count_nonzero": reductions.reduction,
+    "aten::argmin": reductions.whole_reduction,
+    "aten::max": reductions.extreme,
+    "aten::min": reductions.extreme,
+    "aten::prod": reductions.whole_reduction,
+    "aten::norm": reductions.whole_reduction,
+    "aten::median": reductions.whole_reduction,
+    "aten::nanmedian": reductions.whole_reduction,
+    "aten::mode": reductions.whole_reduction,
+    "aten::kthvalue": reductions.whole_reduction,
+    "aten::var_mean": reductions.whole_reduction,
+    "aten::std_mean": reductions.whole_reduction,
+    "aten::softmax": reductions.along_dim("dim"),
+    "aten::_softmax": reductions.along_dim("dim"),
+    "aten::log_softmax": reductions.along_dim("dim"),
+    "aten::_log_softmax": reductions.along_dim("dim"),
+    "aten::cumsum": reductions.along_dim("dim", linear=True),
+    "aten::cumprod": reductions.along_dim("dim"),
+    "aten::logcumsumexp": reductions.along_dim("dim"),
+    "aten::cummax": reductions.along_dim("dim"),
+    "aten::cummin": reductions.along_dim("dim"),
+    "aten::sort": reductions.along_dim("dim"),
+    "aten::topk": reductions.topk,
+    "aten::_fft_c2c": reductions.along_dim("dim", linear=True),
+    "aten::_fft_r2c": reductions.half_spectrum,
+    "aten::_fft_c2r": reductions.half_spectrum,
+    # norms
+    "aten::layer_norm": norms.layer_norm,
+    "aten::rms_norm": norms.layer_norm,
+    "aten::group_norm": norms.group_norm,
+    "aten::batch_norm": norms.batch_norm,
+    # products and windows
+    "aten::einsum": equations.einsum,
+    **{f"aten::{name}": windows.convolution for name in _CONVOLUTIONS},
+    "aten::col2im": windows.col2im,
+    # writing at places
+    "aten::scatter": indexing.scatter(writes_zeros_or_tensors),
+    "aten::scatter_add": indexing.scatter(lambda node: True),
+    "aten::scatter_reduce": indexing.scatter(adds_to_itself),
+    "aten::index_add": indexing.index_write,
+    "aten::index_copy": indexing.index_write,
+    "aten::index_fill": indexing.index_write,
+    "aten::index_put": indexing.index_put,
+    "aten::searchsorted": indexing.searchsorted,
+    "aten::bucketize": indexing.searchsorted,
+    "aten::isin": indexing.isin,
+    # recurrent layers
+    "aten::lstm": recurrent.recurrent,
+    "aten::gru": recurrent.recurrent,
+    "aten::rnn_tanh": recurrent.recurrent,
+    "aten::rnn_relu": recurrent.recurrent,
 }
-"""Which inputs of a pointwise operator may be partial sums, all tensor inputs given (`x + 1` is not linear)."""
-
-SCALAR_LINEAR: frozenset[str] = frozenset({"aten::mul", "aten::div", "aten::neg", "aten::to", "aten::_to_copy"})
-"""Pointwise operators that stay linear with a number as their other operand."""
+"""All operators whose factors depend on their arguments: functions of the call."""
 
 LOSS_REDUCTIONS: dict[str, int] = {
     "aten::cross_entropy_loss": 3, "aten::nll_loss_nd": 3, "aten::mse_loss": 2, "aten::l1_loss": 2,
@@ -78,6 +184,12 @@ LOSS_REDUCTIONS: dict[str, int] = {
     "aten::binary_cross_entropy_with_logits": 4,
 }  # fmt: skip
 """Losses with a `reduction` argument, and its position: 0 none, 1 mean (the default), 2 sum."""
+
+COUNT_ARGUMENT: dict[str, tuple[int, str]] = {
+    "aten::group_norm": (1, "g"),
+    **{f"aten::{name}": (8 if name == "convolution" else 6, "g") for name in _CONVOLUTIONS},
+}  # fmt: skip
+"""Operators with an argument that counts a factor, its position and the factor: it is rewritten to the local count."""
 
 SHAPE_ARGUMENT: dict[str, int] = {"aten::reshape": 1, "aten::expand": 1}
 """Operators that name their output's shape in an argument, and its position: it is rewritten to the local shape."""

@@ -1,0 +1,154 @@
+"""What a model's forward does beside computing tensors: a trace runs it once, and a program not at all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from autopart.errors import TraceError
+
+_TORCH_OWN = {"_parameters", "_buffers", "_modules"}
+
+
+class PythonState:
+    """Inside, what the model's forward writes to its modules' attributes is noted; at the end it is undone.
+
+    Raises TraceError at the end where random numbers were drawn from Python or numpy: a program would repeat the same.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.start: dict[str, Any] = {}
+        """{attribute: what it shall be inside}"""
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        """{attribute: its value before and after}"""
+
+    def __enter__(self) -> PythonState:
+        self.changed.clear()
+        self._before = {name: _copied(vars(module)) for name, module in self.model.named_modules()}
+        self._random = random.getstate(), _numpy_state()
+        for name, value in self.start.items():
+            path, _, last = name.rpartition(".")
+            vars(self.model.get_submodule(path))[last] = value
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, module in self.model.named_modules():
+            self._restore(name, vars(module), self._before[name])
+        if error is None:
+            self._check_random()
+
+    def _restore(self, name: str, attributes: dict[str, Any], before: Mapping[str, tuple[Any, Any]]) -> None:
+        for key in [k for k in attributes if k not in before and k not in _TORCH_OWN]:
+            self.changed[f"{name}.{key}".lstrip(".")] = (None, attributes.pop(key))
+        for key, (value, content) in before.items():
+            now = attributes.get(key)
+            if now is value and content is not None and not _same(now, content):
+                self.changed[f"{name}.{key}".lstrip(".")] = (content, type(now)(now))
+                _refill(now, content)
+            elif now is not value:
+                if not _same(now, value):
+                    self.changed[f"{name}.{key}".lstrip(".")] = (value, now)
+                attributes[key] = value
+
+    def _check_random(self) -> None:
+        python, numbers = self._random
+        drawn = "random" if random.getstate() != python else ""
+        if _numpy_state() != numbers:
+            drawn = "numpy.random"
+        if drawn:
+            raise TraceError(
+                f"{type(self.model).__name__} draws random numbers from {drawn} in its forward",
+                why="forward() runs once, for the trace: every step would use the numbers drawn there",
+                hint="torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors",
+            )
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What was changed and holds no tensor: forward may decide by it next time."""
+        return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
+
+
+def _numpy_state() -> tuple[bytes, int]:
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), state[2]
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Every attribute, with what is in it where it can be filled in place."""
+    return {
+        name: (value, type(value)(value) if type(value) in (list, dict, set) else None)
+        for name, value in attributes.items() if name not in _TORCH_OWN
+    }  # fmt: skip
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or _holds_tensors(one) or _holds_tensors(other):
+        if isinstance(one, (list, dict)) and type(one) is type(other) and len(one) == len(other):
+            pairs = zip(one, other, strict=True) if isinstance(one, list) else ((one[k], other.get(k)) for k in one)
+            return all(a is b for a, b in pairs)
+        return False
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_holds_tensors, value))
+    return any(map(_holds_tensors, value.values())) if isinstance(value, dict) else isinstance(value, Tensor)
+
+
+def check_attributes(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> tuple[str, ...]:
+    """Raises TraceError where forward reads an attribute that it also changes: the next call would differ.
+
+    A tensor is read where the trace has its first value as a constant. Of numbers and the like that is tried: `again`
+    traces once more with what forward left there, and must give the same graph. Returns notes for the user.
+    """
+    name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
+    for attribute, (before, _) in changed.items():
+        if isinstance(before, Tensor) and any(constant is before for constant in program.constants.values()):
+            raise TraceError(
+                f"{name} keeps a tensor from one call to the next in '{attribute}'",
+                why="a program has the value that it had for the trace, and no place for the next",
+                hint=f"register_buffer('{attribute.rpartition('.')[2]}', ...)",
+            )
+    if numbers:
+        state.start = numbers
+        if again().graph_module.code != program.graph_module.code:
+            shown = ", ".join(f"{n} = {value!r:.40}" for n, value in list(numbers.items())[:3])
+            raise TraceError(
+                f"{name} computes something else in every call",
+                why=f"forward() leaves {shown} and decides by it",
+                hint="a tensor in a buffer (register_buffer), changed by tensor operations",
+            )
+    if not changed:
+        return ()
+    written = ", ".join(list(changed)[:5]) + ", ..." * (len(changed) > 5)
+    return (f"forward() also sets {written}: that happens in the trace only",)
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raises TraceError for hooks on gradients, which a trace of the forward does not see."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise TraceError(
+                f"'{name or type(model).__name__}' has a backward hook",
+                why="only the forward is traced; its gradients are computed without hooks of modules",
+                hint="remove it, or let the model be changed by it in forward()",
+            )

@@ -1,0 +1,51 @@
+"""Which pipeline schedules there are, and how many stages and microbatches each can run. Arithmetic alone."""
+
+from __future__ import annotations
+
+from autopart.errors import StageError
+
+SINGLE_STAGE = ("gpipe", "1f1b")
+MULTI_STAGE = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
+SCHEDULES = (*SINGLE_STAGE, *MULTI_STAGE)
+V_SHAPED = ("zbv", "dualpipev")
+SIMPLER = {"1f1b": "gpipe", "dualpipev": "zbv"}
+"""Schedules that need many microbatches, and those that place stages the same way and run with one."""
+
+
+def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -> None:
+    """Raises StageError where a schedule cannot run so many stages on `pp` ranks with so many microbatches."""
+    if schedule not in SCHEDULES:
+        raise StageError(f"unknown schedule '{schedule}'", hint=", ".join(SCHEDULES))
+    asked = f"schedule='{schedule}' cannot run {num_stages} stages on pp={pp} with {microbatches} microbatches"
+    if num_stages % pp:
+        raise StageError(asked, why=f"{num_stages} is not a multiple of {pp}", hint=f"{pp} or {2 * pp} stages")
+    per_rank = num_stages // pp
+    if schedule in SINGLE_STAGE and per_rank != 1:
+        raise StageError(asked, why=f"it runs one stage per rank, not {per_rank}", hint="virtual_stages=1")
+    if schedule in V_SHAPED and per_rank != 2:
+        raise StageError(asked, why=f"it runs two stages per rank, not {per_rank}", hint="virtual_stages=2")
+    least = num_stages if schedule in ("1f1b", "dualpipev") else 1
+    if microbatches < least:
+        raise StageError(asked, why=f"it needs at least {least} microbatches", hint=f"microbatches={least}")
+    rounds = max(1, microbatches // pp)
+    if schedule.startswith("interleaved") and microbatches % rounds:
+        why = f"{microbatches} microbatches do not fill {rounds} rounds of equal length"
+        raise StageError(asked, why=why, hint=f"microbatches={rounds * pp}")
+
+
+def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:
+    """Whether `check_schedule` lets this pass."""
+    try:
+        check_schedule(schedule, num_stages, pp, microbatches)
+    except StageError:
+        return False
+    return True
+
+
+def schedule_for(schedule: str, num_stages: int, pp: int, microbatches: int) -> str:
+    """The schedule itself, or the simpler one for a call that has too few microbatches for it.
+
+    >>> schedule_for("1f1b", 4, 4, 8), schedule_for("1f1b", 4, 4, 3)
+    ('1f1b', 'gpipe')
+    """
+    return schedule if can_run(schedule, num_stages, pp, microbatches) else SIMPLER.get(schedule, schedule)

@@ -1,0 +1,190 @@
+"""One row of the coverage table: build a model, trace it once, prove it on every mesh, count its FLOPs.
+
+Runs in a process of its own: what breaks or hangs costs its own row.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopart.compiler import Options
+from autopart.errors import StageError
+from autopart.graph import operator_name
+from autopart.subject import Arrangement
+from autopart.trace import bind_call
+from autopart.verify import VerificationRun
+
+FLOPS_MESH = "tp2"
+MICROBATCHES = {"pp2": 4, "pp2,tp2": 4, "dp2,pp2": 2, "dp2,pp2,tp2": 2}  # of 8 rows; the default would be one row each
+NEGLIGIBLE = 0.002
+
+Row = dict[str, Any]
+
+
+def measure(name: str, meshes: list[str], report: Callable[[Row], None]) -> None:
+    """Reports the row of an architecture, again after each thing that is known.
+
+    `step` is what it does or did last: build, forward, trace, then a mesh, then done.
+    """
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    row: Row = {"name": name, "step": "build", "meshes": {}}
+    start_s = time.perf_counter()
+
+    def reached(step: str) -> None:
+        row["step"], row["time_s"] = step, round(time.perf_counter() - start_s, 1)
+        report(row)
+
+    try:
+        reached("build")
+        from _architectures import ARCHITECTURES, build
+
+        row["family"], row["class"] = ARCHITECTURES[name]
+        model, inputs = build(name)
+        arguments = bind_call(model, (), inputs)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        reached("forward")
+        with torch.no_grad():
+            model(**arguments)
+        reached("trace")
+        run = VerificationRun(model, arguments)
+        row["trace_s"] = round(time.perf_counter() - start_s - row["time_s"], 2)
+        row["operators"] = sum(n.op == "call_function" for n in run.traced.graph.nodes)
+        row["no_rule"] = without_rule(run.traced.graph)
+        for mesh in meshes:
+            reached(mesh)
+            row["meshes"][mesh] = on_mesh(run, mesh, row)
+        reached("done")
+    except Exception as error:  # whatever a model raises is what its row says
+        row["error"] = told(error)
+        report(row)
+
+
+def measure_peers(name: str, meshes: list[str], report: Callable[[Row], None]) -> None:
+    """Reports what other tools give for an architecture; `meshes` are not theirs to choose."""
+    from _architectures import build
+    from _peers import peers
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    model, inputs = build(name)
+    report({"name": name, "step": "peers", "peers": peers(model, bind_call(model, (), inputs))})
+
+
+def on_mesh(run: VerificationRun, mesh: str, row: Row) -> Row:
+    """Whether the model is exact on a mesh; under `FLOPS_MESH` also what is sharded."""
+    start_s = time.perf_counter()
+    result: Row = {"exact": False}
+    try:
+        arrangement = arrange(run, mesh)
+        result["microbatches"] = arrangement.decisions.microbatches
+        found = run.check(arrangement)
+        result |= {"exact": found.ok, "max_error": float(f"{found.max_error:.2g}")}
+        if not found.ok:
+            worst = sorted(found.errors.items(), key=lambda e: -e[1])[:4]
+            result |= {"first": str(found.first_mismatch)[:900], "worst": dict(worst)}
+        if mesh == FLOPS_MESH:
+            row["flops"] = sharded_flops(run, arrangement)
+    except Exception as error:
+        result["error"] = told(error)
+    result["time_s"] = round(time.perf_counter() - start_s, 1)
+    return result
+
+
+def arrange(run: VerificationRun, mesh: str) -> Arrangement:
+    """On a mesh with a pipeline in microbatches, unless the model mixes rows: then in one piece."""
+    if "pp" not in mesh:
+        return run.arrange(mesh)
+    try:
+        return run.arrange(mesh, options=Options(microbatches=MICROBATCHES[mesh]))
+    except StageError:
+        return run.arrange(mesh, options=Options(microbatches=1))
+
+
+def told(error: Exception) -> dict[str, str]:
+    """What a row keeps of an exception."""
+    frames = traceback.extract_tb(error.__traceback__)[-5:]
+    stack = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
+    return {"type": type(error).__name__, "text": str(error)[:700], "stack": stack}
+
+
+def without_rule(graph: fx.Graph) -> dict[str, Row]:
+    """Operators on activations that have no rule: how many calls, and one of them as text."""
+    found: dict[str, Row] = {}
+    for node in graph.nodes:
+        is_operator = node.op == "call_function" and node.target is not operator.getitem
+        if is_operator and node.meta["pattern"] is None and node.meta["role"] == "active":
+            entry = found.setdefault(operator_name(node), {"calls": 0, "example": call_text(node)})
+            entry["calls"] += 1
+    return found
+
+
+def call_text(node: fx.Node) -> str:
+    """`aten.topk.default(float64[96, 4], 2) -> [96, 2], [96, 2]`."""
+
+    def one(argument: Any) -> str:
+        if isinstance(argument, fx.Node):
+            value = argument.meta["val"]
+            kind = "" if argument.meta["role"] == "active" else f" {argument.meta['role']}"
+            if not isinstance(value, Tensor):
+                return argument.name
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{kind}"
+        if isinstance(argument, (list, tuple)):
+            return f"[{', '.join(map(one, argument))}]"
+        return repr(argument)
+
+    outputs = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+    shapes = ", ".join(str(list(v.shape)) for v in outputs if isinstance(v, Tensor))
+    arguments = ", ".join([*map(one, node.args), *(f"{k}={one(v)}" for k, v in node.kwargs.items())])
+    return f"{node.target}({arguments}) -> {shapes}"[:300]
+
+
+def sharded_flops(run: VerificationRun, arrangement: Arrangement) -> Row:
+    """The share of FLOPs that run sharded: those of forward and backward on one rank, against those on all.
+
+    Work that is not sharded is done by every rank, so with n ranks the share is (n - all/one) / (n - 1).
+    `unsharded`: {operator: what of it is not sharded, as a share of all forward FLOPs}.
+    """
+    one, one_forward = flops(run, run.arrange("dp1"))
+    all_ranks, all_forward = flops(run, arrangement)
+    others = arrangement.decisions.mesh.num_ranks - 1
+    whole = sum(one_forward.values()) or 1
+    apart = {op: (all_forward[op] - count) / others / whole for op, count in one_forward.items()}
+    return {
+        "one_rank": one, "all_ranks": all_ranks,
+        "share": round(1 - (all_ranks / one - 1) / others, 4) if one else None,
+        "unsharded": {op: round(share, 3) for op, share in apart.items() if share > NEGLIGIBLE},
+    }  # fmt: skip
+
+
+def flops(run: VerificationRun, arrangement: Arrangement) -> tuple[int, Counter[str]]:
+    """FLOPs of forward and backward on all ranks as they run, and those of the forward by operator.
+
+    Counted by torch's FlopCounterMode: matrix products (of attention too) and convolutions, nothing else.
+    """
+    step, forward = run.subject.step(arrangement.decisions), Counter[str]()
+    seen = 0
+
+    def count(stage: int, microbatch: int, node: fx.Node, value: Any) -> None:
+        nonlocal seen
+        if node.op == "call_function":
+            forward[str(node.target)] += counter.get_total_flops() - seen
+        seen = counter.get_total_flops()
+
+    # The counter does not know the fused attention of CPUs.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        results = run.subject.lockstep(step, run.subject.shards(step, arrangement), arrangement.placement, count)
+        torch.autograd.backward(run.subject.seeds(step, results))
+    return counter.get_total_flops(), forward

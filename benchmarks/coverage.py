@@ -1,0 +1,169 @@
+"""Which architectures partition exactly: every one of four transformers task families, and some others, in small.
+
+Each model is built with random weights by one recipe (`_recipe.py`), traced once, and run forward and backward on six
+meshes in float64 against itself (`autopart.verify`, tolerance 1e-10). Each has a process of its own and a time limit.
+Results are kept in `coverage.jsonl`, a line per architecture: an interrupted run goes on where it was.
+
+    python benchmarks/coverage.py [--quick] [--json] [--shard 1/4] [--only llama,t5] [--meshes tp2,tp4]
+                                  [--rerun-failed] [--rerun] [--page]
+
+`--page` only writes `docs/models.md` from the results. With `--json` the last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _coverage_page import MESHES, is_exact, is_mostly_sharded, summary, table, write_page
+
+RESULTS = Path(__file__).parent / "coverage.jsonl"
+TIME_LIMIT_S = 300
+QUICK = ("gpt2", "resnet")
+Row = dict[str, Any]
+
+
+def main() -> None:
+    arguments = parse()
+    results = Path(arguments.results) if arguments.results else RESULTS
+    if arguments.quick:
+        results = Path(tempfile.mkdtemp()) / "coverage.jsonl"
+        arguments.only = arguments.only or list(QUICK)
+    if arguments.page:
+        from _architectures import LEFT_OUT
+
+        write_page(load(results), LEFT_OUT)
+        return
+    names = chosen(arguments)
+    for name in names:
+        row = load(results).get(name)
+        meshes = open_meshes(row, arguments)
+        if meshes:
+            row = merged(row, run(name, "measure", meshes))
+            print(line(row), flush=True)
+        if arguments.peers and "peers" not in row:
+            row["peers"] = run(name, "measure_peers", []).get("peers")
+            print(f"{name:<24} peers: {row['peers']}", flush=True)
+        if meshes or arguments.peers:
+            keep(results, row)
+    rows = {name: row for name, row in load(results).items() if name in names}
+    print(table(rows))
+    print(summary(rows))
+    if arguments.json:
+        print(json.dumps({"benchmark": "coverage", "rows": rows}))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(QUICK)}, results thrown away")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="these architectures: llama,t5,...")
+    parser.add_argument("--shard", default="1/1", help="the i-th of n parts of the list: i/n")
+    parser.add_argument("--meshes", type=split_meshes, default=list(MESHES), help="tp2;pp2,tp2;...")
+    parser.add_argument(
+        "--rerun-failed", action="store_true", help="again what is not exact on every mesh, or little sharded"
+    )
+    parser.add_argument("--rerun", action="store_true", help="again whatever the results hold")
+    parser.add_argument("--peers", action="store_true", help="also what other tools give")
+    parser.add_argument("--results", help="another file than coverage.jsonl")
+    parser.add_argument("--page", action="store_true", help="write docs/models.md from the results and stop")
+    return parser.parse_args()
+
+
+def split_meshes(text: str) -> list[str]:
+    """`tp2;pp2,tp2`; commas alone separate meshes too where every part is one of one axis: `tp2,tp4`."""
+    if ";" not in text and text not in MESHES:
+        return text.split(",")
+    return text.split(";")
+
+
+def chosen(arguments: argparse.Namespace) -> list[str]:
+    from _architectures import ARCHITECTURES
+
+    part, parts = map(int, arguments.shard.split("/"))
+    unknown = set(arguments.only or ()) - set(ARCHITECTURES)
+    if unknown:
+        sys.exit(f"no architecture is called {', '.join(sorted(unknown))}")
+    return [
+        n for i, n in enumerate(ARCHITECTURES) if i % parts == part - 1 and (not arguments.only or n in arguments.only)
+    ]
+
+
+def open_meshes(row: Row | None, arguments: argparse.Namespace) -> list[str]:
+    """The meshes on which an architecture is still to be run."""
+    falls_short = row is None or not is_exact(row) or not is_mostly_sharded(row)
+    if row is None or arguments.rerun or (arguments.rerun_failed and falls_short):
+        return list(arguments.meshes)
+    return [] if "error" in row else [m for m in arguments.meshes if m not in row["meshes"]]
+
+
+def merged(before: Row | None, row: Row) -> Row:
+    """What is new, and what was known of other meshes."""
+    if before is None or "error" in row:
+        return row
+    meshes = {**before["meshes"], **row["meshes"]}
+    kept = {name: before[name] for name in ("flops", "peers") if name in before}
+    return {**kept, **row, "meshes": meshes}
+
+
+def run(name: str, what: str, meshes: list[str]) -> Row:
+    """What the function `what` of `_coverage_row` reports last, from a process that is ended at the time limit."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["_coverage_row", "_architectures"])
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(what, name, meshes, send))
+    process.start()
+    send.close()
+    row: Row = {"name": name, "step": "start", "meshes": {}}
+    end_s = time.monotonic() + TIME_LIMIT_S
+    try:
+        while receive.poll(max(0.0, end_s - time.monotonic())):
+            row = receive.recv()
+        row["error"] = {"type": "TimeLimit", "text": f"over {TIME_LIMIT_S} s in step {row['step']}", "stack": ""}
+    except EOFError:  # it ended
+        process.join()
+        if process.exitcode:
+            text = f"the process ended with {process.exitcode} in step {row['step']}"
+            row["error"] = {"type": "Crash", "text": text, "stack": ""}
+    process.kill()
+    process.join()
+    return row
+
+
+def _measure(what: str, name: str, meshes: list[str], send: Any) -> None:
+    import _coverage_row
+
+    getattr(_coverage_row, what)(name, meshes, send.send)
+
+
+def load(path: Path) -> dict[str, Row]:
+    """Rows by name; the last line of a name counts."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(text) for text in lines]
+    return {row["name"]: row for row in rows}
+
+
+def keep(path: Path, row: Row) -> None:
+    """Add or replace a row; the file stays in the order of the names."""
+    rows = load(path)
+    rows[row["name"]] = row
+    path.with_suffix(".new").write_text("".join(json.dumps(rows[n]) + "\n" for n in sorted(rows)))
+    path.with_suffix(".new").replace(path)
+
+
+def line(row: Row) -> str:
+    wrong = [m for m, found in row["meshes"].items() if not found["exact"]]
+    said = row.get("error", {}).get("text", "") or (f"not exact on {'; '.join(wrong)}" if wrong else "exact")
+    return f"{row['name']:<24} {row.get('time_s', 0):>6.1f} s  {said.splitlines()[0][:90]}"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

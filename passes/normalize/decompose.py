@@ -1,0 +1,135 @@
+"""Operators without a rule, taken apart into operators that have one."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.compat import decomposition, trace_function, tree_flatten, tree_unflatten
+from autopart.graph import is_tensor, value
+from autopart.passes.rules import pattern_for
+
+from .driver import emit, fake_mode
+
+DEPTH = 4
+"""How many times the parts of an operator are taken apart again."""
+
+
+def take_apart(graph: fx.Graph) -> None:
+    """What depends on a parameter and has no sharding rule becomes the operators that torch defines it by."""
+    known: dict[Any, fx.GraphModule | None] = {}
+    for _ in range(DEPTH):
+        active = _depends_on_parameters(graph)
+        found = [n for n in graph.nodes if n in active and n.op == "call_function" and _has_no_rule(n)]
+        taken = [node for node in found if _replace_by_parts(graph, node, known)]
+        if not taken:
+            return
+
+
+def _depends_on_parameters(graph: fx.Graph) -> set[fx.Node]:
+    active: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("parameter") or any(n in active for n in node.all_input_nodes):
+            active.add(node)
+    return active
+
+
+def _has_no_rule(node: fx.Node) -> bool:
+    return node.target is not operator.getitem and pattern_for(node) is None
+
+
+def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphModule | None]) -> bool:
+    flat, spec = tree_flatten((node.args, node.kwargs))
+    tensors = [a for a in flat if isinstance(a, fx.Node)]
+    if not all(is_tensor(n) for n in tensors):
+        return False
+    described = (_described(n) if isinstance(n, fx.Node) else repr(n) for n in flat)
+    key = (node.target, str(spec), *described)
+    if key not in known:
+        known[key] = _parts(node, flat, spec)
+    parts = known[key]
+    if parts is None:
+        return False
+    with graph.inserting_before(node):
+        copied: dict[fx.Node, Any] = dict(zip(parts.graph.find_nodes(op="placeholder"), tensors, strict=True))
+        for part in parts.graph.nodes:
+            if part.op == "call_function":
+                args, kwargs = fx.map_arg((part.args, part.kwargs), copied.__getitem__)
+                copied[part] = emit(graph, node, part.target, *args, **kwargs)
+    result = fx.map_arg(parts.graph.output_node().args[0], copied.__getitem__)
+    if is_tensor(node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
+    return True
+
+
+def _described(node: fx.Node) -> tuple:
+    tensor = value(node)
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride()
+
+
+def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
+    """The graph of an operator's parts, its inputs the tensors among its arguments; None where torch cannot say."""
+    whole = decomposition(node.target)
+    if whole is None or torch.Tag.nondeterministic_seeded in node.target.tags:
+        return None
+    places = [i for i, a in enumerate(flat) if isinstance(a, fx.Node)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        given = list(flat)
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        args, kwargs = tree_unflatten(given, spec)
+        made = whole(*args, **kwargs)
+        return tuple(made) if isinstance(made, (tuple, list)) else made
+
+    inputs = [value(flat[place]).detach() for place in places]
+    try:
+        with fake_mode(node.all_input_nodes):
+            parts = trace_function(call, inputs)
+    except (RuntimeError, NotImplementedError, TypeError):  # it looks at values, or takes other arguments
+        return None
+    _without_writes(parts.graph)
+    parts.graph.eliminate_dead_code()
+    calls = [n for n in parts.graph.nodes if n.op not in ("placeholder", "output")]
+    same = all(n.op == "call_function" and n.target is not node.target and not _is_write(n) for n in calls)
+    return parts if same else None
+
+
+def _is_write(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _without_writes(graph: fx.Graph) -> None:
+    """`x.sqrt_()` of a value that nothing else shares becomes `x.sqrt()`, which every later reader of `x` reads."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _is_write(node):
+            continue
+        written = node.args[0]
+        packet = getattr(torch.ops.aten, node.target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+        overload = getattr(packet, node.target._overloadname, None)
+        if overload is None or not isinstance(written, fx.Node) or _may_share(written):
+            continue
+        node.target = overload
+        later = [user for user in written.users if user is not node and user > node]
+        for user in later:
+            user.replace_input_with(written, node)
+
+
+def _may_share(node: fx.Node) -> bool:
+    """Whether another value may lie in the same memory: the node is an input or a view, or has a view."""
+    views = [n for n in (node, *node.users) if n.op == "call_function" and not _is_write(n) and _is_view(n)]
+    return node.op != "call_function" or bool(views)
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(a.alias_info is not None for a in schema.returns)

@@ -1,0 +1,39 @@
+"""Normalisations in one form each."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from autopart.graph import short_name
+
+from .driver import emit, replace
+
+aten = torch.ops.aten
+
+
+def plain_norms(graph: fx.Graph) -> None:
+    """Norms that also give their statistics become plain ones where nobody reads them."""
+    for node in list(graph.nodes):
+        name = short_name(node) if node.op == "call_function" else ""
+        if name not in ("native_layer_norm", "native_group_norm") or any(_index(user) != 0 for user in node.users):
+            continue
+        with graph.inserting_before(node):
+            plain = _plain(graph, node, name)
+        for user in list(node.users):
+            replace(user, plain)
+        graph.erase_node(node)
+
+
+def _index(user: fx.Node) -> int | None:
+    return user.args[1] if user.target is operator.getitem else None
+
+
+def _plain(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+    if name == "native_layer_norm":
+        x, dims, weight, bias, eps = node.args
+        return emit(graph, node, aten.layer_norm.default, x, dims, weight, bias, eps)
+    x, weight, bias, _, _, _, groups, eps = node.args
+    return emit(graph, node, aten.group_norm.default, x, groups, weight, bias, eps)

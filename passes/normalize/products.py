@@ -1,0 +1,172 @@
+"""Matrix products and attention in one form each."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from autopart.graph import argument, dropout_probability, is_tensor, operator_name, shape, short_name, value
+from autopart.passes.rules.equations import read_equation
+
+from .driver import emit, name_written_out, replace
+from .random import drop, noise_like
+
+aten = torch.ops.aten
+
+
+_PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addbmm": "bmm", "addmv": "matmul", "mv": "matmul", "dot": "matmul"}
+
+
+def plain_products(graph: fx.Graph) -> None:
+    """`beta * bias + alpha * product` in one call becomes its parts; `mv` and `dot` become `matmul`, `bilinear` an
+    `einsum`. A plain `addmm` is left to `one_linear`."""
+    for node in list(graph.nodes):
+        name = short_name(node) if node.op == "call_function" else ""
+        with graph.inserting_before(node):
+            if name == "bilinear":
+                replace(node, _bilinear(graph, node))
+            elif name in ("mv", "dot"):
+                replace(node, emit(graph, node, aten.matmul.default, *node.args))
+            elif name in _PRODUCTS and (name != "addmm" or argument(node, "beta") != 1 or argument(node, "alpha") != 1):
+                replace(node, _scaled_sum(graph, node, name))
+
+
+def _scaled_sum(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+    bias, *factors = node.args
+    beta, alpha = argument(node, "beta"), argument(node, "alpha")
+    product = emit(graph, node, getattr(aten, _PRODUCTS[name]).default, *factors)
+    if name == "addbmm":
+        product = emit(graph, node, aten.sum.dim_IntList, product, [0])
+    if alpha != 1:
+        product = emit(graph, node, aten.mul.Tensor, product, alpha)
+    if beta == 0:
+        return product
+    scaled = bias if beta == 1 else emit(graph, node, aten.mul.Tensor, bias, beta)
+    return emit(graph, node, aten.add.Tensor, product, scaled)
+
+
+def _bilinear(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    left, right, weight, *bias = node.args
+    rows = "abcdefgh"[: len(shape(left)) - 1]
+    half = emit(graph, node, aten.einsum.default, f"{rows}i,oij->{rows}oj", [left, weight])
+    product = emit(graph, node, aten.einsum.default, f"{rows}oj,{rows}j->{rows}o", [half, right])
+    return emit(graph, node, aten.add.Tensor, product, bias[0]) if bias and bias[0] is not None else product
+
+
+def one_linear(graph: fx.Graph) -> None:
+    """`addmm` and `mm` between two views become an n-d `linear`; biases of `linear` and convolutions become an `add`.
+
+    A merged `(batch sequence)` dim would hide the sequence, and a bias may be added only after a partial sum is whole.
+    """
+    for node in list(graph.nodes):
+        name = short_name(node) if node.op == "call_function" else ""
+        with graph.inserting_before(node):
+            if name == "mm":
+                _matrix_product(graph, node, *node.args)
+            elif name == "addmm":
+                _matrix_product(graph, node, *node.args[1:], node.args[0])
+            elif name == "linear" and len(node.args) > 2 and node.args[2] is not None:
+                product = emit(graph, node, aten.linear.default, *node.args[:2])
+                replace(node, emit(graph, node, aten.add.Tensor, product, node.args[2]))
+            elif name.startswith("conv") and len(node.args) > 2 and isinstance(node.args[2], fx.Node):
+                product = emit(graph, node, node.target, *node.args[:2], None, *node.args[3:])
+                ones = [1] * (len(shape(node.args[1])) - 2)
+                bias = emit(graph, node, aten.reshape.default, node.args[2], [shape(node.args[2])[0], *ones])
+                replace(node, emit(graph, node, aten.add.Tensor, product, bias))
+
+
+def pairs_of_factors(graph: fx.Graph) -> None:
+    """An `einsum` of more than two operands becomes a chain of two each, from the left as torch itself computes it."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or operator_name(node) != "aten::einsum" or len(node.args[1]) < 3:
+            continue
+        terms, result = read_equation(node.args[0], [len(shape(n)) for n in node.args[1]])
+        if any("..." in letter for term in terms for letter in term):
+            continue
+        made, letters = node.args[1][0], terms[0]
+        with graph.inserting_before(node):
+            for i, (operand, term) in enumerate(zip(node.args[1][1:], terms[1:], strict=True), start=2):
+                later = {letter for rest in terms[i:] for letter in rest} | set(result)
+                kept = result if i == len(terms) else [c for c in dict.fromkeys(letters + term) if c in later]
+                equation = f"{''.join(letters)},{''.join(term)}->{''.join(kept)}"
+                made, letters = emit(graph, node, aten.einsum.default, equation, [made, operand]), kept
+            replace(node, made)
+
+
+def _matrix_product(graph: fx.Graph, node: fx.Node, left: fx.Node, right: fx.Node, *bias: fx.Node) -> None:
+    merged = _unmerged(left)
+    weight = emit(graph, node, aten.t.default, right)
+    product = emit(graph, node, aten.linear.default, merged if merged is not None else left, weight)
+    if bias:
+        product = emit(graph, node, aten.add.Tensor, product, bias[0])
+    for user in list(node.users):
+        same = is_tensor(user) and user.op == "call_function" and operator_name(user) == "aten::reshape"
+        if merged is not None and same and shape(user) == shape(product):
+            replace(user, product)
+    if node.users and merged is not None:
+        product = emit(graph, node, aten.reshape.default, product, list(shape(node)))
+    replace(node, product)
+
+
+def _unmerged(node: fx.Node) -> fx.Node | None:
+    """The value behind a view that only merges leading dims: `x` for `x.view(-1, x.shape[-1])`."""
+    if node.op != "call_function" or operator_name(node) != "aten::reshape":
+        return None
+    source = node.args[0]
+    merges = shape(node) == (math.prod(shape(source)[:-1]), shape(source)[-1])
+    return source if merges and len(shape(source)) > 2 else None
+
+
+def explicit_attention_dropout(graph: fx.Graph) -> None:
+    """Attention that drops weights becomes its formula, so that dropout is an operator of its own.
+
+    The first new operator keeps the attention's name, so that a pipeline cut there is found in eval mode too.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or operator_name(node) != "aten::scaled_dot_product_attention":
+            continue
+        if dropout_probability(node):
+            before = node.prev
+            with graph.inserting_before(node):
+                result = _attention_formula(graph, node)
+            name_written_out(node, before, "attention_dropout")
+            replace(node, result)
+
+
+def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    query, key, val, *rest = node.args
+    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | node.kwargs
+    groups = shape(query)[-3] // shape(key)[-3] if options.get("enable_gqa") else 1
+    if groups > 1:
+        key, val = (_repeat_heads(graph, node, heads, groups) for heads in (key, val))
+    scores = emit(graph, node, aten.matmul.default, query, emit(graph, node, aten.transpose.int, key, -2, -1))
+    scores = emit(graph, node, aten.mul.Tensor, scores, options.get("scale") or shape(query)[-1] ** -0.5)
+    mask = options.get("attn_mask")
+    if options.get("is_causal"):
+        size, device = list(shape(scores)[-2:]), value(query).device
+        mask = emit(
+            graph, node, aten.tril.default, emit(graph, node, aten.ones.default, size, dtype=torch.bool, device=device)
+        )
+    if mask is not None and value(mask).dtype == torch.bool:
+        scores = emit(graph, node, aten.where.ScalarOther, mask, scores, -math.inf)
+    elif mask is not None:
+        scores = emit(graph, node, aten.add.Tensor, scores, mask)
+    weights = emit(graph, node, aten.softmax.int, scores, -1)
+    noise = noise_like(graph, node, value(weights), dropout_probability(node) or 0.0)
+    if value(query).device.type == "cuda":
+        noise.meta["inexact"] = "the fused attention kernels of a GPU draw their masks inside, in an order of their own"
+    return emit(graph, node, aten.matmul.default, drop(graph, node, weights, noise), val)
+
+
+def _repeat_heads(graph: fx.Graph, like: fx.Node, heads: fx.Node, times: int) -> fx.Node:
+    batch, groups, *rest = shape(heads)
+    wide = emit(
+        graph,
+        like,
+        aten.expand.default,
+        emit(graph, like, aten.unsqueeze.default, heads, 2),
+        [batch, groups, times, *rest],
+    )
+    return emit(graph, like, aten.reshape.default, wide, [batch, groups * times, *rest])

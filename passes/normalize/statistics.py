@@ -1,0 +1,123 @@
+"""Batch normalisation in training as its formula, so that its statistics are sums like any other."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.graph import operator_name, shape, value
+
+from .driver import emit, replace
+
+aten = torch.ops.aten
+
+FUNCTIONAL = "aten::_native_batch_norm_legit_functional"
+_WITHOUT_UPDATES = ("aten::_native_batch_norm_legit", "aten::native_batch_norm")
+_EVAL = "aten::_native_batch_norm_legit_no_training"
+BATCH_NORM, INNER = "batch_norm", "batch_statistic"
+"""The names (`meta["named"]`) of the first operator that is written, and of the others."""
+
+
+def batch_statistics(graph: fx.Graph) -> None:
+    """A batch norm that takes its statistics from the batch becomes mean, centred square mean and products.
+
+    The mean over rows is then a sum, all-reduced over data parallelism in both directions: what SyncBatchNorm does by
+    hand. New running statistics (Ioffe and Szegedy 2015, the variance unbiased) are computed from the same values.
+    """
+    for node in list(graph.nodes):
+        name = operator_name(node) if node.op == "call_function" else ""
+        with graph.inserting_before(node):
+            if name == _EVAL:
+                *tensors, momentum, eps = node.args
+                whole = emit(graph, node, aten.batch_norm.default, *tensors, False, momentum, eps, False)
+                _replace_parts(node, {0: whole})
+            elif name == FUNCTIONAL:
+                source, weight, bias, mean, var, _, momentum, eps = node.args
+                _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias, mean, var, momentum))
+            elif name in _WITHOUT_UPDATES and node.args[-3]:
+                source, weight, bias, *_, eps = node.args
+                _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias))
+            elif name == "aten::batch_norm" and node.args[5]:
+                source, weight, bias, *_ = node.args
+                replace(node, _Formula(graph, node, source, node.args[7]).normalised(weight, bias))
+
+
+def _replace_parts(node: fx.Node, parts: dict[int, fx.Node]) -> None:
+    for user in list(node.users):
+        assert user.target is operator.getitem, user
+        if user.users:
+            replace(user, parts[user.args[1]])
+        else:
+            user.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+class _Formula:
+    """The statistics of one batch norm over all dims but the channels, and what is made of them.
+
+    Statistics are float32 at least. They keep dims of size 1, so that they broadcast against the input.
+    """
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, source: fx.Node, eps: float):
+        self.graph, self.node = graph, node
+        self.first = True
+        sizes = shape(source)
+        self.dtype = value(source).dtype
+        self.working = torch.promote_types(self.dtype, torch.float32)
+        self.dims = [dim for dim in range(len(sizes)) if dim != 1]
+        self.count = math.prod(sizes[dim] for dim in self.dims)
+        self.channels = [sizes[1]] + [1] * (len(sizes) - 2)
+        source = self._cast(source, self.working)
+        self.mean = self._mean(source)
+        self.centred = self._emit(aten.sub.Tensor, source, self.mean)
+        self.var = self._mean(self._emit(aten.mul.Tensor, self.centred, self.centred))
+        self.scale = self._emit(aten.rsqrt.default, self._emit(aten.add.Tensor, self.var, eps))
+
+    def normalised(self, weight: Any, bias: Any) -> fx.Node:
+        scale = self.scale
+        if weight is not None:
+            scale = self._emit(aten.mul.Tensor, scale, self._per_channel(weight))
+        result = self._emit(aten.mul.Tensor, self.centred, scale)
+        if bias is not None:
+            result = self._emit(aten.add.Tensor, result, self._per_channel(bias))
+        return self._cast(result, self.dtype)
+
+    def parts(self, weight: Any, bias: Any, mean: Any = None, var: Any = None, momentum: float = 0.0) -> dict:
+        """The outputs of the fused operator by position: result, mean, inverse deviation, new running statistics."""
+        found = {0: self.normalised(weight, bias), 1: self._flat(self.mean), 2: self._flat(self.scale)}
+        if mean is not None:
+            unbiased = self.count / max(self.count - 1, 1)
+            found[3] = self._moved(mean, self.mean, momentum, 1.0)
+            found[4] = self._moved(var, self.var, momentum, unbiased)
+        return found
+
+    def _moved(self, running: fx.Node, batch: fx.Node, momentum: float, factor: float) -> fx.Node:
+        """`(1 - momentum) * running + momentum * batch`, without gradient."""
+        kept = self._emit(aten.mul.Tensor, running, 1 - momentum)
+        new = self._flat(self._emit(aten.detach.default, batch))
+        new = self._emit(aten.mul.Tensor, new, momentum * factor)
+        return self._cast(self._emit(aten.add.Tensor, kept, new), value(running).dtype)
+
+    def _mean(self, source: fx.Node) -> fx.Node:
+        total = self._emit(aten.sum.dim_IntList, source, self.dims, True)
+        return self._emit(aten.div.Tensor, total, self.count)
+
+    def _per_channel(self, parameter: fx.Node) -> fx.Node:
+        return self._emit(aten.reshape.default, self._cast(parameter, self.working), self.channels)
+
+    def _flat(self, statistic: fx.Node) -> fx.Node:
+        return self._emit(aten.reshape.default, statistic, [self.channels[0]])
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if value(node).dtype == dtype else self._emit(aten.to.dtype, node, dtype)
+
+    def _emit(self, target: Any, *args: Any) -> fx.Node:
+        made = emit(self.graph, self.node, target, *args)
+        made.meta["written_for"] = BATCH_NORM
+        made.meta["named"] = BATCH_NORM if self.first else INNER
+        self.first = False
+        return made

@@ -1,0 +1,194 @@
+"""Copies, casts, views and cuts in one form each."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopart.graph import is_floating, is_tensor, operator_name, shape, value
+
+from .driver import emit, getitem, replace
+
+aten = torch.ops.aten
+
+_TRANSPARENT = {
+    "aten::alias", "aten::contiguous", "aten::clone", "aten::lift_fresh_copy", "aten::_assert_tensor_metadata",
+    "aten::to", "aten::_to_copy", "aten::reshape", "aten::expand", "aten::slice", "aten::dropout",
+    "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout", "aten::detach",
+}  # fmt: skip
+
+
+def drop_no_ops(graph: fx.Graph) -> None:
+    """Remove what changes neither values nor gradients: copies, casts to the same type, dropout that drops nothing."""
+    with_gradient = _with_gradient(graph)
+    for node in list(graph.nodes):
+        name = operator_name(node) if node.op == "call_function" else ""
+        if name not in _TRANSPARENT:
+            continue
+        if name == "aten::_assert_tensor_metadata":
+            graph.erase_node(node)
+            continue
+        source = node.args[0]
+        same = value(node).shape == value(source).shape and value(node).dtype == value(source).dtype
+        if "dropout" in name:
+            same = node.args[1] == 0 or not node.args[2]
+        if name == "aten::detach":
+            same = source not in with_gradient
+        if same:
+            replace(node, source)
+
+
+def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
+    """The values through which a gradient can flow to a parameter or an input."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            carries = value(node).requires_grad
+        elif node.op == "placeholder":
+            carries = node.meta.get("input_grad", False)
+        elif node.op == "call_function":
+            stops = operator_name(node) == "aten::detach" or (is_tensor(node) and not is_floating(node))
+            carries = not stops and not found.isdisjoint(node.all_input_nodes)
+        else:
+            carries = False
+        if carries:
+            found.add(node)
+    return found
+
+
+def positional_arguments(graph: fx.Graph) -> None:
+    """Arguments given by name move to their position where the operator has one, so that all passes find them there."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not node.kwargs:
+            continue
+        args, kwargs = list(node.args), dict(node.kwargs)
+        positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+        last = max((i for i, argument in enumerate(positional) if argument.name in kwargs), default=-1)
+        for argument in positional[len(args) : last + 1]:
+            args.append(kwargs.pop(argument.name, argument.default_value))
+        node.args, node.kwargs = tuple(args), kwargs
+
+
+def plain_copies(graph: fx.Graph) -> None:
+    """`copy(a, b)`, which a write in place through a view becomes, is `b` in the shape and dtype of `a`; `view_as`,
+    `expand_as` and `type_as` name the shape or dtype they mean."""
+    for node in list(graph.nodes):
+        name = operator_name(node) if node.op == "call_function" else ""
+        if name not in ("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as"):
+            continue
+        source = node.args[1] if name == "aten::copy" else node.args[0]
+        reshapes = name in ("aten::view_as", "aten::reshape_as")
+        with graph.inserting_before(node):
+            if value(source).dtype != value(node).dtype:
+                source = emit(graph, node, aten.to.dtype, source, value(node).dtype)
+            if shape(source) != shape(node):
+                target = aten.reshape.default if reshapes else aten.expand.default
+                source = emit(graph, node, target, source, list(shape(node)))
+            replace(node, source)
+
+
+def one_reshape(graph: fx.Graph) -> None:
+    """Every view that merges or splits dims becomes `reshape` with its full shape (a shard may not be viewable)."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or operator_name(node) not in _VIEWS:
+            continue
+        if node.target is not aten.reshape.default or list(node.args[1]) != list(shape(node)):
+            with graph.inserting_before(node):
+                replace(node, emit(graph, node, aten.reshape.default, node.args[0], list(shape(node))))
+
+
+_VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten"}
+
+
+def exact_squeeze(graph: fx.Graph) -> None:
+    """`squeeze` names the dims that go: a shard of another one may be of size 1 too."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or operator_name(node) != "aten::squeeze":
+            continue
+        before = shape(node.args[0])
+        asked = node.args[1] if len(node.args) > 1 else range(len(before))
+        asked = [asked] if isinstance(asked, int) else asked
+        gone = sorted({dim % len(before) for dim in asked if before[dim] == 1} if before else set())
+        with graph.inserting_before(node):
+            replace(node, emit(graph, node, aten.squeeze.dims, node.args[0], gone) if gone else node.args[0])
+
+
+def explicit_repeats(graph: fx.Graph) -> None:
+    """`repeat` becomes an `expand` into new dims, merged by a `reshape`."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or operator_name(node) != "aten::repeat":
+            continue
+        source, times = node.args
+        before = [1] * (len(times) - len(shape(source))) + list(shape(source))
+        pairs = [(1, size) for size in before]
+        with graph.inserting_before(node):
+            apart = emit(graph, node, aten.reshape.default, source, [size for pair in pairs for size in pair])
+            full = [size for time, own in zip(times, before, strict=True) for size in (time, own)]
+            wide = emit(graph, node, aten.expand.default, apart, full)
+            replace(node, emit(graph, node, aten.reshape.default, wide, list(shape(node))))
+
+
+def plain_broadcasts(graph: fx.Graph) -> None:
+    """`broadcast_tensors` (in losses) becomes an `expand` of what is not of the full shape already."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and operator_name(node) == "aten::broadcast_tensors":
+            for part in list(node.users):
+                source = node.args[0][part.args[1]]
+                with graph.inserting_before(part):
+                    same = shape(source) == shape(part)
+                    replace(part, source if same else emit(graph, part, aten.expand.default, source, list(shape(part))))
+
+
+def no_empty_parts(graph: fx.Graph) -> None:
+    """`cat` leaves out operands of shape [0], which it takes beside any others (an empty cache of keys)."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or operator_name(node) != "aten::cat":
+            continue
+        parts = [part for part in node.args[0] if shape(part) != (0,)]
+        if len(parts) == 1:
+            replace(node, parts[0])
+        elif parts and len(parts) < len(node.args[0]):
+            node.args = (parts, *node.args[1:])
+
+
+def one_split(graph: fx.Graph) -> None:
+    """`split`, `chunk` and runs of slices that tile a dim all become `split_with_sizes`."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = operator_name(node)
+        if name in ("aten::split", "aten::chunk"):
+            dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+            dim %= len(shape(node.args[0]))
+            sizes = [t.shape[dim] for t in value(node)]
+            with graph.inserting_before(node):
+                replace(node, emit(graph, node, aten.split_with_sizes.default, node.args[0], sizes, dim))
+        else:
+            _join_slices(graph, node)
+
+
+def _join_slices(graph: fx.Graph, node: fx.Node) -> None:
+    slices: dict[int, list[tuple[int, int, fx.Node]]] = {}
+    for user in node.users:
+        if (
+            user.op == "call_function"
+            and operator_name(user) == "aten::slice"
+            and len(user.args) <= 4
+            and value(user).numel()
+        ):
+            dim = user.args[1] % len(shape(node)) if len(user.args) > 1 else 0
+            start = (user.args[2] if len(user.args) > 2 else 0) or 0
+            start += shape(node)[dim] if start < 0 else 0
+            slices.setdefault(dim, []).append((start, start + shape(user)[dim], user))
+    for dim, pieces in slices.items():
+        pieces.sort(key=lambda piece: piece[:2])
+        ends = [0, *(end for _, end, _ in pieces)]
+        if len(pieces) < 2 or [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != shape(node)[dim]:
+            continue
+        first = min((user for _, _, user in pieces), key=list(graph.nodes).index)
+        with graph.inserting_before(first):
+            whole = emit(graph, first, aten.split_with_sizes.default, node, [e - s for s, e, _ in pieces], dim)
+            parts = [getitem(graph, whole, i) for i in range(len(pieces))]
+        for part, (_, _, user) in zip(parts, pieces, strict=True):
+            replace(user, part)

@@ -1,0 +1,37 @@
+"""What the functions of `views`, `reductions` and `joins` share: factors for the dims of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from autopart.graph import shape, tensor_inputs, value
+
+from .notation import Dim, Pattern
+
+UNARY_LINEAR = ((0,),)
+
+
+def names(count: int, prefix: str = "d") -> list[Dim]:
+    """One factor a dim: `d0`, `d1`, ..."""
+    return [(f"{prefix}{i}",) for i in range(count)]
+
+
+def pattern(node: fx.Node, inputs: Sequence, outputs: Sequence, whole: Sequence[str] = (), **options: Any) -> Pattern:
+    """The pattern of these factors, their sizes read from the shapes of the call."""
+    sizes: dict[str, int] = {}
+    shapes = [shape(n) for n in tensor_inputs(node)] + output_shapes(node)
+    for dims, sizes_of in zip((*inputs, *outputs), shapes, strict=True):
+        for dim, size in zip(dims, sizes_of, strict=True):
+            if len(dim) == 1:
+                sizes.setdefault(dim[0], size)
+    return Pattern(
+        tuple(map(tuple, inputs)), tuple(map(tuple, outputs)), sizes, frozenset(whole), **{"linear": (), **options}
+    )
+
+
+def output_shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    outputs = value(node)
+    return [tuple(t.shape) for t in (outputs if isinstance(outputs, (tuple, list)) else [outputs])]

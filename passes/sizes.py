@@ -1,0 +1,93 @@
+"""What does not divide over `tp`, and what is done instead: the notes of a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import fx
+
+from autopart.cost.collectives import wire_bytes
+from autopart.graph import pattern_of, shape, size_bytes, source_of, tensor_inputs
+from autopart.layout import Placement, R, conversion, is_direct, shard_sizes
+from autopart.trace import Trace
+
+from .analyze import FEATURE
+from .lower import Decisions
+from .partition import active_operators
+from .rules import Pattern
+
+
+def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
+    """One line for every weight with unequal shards, and for every split of features (into heads, say) of which `tp`
+    does not divide the outer number; repeated blocks share a line."""
+    tp = decisions.mesh.size("tp")
+    if tp == 1:
+        return ()
+    return tuple(dict.fromkeys([*_uneven_weights(trace, decisions, tp), *_undivided_splits(trace, decisions, tp)]))
+
+
+def _uneven_weights(trace: Trace, decisions: Decisions, tp: int) -> Iterator[str]:
+    for name, place in decisions.stored.items():
+        full = trace.parameters[name].shape
+        if place.is_shard and not place.sections and full[place.dim] % tp:
+            sizes = ", ".join(map(str, shard_sizes(full[place.dim], tp)))
+            yield f"{pattern_of(name)}: dim {place.dim} of size {full[place.dim]} on tp={tp}: shards of {sizes}"
+
+
+def _undivided_splits(trace: Trace, decisions: Decisions, tp: int) -> Iterator[str]:
+    found: dict[tuple[str, str, str], float] = {}
+    for node in active_operators(trace.graph):
+        pattern: Pattern | None = node.meta["pattern"]
+        for factors in _splits(node, pattern) if pattern is not None else ():
+            number, *inner = (pattern.sizes[f] for f in factors)
+            if number % tp == 0:
+                continue
+            how, sent = _instead(node, decisions, tp)
+            fits = ", ".join(str(n) for n in range(2, number + 1) if number % n == 0)
+            line = f"{number} x {math.prod(inner)} features on tp={tp}", f"; tp={fits} would divide" if fits else ""
+            key = node.meta["group"].rsplit("/", 1)[0], f"{line[0]}: {how}", line[1]
+            found[key] = found.get(key, 0.0) + sent
+    for (where, text, fits), sent in found.items():
+        moved = f", {sent / 1e6:.3g} MB sent by a rank a microbatch in all" if sent else ""
+        yield f"{where}: {text}{moved}{fits}"
+
+
+def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
+    """The factors of every dim of features of an input that the operator splits, its outer factor a dim of its own."""
+    alone = {dim[0] for dims in pattern.outputs for dim in dims if len(dim) == 1}
+    for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
+        for dim, atoms in zip(dims, source.meta["atoms"], strict=True):
+            if len(dim) > 1 and dim[0] in alone and any(atom.kind == FEATURE for atom in atoms):
+                yield dim
+
+
+def _instead(node: fx.Node, decisions: Decisions, tp: int) -> tuple[str, float]:
+    """What the plan does at a split that `tp` does not divide, and the bytes one rank sends for it."""
+    wanted = decisions.tensor[node].inputs[0]
+    if wanted.is_shard:
+        return f"cut inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, tp)
+    used = tensor_inputs(node)[0]
+    while True:  # up to where the features come from: the first conversion on the way is what makes them whole
+        source, index = source_of(used)
+        if source not in decisions.tensor:
+            return "whole on every rank", 0.0
+        made = decisions.tensor[source].outputs[index]
+        if made != wanted:
+            sent = _moved(used, wanted, decisions, tp)
+            return ("divided before, gathered here" if made.is_shard else "added up here") if sent else "whole", sent
+        inputs = tensor_inputs(source)
+        if len(inputs) != 1:
+            return "whole on every rank", 0.0
+        used, wanted = inputs[0], decisions.tensor[source].inputs[0]
+
+
+def _moved(used: fx.Node, wanted: Placement, decisions: Decisions, tp: int) -> float:
+    source, index = source_of(used)
+    made = decisions.tensor[source].outputs[index] if source in decisions.tensor else R
+    step = conversion(made, wanted)
+    if step is None or not is_direct(made, wanted, shape(used), tp):
+        return 0.0
+    rows = decisions.microbatches * (1 if decisions.copied else decisions.mesh.size("dp"))
+    ways = (step.forward, step.backward) if used.meta["needs_grad"] else (step.forward,)
+    return sum(wire_bytes(way, tp, size_bytes(used) / rows) for way in ways)

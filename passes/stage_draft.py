@@ -1,0 +1,131 @@
+"""One pipeline stage while it is written, and how it becomes a `Stage`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.graph import shape, value
+from autopart.layout import Placement
+from autopart.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
+from autopart.trace import Trace
+
+from .analyze import PARAMETER, WEIGHT
+from .local_ops import local_shape
+from .normalize import eliminate_dead_code
+
+Key = tuple[tuple[str, Placement], ...]
+"""A layout as a dictionary key."""
+
+
+@dataclass
+class StageDraft:
+    """One stage being written."""
+
+    index: int
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    prologue: fx.Graph = field(default_factory=fx.Graph)
+    made: dict[tuple[fx.Node, Key], fx.Node] = field(default_factory=dict)
+    whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    inputs: list[StageInput] = field(default_factory=list)
+    prologue_outputs: list[fx.Node] = field(default_factory=list)
+    receives: list[tuple[fx.Node, Key]] = field(default_factory=list)
+    sends: list[tuple[fx.Node, Key]] = field(default_factory=list)
+    parameters: dict[str, None] = field(default_factory=dict)
+    buffers: dict[str, None] = field(default_factory=dict)
+    received: list[fx.Node] = field(default_factory=list)
+    updates: list[tuple[BufferUpdate, fx.Node]] = field(default_factory=list)
+    seeds: fx.Node | None = None
+    seed: fx.Node | None = None
+
+    def placeholder(self, name: str) -> fx.Node:
+        """A new argument of the graph; its name is changed where there is one of that name."""
+        made = self.graph.placeholder(name)
+        made.target = made.name
+        return made
+
+    def output(self, values: Sequence[fx.Node]) -> None:
+        """End the graphs: with `values`, what the prologue makes for the graph, and new values of buffers."""
+        made = {from_inputs: [n for update, n in self.updates if update.from_inputs is from_inputs] for from_inputs in
+                (True, False)}  # fmt: skip
+        self.graph.output((*values, *made[False]))
+        self.prologue.output((*self.prologue_outputs, *made[True]))
+
+    def finish(self, trace: Trace, sizes: Mapping[str, int]) -> Stage:
+        """The stage, its graphs having their outputs; `sizes` are those of the mesh axes."""
+        keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.received]
+        for placeholder in reversed([*self.received, *keywords]):  # received values come first
+            next(iter(self.graph.nodes)).prepend(placeholder)
+        fuse_bias(self.graph)
+        for graph in (self.graph, self.prologue):
+            eliminate_dead_code(graph)
+            graph.lint()
+        return Stage(
+            self.index, _module(self.prologue, trace), tuple(self.inputs), _module(self.graph, trace),
+            tuple(_boundary(n, k, sizes) for n, k in self.receives),
+            tuple(_boundary(n, k, sizes) for n, k in self.sends),
+            tuple(self.parameters), tuple(self.buffers), tuple(update for update, _ in self.updates),
+        )  # fmt: skip
+
+
+def _module(graph: fx.Graph, trace: Trace) -> fx.GraphModule:
+    """A module around a graph: parameters and buffers without data, constants of the trace with theirs."""
+    attributes: dict[str, Any] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        constant = trace.constants.get(node.target)
+        meta = node.meta["val"]
+        attributes[node.target] = (
+            constant if constant is not None else torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+        )
+        if node.target in trace.parameters:
+            grad = trace.parameters[node.target].requires_grad
+            attributes[node.target] = torch.nn.Parameter(attributes[node.target], requires_grad=grad)
+    return StageGraph(attributes, graph)
+
+
+def _boundary(node: fx.Node, layout: Key, sizes: Mapping[str, int]) -> Boundary:
+    full, places = shape(node), dict(layout)
+    uneven = tuple(
+        (axis, place.dim, full[place.dim]) for axis, place in places.items()
+        if place.is_shard and not place.sections and full[place.dim] % sizes[axis]
+    )  # fmt: skip
+    return Boundary(node.name, tuple(local_shape(full, places, sizes)), value(node).dtype, places, uneven)
+
+
+def parameter_stages(stage_of: Mapping[fx.Node, int], outputs: fx.Node, last: int) -> dict[str, set[int]]:
+    """The stages that read each parameter, directly or through a view of it. The last gives the model's outputs."""
+    readers: dict[str, set[int]] = {}
+    for node, stage in (*stage_of.items(), (outputs, last)):
+        todo = list(node.all_input_nodes)
+        while todo:
+            used = todo.pop()
+            if used.meta["role"] == PARAMETER:
+                readers.setdefault(used.target, set()).add(stage)
+            elif used.meta["role"] == WEIGHT:
+                todo.extend(used.all_input_nodes)
+    return readers
+
+
+def fuse_bias(graph: fx.Graph) -> None:
+    """Put the bias back into `linear` where no collective came between them."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+            continue
+        product, bias = node.args
+        fits = (
+            isinstance(product, fx.Node) and isinstance(bias, fx.Node)
+            and product.target is torch.ops.aten.linear.default
+            and len(product.users) == 1 and len(product.args) == 2 and bias.op == "get_attr"
+            and value(bias).dim() == 1 and value(bias).shape[0] == value(product).shape[-1]
+        )  # fmt: skip
+        if fits:
+            with graph.inserting_before(node):
+                fused = graph.call_function(torch.ops.aten.linear.default, (*product.args, bias))
+            fused.meta = {**product.meta, **node.meta}
+            node.replace_all_uses_with(fused)
+            graph.erase_node(node)
+            graph.erase_node(product)

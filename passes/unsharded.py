@@ -1,0 +1,163 @@
+"""The operators that run whole on every rank: how many, why, what that costs, and the line that would shard them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopart.cost.collectives import wire_bytes
+from autopart.cost.flops import counted_flops
+from autopart.graph import format_value, operator_name, size_bytes, source_of, tensor_inputs, value
+from autopart.layout import Placement, R, conversion
+from autopart.trace import Trace
+
+from .analyze import BATCH, FEATURE, PARAMETER, Atoms, tuple_values
+from .batch import placement
+from .lower import Decisions
+from .partition import active_operators
+from .rules import Pattern, has_rule
+from .rules.notation import Rule
+from .rules.registered import call_text
+
+NO_RULE = "it has no sharding rule"
+NOT_THIS_CALL = "its sharding rule does not speak of this call"
+
+
+def unsharded(trace: Trace, decisions: Decisions) -> tuple[dict[str, Any], ...]:
+    """A row for every kind of call that runs whole on a mesh of several ranks: without a rule, or matrix work that `tp`
+    leaves undivided. The same calls of repeated blocks are counted together.
+
+    `flops`: of all of them over the global batch, where they are known. `bytes`: of all their inputs and outputs.
+    `moved_bytes`: what one rank sends so that they get whole inputs and their neighbours their shards, both ways.
+    """
+    if decisions.mesh.num_ranks == 1:
+        return ()
+    rows: dict[tuple, dict[str, Any]] = {}
+    for node in active_operators(trace.graph):
+        why = _why_whole(node, decisions)
+        if not why:
+            continue
+        where, name = node.meta["group"].rsplit("/", 1)[0], operator_name(node)
+        row = rows.setdefault((name, where, why, _shapes(node)), {
+            "operator": name, "where": where, "count": 0, "why": why, "shapes": _shapes(node), "flops": 0, "bytes": 0,
+            "moved_bytes": 0, "try": suggestion(node) if why == NO_RULE else "",
+        })  # fmt: skip
+        pattern: Pattern | None = node.meta["pattern"]
+        row["count"] += 1
+        row["flops"] += pattern.flops if pattern is not None else counted_flops(node)
+        row["bytes"] += sum(map(size_bytes, tensor_inputs(node)))
+        row["bytes"] += sum(v.numel() * v.element_size() for v in tuple_values(node) if hasattr(v, "numel"))
+        row["moved_bytes"] += round(sum(_moved(node, decisions)))
+    return tuple({key: value for key, value in row.items() if value or key == "where"} for row in rows.values())
+
+
+def _why_whole(node: fx.Node, decisions: Decisions) -> str:
+    """Why every rank runs all of this call; "" where it does not, or where it is little work."""
+    pattern: Pattern | None = node.meta["pattern"]
+    if pattern is None:
+        return NOT_THIS_CALL if has_rule(operator_name(node)) else NO_RULE
+    tp = decisions.mesh.size("tp")
+    if tp == 1 or not pattern.flops or decisions.tensor[node].factor:
+        return ""
+    sizes = _feature_sizes(node, pattern)
+    if not sizes:
+        return "none of its dims comes from a weight"
+    uneven = all(size % tp for size in sizes.values())
+    named = ", ".join(f"{factor}={size}" for factor, size in sizes.items())
+    return f"tp={tp} divides none of {named}" if uneven else f"bringing its values together for tp={tp} would cost more"
+
+
+def _feature_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
+    """The factors of a rule that a weight gives and that may be sharded, with their sizes."""
+    found: dict[str, int] = {}
+    for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
+        for dim, atoms in zip(dims, source.meta["atoms"], strict=True):
+            if any(atom.kind == FEATURE for atom in atoms):
+                found |= {factor: pattern.sizes[factor] for factor in dim if factor not in pattern.whole}
+    return found
+
+
+def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
+    """Bytes one rank sends for each conversion of its inputs and outputs, forward and backward."""
+    for axis, chosen in (("dp", decisions.batch), ("tp", decisions.tensor)):
+        if decisions.mesh.size(axis) == 1:
+            continue
+        ways = {(s, t) for s, t in zip(tensor_inputs(node), chosen[node].inputs, strict=True)}
+        for used in _results(node):
+            for user in used.users:
+                if user in chosen:
+                    ways |= {
+                        (used, t) for s, t in zip(tensor_inputs(user), chosen[user].inputs, strict=True) if s is used
+                    }
+        for source, target in ways:
+            at = _made(source, axis, decisions)
+            step = conversion(at, target) if at is not None else None
+            if step is not None:
+                size, ranks = size_bytes(source), decisions.mesh.size(axis)
+                yield wire_bytes(step.forward, ranks, size)
+                yield wire_bytes(step.backward, ranks, size) if source.meta["needs_grad"] else 0.0
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The node's outputs: itself, or its projections."""
+    return [node] if len(tuple_values(node)) == 1 and hasattr(value(node), "shape") else list(node.users)
+
+
+def _made(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
+    """Where a value is made on an axis; None for values of the inputs alone."""
+    if axis == "dp":
+        return placement(used, decisions.batch)
+    source, index = source_of(used)
+    if source.meta["role"] == PARAMETER:
+        return decisions.stored.get(source.target, R)
+    return decisions.tensor[source].outputs[index] if source in decisions.tensor else None
+
+
+def _shapes(node: fx.Node) -> str:
+    """`f32[8,16], f32[16,8] -> f32[8,8]`."""
+    outputs = ", ".join(format_value(n) or str(value(n)) for n in _results(node))
+    return f"{', '.join(map(format_value, tensor_inputs(node)))} -> {outputs}"
+
+
+# The line that might shard an operator
+
+
+def suggestion(node: fx.Node) -> str:
+    """`autopart.rule("mylib::op", "b c, c d -> b d", sum="c")`: dims of one size are taken for one factor."""
+    sources, outputs = tensor_inputs(node), tuple_values(node)
+    if not sources or not all(hasattr(v, "shape") for v in (*map(value, sources), *outputs)):
+        return ""
+    made = node.meta["atoms"] if len(outputs) > 1 else [node.meta["atoms"]]
+    letters = iter("acdefghijklmnopqrstuvwxyz")
+    sizes: dict[str, int] = {}
+    operands = []
+    for tensor, atoms in zip(
+        [*map(value, sources), *outputs], [*(s.meta["atoms"] for s in sources), *made], strict=True
+    ):
+        names = _name_dims(tensor.shape, atoms, sizes, letters)
+        if names is None:
+            return ""
+        operands.append(names)
+    left, right = operands[: len(sources)], operands[len(sources) :]
+    new = {f for names in right for f in names} - {f for names in left for f in names}
+    line = " -> ".join(", ".join(" ".join(names) for names in side) for side in (left, right))
+    return call_text(operator_name(node), Rule(line, " ".join(sorted(new))))
+
+
+def _name_dims(
+    full: Sequence[int], atoms: Sequence[Atoms], sizes: dict[str, int], letters: Iterator[str]
+) -> list[str] | None:
+    """A factor for every dim of an operand: `b` for rows of the batch, else the first of its size that the operand does
+    not have yet, else a new one; None where letters run out."""
+    names: list[str] = []
+    for size, dim in zip(full, atoms, strict=True):
+        is_rows = any(atom.kind == BATCH for atom in dim) and "b" not in names
+        known = [name for name, other in sizes.items() if other == size and name not in ("b", *names)]
+        name = "b" if is_rows else known[0] if known else next(letters, "")
+        if not name:
+            return None
+        sizes[name] = size
+        names.append(name)
+    return names

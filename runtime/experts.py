@@ -1,0 +1,87 @@
+"""The matrix products of a mixture of experts: every row with the matrix of its own expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.library.custom_op("autopart::expert_linear", mutates_args=())
+def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> Tensor:
+    """Row `i` of `x` times the matrix of expert `expert[i]`.
+
+    Args:
+        x: [rows, inputs].
+        weight: [experts, inputs, outputs], of the experts from number `first` on.
+        expert: [rows], integers. A row whose expert is not among these gives zeros: a partial sum over expert shards.
+    Returns:
+        [rows, outputs].
+    """
+    rows, counts, mine = _by_expert(expert, first, weight.size(0))
+    if _has_kernel(x, weight):
+        made = F.grouped_mm(x[rows], weight, offs=counts.cumsum(0, dtype=torch.int32))
+        return torch.zeros_like(made).index_copy(0, rows, made) * mine.unsqueeze(-1)
+    y = x.new_zeros(x.size(0), weight.size(2))
+    for matrix, own in zip(weight, rows.split([*counts.tolist(), _rest(rows, counts)]), strict=False):
+        y[own] = x[own] @ matrix
+    return y
+
+
+@torch.library.custom_op("autopart::expert_outer", mutates_args=())
+def expert_outer(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: int = 0) -> Tensor:
+    """[experts, inputs, outputs]: for every expert the sum of `x[i] y[i]` over its own rows; see `expert_linear`."""
+    rows, counts, _ = _by_expert(expert, first, num_experts)
+    if _has_kernel(x, y):
+        return F.grouped_mm(x[rows].t(), y[rows], offs=counts.cumsum(0, dtype=torch.int32))
+    products = x.new_zeros(num_experts, x.size(1), y.size(1))
+    for product, own in zip(products, rows.split([*counts.tolist(), _rest(rows, counts)]), strict=False):
+        torch.mm(x[own].t(), y[own], out=product)
+    return products
+
+
+def _by_expert(expert: Tensor, first: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows in the order of their experts, those of other experts last; how many each expert has; whose they are."""
+    local = expert - first
+    mine = (local >= 0) & (local < num_experts)
+    local = torch.where(mine, local, num_experts)
+    counts = (local.unsqueeze(-1) == torch.arange(num_experts, device=local.device)).sum(0)
+    return local.argsort(stable=True), counts, mine
+
+
+def _rest(rows: Tensor, counts: Tensor) -> int:
+    return rows.numel() - int(counts.sum())
+
+
+def _has_kernel(x: Tensor, y: Tensor) -> bool:
+    """Whether torch has one kernel for all experts: on CUDA, in bfloat16, rows of whole 16 bytes."""
+    return x.is_cuda and x.dtype == y.dtype == torch.bfloat16 and x.size(-1) % 8 == y.size(-1) % 8 == 0
+
+
+@expert_linear.register_fake
+def _(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> Tensor:
+    return x.new_empty(x.size(0), weight.size(2))
+
+
+@expert_outer.register_fake
+def _(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: int = 0) -> Tensor:
+    return x.new_empty(num_experts, x.size(1), y.size(1))
+
+
+def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, expert, ctx.first = inputs
+    ctx.save_for_backward(x, weight, expert)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple:
+    x, weight, expert = ctx.saved_tensors
+    needs_x, needs_weight, *_ = ctx.needs_input_grad
+    of_x = expert_linear(grad.contiguous(), weight.transpose(1, 2), expert, ctx.first) if needs_x else None
+    of_weight = expert_outer(x, grad.contiguous(), expert, weight.size(0), ctx.first) if needs_weight else None
+    return of_x, of_weight, None, None
+
+
+OPERATORS = ("expert_linear", "expert_outer")
+expert_linear.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,12 @@
+"""Sample calls that prove the sharding rules, by family. An operator with a rule needs at least one: add a line."""
+
+from . import indexing, pointwise, products, recurrent, reductions, views, windows
+from .not_claimed import NOT_CLAIMED
+from .sample import Sample, bools, call, data, ints, labels, x
+
+FAMILIES = (pointwise, products, windows, views, reductions, indexing, recurrent)
+SAMPLES = [sample for family in FAMILIES for sample in family.SAMPLES]
+TRIED = [sample for family in FAMILIES if family is not recurrent for sample in family.SAMPLES]
+"""Calls of which every sharding can be tried: recurrent kernels crash on arguments that do not fit each other."""
+
+__all__ = ["NOT_CLAIMED", "SAMPLES", "TRIED", "Sample", "bools", "call", "data", "ints", "labels", "x"]

@@ -1,0 +1,66 @@
+"""Calls of matrix products, attention, convolutions and pooling."""
+
+from .sample import bools, call, ints, x
+
+SAMPLES = [
+    call("linear", x(2, 6, 4), x(12, 4)),
+    call("linear", x(6, 4), x(12, 4), x(12)),
+    call("linear", x(4), x(6, 4)),
+    call("linear", x(6, 4), x(4)),
+    call("mm", x(6, 4), x(4, 12)),
+    call("addmm", x(12), x(6, 4), x(4, 12)),
+    call("matmul", x(4), x(2, 4, 6)),
+    call(
+        "scaled_dot_product_attention", x(2, 4, 6, 8), x(2, 2, 6, 8), x(2, 2, 6, 8), bools(2, 1, 6, 6), enable_gqa=True
+    ),
+    call("bmm", x(2, 6, 4), x(2, 4, 12)),
+    call("matmul", x(2, 6, 4), x(2, 4, 6)),
+    call("matmul", x(2, 6, 4), x(4, 6)),
+    call("matmul", x(2, 1, 6, 4), x(6, 4, 6)),
+    call("matmul", x(6, 4), x(4)),
+    call("matmul", x(6, 4), x(4, 1)),
+    call("scaled_dot_product_attention", x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 4)),
+    call("scaled_dot_product_attention", x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 4), None, 0.0, True),
+    call(
+        "scaled_dot_product_attention",
+        x(2, 4, 6, 8),
+        x(2, 4, 12, 8),
+        x(2, 4, 12, 8),
+        bools(6, 12) | bools(12)[None] | True,
+    ),
+    call("scaled_dot_product_attention", x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 1, 6, 6)),
+    call("scaled_dot_product_attention", x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 1, 6), scale=0.3),
+    call("scaled_dot_product_attention", x(2, 12, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 8), enable_gqa=True),
+    call(
+        "scaled_dot_product_attention", x(2, 12, 6, 8), x(2, 2, 6, 8), x(2, 2, 6, 8), None, 0.0, True, enable_gqa=True
+    ),
+    call("scaled_dot_product_attention", x(2, 12, 6, 8), x(2, 2, 6, 8), x(2, 2, 6, 8), x(6, 6), enable_gqa=True),
+    call("scaled_dot_product_attention", x(2, 4, 6, 8), x(2, 1, 6, 8), x(2, 1, 6, 8), enable_gqa=True),
+    call("scaled_dot_product_attention", x(4, 6, 8), x(4, 6, 8), x(4, 6, 8)),
+    call("addmm", x(12), x(6, 4), x(4, 12), beta=0.5, alpha=2.0),
+    call("baddbmm", x(2, 6, 4), x(2, 6, 4), x(2, 4, 4)),
+    call("baddbmm", x(2, 1, 4), x(2, 6, 4), x(2, 4, 4), beta=0, alpha=0.5),
+    call("addbmm", x(6, 4), x(2, 6, 4), x(2, 4, 4)),
+    call("addmv", x(6), x(6, 4), x(4)),
+    call("mv", x(6, 4), x(4)),
+    call("dot", x(6), x(6)),
+    call("outer", x(6), x(4)),
+    call("bilinear", x(6, 4), x(6, 2), x(12, 4, 2), x(12)),
+    call("tensordot", x(2, 6, 4), x(4, 6, 12), [1, 2], [1, 0]),
+    call("cdist", x(6, 4), x(2, 4)),
+    call("_cdist_forward", x(6, 4), x(2, 4), 2.0, None),
+    call("autopart::expert_linear", x(6, 4), x(4, 4, 12), ints(6, below=4)),
+    call("autopart::expert_linear", x(12, 4), x(6, 4, 2), ints(12, below=6)),
+    call("autopart::expert_linear", x(6, 4), x(5, 4, 12), ints(6, below=5)),
+    # einsum: a projection, heads, the diagonal of heads, sums, an ellipsis, no arrow, three operands
+    call("einsum", "bsk,kn->bsn", [x(2, 6, 4), x(4, 6)]),
+    call("einsum", "bhqd,bhkd->bhqk", [x(2, 4, 6, 2), x(2, 4, 12, 2)]),
+    call("einsum", "bhqd, hd -> bh", [x(2, 4, 6, 2), x(4, 2)]),
+    call("einsum", "...k,nk->...n", [x(2, 6, 4), x(12, 4)]),
+    call("einsum", "ik,kj", [x(6, 4), x(4, 12)]),
+    call("einsum", "bij->bji", [x(2, 6, 4)]),
+    call("einsum", "bij->b", [x(6, 2, 4)]),
+    call("einsum", "ik,jk->ij", [x(6, 1), x(4, 2)]),
+    call("einsum", "bik,bjk,bk->bij", [x(2, 6, 4), x(2, 12, 4), x(2, 4)]),
+    call("einsum", "bii->bi", [x(6, 4, 4)]),
+]

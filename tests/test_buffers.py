@@ -1,0 +1,353 @@
+"""Buffers that a model writes in its forward: batch-norm statistics, counters, moving averages, caches.
+
+After every call they hold what they hold on one device, on every rank and under every mesh.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import dist
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import autopart
+from autopart.compiler import prepare
+from autopart.mesh import Mesh
+from autopart.passes.normalize import statistics
+from autopart.trace import bind_call
+
+ROWS, SIZE = 8, 8
+
+
+class Images(nn.Module):
+    """Convolutions and a linear layer, each with a batch norm of its kind."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, SIZE, 3, padding=1), nn.BatchNorm2d(SIZE, **options)
+        self.conv2, self.norm2 = nn.Conv2d(SIZE, SIZE, 3, padding=1, bias=False), nn.BatchNorm2d(SIZE, **options)
+        self.head, self.norm3 = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE, **options)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = F.relu(self.norm1(self.conv1(x)))
+        h = F.relu(self.norm2(self.conv2(h))) + h
+        return F.cross_entropy(self.norm3(self.head(h.mean((2, 3)))), y)
+
+
+class Synchronised(Images):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.SyncBatchNorm(SIZE) for _ in range(2))
+
+
+def instance_norms(**options: Any) -> nn.Module:
+    """Running statistics of instance norms."""
+    model = Images()
+    model.norm1, model.norm2 = (nn.InstanceNorm2d(SIZE, affine=True, track_running_stats=True, **options) for _ in "12")
+    return model
+
+
+class Base(nn.Module):
+    """Two linear layers, and buffers; subclasses write them in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.register_buffer("mean", torch.zeros(2 * SIZE))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("table", torch.randn(4, 2 * SIZE))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(self.between(torch.tanh(self.up(x)))), y)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h
+
+
+class MovingMean(Base):
+    """A moving average that is used after it has moved; it moves in training only."""
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+                self.count += 1
+        return h - self.mean * torch.rsqrt(1.0 + self.count)
+
+
+class Assigned(Base):
+    def between(self, h: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h - self.mean
+
+
+class WithGradient(Base):
+    """A buffer that is given a value which has a gradient: it keeps the value alone."""
+
+    def between(self, h: Tensor) -> Tensor:
+        kept = h.mean(0)
+        self.mean.data.copy_(kept)
+        return h - self.mean + kept
+
+
+class Codebook(Base):
+    """Vector quantisation with codes that follow their members (van den Oord et al. 2017, appendix A.1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sizes", torch.ones(4))
+        self.register_buffer("sums", self.table.clone())
+
+    def between(self, h: Tensor) -> Tensor:
+        codes = self.table
+        distances = h.pow(2).sum(1, keepdim=True) - 2 * h @ codes.t() + codes.pow(2).sum(1)
+        chosen = F.one_hot(distances.argmin(1), 4).to(h.dtype)
+        quantised = chosen @ codes
+        if self.training:
+            with torch.no_grad():
+                self.sizes.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+                self.sums.mul_(0.9).add_(chosen.t() @ h, alpha=0.1)
+                self.table.copy_(self.sums / self.sizes[:, None])
+        return h + (quantised - h).detach()
+
+
+class Cache(Base):
+    """A cache with a place for each row, of which some rows are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(ROWS, 2 * SIZE))
+        self.register_buffer("seen", torch.zeros(ROWS, SIZE), persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.cache[2:6] = torch.tanh(self.up(x))[2:6]
+            self.seen.copy_(x)
+        return super().forward(x, y) + self.cache.mean() * self.down.bias.sum()
+
+
+class OfWeights(Base):
+    """Averages of weights, as they are and as one of their views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(2 * SIZE, SIZE))
+        self.register_buffer("turned", torch.zeros(SIZE, 2 * SIZE))
+
+    def between(self, h: Tensor) -> Tensor:
+        self.average.copy_(0.9 * self.average + 0.1 * self.up.weight.detach())
+        self.turned.copy_(self.up.weight.detach().t())
+        return h + self.turned.sum(0)
+
+
+class Shared(Base):
+    """One batch norm under two names, called three times: each call starts from what the last one left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2 * SIZE)
+        self.again = self.norm
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.norm(h) + self.again(h * 2) + self.norm(h.abs())
+
+
+class Spectral(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = parametrizations.spectral_norm(self.up)
+        self.down = nn.utils.spectral_norm(self.down)
+
+
+class Returned(Base):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        before = self.mean + 0
+        self.mean.add_(self.up(x).detach().sum(0))
+        return {"loss": super().forward(x, y), "before": before, "mean": self.mean}
+
+
+MODELS = {
+    "batch norm": Images,
+    "batch norm without weights": lambda: Images(affine=False),
+    "batch norm without buffers": lambda: Images(track_running_stats=False),
+    "cumulative batch norm": lambda: Images(momentum=None),
+    "synchronised batch norm": Synchronised,
+    "instance norm": lambda: instance_norms(momentum=0.3),
+    **{cls.__name__: cls for cls in (
+        MovingMean, Assigned, WithGradient, Codebook, Cache, OfWeights, Shared, Spectral, Returned)},
+}  # fmt: skip
+WRITES_NOTHING = ("batch norm without buffers",)
+MESHES = ("tp2", "pp2", "dp2", "dp2,tp2", "dp2,pp2,tp2")
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model.train()
+
+
+def batch(name: str, seed: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    if "norm" in name:
+        image = 2 * torch.randn(ROWS, 3, 4, 4, generator=generator, dtype=torch.float64) + 1
+        return {"x": image, "y": torch.randint(SIZE, (ROWS,), generator=generator)}
+    x, y = torch.randn(2, ROWS, SIZE, generator=generator, dtype=torch.float64)
+    return {"x": x.clone(), "y": y.clone()}
+
+
+def on_one_device(model: nn.Module) -> nn.Module:
+    """The model as it runs without processes: a SyncBatchNorm is a batch norm there."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.SyncBatchNorm):
+            plain = nn.BatchNorm2d(module.num_features).to(module.weight.dtype)
+            plain.load_state_dict(module.state_dict())
+            model.set_submodule(name, plain)
+    return model
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_new_values_are_exact(name, mesh):
+    model = build(name)
+    found = autopart.verify(on_one_device(model), mesh, example_kwargs=batch(name))
+    assert found.ok, str(found)
+    assert found.max_error < 1e-12
+    written = {error.removeprefix("buffer ") for error in found.errors if error.startswith("buffer ")}
+    assert written == changed(model, batch(name))
+
+
+def changed(model: nn.Module, call: Mapping[str, Tensor]) -> set[str]:
+    """The buffers that one call changes, each under its first name."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model = copy.deepcopy(model)
+    model(**call)
+    return {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
+
+
+# --- over processes ------------------------------------------------------------------------------------------------
+
+
+def trains_and_evaluates(name, mesh):
+    """Two steps, a call of its own in training, and what comes out in eval mode: all as on one device."""
+    model = build(name)
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch(name))
+    model = on_one_device(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, pm)]
+    for seed in (1, 2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = loss_of(model(**batch(name, seed)))
+        expected.backward()
+        found = pm.step(**batch(name, seed))
+        zoo.assert_close_outputs(found, expected.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+        same_state(pm, model)
+    with torch.no_grad():
+        zoo.assert_close_outputs(pm(**batch(name, 3)), model(**batch(name, 3)))
+    same_state(pm, model)
+    model.eval(), pm.eval()
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    zoo.assert_close_outputs(loss_of(pm(**batch(name, 4))).detach(), loss_of(model(**batch(name, 4))).detach())
+    same_state(pm, model)
+    pm.train(), model.train()
+    zoo.assert_close_outputs(loss_of(pm(**batch(name, 5))).detach(), loss_of(model(**batch(name, 5))).detach())
+    same_state(pm, model)
+    return any(not torch.equal(before[n], b) for n, b in model.named_buffers())
+
+
+def loss_of(output):
+    return output["loss"] if isinstance(output, dict) else output
+
+
+def same_state(pm, model):
+    """Parameters and buffers, those that a rank holds too: they are whole."""
+    expected = model.state_dict()
+    found = pm.full_state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        zoo.assert_close_outputs(found[name], value, where=name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        zoo.assert_close_outputs(pm.get_buffer(name), buffer.detach(), where=name)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("name", [n for n in MODELS if n not in WRITES_NOTHING])
+def test_training_over_processes(name, mesh):
+    assert all(dist.run_ranks(trains_and_evaluates, 2, name, mesh)), "nothing was written"
+
+
+@pytest.mark.parametrize("mesh", ["dp2,tp2", "pp2,tp2", "dp2,pp2"])
+@pytest.mark.parametrize("name", ["batch norm", "Codebook", "Cache"])
+def test_training_over_four_processes(name, mesh):
+    assert Mesh.parse(mesh).num_ranks == 4
+    dist.run_ranks(trains_and_evaluates, 4, name, mesh)
+
+
+# --- details -------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_new_value_is_found(monkeypatch):
+    """The variance of running statistics is the unbiased one."""
+    right = statistics._Formula._moved
+    monkeypatch.setattr(statistics._Formula, "_moved", lambda self, *args: right(self, *args[:3], 1.0))
+    found = autopart.verify(build("batch norm"), "dp2", example_kwargs=batch("batch norm"))
+    assert not found.ok
+    assert found.errors["buffer norm1.running_var"] > 1e-4
+    assert found.errors["buffer norm1.running_mean"] < 1e-12
+
+
+def test_a_buffer_that_the_trace_misses_is_found(monkeypatch):
+    monkeypatch.setattr(autopart.trace, "traceable", lambda model: nullcontext())
+    monkeypatch.setattr(autopart.exported, "_writes", lambda node: False)
+    found = autopart.verify(build("instance norm").eval().requires_grad_(), "dp2", example_kwargs=batch("batch norm"))
+    assert found.ok, str(found)
+    model = build("instance norm")
+    model.norm3.eval()
+    found = autopart.verify(model, "dp2", example_kwargs=batch("batch norm"))
+    missed = {name for name, error in found.errors.items() if error == float("inf")}
+    assert not found.ok and missed == {f"buffer norm{i}.running_{kind}" for i in "12" for kind in ("mean", "var")}
+
+
+def test_a_statistic_is_reduced_once_in_either_direction():
+    plan = autopart.plan(build("batch norm"), "dp2", example_kwargs=batch("batch norm"))
+    counts = {(c.forward, c.backward): c.count for c in plan.collectives if c.where == "norm1"}
+    assert counts == {("all_reduce", "all_reduce"): 2}
+
+
+def test_microbatches_are_refused_and_none_are_chosen():
+    model, call = build("batch norm"), batch("batch norm")
+    with pytest.raises(autopart.AutopartError, match=r"batch_norm takes all rows .* a statistic of the batch"):
+        autopart.plan(model, "pp2", example_kwargs=call, microbatches=2)
+    assert autopart.plan(model, "pp2", example_kwargs=call).schedule.microbatches == 1
+
+
+def test_float32_statistics_of_a_bfloat16_model():
+    torch.manual_seed(0)
+    model = nn.BatchNorm1d(SIZE)
+    x = torch.randn(ROWS, SIZE).to(torch.bfloat16)
+    traced = prepare(model, bind_call(model, (x,), {}))
+    assert {str(n.meta["val"].dtype) for n in traced.buffer_updates.values()} == {"torch.float32", "torch.int64"}
+    pm = autopart.parallelize(copy.deepcopy(model), "tp1", example_args=(x,))
+    assert torch.allclose(pm(x).float(), model(x).float(), atol=2**-8)
+    assert torch.allclose(pm.get_buffer("running_var"), model.running_var, atol=1e-6)
+
+
+def test_tracing_and_verifying_leave_the_model_alone():
+    model = build("cumulative batch norm")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    autopart.verify(model, "dp2", example_kwargs=batch("batch norm"))
+    autopart.parallelize(model, "tp1", example_kwargs=batch("batch norm")).step(**batch("batch norm"))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all("forward" not in vars(module) for module in model.modules())

@@ -1,0 +1,124 @@
+"""Rewritings that look at more than one operator: mixtures of experts, rows that are made of nothing, sections of data.
+
+That the normal form of a single operator computes what the operator computes is in `test_rules.py`.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import autopart
+from autopart.compiler import prepare
+from autopart.graph import operator_name
+from autopart.trace import bind_call
+from autopart.verify import NOT_DOUBLE
+
+ROWS, WIDTH, EXPERTS = 8, 6, 4
+
+
+class SortedExperts(nn.Module):
+    """Rows sorted by expert, one product a group, and back. `fault`: what makes the order of the rows matter."""
+
+    def __init__(self, fault: str = ""):
+        super().__init__()
+        self.fault = fault
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, experts = self.router(x).softmax(-1).topk(2)
+        experts = experts.reshape(-1)
+        sorted_experts, order = torch.sort(experts)
+        counts = torch.histc(sorted_experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        if self.fault == "counts of something else":
+            counts = counts.flip(0)
+        offsets = torch.cumsum(counts, 0, dtype=torch.int32)
+        y = torch.ops.transformers.grouped_mm_fallback(x[order // 2], self.weight, offsets)
+        y = torch.tanh(y + self.bias[sorted_experts])
+        if self.fault == "a sum over the sorted rows":
+            y = y.cumsum(0)
+        y = y * (best.reshape(-1) if self.fault == "unsorted weights" else best.reshape(-1)[order]).unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(2 * x.size(0))
+        return y[back].view(x.size(0), 2, WIDTH).sum(1)
+
+
+def names(model: nn.Module, x: Tensor) -> list[str]:
+    graph = prepare(model, bind_call(model, (x,), {})).graph
+    return [operator_name(node) for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.fixture
+def rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_experts_are_computed_in_the_order_of_their_rows(rows):
+    model = SortedExperts().double()
+    found = names(model, rows)
+    assert found.count("autopart::expert_linear") == 1 and "aten::sort" not in found
+    for mesh, microbatches in (("tp2", 1), ("tp3", 1), ("dp2,tp2", 2), ("dp4", 2)):
+        assert autopart.verify(model, mesh, example_args=(rows,), microbatches=microbatches).ok, mesh
+
+
+@pytest.mark.parametrize("fault", ["unsorted weights", "counts of something else", "a sum over the sorted rows"])
+def test_a_sort_that_matters_is_left_alone(fault, rows):
+    model = SortedExperts(fault).double()
+    found = names(model, rows)
+    assert "autopart::expert_linear" not in found and "aten::sort" in found
+    if fault == "unsorted weights":  # the others give every expert other rows than the fallback can take
+        assert autopart.verify(model, "tp2", example_args=(rows,)).ok
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_mixtral(implementation):
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = MixtralForCausalLM._from_config(config, experts_implementation=implementation)
+    ids = torch.randint(64, (4, 6))
+    plan = autopart.plan(model, "tp2", example_kwargs={"input_ids": ids, "labels": ids})
+    experts = {name: place["tp"] for name, place in plan.parameters.items() if "experts" in name}
+    assert set(experts.values()) == {"S(1; sections=2)", "S(2)"}  # column- and row-parallel, one all-reduce a layer
+    for mesh, microbatches in (("tp2", 1), ("pp2,dp2", 2)):
+        found = autopart.verify(
+            model, mesh, example_kwargs={"input_ids": ids, "labels": ids}, microbatches=microbatches
+        )  # fmt: skip
+        assert found.ok, found
+        assert (NOT_DOUBLE in found.notes) == (implementation == "grouped_mm")
+
+
+class TokenTypes(nn.Module):
+    """Embeddings of token types that nobody gave: zeros of the shape of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.types, self.out = nn.Embedding(12, WIDTH), nn.Embedding(2, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        types = torch.zeros(ids.shape, dtype=torch.long)
+        return self.out(self.words(ids) + self.types(types)).tanh()
+
+
+class SequenceFirst(nn.Module):
+    """Rows of the batch are the inner part of a merged dim, also of a mask that is made of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        merged = self.words(ids).transpose(0, 1).reshape(-1, WIDTH)
+        keep = (ids > 3).flip(1).t().reshape(-1, 1)
+        return torch.where(keep, self.out(merged), merged).tanh()
+
+
+@pytest.mark.parametrize("kind", [TokenTypes, SequenceFirst])
+@pytest.mark.parametrize(("mesh", "microbatches"), [("dp2", 1), ("dp2", 2), ("pp2", 4), ("dp2,tp2", 2)])
+def test_rows_of_the_batch_are_followed(kind, mesh, microbatches):
+    ids = torch.randint(12, (8, 5), generator=torch.Generator().manual_seed(0))
+    assert autopart.verify(kind().double(), mesh, example_args=(ids,), microbatches=microbatches).ok

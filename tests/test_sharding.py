@@ -1,0 +1,127 @@
+"""The tensor-parallel solve: collapsing a problem does not change its optimum."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from autopart.compiler import prepare
+from autopart.cost.hardware import Hardware
+from autopart.passes.pairs import Pairs
+from autopart.passes.shard import Programme
+from autopart.trace import bind_call
+
+# --- the problem of pairs ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw):
+    """Costs of single options and tables of pairs, some of them impossible."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=7))
+    number = st.integers(0, 9).map(float)
+    costs = [draw(st.lists(number, min_size=n, max_size=n)) for n in sizes]
+    edges = draw(st.lists(st.tuples(*[st.integers(0, len(sizes) - 1)] * 2), max_size=12))
+    tables = []
+    for a, b in edges:
+        entry = number if min(sizes[a], sizes[b]) == 1 else st.one_of(number, number, number, st.just(np.inf))
+        table = np.array(draw(st.lists(entry, min_size=sizes[a] * sizes[b], max_size=sizes[a] * sizes[b])))
+        table = table.reshape(sizes[a], sizes[b])
+        table[0, 0] = draw(number)  # the first options go together
+        tables.append((a, b, table))
+    return costs, tables
+
+
+def cost_of(costs, tables, chosen):
+    total = sum(cost[k] for cost, k in zip(costs, chosen, strict=True))
+    return total + sum(table[chosen[a], chosen[b]] for a, b, table in tables)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_the_least_cost_is_found(problem):
+    costs, tables = problem
+    least = min(cost_of(costs, tables, c) for c in itertools.product(*(range(len(cost)) for cost in costs)))
+    for collapse in (True, False):
+        pairs = Pairs()
+        for cost in costs:
+            pairs.variable(cost)
+        for table in tables:
+            pairs.add(*table)
+        found = pairs.solve(collapse)
+        assert abs(found.cost - least) < 1e-6
+        assert abs(cost_of(costs, tables, found.chosen) - least) < 1e-6 and found.gap <= 1e-6
+
+
+# --- the problem of a model ----------------------------------------------------------------------------------------
+
+CASES = {
+    **{f"{name} on tp2": (builder, {}, 2) for name, builder in zoo.ZOO.items()},
+    "gpt2 on tp4": (zoo.gpt2, {}, 4),
+    "6 heads of gpt2 on tp4": (zoo.gpt2, {"hidden": 24, "heads": 6}, 4),
+    "6 heads of llama on tp4": (zoo.llama, {"hidden": 48, "heads": 6, "kv_heads": 3}, 4),
+    "2 kv heads on tp4": (zoo.llama, {"heads": 4, "kv_heads": 2}, 4),
+    "2 fused kv heads on tp4": (zoo.phi3, {"heads": 4, "kv_heads": 2}, 4),
+}
+
+
+def programme_of(builder, sizes, tp):
+    model, batch = builder(**sizes)
+    return Programme(prepare(model, bind_call(model, (), batch)).graph, tp, Hardware.load(), {}, {})
+
+
+def flat_cost(programme):
+    """The optimum by one flat mixed-integer programme: a binary per option, and for every value a variable per pair of
+    placements (made, wanted) that is paid once however many consumers want it."""
+    costs, rows, first = [], [], {}
+    for choice in programme.choices.values():
+        first[id(choice)] = len(costs)
+        costs += choice.costs
+        rows.append(({first[id(choice)] + k: 1.0 for k in range(len(choice.options))}, 1.0, 1.0))
+    binaries = len(costs)
+    for value in programme.values:
+        uses = list(value.uses.values())
+        targets = sorted({place for use in uses for wanted in use.wanted() for place in wanted})
+        table = programme.conversion_costs(value, targets)
+        ways = {}
+        for t, target in enumerate(targets):
+            ways[target] = range(len(costs), len(costs) + len(table))
+            costs += [c if np.isfinite(c) else 0.0 for c in table[:, t]]
+            for k, (y, cost) in enumerate(zip(ways[target], table[:, t], strict=True)):
+                made = {first[id(value.producer)] + k: -1.0} if np.isfinite(cost) else {}
+                rows.append(({y: 1.0, **made}, -np.inf, 0.0))
+        for use in uses:
+            for target in targets:
+                takes = {first[id(use.choice)] + k: -1.0 for k, w in enumerate(use.wanted()) if target in w}
+                rows.append(({**dict.fromkeys(ways[target], 1.0), **takes}, 0.0, np.inf))
+    cells = [(r, c, v) for r, (row, _, _) in enumerate(rows) for c, v in row.items()]
+    r, c, v = zip(*cells, strict=True)
+    scale = max(costs) / 1e7
+    result = milp(
+        np.array(costs) / scale, integrality=np.arange(len(costs)) < binaries, bounds=Bounds(0, 1),
+        constraints=LinearConstraint(
+            sparse.csr_array((v, (r, c)), shape=(len(rows), len(costs))), [x[1] for x in rows], [x[2] for x in rows]
+        ), options={"mip_rel_gap": 0.0},
+    )  # fmt: skip
+    return result.fun * scale
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collapsing_does_not_change_the_optimum(case):
+    programme = programme_of(*CASES[case])
+    found = programme.solve()
+    assert found.gap == 0.0
+    assert found.cost == pytest.approx(flat_cost(programme), rel=1e-9)
+
+
+def test_another_cost_gives_another_optimum():
+    """The check above can fail."""
+    programme = programme_of(*CASES["gpt2 on tp2"])
+    before = programme.solve().cost
+    programme.hardware = replace(programme.hardware, link_bytes_per_s=programme.hardware.link_bytes_per_s / 2)
+    assert programme.solve().cost > before * (1 + 1e-6)

@@ -1,0 +1,336 @@
+"""Models that cannot be traced: the text names the line, the module, the value, and what to do.
+
+`{file}` stands for this file, `{line}` for the number of the line that has the case's mark, `# here`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autopart
+
+ROWS, SIZE = 8, 4
+DECIDES = "this line decides what to run by the values in a tensor, which a graph cannot hold; they come from "
+SIDES = "parallelize the modules on either side of it, e.g. parallelize(model.gate, mesh)"
+BRANCH = f"torch.where(condition, a, b); or the decision outside of forward(); or {SIDES}"
+SELECT = f"a mask in place of a selection: torch.where(mask, x, 0); or {SIDES}"
+OWN = "call the model itself with this example: it fails there too"
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+
+class IfInput(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.gate(x)
+        if mask.sum() > 0:  # here
+            y = -y
+        return self.out(y)
+
+
+class IfOutput(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.gate(x)
+        while (2 * y).abs().max() > 1:  # here
+            y = y / 2
+        return self.out(y)
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(SIZE, SIZE)), IfOutput()])
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x), mask)
+
+
+class Item(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x)[: int(mask.sum().item())])  # here
+
+
+class Selects(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x)[mask[:, 0] > 0])  # here
+
+
+class NonZero(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x).index_select(0, mask[:, 0].nonzero().flatten()))  # here
+
+
+class Numpy(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x) * torch.from_numpy(np.cumsum(mask.numpy(), 0)))  # here
+
+
+class WrongShape(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x).reshape(3, -1))  # here
+
+
+class WrongKey(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out({"x": x}["y"])  # here
+
+
+class WritesWeight(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.gate.weight.clamp_(-1, 1)  # here
+        return self.out(self.gate(x))
+
+
+class WritesWeightWithoutGrad(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.gate.weight.clamp_(-1, 1)  # here
+        return self.out(self.gate(x))
+
+
+class WritesInput(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask.mul_(2)  # here
+        return self.out(self.gate(x) * mask)
+
+
+class WritesWithoutGrad(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.gate(x)
+        with torch.no_grad():
+            y.mul_(2)  # here
+        return self.out(y)
+
+
+class GrowsBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, SIZE))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x[:1]])
+        return self.out(self.gate(x))
+
+
+class KeepsTensor(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(SIZE)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.memory = self.memory + x.mean(0)
+        return self.out(self.gate(x)) + self.memory
+
+
+class WritesTensor(KeepsTensor):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.memory.add_(1)
+        return self.out(self.gate(x)) + self.memory
+
+
+class Counts(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls += 1
+        return self.out(self.gate(x)) / self.calls
+
+
+class DrawsInPython(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x)) if random.random() < 2 else x
+
+
+class DrawsInNumpy(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x)) * float(np.random.rand())
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+
+class OwnFunction(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(Triple.apply(self.gate(x)))  # here
+
+
+class TensorHook(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.gate(x)
+        y.register_hook(lambda grad: 2 * grad)  # here
+        return self.out(y)
+
+
+class ModuleHook(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.register_full_backward_hook(lambda module, inputs, outputs: None)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x))
+
+
+class Cond(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.cond(mask.sum() > 0, self.gate, self.out, (x,))  # here
+
+
+class Differentiates(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(self.gate(x).sum(), x, create_graph=True)
+        return self.out(grad)
+
+
+class Cache:
+    pass
+
+
+class ReturnsCache(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        return self.out(self.gate(x)), Cache()
+
+
+def cannot(why: str, hint: str, where: str = "{file}:{line}: {text}") -> str:
+    middle = f"\n  where  {where}" if where else ""
+    return f"TraceError: {{name}} cannot be traced\n  why    {why}{middle}\n  try    {hint}"
+
+
+def other(what: str, why: str, hint: str, where: str = "{file}:{line}: {text}") -> str:
+    middle = f"\n  where  {where}" if where else ""
+    return f"TraceError: {what}\n  why    {why}{middle}\n  try    {hint}"
+
+
+DRAW_OUTSIDE = "torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors"
+BUFFERS_ONLY = "only buffers can be written"
+CASES: dict[Callable[[], nn.Module], str] = {
+    IfInput: cannot(DECIDES + "the input mask", BRANCH),
+    IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
+    Item: cannot(DECIDES + "the input mask", BRANCH),
+    Selects: cannot("how much index gives depends on the values in a tensor; they come from the output of gate and the "
+                    "input mask", SELECT),
+    NonZero: cannot("how much nonzero gives depends on the values in a tensor; they come from the input mask", SELECT),
+    Numpy: cannot("numpy computes outside of the graph", "the same in torch operations, or before the call"),
+    WrongShape: other("{name} fails in its own forward",
+                      "RuntimeError: shape '[3, -1]' is invalid for input of size 32", OWN),
+    WrongKey: other("{name} fails in its own forward", "KeyError: 'y'", OWN),
+    WritesWeight: cannot("a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
+    WritesWeightWithoutGrad: other("{name} writes to its parameter 'gate.weight' in its forward", BUFFERS_ONLY,
+                                   "do it outside forward()", "clamp at test_trace_errors.py:{line}"),
+    WritesInput: other("{name} writes to its input 'mask' in its forward", BUFFERS_ONLY, "do it outside forward()",
+                       "mul at test_trace_errors.py:{line}"),
+    WritesWithoutGrad: other("mul_ writes in place to a value that has a gradient, without grad mode",
+                             "its gradient would be that of the value before",
+                             "mul in grad mode, or on value.detach().clone()"),
+    GrowsBuffer: other("GrowsBuffer gives its buffer 'seen' another shape in its forward",
+                       "it was of shape [1, 4], and is of shape [2, 4]",
+                       "a buffer of the largest shape from the start, written in part", ""),
+    KeepsTensor: other("{name} keeps a tensor from one call to the next in 'memory'",
+                       "a program has the value that it had for the trace, and no place for the next",
+                       "register_buffer('memory', ...)", ""),
+    WritesTensor: cannot("the tensor 'memory' is written and is no buffer", "register_buffer('memory', ...)", ""),
+    Counts: other("{name} computes something else in every call", "forward() leaves calls = 1 and decides by it",
+                  "a tensor in a buffer (register_buffer), changed by tensor operations", ""),
+    DrawsInPython: other("{name} draws random numbers from random in its forward",
+                         "forward() runs once, for the trace: every step would use the numbers drawn there",
+                         DRAW_OUTSIDE, ""),
+    DrawsInNumpy: other("{name} draws random numbers from numpy.random in its forward",
+                        "forward() runs once, for the trace: every step would use the numbers drawn there",
+                        DRAW_OUTSIDE, ""),
+    OwnFunction: other("Triple is an autograd.Function",
+                       "its forward is traced, and the backward that it defines is not",
+                       "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain "
+                       "operations"),
+    TensorHook: other("a tensor has a hook on its gradient",
+                      "only the forward is traced; gradients are computed without hooks",
+                      "the same change of the gradient by operations in forward()"),
+    ModuleHook: other("'gate' has a backward hook",
+                      "only the forward is traced; its gradients are computed without hooks of modules",
+                      "remove it, or let the model be changed by it in forward()", ""),
+    Cond: cannot("torch.cond, while_loop and the like hold parts of the model that cannot be cut",
+                 "torch.where and plain operations, or parallelize the modules inside"),
+    Differentiates: cannot("the forward differentiates inside (autograd.grad, backward), or reads a tensor that it "
+                           "made before", "the gradient outside of the model, or written as operations", ""),
+    ReturnsCache: cannot("it returns a test_trace_errors.Cache, in which autopart cannot look for tensors",
+                         "return its tensors (of a cache: use_cache=False), or "
+                         "torch.utils._pytree.register_pytree_node", ""),
+}  # fmt: skip
+
+
+def told(model: nn.Module, **call: Any) -> str:
+    """`Class: text` of what planning raises."""
+    try:
+        autopart.plan(
+            model, "dp2", example_kwargs=call or {"x": torch.ones(ROWS, SIZE), "mask": torch.ones(ROWS, SIZE)}
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def filled(text: str, cls: Any, suffix: str = "") -> str:
+    lines, first = inspect.getsourcelines(cls)
+    number = next((i for i, line in enumerate(lines) if line.rstrip().endswith("# here")), 0)
+    values = {
+        "{name}": cls.__name__,
+        "{file}": __file__,
+        "{line}": str(first + number),
+        "{text}": lines[number].strip(),
+    }
+    for name, value in values.items():
+        text = text.replace(name, value + suffix if name == "{text}" else value)
+    return text
+
+
+@pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
+def test_the_text_names_line_value_and_remedy(cls):
+    model = cls()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    assert told(model) == filled(CASES[cls], cls)
+    for name, module in model.named_modules():
+        assert vars(module) == before[name], f"the failed trace has left something in {name or 'the model'}"
+
+
+def test_a_module_inside_is_named():
+    expected = cannot(DECIDES + "the output of blocks.1.gate", BRANCH.replace("model.gate", "model.blocks[1].gate"))
+    assert told(Inside()) == filled(expected, IfOutput, " (blocks.1)").replace("IfOutput", "Inside")
+
+
+def test_a_library_is_named_with_the_users_module_and_its_own_option():
+    config = transformers.MixtralConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, max_position_embeddings=16, experts_implementation="eager",
+    )  # fmt: skip
+    ids = torch.randint(3, 16, (2, 4))
+    text = told(transformers.MixtralForCausalLM(config), input_ids=ids, labels=ids)
+    assert "they come from the output of model.layers.0.mlp" in text
+    assert "/transformers/models/mixtral/modeling_mixtral.py:" in text and "(model.layers.0.mlp" in text
+    assert text.endswith('try    experts_implementation="batched_mm" or "grouped_mm" when the model is made')
+
+
+def test_nothing_is_printed_beside_the_error(capfd):
+    told(WrongShape())
+    told(Cond())
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
