@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from autopart.errors import TraceError
 
 _TORCH_OWN = {"_parameters", "_buffers", "_modules"}
+_OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
+"""Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
 
 
 class PythonState:
@@ -46,6 +48,7 @@ class PythonState:
             self._check_random()
 
     def _restore(self, name: str, attributes: dict[str, Any], before: Mapping[str, tuple[Any, Any]]) -> None:
+        attributes |= {key: before[key][0] for key in _OF_PARAMETERS & before.keys()}
         for key in [k for k in attributes if k not in before and k not in _TORCH_OWN]:
             self.changed[f"{name}.{key}".lstrip(".")] = (None, attributes.pop(key))
         for key, (value, content) in before.items():
