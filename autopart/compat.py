@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 BatchNorm = _BatchNorm  # what BatchNorm1d, BatchNorm2d, ..., SyncBatchNorm have in common
@@ -66,6 +68,11 @@ def trace_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor]
     """The operators that a function of fake tensors calls, every composite one as its parts."""
     with torch.no_grad():
         return make_fx(function)(*tensors)
+
+
+def outside_of_tracing() -> AbstractContextManager[Any]:
+    """A context in which operators run as they do outside of a trace, on real tensors."""
+    return cast(AbstractContextManager[Any], _disable_current_modes())
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

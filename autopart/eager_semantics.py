@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import BatchNorm, InstanceNorm, tree_flatten, tree_map
+from autopart.known_values import UNKNOWN, KnownValues
 from autopart.trace_errors import Lost
 
 _ASKING = frozenset(
@@ -44,16 +45,21 @@ class EagerSemantics(TorchFunctionMode):
         self.origins = WeakIdKeyDictionary()  # {tensor: the inputs and module outputs that it is made of}
         self.asked = ""  # what the tensor is made of whose values Python asked for last
         self.data = WeakIdKeyDictionary()  # what `.data` gave
+        self.known = KnownValues()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        answer = self.known.answer(func, args, kwargs)
+        if answer is not UNKNOWN:
+            return answer
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)
-        output = self._run(func, args, kwargs)
+        output = self._run(TRACEABLE.get(func, func), args, kwargs)
+        self.known.note(func, args, kwargs, output)
         for leaf in tree_flatten(output)[0] if names else ():
             if isinstance(leaf, Tensor):
                 self.origins[leaf] = names
@@ -79,6 +85,8 @@ class EagerSemantics(TorchFunctionMode):
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
         written = _written(func, args, kwargs)
+        if written:
+            self.known.forget()
         if torch.is_grad_enabled() and not any(t in self.data for t in written):
             return func(*args, **kwargs)
         for target in written:
@@ -191,3 +199,36 @@ def _move_statistics(module: Any, source: Tensor, dims: list[int], share: Any) -
     var = (rows - mean).square().sum(dims, keepdim=True) / (math.prod(rows.shape[dim] for dim in dims) - 1)
     for running, new in ((module.running_mean, mean), (module.running_var, var)):
         running.copy_((1 - share) * running + share * new.reshape(-1, len(running)).mean(0))
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Bags of one size as rows of a table, summed: torch's own operator hides which rows belong to which bag."""
+    if input.ndim != 2 or max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean"):
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    rows = F.embedding(input, weight)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1)
+    counts = input != padding_idx % len(weight)
+    total = (rows * counts.unsqueeze(-1)).sum(1)
+    return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
+
+
+TRACEABLE: Mapping[Any, Callable[..., Any]] = {F.embedding_bag: _embedding_bag}
+"""Functions that a trace takes in another form."""

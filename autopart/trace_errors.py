@@ -65,6 +65,8 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
         why = "this line decides what to run by the values in a tensor, which a graph cannot hold" + _from(origin)
         return TraceError(f"{name} cannot be traced", why=why, where=where,
                           hint=_data_dependent_hint(frame, model))  # fmt: skip
+    if "DynamicOutputShape" in type(error).__name__:
+        return shape_by_values(model, text.removeprefix("aten."), where, _module_path(frame, model), origin)
     for kind in _KINDS:
         found = re.search(kind.pattern, text)
         if found:
@@ -73,8 +75,9 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     first_line = text.splitlines()[0][:300] if text else ""
     why = f"{type(error).__name__}: {first_line}".rstrip(": ")
     if where:
-        return TraceError(f"{name} fails in its own forward", why=why, where=where,
-                          hint="call the model itself with this example: it fails there too")  # fmt: skip
+        what = f"{name} fails in its own forward, or in its trace"
+        hint = "call the model itself with this example; where it works, plain operations here"
+        return TraceError(what, why=why, where=where, hint=hint)
     hint = "torch.export.export(model, args, kwargs, strict=False) shows the same failure in full"
     return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)
 

@@ -23,7 +23,7 @@ DECIDES = "this line decides what to run by the values in a tensor, which a grap
 SIDES = "parallelize the modules on either side of it, e.g. parallelize(model.gate, mesh)"
 BRANCH = f"torch.where(condition, a, b); or the decision outside of forward(); or {SIDES}"
 SELECT = f"a mask in place of a selection: torch.where(mask, x, 0); or {SIDES}"
-OWN = "call the model itself with this example: it fails there too"
+OWN = "call the model itself with this example; where it works, plain operations here"
 
 
 class Base(nn.Module):
@@ -232,9 +232,9 @@ CASES: dict[Callable[[], nn.Module], str] = {
                     "input mask", SELECT),
     NonZero: cannot("how much nonzero gives depends on the values in a tensor; they come from the input mask", SELECT),
     Numpy: cannot("numpy computes outside of the graph", "the same in torch operations, or before the call"),
-    WrongShape: other("{name} fails in its own forward",
+    WrongShape: other("{name} fails in its own forward, or in its trace",
                       "RuntimeError: shape '[3, -1]' is invalid for input of size 32", OWN),
-    WrongKey: other("{name} fails in its own forward", "KeyError: 'y'", OWN),
+    WrongKey: other("{name} fails in its own forward, or in its trace", "KeyError: 'y'", OWN),
     WritesWeight: cannot("a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
     WritesWeightWithoutGrad: other("{name} writes to its parameter 'gate.weight' in its forward", BUFFERS_ONLY,
                                    "do it outside forward()", "clamp at test_trace_errors.py:{line}"),

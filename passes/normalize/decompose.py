@@ -90,7 +90,7 @@ def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
         made = whole(*args, **kwargs)
         return tuple(made) if isinstance(made, (tuple, list)) else made
 
-    inputs = [value(flat[place]).detach() for place in places]
+    inputs = [_copied(value(flat[place])) for place in places]
     try:
         with fake_mode(node.all_input_nodes):
             parts = trace_function(call, inputs)
@@ -101,6 +101,11 @@ def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
     calls = [n for n in parts.graph.nodes if n.op not in ("placeholder", "output")]
     same = all(n.op == "call_function" and n.target is not node.target and not _is_write(n) for n in calls)
     return parts if same else None
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Some of torch's definitions choose by whether there will be a gradient."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _is_write(node: fx.Node) -> bool:

@@ -1,0 +1,89 @@
+"""Tensors that depend on nothing: Python may ask for their values in a trace, which has no values.
+
+`nn.Transformer` compares a mask with the causal one; others take the largest of a few positions. Such a tensor is made
+by functions like `torch.arange` from numbers alone, so it can be computed when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopart.compat import outside_of_tracing, tree_flatten, tree_map
+
+_MAKERS = frozenset(
+    {"arange", "eye", "full", "linspace", "logspace", "ones", "zeros", "tensor", "as_tensor", "scalar_tensor"}
+    | {"tril_indices", "triu_indices", "hann_window", "hamming_window", "blackman_window", "kaiser_window"}
+)
+_ANSWERS = frozenset(
+    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "is_nonzero"}
+)
+UNKNOWN = object()
+
+
+class _Made(NamedTuple):
+    """The call that made a tensor, which is `place` of its outputs."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    place: int
+
+
+class KnownValues:
+    """Which tensors of a trace are known, and how they were made."""
+
+    def __init__(self) -> None:
+        self._made = WeakIdKeyDictionary()
+
+    def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Note a call that gave `output`."""
+        name = getattr(func, "__name__", "")
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if not (all(t in self._made for t in inputs) if inputs else name in _MAKERS):
+            return
+        args, kwargs = tree_map(lambda leaf: leaf, (tuple(args), dict(kwargs)))  # a list may change later
+        for place, leaf in enumerate(tree_flatten(output)[0]):
+            if isinstance(leaf, Tensor) and not any(leaf is t for t in inputs):
+                self._made[leaf] = _Made(func, args, kwargs, place)
+
+    def forget(self) -> None:
+        """A known tensor is written: others may lie in the same memory."""
+        self._made.clear()
+
+    def answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What `func` gives Python where all it is asked about is known; else UNKNOWN."""
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        asks = getattr(func, "__name__", "") in _ANSWERS
+        if not asks or not inputs or not all(t in self._made for t in inputs):
+            return UNKNOWN
+        drawn = torch.get_rng_state()
+        with outside_of_tracing(), torch.no_grad():
+            real, options = self._real((args, kwargs), {})
+            answer = func(*real, **options)
+        if torch.equal(drawn, torch.get_rng_state()):
+            return answer
+        torch.set_rng_state(drawn)
+        return UNKNOWN  # it is random
+
+    def _real(self, value: Any, done: dict[int, Tensor]) -> Any:
+        """A call's arguments with real tensors, all on the CPU."""
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in done:
+                made = self._made[leaf]
+                args, kwargs = self._real((made.args, made.kwargs), done)
+                if "device" in kwargs:
+                    kwargs = {**kwargs, "device": "cpu"}
+                done[id(leaf)] = tree_flatten(made.func(*args, **kwargs))[0][made.place]
+            return done[id(leaf)]
+
+        return tree_map(one, value)
