@@ -10,9 +10,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, get_args
 
 import click
 import torch
@@ -25,6 +26,7 @@ from autopart.errors import AutopartError, InputError, OptionError
 from autopart.mesh import Mesh
 from autopart.model_source import DTYPES, ModelSource, SourceOptions, from_callable, from_hf_config
 from autopart.plan import Plan, schema
+from autopart.program import Rng
 from autopart.verify import TOLERANCE
 from autopart.verify import verify as verify_model
 
@@ -71,6 +73,10 @@ _SCHEDULE = _options(
     click.option("--hardware", metavar="NAME|PATH", help="The profile that prices choices, for example a100-80gb-sxm."),
 )
 _PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")
+
+
+def _rng(default: Rng, text: str) -> Callable[[Command], Command]:
+    return click.option("--rng", type=click.Choice(get_args(Rng)), default=default, show_default=True, help=text)
 
 
 @dataclass(frozen=True)
@@ -219,8 +225,9 @@ def explain(path: str | None, **options: Any) -> None:
     help="Verify a copy with two of every run of equal blocks.  [default: where the model does not fit]",
 )
 @click.option("--shrink", is_flag=True, help="Where they differ, also find the smallest part that is wrong alone.")
+@_rng("exact", "fast: without dropout, for models whose random numbers cannot be repeated.")
 @_told
-def verify(tolerance: float, shrink: bool, scaled: bool | None, **options: Any) -> None:
+def verify(tolerance: float, shrink: bool, scaled: bool | None, rng: Rng, **options: Any) -> None:
     """Run all ranks of the partitioned model in this process and compare with the model; exit code 1 if they differ.
 
     \b
@@ -241,6 +248,7 @@ def verify(tolerance: float, shrink: bool, scaled: bool | None, **options: Any) 
         tolerance=tolerance,
         shrink=shrink,
         scaled="auto" if scaled is None else scaled,
+        rng=rng,
     )
     click.echo(str(result))
     if not result.ok:
@@ -255,8 +263,9 @@ def verify(tolerance: float, shrink: bool, scaled: bool | None, **options: Any) 
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Training steps, all on one batch.")
 @click.option("--learning-rate", default=1e-3, show_default=True, help="Of AdamW.")
 @click.option("--compare", is_flag=True, help="Also train the plain model; both in eval mode, so without dropout.")
+@_rng("fast", "exact: dropout and the like draw the numbers that one device draws.")
 @_told
-def run(steps: int, learning_rate: float, compare: bool, **options: Any) -> None:
+def run(steps: int, learning_rate: float, compare: bool, rng: Rng, **options: Any) -> None:
     """Partition a model and train it for some steps; rank 0 prints the loss of each.
 
     Start it with torchrun, one process per rank of the mesh; a mesh of one rank runs by itself.
@@ -272,7 +281,7 @@ def run(steps: int, learning_rate: float, compare: bool, **options: Any) -> None
     if compare:
         source.model.eval()
     try:
-        _train(source, mesh, chosen, asked.schedule(), steps, learning_rate, compare)
+        _train(source, mesh, chosen, {**asked.schedule(), "rng": rng}, steps, learning_rate, compare)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -282,17 +291,17 @@ def _train(
     source: ModelSource,
     mesh: Mesh,
     chosen: Plan | None,
-    schedule: Mapping[str, Any],
+    options: Mapping[str, Any],
     steps: int,
     rate: float,
     compare: bool,
 ) -> None:
     assert source.example is not None
-    parallel = parallelize(source.model, mesh, example_kwargs=source.example, plan=chosen, **schedule)
+    parallel = parallelize(source.model, mesh, example_kwargs=source.example, plan=chosen, **options)
     parallel.train(source.model.training)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=rate)
     first = os.environ.get("RANK", "0") == "0"
-    plain = _Plain(source.model.to(parallel.device), source.example, rate) if compare and first else None
+    plain = _Plain(deepcopy(source.model).to(parallel.device), source.example, rate) if compare and first else None
     if first:
         schedule_name = f", {parallel.plan.schedule.name}" if parallel.plan.schedule.name else ""
         click.echo(f"{type(source.model).__name__} on {mesh}{schedule_name}, {parallel.device.type}")

@@ -155,6 +155,11 @@ def test_verify_a_config_and_a_plan(config, tmp_path):
     assert result.exit_code == 0 and result.output.startswith("exact on pp2,tp2"), result.output
 
 
+def test_verify_without_dropout(config):
+    result = invoke("verify", "--hf-config", config(GPT2), "--mesh", "tp2", "--rng", "fast")
+    assert result.exit_code == 0 and "eval mode" in result.output, result.output
+
+
 def test_verify_exits_with_1_where_values_differ(config):
     result = invoke("verify", "--hf-config", config(GPT2), "--mesh", "tp2", "--tolerance", 0)
     assert result.exit_code == 1 and result.output.startswith("WRONG on tp2"), result.output
@@ -163,8 +168,9 @@ def test_verify_exits_with_1_where_values_differ(config):
 # run
 
 
-def test_run_in_one_process(config):
-    result = invoke("run", "--hf-config", config(GPT2), "--mesh", "dp1", "--steps", 2, "--compare")
+@pytest.mark.parametrize("rng", ["fast", "exact"])
+def test_run_in_one_process(config, rng):
+    result = invoke("run", "--hf-config", config(GPT2), "--mesh", "dp1", "--steps", 2, "--compare", "--rng", rng)
     assert result.exit_code == 0, result.output
     check_steps(result.stdout, 2)
 
