@@ -106,13 +106,14 @@ class Programme:
     ):
         # Latency is left out: it would make toy sizes choose otherwise than the sizes a model is split for.
         self.num_shards, self.hardware = num_shards, replace(hardware, link_latency_s=0.0)
+        self.stored, self.fixed = stored, fixed
         self.choices: dict[object, _Choice] = {}
         self.choice_of: dict[fx.Node, _Choice] = {}
-        self._collect(graph, stored, fixed)
+        self._collect(graph)
         self._price_choices()
         self.values = self._find_values()
 
-    def _collect(self, graph: fx.Graph, stored: Mapping[str, Placement], fixed: Mapping[fx.Node, Strategy]) -> None:
+    def _collect(self, graph: fx.Graph) -> None:
         """Group operators that are the same in every repeated block, then parameters."""
         kinds = frozenset({FEATURE})
         for node in operators(graph):
@@ -120,7 +121,7 @@ class Programme:
                 continue
             sources = tensor_inputs(node)
             free = [s.meta["role"] in (INPUT, DATA) for s in sources]
-            options = [fixed[node]] if node in fixed else [
+            options = [self.fixed[node]] if node in self.fixed else [
                 s for s in strategies(node, self.num_shards, kinds)
                 if not any(f and p == P for f, p in zip(free, s.inputs, strict=True))
             ]  # fmt: skip
@@ -135,7 +136,7 @@ class Programme:
                 self._join(node, node, [R])
         for node, placements in wanted.items():
             places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *(p for p in placements if p.is_shard)]
-            places = [stored[node.target]] if node.target in stored else places
+            places = [self.stored[node.target]] if node.target in self.stored else places
             self._join((pattern_of(node.target), tuple(places), shape(node)), node, places)
 
     def _join(self, key: object, node: fx.Node, options: list) -> None:
@@ -221,8 +222,8 @@ class Programme:
     def _conversion_s(self, place: Placement, target: Placement, used: fx.Node, grad: bool) -> float:
         if place == target or (not grad and place.is_replicated and target.is_replicated):
             return 0.0
-        if used.meta["role"] == PARAMETER and place.is_shard and target.is_shard:
-            return float("inf")  # a weight is stored as it is used, or whole
+        if target.is_shard and (self._is_chosen_weight(used) or (place.is_shard and used.meta["role"] == PARAMETER)):
+            return float("inf")  # a weight is stored as it is used: cutting a whole one would save no memory
         if not is_direct(place, target, shape(used), self.num_shards):
             whole = R_GRAD_P if grad else R
             return self._conversion_s(place, whole, used, grad) + self._conversion_s(whole, target, used, grad)
@@ -232,6 +233,12 @@ class Programme:
             return seconds
         gather = time_s("all_gather", self.num_shards, size_bytes(used), self.hardware)
         return max(seconds, gather) * _AVOID_SCATTERS
+
+    def _is_chosen_weight(self, used: fx.Node) -> bool:
+        """Whether it is a weight, or a view of one, whose placement is chosen here."""
+        if used.meta["role"] == PARAMETER:
+            return used.target not in self.stored
+        return used.meta["role"] == WEIGHT and used not in self.fixed
 
     def solve(self) -> Sharding:
         pairs = Pairs()
