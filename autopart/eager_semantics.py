@@ -118,7 +118,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
     """Inside, norms of the model that cannot be traced have another forward, which computes the same.
 
     A SyncBatchNorm is a plain one: in a trace the batch is the global batch already. A user's autograd.Function raises
-    TraceError: its backward is not traced.
+    TraceError: its backward is not traced. A cast of a module to the dtype that it has is nothing.
     """
     changed: list[nn.Module] = []
     for module in model.modules():
@@ -136,9 +136,12 @@ def traceable(model: nn.Module) -> Iterator[None]:
         changed.append(module)
     apply = vars(torch.autograd.Function)["apply"]
     setattr(torch.autograd.Function, "apply", classmethod(partial(_apply, apply)))  # noqa: B010
+    to = nn.Module.to
+    setattr(nn.Module, "to", lambda module, *args, **kwargs: _to(to, module, *args, **kwargs))  # noqa: B010
     try:
         yield
     finally:
+        setattr(nn.Module, "to", to)  # noqa: B010
         setattr(torch.autograd.Function, "apply", apply)  # noqa: B010
         for module in changed:
             del vars(module)["forward"]
@@ -162,6 +165,15 @@ def _apply(apply: Any, function: type, *args: Any, **kwargs: Any) -> Any:
             "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations",
         )
     return apply.__get__(None, function)(*args, **kwargs)
+
+
+def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`module.to(dtype)` in a forward: nothing where it has that dtype; export could not replace its parameters."""
+    given = [*args, *kwargs.values()]
+    floats = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() or t.is_complex()]
+    if len(given) == 1 and isinstance(given[0], torch.dtype) and all(t.dtype == given[0] for t in floats):
+        return module
+    return to(module, *args, **kwargs)
 
 
 def ambient_autocast(device_type: str) -> torch.dtype | None:

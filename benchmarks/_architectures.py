@@ -57,6 +57,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "hidden_dim": 640,
     },
     "mamba2": {"num_heads": 8},
+    "mpnet": {"relative_attention_num_buckets": 32},  # it computes 32 whatever the configuration says
     "esm": {"vocab_size": 40, "mask_token_id": 38, "pad_token_id": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2},
@@ -176,14 +177,19 @@ def in_double(inputs: Batch) -> Batch:
 
 
 def batch(model: nn.Module, name: str, family: str) -> Batch:
-    """Inputs by family; rows end at different lengths, their labels are ignored from there."""
+    """Inputs by family. Rows have different numbers of labels: they end at different lengths. Where labels are also the
+    decoder's inputs the ignored ones are scattered: it takes them for padding, and a token that sees only padding (in a
+    window, or as padding itself) has no value but what the rounding of its mask makes of it."""
     if family == "image classification":
         inputs = {"pixel_values": _images(model.config), "labels": torch.randint(NUM_LABELS, (ROWS,))}
     else:
         vocab = min(model.config.get_text_config().vocab_size or VOCAB, VOCAB) - 24  # special tokens come last
         lengths = [SEQUENCE - (5 * row) % (SEQUENCE - 1) for row in range(ROWS)]
         mask = torch.arange(SEQUENCE) < torch.tensor(lengths)[:, None]
-        labels = torch.randint(5, vocab, (ROWS, SEQUENCE)).masked_fill(~mask, IGNORED)
+        kept = mask
+        if family == "sequence to sequence":
+            kept, mask = torch.arange(SEQUENCE) % (2 + torch.arange(ROWS) % 4)[:, None] != 1, torch.ones_like(mask)
+        labels = torch.randint(5, vocab, (ROWS, SEQUENCE)).masked_fill(~kept, IGNORED)
         inputs = {"input_ids": torch.randint(5, vocab, (ROWS, SEQUENCE)), "labels": labels}
         if family == "masked" or name in NEED_MASKS:
             inputs["attention_mask"] = mask.long()
@@ -207,6 +213,10 @@ def _codebooks(config: Any) -> Batch:
     return {"input_ids": ids, "labels": torch.randint(5, VOCAB - 24, (ROWS, SEQUENCE, books))}
 
 
+def _tokens() -> Batch:
+    return {"input_ids": torch.randint(VOCAB - 24, (ROWS, SEQUENCE))}
+
+
 def _patches(config: Any) -> Batch:
     """Images that were cut into patches by their processor, in two shapes."""
     shapes = torch.tensor([[4, 4], [2, 8]] * (ROWS // 2))
@@ -217,11 +227,15 @@ def _patches(config: Any) -> Batch:
 NEED_MASKS = ("fsmt", "longt5", "switch_transformers")
 INPUTS: dict[str, Callable[[Any], Batch]] = {
     "git": lambda config: {"pixel_values": _images(config.vision_config)},
-    "imagegpt": lambda config: {"input_ids": torch.randint(VOCAB, (ROWS, SEQUENCE)), "pixel_values": None},
+    "imagegpt": lambda config: {**_tokens(), "pixel_values": None},
     "musicgen": _codebooks,
     "musicgen_melody": _codebooks,
     "prophetnet": lambda config: {"decoder_input_ids": torch.randint(5, VOCAB - 24, (ROWS, SEQUENCE))},
     "reformer": lambda config: {"attention_mask": None},
+    "shieldgemma2": lambda config: {**_tokens(), "pixel_values": None, "labels": None},
     "siglip2": _patches,
+    "voxtral_realtime": lambda config: {
+        "input_features": torch.randn(ROWS, config.audio_config.num_mel_bins, 8 * SEQUENCE)
+    },
 }
 """Inputs other than the family's; None: without."""

@@ -30,9 +30,7 @@ images or sound beside text run on text alone, unless they cannot; mixture of ex
 
 *FLOPs sharded* is measured: torch's `FlopCounterMode` counts forward and backward on one rank, and on both ranks of
 `tp2`, as they run; what is not sharded is done twice. It counts matrix products (those of attention too) and
-convolutions, and misses everything else: pointwise operators, softmax, norms, scans, look-ups, Fourier transforms. A
-grouped convolution counts as if it were dense, so half the channels of a depthwise one count a quarter: hence figures
-over 100 %.
+convolutions, and misses everything else: pointwise operators, softmax, norms, scans, look-ups, Fourier transforms.
 """.strip()
 
 FAMILIES_HEAD = "| family | architectures | traced | exact on all six | of these 90 % of FLOPs sharded under tp2 |"

@@ -6,6 +6,7 @@ Runs in a process of its own: what breaks or hangs costs its own row.
 from __future__ import annotations
 
 import operator
+import re
 import time
 import traceback
 import warnings
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from autopart.compiler import Options
+from autopart.cost.flops import flop_counter
 from autopart.errors import StageError
 from autopart.graph import operator_name
 from autopart.subject import Arrangement
@@ -56,8 +57,7 @@ def measure(name: str, meshes: list[str], report: Callable[[Row], None]) -> None
         arguments = bind_call(model, (), inputs)
         row["parameters"] = sum(p.numel() for p in model.parameters())
         reached("forward")
-        with torch.no_grad():
-            model(**arguments)
+        run_once(model, arguments)
         reached("trace")
         run = VerificationRun(model, arguments)
         row["trace_s"] = round(time.perf_counter() - start_s - row["time_s"], 2)
@@ -70,6 +70,16 @@ def measure(name: str, meshes: list[str], report: Callable[[Row], None]) -> None
     except Exception as error:  # whatever a model raises is what its row says
         row["error"] = told(error)
         report(row)
+
+
+@torch.no_grad()
+def run_once(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raises what the model raises. What it makes in torch's default dtype is float64 where it cannot run otherwise."""
+    try:
+        model(**arguments)
+    except RuntimeError:
+        torch.set_default_dtype(torch.float64)
+        model(**arguments)
 
 
 def measure_peers(name: str, meshes: list[str], report: Callable[[Row], None]) -> None:
@@ -117,7 +127,13 @@ def told(error: Exception) -> dict[str, str]:
     """What a row keeps of an exception."""
     frames = traceback.extract_tb(error.__traceback__)[-5:]
     stack = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
-    return {"type": type(error).__name__, "text": str(error)[:700], "stack": stack}
+    return {"type": type(error).__name__, "text": without_folders(str(error))[:700], "stack": stack}
+
+
+def without_folders(text: str) -> str:
+    """A text without the folders of this machine: a module's path begins at its package, others are file names."""
+    text = re.sub(r"(?<![\w.])/(?:[^\s'\"/]+/)*site-packages/", "", text)
+    return re.sub(r"(?<![\w.:/>)\]-])/(?:[\w.+@~-]+/)+(?=[\w.+-])", "", text)
 
 
 def without_rule(graph: fx.Graph) -> dict[str, Row]:
@@ -184,7 +200,7 @@ def flops(run: VerificationRun, arrangement: Arrangement) -> tuple[int, Counter[
         seen = counter.get_total_flops()
 
     # The counter does not know the fused attention of CPUs.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with sdpa_kernel(SDPBackend.MATH), flop_counter() as counter:
         results = run.subject.lockstep(step, run.subject.shards(step, arrangement), arrangement.placement, count)
         torch.autograd.backward(run.subject.seeds(step, results))
     return counter.get_total_flops(), forward

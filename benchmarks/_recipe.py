@@ -104,7 +104,11 @@ def _small_values(config: PreTrainedConfig) -> dict[str, Any]:
         small["num_key_value_heads"] = HEADS  # no grouping of heads where the default has none
     if "use_cache" in fields:
         small["use_cache"] = False
-    small = {name: value for name, value in small.items() if value != fields[name]}
+    usual = _fields(type(config)())  # a nested one may have other sizes, which may be small already
+    small = {
+        name: value for name, value in small.items()
+        if value != fields[name] or (type(value) is int and value != usual.get(name, value))
+    }  # fmt: skip
     small |= _one_layer_of_every_kind(config, fields, small)
     return small | _rope(fields, small)
 

@@ -1,9 +1,13 @@
-"""FLOPs of operators that no sharding rule counts, by torch's own counter."""
+"""FLOPs by torch's own counter: of operators that no sharding rule counts, and of whole programs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import fx
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from autopart.graph import value
 
@@ -15,7 +19,22 @@ def counted_flops(node: fx.Node) -> int:
     """
     if "counted_flops" not in node.meta:
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             node.target(*args, **kwargs)
         node.meta["counted_flops"] = counter.get_total_flops()
     return node.meta["counted_flops"]
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's counter, which takes the backward of a grouped convolution for that of a dense one, set right."""
+    formulas = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def _convolution_backward_flops(
+    grad_shape: list[int], input_shape: list[int], weight_shape: list[int], _bias: Any, _stride: Any, _padding: Any,
+    _dilation: Any, transposed: bool, _output_padding: Any, _groups: int, output_mask: Sequence[bool], **_: Any,
+) -> int:  # fmt: skip
+    """Each gradient, of the input and of the weight, takes the products of the forward (a weight's shape has its input
+    channels per group)."""
+    return sum(output_mask[:2]) * conv_flop_count(input_shape, weight_shape, grad_shape, transposed)

@@ -18,6 +18,7 @@ from _architectures import ARCHITECTURES, LEFT_OUT, build  # noqa: E402
 from _recipe import small_config  # noqa: E402
 from transformers import GPT2Config, LlamaConfig, Qwen3NextConfig, SwinConfig  # noqa: E402
 
+from autopart.cost.flops import flop_counter  # noqa: E402
 from autopart.trace import bind_call  # noqa: E402
 from autopart.verify import VerificationRun  # noqa: E402
 
@@ -146,6 +147,36 @@ def test_the_others_can_be_right_and_wrong():
         assert _peers.answer(way, model, {"x": x}, expected) == "right"
         assert _peers.answer(way, model, {"x": x}, [expected[0] + 1]).startswith("wrong by")
     assert _peers.answer(_peers.transformed, nn.Linear(2, 2), {}, []) == "no plan is shipped"
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.grouped = nn.Conv1d(8, 16, 3, groups=4, bias=False)
+        self.back = nn.ConvTranspose1d(16, 8, 3, groups=4, bias=False)
+
+    def forward(self, x):
+        return self.back(self.grouped(x)).square().sum()
+
+
+def test_grouped_convolutions_count_their_own_products():
+    """3 rows, 5 places of the middle: products of channels within a group; twice as many in the backward."""
+    with flop_counter() as counter:
+        Convolutions()(torch.randn(3, 8, 7, requires_grad=True)).backward()
+    assert counter.get_total_flops() == 3 * (2 * 3 * 5 * 4 * (2 * 4) * 3 + 2 * 3 * 5 * 4 * (4 * 2) * 3)
+
+
+def test_errors_name_no_folder_of_the_machine():
+    """Else the results would differ from machine to machine."""
+    text = (
+        "in /opt/me/.venv/lib/python3.11/site-packages/torch/nn/functional.py:12, '/home/me/autopart/verify.py' "
+        "(/tmp/x/data.json) of layers.0/linear, /mul and and/or; https://pytorch.org/docs/stable"
+    )
+    told = rows.told(ValueError(text))["text"]
+    assert told == (
+        "in torch/nn/functional.py:12, 'verify.py' "
+        "(data.json) of layers.0/linear, /mul and and/or; https://pytorch.org/docs/stable"
+    )
 
 
 # Results

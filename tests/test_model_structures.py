@@ -198,6 +198,14 @@ class Casts(Base):
         return (y.bfloat16().to(x.dtype) + z).square().mean()
 
 
+class CastsModule(Base):
+    """Casts a module of its own to the dtype that it has."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.up = self.up.to(x.dtype)
+        return self.f(x)
+
+
 class Checkpointed(Base):
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self.f, x, use_reentrant=False) + checkpoint(self.up, x, use_reentrant=True).mean()
@@ -240,7 +248,7 @@ CASES: dict[str, tuple[Callable[[], Base], tuple, dict[str, Any]]] = {
     "EmptyPart": (EmptyPart, (), {"x": rows(), "before": torch.zeros(ROWS, 0, SIZE)}),
     **{cls.__name__: (cls, (), {"x": rows()}) for cls in (
         ReturnsInputs, ReturnsModelOutput, ReturnsConstants, Lists, Hooks, Parametrised, Frozen, GradModes,
-        Checkpointed, StraightThrough, Vmapped, KeepsThings, Casts)},
+        Checkpointed, StraightThrough, Vmapped, KeepsThings, Casts, CastsModule)},
 }  # fmt: skip
 ROUNDED = {"GradModes": 2**-6, "Casts": 2**-6}
 """How far the cases that round to bfloat16 may be from one device: partial sums round elsewhere."""
