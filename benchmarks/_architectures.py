@@ -44,6 +44,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": (3, 4), "axial_pos_embds_dim": (16, 48), "max_position_embeddings": 12},
     "hiera": {"image_size": (64, 64), "embed_dim": 16},
     "focalnet": {"embed_dim": 16},
+    "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},  # else those of the large one
     "swin": {"embed_dim": 16, "window_size": 2},
     "swinv2": {"embed_dim": 16, "window_size": 2},
     "donut-swin": {"embed_dim": 16, "window_size": 2},
