@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import autocast_mode
 from torch.distributed import pipelining
 from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
@@ -73,6 +75,48 @@ def trace_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor]
 def outside_of_tracing() -> AbstractContextManager[Any]:
     """A context in which operators run as they do outside of a trace, on real tensors."""
     return cast(AbstractContextManager[Any], _disable_current_modes())
+
+
+def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators that a function calls on tensors like these, outside of any trace that is being made."""
+    with outside_of_tracing(), FakeTensorMode():
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+        return make_fx(function)(*fakes)
+
+
+class _Redirected:
+    """Holds the code that `torch.autograd.Function.apply` has inside `redirected_functions`."""
+
+    to: Callable[..., Any]
+    """What is called with torch's own `apply`, the class, and the call's arguments."""
+
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        from autopart.compat import _Redirected
+
+        __class__  # type: ignore[name-defined]  # noqa: B018  # the cell that torch's own code has for super()
+        return _Redirected.to(_Redirected.own, cls, args, kwargs)
+
+    own: Callable[..., Any]
+
+
+@contextmanager
+def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `F.apply(*args, **kwargs)` of every autograd.Function is `to(apply, F, args, kwargs)`.
+
+    The code of `apply` is exchanged, so that this holds of `f = F.apply` as well, which was bound before.
+    """
+    function = vars(torch.autograd.Function)["apply"].__func__
+    code = function.__code__
+    if code is _Redirected.apply.__code__:  # a trace inside another
+        yield
+        return
+    _Redirected.own = staticmethod(types.FunctionType(code, function.__globals__, "apply", None, function.__closure__))
+    _Redirected.to = staticmethod(to)
+    function.__code__ = _Redirected.apply.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopart.compat import BatchNorm, InstanceNorm, tree_flatten, tree_map
+from autopart.compat import BatchNorm, InstanceNorm, redirected_functions, tree_flatten, tree_map
+from autopart.functions import apply_as_operator
 from autopart.known_values import UNKNOWN, KnownValues
 from autopart.trace_errors import Lost
 
@@ -117,8 +118,8 @@ def _detached(leaf: Any, written: list[Tensor]) -> Any:
 def traceable(model: nn.Module) -> Iterator[None]:
     """Inside, norms of the model that cannot be traced have another forward, which computes the same.
 
-    A SyncBatchNorm is a plain one: in a trace the batch is the global batch already. A user's autograd.Function raises
-    TraceError: its backward is not traced. A cast of a module to the dtype that it has is nothing.
+    A SyncBatchNorm is a plain one: in a trace the batch is the global batch already. A user's autograd.Function is one
+    operator. A cast of a module to the dtype that it has is nothing.
     """
     changed: list[nn.Module] = []
     for module in model.modules():
@@ -134,15 +135,13 @@ def traceable(model: nn.Module) -> Iterator[None]:
         else:
             continue
         changed.append(module)
-    apply = vars(torch.autograd.Function)["apply"]
-    setattr(torch.autograd.Function, "apply", classmethod(partial(_apply, apply)))  # noqa: B010
     to = nn.Module.to
     setattr(nn.Module, "to", lambda module, *args, **kwargs: _to(to, module, *args, **kwargs))  # noqa: B010
     try:
-        yield
+        with redirected_functions(apply_as_operator):
+            yield
     finally:
         setattr(nn.Module, "to", to)  # noqa: B010
-        setattr(torch.autograd.Function, "apply", apply)  # noqa: B010
         for module in changed:
             del vars(module)["forward"]
 
@@ -155,16 +154,6 @@ def no_autocast() -> Iterator[None]:
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def _apply(apply: Any, function: type, *args: Any, **kwargs: Any) -> Any:
-    if not function.__module__.startswith("torch."):
-        raise Lost(
-            f"{function.__qualname__} is an autograd.Function",
-            "its forward is traced, and the backward that it defines is not",
-            "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations",
-        )
-    return apply.__get__(None, function)(*args, **kwargs)
 
 
 def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

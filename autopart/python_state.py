@@ -8,20 +8,21 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopart.errors import TraceError
 
 _TORCH_OWN = {"_parameters", "_buffers", "_modules"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
 """Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
+_SMALLEST, _LARGEST = 0x801102, 0x12DD9BB3
+"""Words that, filled into the state of a Mersenne Twister, make its next 312 draws from [0, 1) all 6e-8, or 1 - 1e-16:
+whatever a forward decides by `random() < p`, it decides otherwise."""
 
 
 class PythonState:
-    """Inside, what the model's forward writes to its modules' attributes is noted; at the end it is undone.
-
-    Raises TraceError at the end where random numbers were drawn from Python or numpy: a program would repeat the same.
-    """
+    """Inside, what the model's forward writes to its modules' attributes is noted, and whether it draws random numbers
+    from Python or numpy; at the end it is undone."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -29,11 +30,19 @@ class PythonState:
         """{attribute: what it shall be inside}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
         """{attribute: its value before and after}"""
+        self.word: int | None = None
+        """What the states of Python's and numpy's generators shall be filled with inside; None: as they are"""
+        self.drawn = ""
+        """Which of them was drawn from last"""
 
     def __enter__(self) -> PythonState:
         self.changed.clear()
         self._before = {name: _copied(vars(module)) for name, module in self.model.named_modules()}
-        self._random = random.getstate(), _numpy_state()
+        self._random = random.getstate(), np.random.get_state(legacy=False)
+        if self.word is not None:
+            random.setstate((3, (self.word,) * 624 + (0,), None))
+            np.random.set_state(("MT19937", np.full(624, self.word, np.uint32), 0, 0, 0.0))
+        self._started = random_state()
         for name, value in self.start.items():
             path, _, last = name.rpartition(".")
             vars(self.model.get_submodule(path))[last] = value
@@ -44,8 +53,10 @@ class PythonState:
     ) -> None:
         for name, module in self.model.named_modules():
             self._restore(name, vars(module), self._before[name])
-        if error is None:
-            self._check_random()
+        drawn = [name for name, before in self._started.items() if random_state()[name] != before]
+        self.drawn = drawn[-1] if drawn else ""
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
 
     def _restore(self, name: str, attributes: dict[str, Any], before: Mapping[str, tuple[Any, Any]]) -> None:
         attributes |= {key: before[key][0] for key in _OF_PARAMETERS & before.keys()}
@@ -61,27 +72,16 @@ class PythonState:
                     self.changed[f"{name}.{key}".lstrip(".")] = (value, now)
                 attributes[key] = value
 
-    def _check_random(self) -> None:
-        python, numbers = self._random
-        drawn = "random" if random.getstate() != python else ""
-        if _numpy_state() != numbers:
-            drawn = "numpy.random"
-        if drawn:
-            raise TraceError(
-                f"{type(self.model).__name__} draws random numbers from {drawn} in its forward",
-                why="forward() runs once, for the trace: every step would use the numbers drawn there",
-                hint="torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors",
-            )
-
     @property
     def numbers(self) -> dict[str, Any]:
         """What was changed and holds no tensor: forward may decide by it next time."""
         return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
 
 
-def _numpy_state() -> tuple[bytes, int]:
-    state: Any = np.random.get_state()
-    return state[1].tobytes(), state[2]
+def random_state() -> dict[str, str]:
+    """The states of the generators that a forward may draw from, by their modules' names."""
+    with np.printoptions(threshold=1000):
+        return {"random": repr(random.getstate()), "numpy.random": repr(np.random.get_state())}
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -117,6 +117,34 @@ def _holds_tensors(value: Any) -> bool:
     return any(map(_holds_tensors, value.values())) if isinstance(value, dict) else isinstance(value, Tensor)
 
 
+def check_draws(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> None:
+    """Raises TraceError where forward draws random numbers from Python or numpy and computes by them: a program would
+    repeat those of the trace.
+
+    Whether it does is tried: `again` traces once more with the smallest draws there are, and with the largest.
+    """
+    drawn, text = state.drawn, _text(program)
+    if not drawn:
+        return
+    for word in (_SMALLEST, _LARGEST):
+        state.word = word
+        same = _text(again()) == text
+        state.word = None
+        if not same:
+            raise TraceError(
+                f"{type(model).__name__} draws random numbers from {drawn} in its forward",
+                why="forward() runs once, for the trace: every step would use the numbers drawn there",
+                hint="torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors",
+            )
+
+
+def _text(program: Any) -> str:
+    """All that a trace fixes: the code of its graph and of the regions in it, and its constants."""
+    codes = [module.code for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    lifted = [program.constants[name] for name in program.graph_signature.lifted_tensor_constants]
+    return "\n".join([*codes, *(repr(tensor.tolist()) if tensor.device.type != "meta" else "" for tensor in lifted)])
+
+
 def check_attributes(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> tuple[str, ...]:
     """Raises TraceError where forward reads an attribute that it also changes: the next call would differ.
 
@@ -133,7 +161,7 @@ def check_attributes(model: nn.Module, state: PythonState, program: Any, again: 
             )
     if numbers:
         state.start = numbers
-        if again().graph_module.code != program.graph_module.code:
+        if _text(again()) != _text(program):
             shown = ", ".join(f"{n} = {value!r:.40}" for n, value in list(numbers.items())[:3])
             raise TraceError(
                 f"{name} computes something else in every call",

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from autopart.candidates import candidates
 from autopart.compat import tree_map
 from autopart.errors import RuleError
+from autopart.functions import NAMESPACE as FUNCTIONS
 from autopart.graph import operator_name, tensor_inputs
 from autopart.mesh import Mesh
 from autopart.passes.lower import ANY_KIND
@@ -73,7 +74,10 @@ def rule(
 
 
 def _overloads(operator: str) -> list[Any]:
+    """Raises AttributeError where there is none; those of an autograd.Function are made when it is first traced."""
     namespace, _, name = operator.partition("::")
+    if namespace == FUNCTIONS and not hasattr(getattr(torch.ops, namespace), name):
+        return []
     packet = getattr(getattr(torch.ops, namespace), name)
     return [getattr(packet, overload) for overload in packet.overloads()]
 
@@ -147,9 +151,10 @@ def _check_signature(operator: str, made: Rule) -> None:
     for text in (made.text, *made.also):
         left, right = parse(text)
         tensors = f"{_count(len(left), 'input')} and {_count(len(right), 'output')}"
-        if not any(_fits(overload._schema, len(left), len(right)) for overload in _overloads(operator)):
+        found = _overloads(operator)
+        if found and not any(_fits(overload._schema, len(left), len(right)) for overload in found):
             raise RuleError(
-                f"the line '{text}' of {operator} has {tensors}", why=f"it is {_overloads(operator)[0]._schema}",
+                f"the line '{text}' of {operator} has {tensors}", why=f"it is {found[0]._schema}",
                 hint="one operand for every tensor, in the order of the call",
             )  # fmt: skip
         beyond = [position for positions in made.linear for position in positions if not 0 <= position < len(left)]

@@ -25,8 +25,9 @@ from autopart.entry import PREFIX, Entry, register_dataclasses
 from autopart.entry import call as call_model
 from autopart.errors import InputError, TraceError
 from autopart.exported import functional, name_outputs, own_graph
+from autopart.functions import name_functions
 from autopart.graph import module_path, source_text, spoken_name, value
-from autopart.python_state import check_attributes, check_hooks
+from autopart.python_state import check_attributes, check_draws, check_hooks
 from autopart.trace_errors import shape_by_values, trace_error
 
 _NO_CACHE = "use_cache"
@@ -158,6 +159,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     check_hooks(model)
     try:
         program = _export(entry, example)
+        check_draws(model, entry.state, program, lambda: _export(entry, example))
         notes = check_attributes(model, entry.state, program, lambda: _export(entry, example))
         with _quiet(), keeping_draws():
             program = functional(program)
@@ -202,6 +204,7 @@ def _from_exported(
     attributes = {node: first_name.get(target, target) for node, target in own_names.items()}
     graph = own_graph(program.graph_module, attributes, signature.inputs_to_parameters, call)
     name_outputs(model, graph, signature.output_specs)
+    name_functions(graph)
     if arguments.get(_NO_CACHE) is False:
         notes = (f"traced with {_NO_CACHE}=False", *notes)
     buffers = dict(model.named_buffers(remove_duplicate=False))

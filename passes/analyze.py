@@ -5,6 +5,7 @@
 - `role`: `INPUT` a model input, `DATA` computed from inputs, buffers and constants alone, `PARAMETER`, `WEIGHT`
   computed from parameters alone (a transposed weight), `ACTIVE` everything else, and an input that needs a gradient.
 - `needs_grad`: a gradient flows through it to some parameter or input.
+- `whole_grads`: its backward is not linear in the gradients, so that they must be summed before.
 - `pattern`: its sharding rule fitted to its shapes, or None.
 - `atoms`: for every dim the factors it is made of, outermost first, each with the kind of thing it counts: `BATCH`
   rows of the batch, `FEATURE` something of a weight (so it may be split by tensor parallelism), `DATA_DIM` the rest.
@@ -40,6 +41,7 @@ from autopart.layout import Sections
 from autopart.trace import Trace
 
 from .rules import Pattern, pattern_for
+from .rules.functions import backward_is_linear
 
 INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight", "active"
 BATCH, FEATURE, DATA_DIM = "batch", "feature", "data"
@@ -67,6 +69,7 @@ def annotate(trace: Trace) -> None:
             continue
         known = node.op == "call_function" and node.target is not operator.getitem
         node.meta["pattern"] = pattern_for(node) if known else None
+        node.meta["whole_grads"] = known and not backward_is_linear(node)
         node.meta["sections"], node.meta["rows"] = {}, set()
     _write_atoms(trace.graph, batch)
     while _find_rows(trace.graph):

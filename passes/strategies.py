@@ -5,7 +5,8 @@ A `Strategy` gives the placement of every tensor input and every output on one a
 - a factor on the axis: inputs that have it are sharded, the others are replicated with partial gradients; outputs that
   have it are sharded, the others (the factor is summed over) are partial sums;
 - partial sums passing through linear operators;
-- replicated work, with whole gradients (`R`) or with partial ones (`R(grad P)`; a backward is linear in its gradient).
+- replicated work, with whole gradients (`R`) or with partial ones (`R(grad P)`, where the backward is linear in its
+  gradient: a user's may clip it).
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class Strategy:
 def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[Strategy]:
     """All strategies of `node` on an axis of `num_shards` ranks whose factors may be of these kinds (`FEATURE`, ...).
 
-    The first two are always replicated work.
+    The first ones are replicated work.
     """
     sources = tensor_inputs(node)
     num_outputs = len(tuple_values(node))
     grads = [s.meta["needs_grad"] for s in sources]
     found = [Strategy((R,) * len(sources), (R,) * num_outputs)]
-    if node.meta["needs_grad"]:
+    if node.meta["needs_grad"] and not node.meta["whole_grads"]:
         partial = tuple(R_GRAD_P if grad else R for grad in grads)
         found.append(Strategy(partial, (R_GRAD_P,) * num_outputs))
     pattern: Pattern | None = node.meta["pattern"]

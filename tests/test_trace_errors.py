@@ -152,7 +152,7 @@ class Counts(Base):
 
 class DrawsInPython(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) if random.random() < 2 else x
+        return self.out(self.gate(x)) if random.random() < 1e-6 else x
 
 
 class DrawsInNumpy(Base):
@@ -160,19 +160,17 @@ class DrawsInNumpy(Base):
         return self.out(self.gate(x)) * float(np.random.rand())
 
 
-class Triple(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+class Ignores(Base):
+    """Draws from both as layerdrop in eval mode does: nothing depends on it."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 3 * grad
-
-
-class OwnFunction(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(Triple.apply(self.gate(x)))  # here
+        drawn = random.uniform(0, 1), np.random.rand()
+        return self.out(self.gate(x)) if self.training or min(drawn) >= 0 else x
+
+
+class DrawsAConstant(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x)) + torch.tensor([random.random()])
 
 
 class TensorHook(Base):
@@ -255,13 +253,12 @@ CASES: dict[Callable[[], nn.Module], str] = {
     DrawsInPython: other("{name} draws random numbers from random in its forward",
                          "forward() runs once, for the trace: every step would use the numbers drawn there",
                          DRAW_OUTSIDE, ""),
+    DrawsAConstant: other("{name} draws random numbers from random in its forward",
+                          "forward() runs once, for the trace: every step would use the numbers drawn there",
+                          DRAW_OUTSIDE, ""),
     DrawsInNumpy: other("{name} draws random numbers from numpy.random in its forward",
                         "forward() runs once, for the trace: every step would use the numbers drawn there",
                         DRAW_OUTSIDE, ""),
-    OwnFunction: other("Triple is an autograd.Function",
-                       "its forward is traced, and the backward that it defines is not",
-                       "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain "
-                       "operations"),
     TensorHook: other("a tensor has a hook on its gradient",
                       "only the forward is traced; gradients are computed without hooks",
                       "the same change of the gradient by operations in forward()"),
@@ -310,6 +307,14 @@ def test_the_text_names_line_value_and_remedy(cls):
     assert told(model) == filled(CASES[cls], cls)
     for name, module in model.named_modules():
         assert vars(module) == before[name], f"the failed trace has left something in {name or 'the model'}"
+
+
+def test_draws_that_decide_nothing_are_no_fault():
+    random.seed(0)
+    np.random.seed(0)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    assert told(Ignores()) == "nothing was raised"
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 def test_a_module_inside_is_named():

@@ -10,7 +10,7 @@ from autopart.graph import is_floating, is_tensor, operator_name, shape, tensor_
 
 from .factors import output_shapes
 from .notation import Pattern, Rule
-from .pointwise import POINTWISE, pointwise
+from .pointwise import POINTWISE, is_tagged_pointwise, pointwise
 from .registered import REGISTERED, has_rule
 from .tables import LINES, SHAPED
 
@@ -31,7 +31,7 @@ def pattern_for(node: fx.Node) -> Pattern | None:
         rules = REGISTERED[name] if name in REGISTERED else LINES[name]
         found = (_by_line(rule, node) for rule in (rules if isinstance(rules, tuple) else (rules,)))
         return next((pattern for pattern in found if pattern is not None), None)
-    return pointwise(node) if name in POINTWISE else None
+    return pointwise(node) if name in POINTWISE or is_tagged_pointwise(node) else None
 
 
 def _by_line(rule: Rule, node: fx.Node) -> Pattern | None:

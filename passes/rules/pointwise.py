@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopart.functions import NAMESPACE
 from autopart.graph import is_floating, is_tensor, operator_name, shape, tensor_inputs
 
 from .notation import Pattern, Rule
@@ -59,6 +60,11 @@ LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 """The sets of arguments, by position, in which an operator is linear: they may be partial sums together. A number among
 them must be 0 (`x + 1` is not linear)."""
+
+
+def is_tagged_pointwise(node: fx.Node) -> bool:
+    """Whether an operator that stands for a user's autograd.Function was found to work element by element."""
+    return operator_name(node).startswith(f"{NAMESPACE}::") and torch.Tag.pointwise in node.target.tags
 
 
 def pointwise(node: fx.Node) -> Pattern | None:

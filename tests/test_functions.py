@@ -1,0 +1,370 @@
+"""Models with a `torch.autograd.Function` of their own: traced as one operator, with the backward that it defines."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import dist
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import autopart
+from autopart.errors import StageError, TraceError
+from autopart.passes.rules.notation import Rule
+from autopart.passes.rules.registered import REGISTERED
+
+SIZE = 8
+
+
+class Round(torch.autograd.Function):
+    """A straight-through estimator: the gradient by plain operations would be 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Scaled(torch.autograd.Function):
+    """With a setup_context, plain arguments with defaults, and a gradient that is not that of the forward."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float, options: Any = None) -> Tensor:
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return -ctx.factor * grad, None, None
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient reversal: its output is a view of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -0.5 * grad
+
+
+class Clipped(torch.autograd.Function):
+    """A backward that is not linear in its gradient: sums of clipped parts are not the clipped sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.01, 0.01)
+
+
+class Parts(torch.autograd.Function):
+    """Several outputs, one of them not to be differentiated; no gradient for one input, none asked for by another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, mask: Tensor, extra: Any) -> tuple:
+        ctx.save_for_backward(x, weight)
+        score = (x @ weight).softmax(-1)
+        best = score.argmax(-1)
+        ctx.mark_non_differentiable(best)
+        return score, x * mask, best
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, masked: Tensor, best: Any) -> tuple:
+        x, weight = ctx.saved_tensors
+        assert ctx.needs_input_grad == (True, True, False, False)
+        return 2 * grad @ weight.t() + masked, 3 * x.flatten(0, -2).t() @ grad.flatten(0, -2), None, None
+
+
+class Product(torch.autograd.Function):
+    """A product, which autocast computes in bfloat16; its backward computes in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        return grad.float() @ weight.t(), x.flatten(0, -2).t() @ grad.float().flatten(0, -2)
+
+
+class BySize(torch.autograd.Function):
+    """Every operator is pointwise, and one of the numbers is the number of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.rows = x.shape[0]
+        return x * ctx.rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / ctx.rows
+
+
+bound_before = Round.apply
+
+
+class Model(nn.Module):
+    """Linear layers around a Function. `on`: what calls it."""
+
+    def __init__(self, on: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.on = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE), on
+        self.weight = nn.Parameter(torch.rand(2 * SIZE, 2 * SIZE) - 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.on(self.up(x), self.weight)) ** 2).mean()
+
+
+def parts(y: Tensor, weight: Tensor) -> Tensor:
+    score, masked, best = Parts.apply(y, weight, torch.ones(2 * SIZE, dtype=y.dtype), {"a": (1, None)})
+    return score + masked * (1 + best).unsqueeze(-1)
+
+
+CALLS = {
+    "round": lambda y, weight: Round.apply(y),
+    "bound before": lambda y, weight: bound_before(y),
+    "scaled": lambda y, weight: Scaled.apply(Scaled.apply(y, 2.0), factor=3.0),
+    "reversed": lambda y, weight: Reversed.apply(y),
+    "clipped": lambda y, weight: Clipped.apply(y),
+    "by size": lambda y, weight: BySize.apply(y),
+    "parts": parts,
+    "of a weight": lambda y, weight: y @ Round.apply(weight),
+    "clipped weight": lambda y, weight: y @ Clipped.apply(weight),
+}  # fmt: skip
+WHOLE = {"parts"}
+"""Of the others every operator is pointwise."""
+
+
+def example() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.rand(8, 4, SIZE, dtype=torch.float64)}
+
+
+def model_of(call: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(CALLS.get(call, call)).double()
+
+
+# --- exact ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["dp2,tp2", "pp2"])
+@pytest.mark.parametrize("call", CALLS)
+def test_exact(call, mesh):
+    found = autopart.verify(model_of(call), mesh, example_kwargs=example(), tolerance=1e-10)
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_one_rank_has_the_gradients_of_the_model_itself(call):
+    """Values and gradients of plain eager code, in eval mode and without gradients as well."""
+    model = model_of(call)
+    _, loss, grads = zoo.reference(model, example())
+    pm = autopart.parallelize(copy.deepcopy(model), "tp1", example_kwargs=example())
+    zoo.assert_close_outputs(pm.step(**example()), loss)
+    zoo.assert_same_grads(pm.full_grads(), grads)
+    with torch.no_grad():
+        zoo.assert_close_outputs(pm.eval()(**example()), loss)
+
+
+def test_a_dropped_backward_is_seen():
+    """What a trace of the forward alone would give: the gradient of rounding is 0."""
+    model = model_of(lambda y, weight: (4 * y).round() / 4)
+    _, _, dropped = zoo.reference(model, example())
+    _, _, grads = zoo.reference(model_of("round"), example())
+    with pytest.raises(AssertionError):
+        zoo.assert_same_grads(grads, dropped)
+
+
+def test_autocast_is_that_of_the_call():
+    """Under autocast the forward runs in bfloat16, and the backward as plain eager code runs it."""
+
+    def call(y: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return Product.apply(y, weight).float()
+
+    model, batch = Model(call).float(), {"x": example()["x"].float()}
+    _, loss, grads = zoo.reference(model, batch)
+    pm = autopart.parallelize(copy.deepcopy(model), "tp1", example_kwargs=batch)
+    assert torch.equal(pm.step(**batch), loss)
+    for name, grad in pm.full_grads().items():
+        assert torch.equal(grad, grads[name]), name
+
+
+def same_as_eager(mesh):
+    for call in ("parts", "scaled", "clipped weight"):
+        model = model_of(call)
+        _, loss, grads = zoo.reference(model, example())
+        pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=example())
+        again = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=example(), plan=pm.plan)
+        for made in (pm, again):
+            zoo.assert_close_outputs(made.step(**example()), loss)
+            zoo.assert_same_grads(made.full_grads(), grads)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+def test_exact_in_processes(mesh):
+    dist.run_ranks(same_as_eager, 2, mesh, timeout_s=120.0)
+
+
+# --- the plan ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_pointwise_is_sharded_and_the_rest_is_listed(call):
+    made = autopart.plan(model_of(call), "tp2", example_kwargs=example())
+    assert autopart.Plan.from_json(made.to_json()) == made
+    found = [row["operator"] for row in made.unsharded]
+    assert found == (["autograd_function::test_functions_Parts"] if call in WHOLE else [])
+
+
+def test_the_line_to_try_is_accepted():
+    """Also before the Function is traced for the first time in a process."""
+    try:
+        autopart.rule("autograd_function::not_traced_yet", "b c -> b c")
+        (row,) = autopart.plan(model_of("parts"), "dp2", example_kwargs=example()).unsharded
+        exec(row["try"])
+        REGISTERED[row["operator"]] = Rule("b a c, c d, c -> b a c, b a c, b a", "d c a")
+        assert autopart.plan(model_of("parts"), "dp2", example_kwargs=example()).unsharded == ()
+        assert autopart.verify(model_of("parts"), "dp2", example_kwargs=example(), tolerance=1e-10).ok
+    finally:
+        REGISTERED.clear()
+
+
+def test_two_classes_of_one_name_are_two_operators():
+    def make(factor: float) -> Any:
+        class Same(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * factor
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad * factor
+
+        return Same
+
+    for factor in (2.0, 3.0):
+        function = make(factor)
+        model = model_of(lambda y, weight, function=function: function.apply(y))
+        assert autopart.verify(model, "tp2", example_kwargs=example(), tolerance=1e-10).ok
+
+
+class ByClass(torch.autograd.Function):
+    """It reads a number that is not among its arguments."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        return (x if weight is None else x @ weight) * ByClass.factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad * ByClass.factor, None
+
+
+def by_class(y: Tensor, weight: Tensor, *given: Any) -> Tensor:
+    for ByClass.factor in (2.0, 3.0):
+        y = ByClass.apply(y, weight.detach() if given else None)
+    return y
+
+
+@pytest.mark.parametrize("call", [by_class, lambda y, weight: by_class(y, weight, True)], ids=["pointwise", "whole"])
+def test_a_number_read_from_elsewhere_must_not_change(call):
+    with pytest.raises(TraceError, match="it computes something else than in an earlier call of the same arguments"):
+        autopart.plan(model_of(call), "tp2", example_kwargs=example())
+
+
+def test_microbatches_are_refused_where_the_backward_is_not_linear_in_sums_of_them():
+    autopart.plan(model_of("of a weight"), "dp2", example_kwargs=example(), microbatches=2)
+    with pytest.raises(StageError, match="cannot be cut into 2 microbatches"):
+        autopart.plan(model_of("clipped weight"), "dp2", example_kwargs=example(), microbatches=2)
+
+
+# --- refused -------------------------------------------------------------------------------------------------------
+
+
+class Any_(torch.autograd.Function):
+    """Its forward is its last argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: Any) -> Any:
+        return FORWARDS[kind](x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad * (torch.rand_like(grad) if ctx.needs_input_grad[0] else 1), None
+
+
+class Draws(torch.autograd.Function):
+    """It draws in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.rand_like(grad)
+
+
+TABLE = torch.rand(2 * SIZE, dtype=torch.float64)
+FORWARDS = {
+    "writes": lambda x: x.mul_(2),
+    "draws": lambda x: x + torch.rand_like(x),
+    "draws in Python": lambda x: x * random.random(),
+    "returns None": lambda x: (x.clone(), None),
+    "table": lambda x: x + TABLE,
+}  # fmt: skip
+TRIED = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
+REFUSED = {
+    "module": (lambda y, weight: Any_.apply(y, nn.Identity()),
+               "it is given an Identity, and may be given tensors, numbers and text"),
+    "writes": (lambda y, weight: Any_.apply(y.clone(), "writes"), "it writes to a tensor that it is given"),
+    "draws": (lambda y, weight: Any_.apply(y, "draws"), "it draws random numbers, which its backward would draw again"),
+    "draws in Python": (lambda y, weight: Any_.apply(y, "draws in Python"),
+                        "it draws random numbers, which its backward would draw again"),
+    "draws backwards": (lambda y, weight: Draws.apply(y),
+                        "it draws random numbers, which its backward would draw again"),
+    "returns None": (lambda y, weight: Any_.apply(y, "returns None")[0], "it returns None, and may return tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    call, why = REFUSED[case]
+    with pytest.raises(TraceError) as raised:
+        autopart.plan(model_of(call), "tp2", example_kwargs=example())
+    what, *lines = str(raised.value).splitlines()
+    name = "Draws" if case == "draws backwards" else "Any_"
+    assert what == f"{name} is an autograd.Function that cannot be traced"
+    assert lines[0] == f"  why    {why}"
+    assert lines[1].startswith(f"  where  {__file__}:")
+    assert lines[2:] == [f"  try    {TRIED}"]
+
+
+def test_a_tensor_from_elsewhere_is_refused():
+    with pytest.raises(TraceError) as raised:
+        autopart.plan(model_of(lambda y, weight: Any_.apply(y, "table")), "tp2", example_kwargs=example())
+    why, where, tried = str(raised.value).splitlines()[1:]
+    assert why == "  why    an autograd.Function reads a tensor that is not among its arguments"
+    assert where.startswith(f"  where  {__file__}:") and "x + TABLE" in where
+    assert tried == "  try    that tensor as an argument of apply()"
