@@ -11,6 +11,7 @@ from torch import nn
 from autopart.compiler import Compiler, Options, make_plan, prepare
 from autopart.errors import InputError, OptionError
 from autopart.mesh import Mesh
+from autopart.pins import Pins
 from autopart.plan import Plan
 from autopart.program import Rng
 from autopart.runtime.module import ParallelModule
@@ -24,7 +25,6 @@ NOT_BUILT = {
     "recompute": "activation recomputation",
     "precision": "mixed precision",
     "memory": "planning within a memory limit",
-    "pins": "fixing layouts by hand (edit the plan's JSON instead)",
 }
 
 
@@ -40,6 +40,7 @@ def parallelize(
     virtual_stages: int | None = None,
     sequence_parallel: bool | str = "auto",
     hardware: str | None = None,
+    pins: Pins | Mapping[str, Any] | str | Path | None = None,
     rng: Rng = "fast",
     **unknown: Any,
 ) -> ParallelModule:
@@ -57,6 +58,9 @@ def parallelize(
         virtual_stages: pipeline stages per rank.
         sequence_parallel: False or "auto"; sequence parallelism itself is not built yet.
         hardware: the profile that prices choices, a name or a path.
+        pins: what is fixed before the rest is chosen, or a JSON file that says it: `{"h.*.up.weight": {"tp": "S(0)"},
+            "h.*.attn": {"tp": "R"}, "stages": {"cut_before": ["h.16"], "together": [["norm", "head"]]}}` for
+            parameters, whole modules and stages; `autopart.pins` has all forms.
         rng: "fast": masks of dropout are drawn by each rank for what it holds, independent ones for shards and the same
             for what several ranks hold. "exact": all random numbers are those that one device draws after the same
             `torch.manual_seed`, which every rank must call; every rank draws whole masks, which takes their memory.
@@ -71,7 +75,7 @@ def parallelize(
     """
     options = read_options(
         unknown, sequence_parallel, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        hardware=hardware, rng=rng,
+        hardware=hardware, rng=rng, pins=pins,
     )  # fmt: skip
     sizes = Mesh.parse(mesh)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -96,6 +100,7 @@ def plan(
     virtual_stages: int | None = None,
     sequence_parallel: bool | str = "auto",
     hardware: str | None = None,
+    pins: Pins | Mapping[str, Any] | str | Path | None = None,
     **unknown: Any,
 ) -> Plan:
     """Choose a plan without running anything: no process group, no GPU, the model may be on `meta`.
@@ -109,7 +114,7 @@ def plan(
     """
     options = read_options(
         unknown, sequence_parallel, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        hardware=hardware,
+        hardware=hardware, pins=pins,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("plan() needs an example call", why="the model is traced on it",
@@ -131,12 +136,14 @@ def read_options(unknown: Mapping[str, Any], sequence_parallel: bool | str, **gi
             )
         raise OptionError(
             f"unknown option {name}=",
-            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, rng, example_args, "
-            "example_kwargs",
+            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, rng, "
+            "example_args, example_kwargs",
         )
     if sequence_parallel not in (False, "auto"):
         raise OptionError(
             f"sequence_parallel={sequence_parallel!r} is not built yet",
             hint="sequence_parallel=False (also what 'auto' means now)",
         )
+    if given.get("pins") is not None:
+        given["pins"] = Pins.parse(given["pins"])
     return Options(**{name: option for name, option in given.items() if option is not None})

@@ -71,6 +71,7 @@ _SCHEDULE = _options(
     ),
     click.option("--virtual-stages", type=click.IntRange(1), help="Stages per pipeline rank.  [default: chosen]"),
     click.option("--hardware", metavar="NAME|PATH", help="The profile that prices choices, for example a100-80gb-sxm."),
+    click.option("--pins", metavar="PATH", help="A JSON file of layouts and cuts that are fixed."),
 )
 _PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")
 
@@ -123,7 +124,7 @@ class _Asked:
 
     def schedule(self) -> dict[str, Any]:
         """The options that `plan` and `parallelize` share."""
-        return {name: self.values[name] for name in ("schedule", "microbatches", "virtual_stages", "hardware")}
+        return {name: self.values[name] for name in ("schedule", "microbatches", "virtual_stages", "hardware", "pins")}
 
     def plan(self) -> Plan:
         """A new plan for the model and mesh asked for."""

@@ -20,12 +20,14 @@ from autopart.graph import format_value, is_floating, shape
 from autopart.mesh import Mesh
 from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
-from autopart.passes.decide import decide, decided_by, decode, encode, without_microbatches
+from autopart.passes.decide import NO_PINS, decide, decided_by, decode, encode, without_microbatches
 from autopart.passes.lower import Decisions, lower
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
+from autopart.passes.pins import pinned_layouts
 from autopart.passes.sizes import size_notes
 from autopart.passes.summary import collectives, cost, stage_rows
 from autopart.passes.unsharded import unsharded
+from autopart.pins import Pins
 from autopart.plan import Plan, Schedule
 from autopart.program import SEEDS, Program, Rng
 from autopart.schedules import check_schedule
@@ -47,6 +49,7 @@ class Options:
     virtual_stages: int | None = None
     hardware: str = DEFAULT
     rng: Rng = "fast"
+    pins: Pins = NO_PINS
 
     def __post_init__(self) -> None:
         if self.rng not in get_args(Rng):
@@ -76,8 +79,10 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     """Choose a plan for an annotated trace."""
     hardware = Hardware.load(options.hardware)
     schedule = _schedule(traced, mesh, options)
-    decisions = decide(traced, mesh, schedule.microbatches, mesh.size("pp") * schedule.virtual_stages, hardware)
+    stages = mesh.size("pp") * schedule.virtual_stages
+    decisions = decide(traced, mesh, schedule.microbatches, stages, hardware, options.pins)
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False)
+    pinned = pinned_layouts(traced, mesh, options.pins).operators
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": type(_inner(model)).__name__, **identity_of(traced.parameters), "mode": traced.mode}
     inputs = {
@@ -86,8 +91,8 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     }
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
-        unsharded=unsharded(traced, decisions), cost=cost(traced, decisions, rows, moved, hardware),
-        hardware=hardware.name, notes=(*traced.notes, *size_notes(traced, decisions)),
+        unsharded=unsharded(traced, decisions, pinned), cost=cost(traced, decisions, rows, moved, hardware),
+        hardware=hardware.name, notes=(*traced.notes, *size_notes(traced, decisions)), pins=options.pins.as_data(),
     )  # fmt: skip
 
 
@@ -313,6 +318,10 @@ def check_plan_options(options: Options, plan: Plan) -> None:
                 f"{name}={asked!r} contradicts the plan, which says {planned!r}",
                 where=plan.where("schedule"), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
+    if options.pins and options.pins.as_data() != plan.pins:
+        asked = "other pins" if plan.pins else "none"
+        raise OptionError(f"pins= contradict the plan, which was made with {asked}", where=plan.where("pins"),
+                          hint="leave pins out, edit the plan, or make a new one")  # fmt: skip
 
 
 def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) -> None:

@@ -79,9 +79,18 @@ def _header(plan: Plan) -> str:
         ("mesh", f"{Mesh.parse(plan.mesh)} ({ranks} rank{'s' * (ranks > 1)})"),
         ("schedule", run),
         ("hardware", plan.hardware),
+        ("pins", _pins(plan.pins)),
         *(("note", note) for note in plan.notes),
     ]
     return _labelled((label, text) for label, text in lines if text)
+
+
+def _pins(pins: Mapping[str, Any]) -> str:
+    """`model.layers.*.mlp tp:R; cut before model.layers.16; model.norm, lm_head together`."""
+    layouts = [f"{name} {' '.join(f'{a}:{p}' for a, p in at.items())}" for name, at in pins.items() if name != "stages"]
+    stages = pins.get("stages", {})
+    cuts = [f"cut before {name}" for name in stages.get("cut_before", ())]
+    return "; ".join([*layouts, *cuts, *(f"{', '.join(names)} together" for names in stages.get("together", ()))])
 
 
 def _count(number: int) -> str:
@@ -132,7 +141,8 @@ def _unsharded(plan: Plan) -> str:
         where = f" in {row['where']}" if row["where"] else ""
         lines.append(f"  {row['count']} {row['operator']}{where}: {row['why']}")
         lines.append(f"    {row['shapes']}; {', '.join(figures)}")
-        lines += [f"    try {row['try']}"] * ("try" in row)
+        if "try" in row:
+            lines.append(f"    try {row['try']}")
     if any("try" in row for row in plan.unsharded):
         lines.append("  (lines to try are guessed from the shapes: autopart.check_rule proves or refutes them)")
     return "\n".join(lines)

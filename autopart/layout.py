@@ -106,6 +106,26 @@ def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, size - i * step)) for i in range(num_shards))
 
 
+def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: int) -> str:
+    """Why a weight of these sizes cannot be stored so on an axis; "" where it can.
+
+    >>> cannot_store(shard(0), (6, 5), "tp", 4)
+    'dim 0 has size 6, which does not cut so over tp=4'
+    """
+    if place.kind == "P":
+        return "a weight is not a partial sum"
+    if not place.is_shard:
+        return ""
+    if place.dim >= len(sizes):
+        return f"its shape is {list(sizes)}, it has no dim {place.dim}"
+    parts = section_sizes(sizes[place.dim], place.sections)
+    uneven = any(part % num_shards for part in parts)
+    few = place.sections or -(-parts[0] // num_shards) * (num_shards - 1) >= parts[0]
+    if (uneven and few) or sum(parts) != sizes[place.dim]:
+        return f"dim {place.dim} has size {sizes[place.dim]}, which does not cut so over {axis}={num_shards}"
+    return ""
+
+
 @dataclass(frozen=True)
 class Conversion:
     """How a value goes from one placement to another on one axis.

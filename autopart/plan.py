@@ -86,6 +86,7 @@ class Plan:
     cost: Mapping[str, Any] = field(default_factory=dict)
     hardware: str = ""
     notes: tuple[str, ...] = ()
+    pins: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False, repr=False)
 
     def to_json(self) -> str:

@@ -42,6 +42,7 @@ from autopart.graph import draws_random_numbers
 from autopart.localize import BROKEN, Mismatch, first_mismatch
 from autopart.mesh import Mesh
 from autopart.passes.decide import decode
+from autopart.pins import Pins
 from autopart.plan import Plan
 from autopart.program import Rng
 from autopart.runtime.placement import placement_of
@@ -107,6 +108,7 @@ def verify(
     virtual_stages: int | None = None,
     sequence_parallel: bool | str = "auto",
     hardware: str | None = None,
+    pins: Pins | Mapping[str, Any] | str | Path | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
     rng: Rng = "exact",
@@ -123,7 +125,7 @@ def verify(
 
     Args:
         model, mesh, example_args, example_kwargs, plan, schedule, microbatches, virtual_stages, sequence_parallel,
-            hardware: as `parallelize`.
+            hardware, pins: as `parallelize`.
         loss_fn, target: for a model that returns no loss, as `ParallelModule.step`. Without either, gradients are
             compared for a fixed random weighting of the outputs.
         rng: "exact", or "fast" to switch dropout off (eval mode), for models of which no draw can be repeated exactly.
@@ -140,7 +142,7 @@ def verify(
     """
     options = read_options(
         unknown, sequence_parallel, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        hardware=hardware, rng=rng,
+        hardware=hardware, rng=rng, pins=pins,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")

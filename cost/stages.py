@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,57 +31,71 @@ class Partition:
         return max(self.loads) / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
-def balance(weights: Sequence[float], crossing: Sequence[float], num_stages: int) -> Partition | None:
+def balance(
+    weights: Sequence[float], crossing: Sequence[float], num_stages: int, begins: Set[int] = frozenset()
+) -> Partition | None:
     """The exact min-max partition, and among partitions within `SLACK` of it the one that sends the least.
 
     Args:
         weights: cost of every operator, in order.
         crossing: bytes that a cut before operator i would send (infinite where no cut is possible).
         num_stages: how many non-empty stages.
-    Returns None where there are too few places to cut.
+        begins: positions at which a stage must begin.
+    Returns None where there are too few places to cut, or more beginnings than stages.
 
     >>> balance([3, 1, 1, 3], [0, 9, 9, 9], 2).cuts
     (2,)
     """
     total = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=float))))
     places = [i for i in range(1, len(weights)) if np.isfinite(crossing[i])]
-    if len(places) < num_stages - 1:
+    if len(places) < num_stages - 1 or not begins <= set(places):
         return None
     position = np.array([0, *places, len(weights)])
+    begun = np.cumsum(np.isin(position, list(begins)))
     load = total[position]
-    best = _min_max(load, num_stages)
+    # A stage across a beginning would hold more than everything: `start` is above `end` where a stage must begin.
+    across = 2 * float(total[-1]) + 1
+    end, start = load + across * np.concatenate(([0], begun[:-1])), load + across * begun
+    best = _min_max(end, start, num_stages)
+    if best >= across:
+        return None
     bound = float(max(total[-1] / num_stages, max(weights, default=0.0)))
     limit = max(best, min(best * (1 + SLACK), bound * BOUND))
-    chosen = _least_sent(load, np.array([0.0, *(crossing[i] for i in places), 0.0]), num_stages, limit)
+    sent = np.array([0.0, *(crossing[i] for i in places), 0.0])
+    chosen = _least_sent(end, start, load / (load[-1] or 1.0), sent, num_stages, limit)
     cuts = tuple(int(position[i]) for i in chosen)
     edges = (0, *cuts, len(weights))
     loads = tuple(float(total[b] - total[a]) for a, b in pairwise(edges))
     return Partition(cuts, loads, bound)
 
 
-def _min_max(load: np.ndarray, num_stages: int) -> float:
-    """The least possible heaviest stage: dynamic programme over (stages used, place), each step a bisection."""
-    heaviest = load.copy()  # one stage up to each place
+def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
+    """The least possible heaviest stage: dynamic programme over (stages used, place), each step a bisection.
+
+    A stage from place a to place b weighs `end[b] - start[a]`.
+    """
+    heaviest = end.copy()  # one stage up to each place
     for _ in range(num_stages - 1):
-        low, high = np.zeros(len(load), dtype=int), np.arange(len(load))
+        low, high = np.zeros(len(end), dtype=int), np.arange(len(end))
         while np.any(low < high):  # the first place where what is before outweighs what is after
             middle = (low + high) // 2
-            before = heaviest[middle] >= load - load[middle]
+            before = heaviest[middle] >= end - start[middle]
             high = np.where(before & (low < high), middle, high)
             low = np.where(~before & (low < high), middle + 1, low)
-        after = np.maximum(heaviest[low], load - load[low])
+        after = np.maximum(heaviest[low], end - start[low])
         previous = np.maximum(low - 1, 0)
-        heaviest = np.minimum(after, np.maximum(heaviest[previous], load - load[previous]))
+        heaviest = np.minimum(after, np.maximum(heaviest[previous], end - start[previous]))
     return float(heaviest[-1])
 
 
-def _least_sent(load: np.ndarray, sent: np.ndarray, num_stages: int, limit: float) -> list[int]:
+def _least_sent(
+    end: np.ndarray, start: np.ndarray, share: np.ndarray, sent: np.ndarray, num_stages: int, limit: float
+) -> list[int]:
     """Places of the cuts that send the least with no stage over the limit; of those, the most even ones (a sum of
     squared loads that counts for less than a byte)."""
-    count = len(load)
-    first = np.searchsorted(load, load - limit * (1 + 1e-12), side="left")
-    share = load / (load[-1] or 1.0)
-    cost = np.where(load <= limit * (1 + 1e-12), share**2 / 2, np.inf)
+    count = len(end)
+    first = np.searchsorted(start, end - limit * (1 + 1e-12), side="left")
+    cost = np.where(end <= limit * (1 + 1e-12), share**2 / 2, np.inf)
     cost[0] = np.inf
     came_from: list[np.ndarray] = []
     for _ in range(num_stages - 1):

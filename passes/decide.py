@@ -16,8 +16,9 @@ from torch import fx
 from autopart.cost.hardware import Hardware
 from autopart.errors import LayoutError, PlanError, StageError
 from autopart.graph import describe, operator_name, operators, pattern_of, shape, tensor_inputs
-from autopart.layout import R_GRAD_P, Placement, R, section_sizes
+from autopart.layout import R_GRAD_P, P, Placement, R, cannot_store
 from autopart.mesh import Mesh
+from autopart.pins import Pins
 from autopart.plan import Plan, Schedule
 from autopart.schedules import can_run, schedule_for
 from autopart.trace import Trace
@@ -25,16 +26,22 @@ from autopart.trace import Trace
 from .analyze import ACTIVE, FEATURE, PARAMETER, WEIGHT, batch_size
 from .batch import check_microbatches, choose_batch, mixed_rows
 from .lower import Decisions
-from .partition import active_operators, check_batch, crossing_bytes, partition
+from .pairs import NoSolution
+from .partition import active_operators, check_batch, crossing_bytes
+from .pins import Pinned, layout_conflict, pinned_layouts
 from .rules.registered import REGISTERED, as_data, call_text, from_data
-from .shard import choose_sharding
+from .shard import Sharding, choose_sharding
+from .stage_pins import pinned_partition
 from .strategies import Strategy, strategies
 
 FEATURES = frozenset({FEATURE})
+NO_PINS = Pins()
 
 
-def decide(trace: Trace, mesh: Mesh, microbatches: int, num_stages: int, hardware: Hardware) -> Decisions:
-    """Choose layouts and cuts for an annotated trace."""
+def decide(
+    trace: Trace, mesh: Mesh, microbatches: int, num_stages: int, hardware: Hardware, pins: Pins = NO_PINS
+) -> Decisions:
+    """Choose layouts and cuts for an annotated trace, around what the user has pinned."""
     if not active_operators(trace.graph):
         raise LayoutError(
             "the model has nothing to partition",
@@ -44,15 +51,29 @@ def decide(trace: Trace, mesh: Mesh, microbatches: int, num_stages: int, hardwar
     tp = mesh.size("tp")
     tensor: Mapping[fx.Node, Strategy] = {}
     stored: Mapping[str, Placement] = {}
+    pinned = pinned_layouts(trace, mesh, pins)
     if tp > 1:
-        sharding = choose_sharding(trace.graph, tp, hardware)
+        sharding = _pinned_sharding(trace, mesh, hardware, pins, pinned)
         tensor, stored = sharding.strategies, sharding.parameters
-        check_divides(trace, tensor, tp)
-    found = partition(trace.graph, num_stages)
+        check_divides(trace, tensor, tp, bool(pins.layouts))
+    found = pinned_partition(trace.graph, mesh, num_stages, pins)
     return Decisions(
         mesh, microbatches, batch_strategies(trace, mesh, microbatches), tensor, stored,
         stages_from_cuts(trace, found.cuts), num_stages,
     )  # fmt: skip
+
+
+def _pinned_sharding(trace: Trace, mesh: Mesh, hardware: Hardware, pins: Pins, pinned: Pinned) -> Sharding:
+    def choose(pinned: Pinned) -> Sharding | None:
+        try:
+            return choose_sharding(trace.graph, mesh.size("tp"), hardware, pinned=pinned)
+        except NoSolution:
+            return None
+
+    sharding = choose(pinned)
+    if sharding is None:
+        raise layout_conflict(trace, mesh, pins, lambda pinned: choose(pinned) is not None)
+    return sharding
 
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
@@ -106,8 +127,8 @@ def stages_from_cuts(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
     return {node: sum(cut <= i for cut in cuts) for i, node in enumerate(active_operators(trace.graph))}
 
 
-def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int) -> None:
-    """Raises LayoutError where `tp` divides no matrix product of the model."""
+def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int, pinned: bool = False) -> None:
+    """Raises LayoutError where `tp` divides no matrix product of the model; where layouts are pinned, no weight."""
     products = [n for n in active_operators(trace.graph) if n.meta["pattern"] is not None and n.meta["pattern"].flops]
     if not products:
         raise LayoutError(
@@ -124,7 +145,7 @@ def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int) -> 
         }
     )
     divides = any(size % tp == 0 for size in sizes) or not sizes  # none: weights that the model computes
-    if any(tensor[n].factor for n in products) and divides:
+    if divides and (pinned or any(tensor[n].factor for n in products)):
         return
     fits = [t for t in range(2, max(sizes, default=1) + 1) if sum(s % t == 0 for s in sizes) * 2 > len(sizes)]
     raise LayoutError(
@@ -148,9 +169,15 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     texts = {key: str(decisions.tensor[node]) for key, node in nodes.items()}
     written = _by_pattern({key: (node.meta["group"], texts[key]) for key, node in nodes.items()})
     replicated = {key: str(strategies(node, 1, frozenset())[0]) for key, node in nodes.items()}
-    spoken = {node.meta["group"] for key, node in nodes.items() if texts[key] != replicated[key]}
+    kept = {key for key, node in nodes.items()
+            if not _fits_weights(node, decisions.tensor[node], decisions.stored, decisions.tensor)}  # fmt: skip
+    spoken = {node.meta["group"] for key, node in nodes.items() if texts[key] != replicated[key] or key in kept}
     silent = {node.meta["group"] for node in nodes.values()} - spoken  # replicated throughout: need not be said
-    operators_ = {name: {"tp": text} for name, text in written.items() if name not in silent}
+    keep = {name for key in kept for name in (key, nodes[key].meta["group"])}
+    operators_: dict[str, dict[str, Any]] = {
+        name: {"tp": text, **({"keep": True} if name in keep else {})}
+        for name, text in written.items() if name not in silent
+    }  # fmt: skip
     names = sorted({operator_name(node) for node in operators(trace.graph)} & REGISTERED.keys())
     rules = {name: as_data(REGISTERED[name]) for name in names}
     return {"parameters": parameters, "operators": operators_, "cuts": _starts(trace, decisions), "rules": rules}
@@ -248,25 +275,12 @@ def _check_stored(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp:
         sizes = tuple(trace.parameters[name].shape)
         key = name if name in plan.parameters else pattern_of(name)
         where = plan.where("parameters", key)
-        if place.kind == "P":
+        why = cannot_store(place, sizes, "tp", tp)
+        if why:
+            hint = f"S({len(sizes) - 1}) or R" if place.is_shard and place.dim >= len(sizes) else "R"
             raise PlanError(
-                f"the plan stores '{name}' as P", why="a weight is not a partial sum", where=where, hint="R or S(0)"
+                f"the plan stores '{name}' as {place}", why=why, where=where, hint="R or S(0)" if place == P else hint
             )
-        if place.is_shard and place.dim >= len(sizes):
-            raise PlanError(
-                f"the plan stores '{name}' as {place}", why=f"its shape is {list(sizes)}, it has no dim {place.dim}",
-                where=where,
-                hint=f"S({len(sizes) - 1}) or R",
-            )  # fmt: skip
-        if place.is_shard:
-            parts = section_sizes(sizes[place.dim], place.sections)
-            uneven = any(part % tp for part in parts) and (place.sections or -(-parts[0] // tp) * (tp - 1) >= parts[0])
-            if uneven or sum(parts) != sizes[place.dim]:
-                raise PlanError(
-                    f"the plan stores '{name}' as {place}",
-                    why=f"dim {place.dim} has size {sizes[place.dim]}, which does not cut so over tp={tp}",
-                    where=where, hint="R",
-                )  # fmt: skip
 
 
 def _fit_strategies(

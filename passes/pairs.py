@@ -20,6 +20,10 @@ _LARGEST = 1_000_000
 """Entries of a table that deciding a variable may make; above that it is left to the programme."""
 
 
+class NoSolution(Exception):
+    """Every combination of options is impossible."""
+
+
 @dataclass(frozen=True)
 class Solution:
     """`chosen[v]`: the option of variable v. `cost`: of all. `gap`: how far the optimum may be below, relative."""
@@ -83,7 +87,7 @@ class Pairs:
         self.tables[a][b], self.tables[b][a] = table, table.T
 
     def solve(self, collapse: bool = True) -> Solution:
-        """The least cost, exactly. `collapse=False` leaves all to the programme, as a check."""
+        """The least cost, exactly. `collapse=False` leaves all to the programme, as a check. Raises NoSolution."""
         given = self.costs.copy(), [dict(tables) for tables in self.tables]
         kept = [np.arange(len(cost)) for cost in self.costs]  # the options that are left, of each variable
         decided: list[_Decided] = []
@@ -103,7 +107,10 @@ class Pairs:
         for step in reversed(decided):
             chosen[step.variable] = step.option(chosen)
         options = [chosen[v] for v in range(len(self.costs))]
-        return Solution(options, _total(*given, options), gap)
+        total = _total(*given, options)
+        if not np.isfinite(total):
+            raise NoSolution
+        return Solution(options, total, gap)
 
     def _is_simple(self, v: int) -> bool:
         around = self.tables[v]
@@ -129,11 +136,13 @@ class Pairs:
     def _drop_options(self, v: int, kept: list[np.ndarray]) -> bool:
         """Drop options that another one beats whatever the neighbours do; whether there were any."""
         cost = self.costs[v]
-        worse = cost[:, None] - cost[None, :]  # how much more option i costs than option j, at most
-        for table in self.tables[v].values():
-            with np.errstate(invalid="ignore"):
+        if not np.isfinite(cost).any():
+            raise NoSolution
+        with np.errstate(invalid="ignore"):  # of two impossible options neither beats the other
+            worse = cost[:, None] - cost[None, :]  # how much more option i costs than option j, at most
+            for table in self.tables[v].values():
                 more = table[:, None, :] - table[None, :, :]
-            worse = worse + np.where(np.isposinf(table)[None, :, :], -np.inf, more).max(-1)
+                worse = worse + np.where(np.isposinf(table)[None, :, :], -np.inf, more).max(-1)
         beats = worse <= 0  # option i beats option j
         beats &= ~(beats.T & (np.arange(len(cost))[:, None] >= np.arange(len(cost))[None, :]))  # of equals, the first
         stay = np.flatnonzero(~beats.any(0) & np.isfinite(cost))
@@ -191,6 +200,8 @@ def _programme(
         constraints=LinearConstraint(sparse.csr_array((values, (r, c)), shape=(len(rows), len(objective))), sums, sums),
         options={"mip_rel_gap": 0.0, "presolve": True},
     )
+    if result.status == 2:  # infeasible
+        raise NoSolution
     assert result.x is not None, f"the programme has no solution: {result.message}"
     chosen = {v: int(np.argmax(result.x[first[v] : first[v] + len(costs[v])])) for v in left}
     return chosen, float(result.mip_gap or 0.0)

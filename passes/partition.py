@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 import numpy as np
 from torch import fx
@@ -41,18 +42,30 @@ def partition(graph: fx.Graph, num_stages: int) -> Partition:
     Raises StageError where there are fewer places to cut than needed.
     """
     nodes = active_operators(graph)
-    found = balance([work(n) for n in nodes], crossing_bytes(nodes), num_stages)
+    found = find_partition(nodes, num_stages)
     if found is None:
         raise StageError(
             f"the model cannot be cut into {num_stages} stages",
-            why=f"it has {len(nodes)} operators on parameters and {_num_places(nodes)} places to cut between them",
-            hint=f"at most {_num_places(nodes) + 1} stages (pp times virtual_stages)",
+            why=f"it has {len(nodes)} operators on parameters and {num_places(nodes)} places to cut between them",
+            hint=f"at most {num_places(nodes) + 1} stages (pp times virtual_stages)",
         )
     return found
 
 
-def _num_places(nodes: list[fx.Node]) -> int:
-    return int(np.isfinite(crossing_bytes(nodes)[1:]).sum())
+def find_partition(
+    nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset()
+) -> Partition | None:
+    """The best cuts of active operators; None where there are too few places to cut.
+
+    `begins`: positions at which stages begin. `inside`: positions at which none does.
+    """
+    crossing = [math.inf if i in inside else size for i, size in enumerate(crossing_bytes(nodes))]
+    return balance([work(n) for n in nodes], crossing, num_stages, begins)
+
+
+def num_places(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
+    """How many places to cut there are between operators."""
+    return sum(math.isfinite(size) and i not in inside for i, size in enumerate(crossing_bytes(nodes)) if i)
 
 
 def crossing_bytes(nodes: list[fx.Node]) -> list[float]:

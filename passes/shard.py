@@ -20,7 +20,8 @@ from autopart.graph import operators, pattern_of, shape, size_bytes, source_of, 
 from autopart.layout import R_GRAD_P, P, Placement, R, conversion, is_direct
 
 from .analyze import ACTIVE, DATA, FEATURE, INPUT, PARAMETER, WEIGHT, tuple_values
-from .pairs import Pairs
+from .pairs import NoSolution, Pairs
+from .pins import FREE, Pinned
 from .strategies import Strategy, strategies
 
 _DIVIDE_FIRST = 1e3
@@ -85,12 +86,14 @@ def choose_sharding(
     hardware: Hardware,
     stored: Mapping[str, Placement] | None = None,
     fixed: Mapping[fx.Node, Strategy] | None = None,
+    pinned: Pinned = FREE,
 ) -> Sharding:
     """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks.
 
-    `stored`: where parameters already lie, if they do. `fixed`: operators whose strategy is decided.
+    `stored`: where parameters already lie, if they do. `fixed`: operators whose strategy is decided. `pinned`: what
+    the user's pins leave. Raises NoSolution where that is nothing.
     """
-    return Programme(graph, num_shards, hardware, stored or {}, fixed or {}).solve()
+    return Programme(graph, num_shards, hardware, stored or {}, fixed or {}, pinned).solve()
 
 
 class Programme:
@@ -103,10 +106,11 @@ class Programme:
         hardware: Hardware,
         stored: Mapping[str, Placement],
         fixed: Mapping[fx.Node, Strategy],
+        pinned: Pinned = FREE,
     ):
         # Latency is left out: it would make toy sizes choose otherwise than the sizes a model is split for.
         self.num_shards, self.hardware = num_shards, replace(hardware, link_latency_s=0.0)
-        self.stored, self.fixed = stored, fixed
+        self.stored, self.fixed, self.pinned = stored, fixed, pinned
         self.choices: dict[object, _Choice] = {}
         self.choice_of: dict[fx.Node, _Choice] = {}
         self._collect(graph)
@@ -122,7 +126,7 @@ class Programme:
             sources = tensor_inputs(node)
             free = [s.meta["role"] in (INPUT, DATA) for s in sources]
             options = [self.fixed[node]] if node in self.fixed else [
-                s for s in strategies(node, self.num_shards, kinds)
+                s for s in self.pinned.strategies(node, strategies(node, self.num_shards, kinds))
                 if not any(f and p == P for f, p in zip(free, s.inputs, strict=True))
             ]  # fmt: skip
             self._join((node.meta["group"], tuple(options), tuple(map(size_bytes, sources))), node, options)
@@ -136,11 +140,14 @@ class Programme:
                 self._join(node, node, [R])
         for node, placements in wanted.items():
             places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *(p for p in placements if p.is_shard)]
-            places = [self.stored[node.target]] if node.target in self.stored else places
+            pinned = self.pinned.placements(node.target, places)
+            places = [self.stored[node.target]] if node.target in self.stored else pinned
             self._join((pattern_of(node.target), tuple(places), shape(node)), node, places)
 
     def _join(self, key: object, node: fx.Node, options: list) -> None:
-        choice = self.choices.setdefault(key, _Choice(options))
+        if not options:
+            raise NoSolution
+        choice = self.choices.setdefault((key, self.pinned.variant(node)), _Choice(options))
         choice.members.append(node)
         self.choice_of[node] = choice
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -22,13 +22,17 @@ from .rules.notation import Rule
 from .rules.registered import call_text
 
 NO_RULE = "it has no sharding rule"
+PINNED = "it is pinned so"
 NOT_THIS_CALL = "its sharding rule does not speak of this call"
 
 
-def unsharded(trace: Trace, decisions: Decisions) -> tuple[dict[str, Any], ...]:
+def unsharded(
+    trace: Trace, decisions: Decisions, pinned: Container[fx.Node] = frozenset()
+) -> tuple[dict[str, Any], ...]:
     """A row for every kind of call that runs whole on a mesh of several ranks: without a rule, or matrix work that `tp`
     leaves undivided. The same calls of repeated blocks are counted together.
 
+    `pinned`: operators that the user has pinned.
     `flops`: of all of them over the global batch, where they are known. `bytes`: of all their inputs and outputs.
     `moved_bytes`: what one rank sends so that they get whole inputs and their neighbours their shards, both ways.
     """
@@ -39,6 +43,7 @@ def unsharded(trace: Trace, decisions: Decisions) -> tuple[dict[str, Any], ...]:
         why = _why_whole(node, decisions)
         if not why:
             continue
+        why = PINNED if node in pinned else why
         where, name = node.meta["group"].rsplit("/", 1)[0], operator_name(node)
         row = rows.setdefault((name, where, why, _shapes(node)), {
             "operator": name, "where": where, "count": 0, "why": why, "shapes": _shapes(node), "flops": 0, "bytes": 0,

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist import run_ranks
+from pin_errors import PIN_CASES
 from rule_errors import RULE_CASES
 from torch import Tensor, nn
 from zoo import SkipMLP, gpt2, skip_mlp
@@ -219,13 +220,12 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "recompute": (plan(recompute="full"), not_built("recompute", "activation recomputation")),
     "precision": (plan(precision="bf16"), not_built("precision", "mixed precision")),
     "memory": (plan(memory="80GB"), not_built("memory", "planning within a memory limit")),
-    "pins": (plan(pins={}), not_built("pins", "fixing layouts by hand (edit the plan's JSON instead)")),
     "sequence_parallel": (plan(sequence_parallel=True),
         "OptionError: sequence_parallel=True is not built yet\n  try    sequence_parallel=False (also what 'auto' "
         "means now)"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
-        "sequence_parallel, hardware, rng, example_args, example_kwargs"),
+        "sequence_parallel, hardware, pins, rng, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-80gb-sxm, h100-80gb-sxm\n  "
         "try    a name of these, or the path of a JSON file of the same form"),
@@ -288,6 +288,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "verify: no example": (lambda: autopart.verify(linear(), "tp2"),
         "InputError: verify() needs an example call\n  try    verify(model, mesh, example_kwargs=batch)"),
     **RULE_CASES,
+    **PIN_CASES,
     # plans
     "plan: mesh": (plan_of_another("mesh"),
         "PlanError: the plan is for the mesh tp1, not tp2\n  try    parallelize(model, 'tp1', plan=...), or make a "
@@ -335,13 +336,14 @@ def line_in(cls: type, text: str) -> str:
 
 def expected_text(text: str) -> str:
     from custom_ops import CustomModel
+    from transformers.models.llama.modeling_llama import LlamaMLP
 
     lines = {
         "{skip_line}": line_in(SkipMLP, "torch.tanh(layer"), "{counts_line}": line_in(Counts, "poisson"),
         "{leaky_line}": line_in(Leaky, "self.leak("),
         "{batch_norm_line}": line_in(nn.modules.batchnorm._BatchNorm, "return F.batch_norm("),
         "{contrast_line}": line_in(Contrast, "z @ z.t()"), "{linear_line}": line_in(Contrast, "self.linear(x)"),
-        "{custom_line}": line_in(CustomModel, "= scaled_mm("),
+        "{custom_line}": line_in(CustomModel, "= scaled_mm("), "{llama_line}": line_in(LlamaMLP, "self.down_proj("),
     }  # fmt: skip
     for name, number in lines.items():
         text = text.replace(name, number)

@@ -101,7 +101,7 @@ def forbid_choosing(monkeypatch):
 
     def forbid():
         monkeypatch.setattr("autopart.passes.decide.choose_sharding", forbidden)
-        monkeypatch.setattr("autopart.passes.decide.partition", forbidden)
+        monkeypatch.setattr("autopart.passes.decide.pinned_partition", forbidden)
 
     return forbid
 

@@ -1,0 +1,118 @@
+"""Where pins let stages begin: "cut before this module", "keep these modules together", found in one traced model."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopart.cost.stages import Partition
+from autopart.errors import OptionError, StageError
+from autopart.graph import describe
+from autopart.mesh import Mesh
+from autopart.pins import CutPin, Pins, TogetherPin
+
+from .partition import active_operators, crossing_bytes, find_partition, num_places, partition
+from .pins import cannot_hold, no_match, parents, smallest_conflict
+
+StagePin = CutPin | TogetherPin
+
+
+@dataclass(frozen=True)
+class StagePins:
+    """Positions among the active operators: where stages begin, and where none may."""
+
+    begins: frozenset[int] = frozenset()
+    inside: frozenset[int] = frozenset()
+
+
+def pinned_partition(graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins) -> Partition:
+    """The best cuts that the pins allow. Raises StageError where there are none, with the pins that are at odds."""
+    every: list[StagePin] = [*pins.cuts, *pins.together]
+    if not every:
+        return partition(graph, num_stages)
+    if "pp" not in mesh.sizes:
+        raise OptionError(
+            f"the pin {every[0]} is for an axis that the mesh {mesh} lacks: pp", where=pins.where(every[0]),
+            hint=f"leave it out, or mesh='pp2,{mesh}'",
+        )  # fmt: skip
+    nodes = active_operators(graph)
+    found = _partition(nodes, num_stages, _positions(nodes, every, pins))
+    if found is not None:
+        return found
+    partition(graph, num_stages)  # raises where it is not for the pins
+    raise _conflict(nodes, num_stages, pins)
+
+
+def _partition(nodes: list[fx.Node], num_stages: int, pinned: StagePins) -> Partition | None:
+    return None if pinned.begins & pinned.inside else find_partition(nodes, num_stages, pinned.begins, pinned.inside)
+
+
+def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> StagePins:
+    begins: set[int] = set()
+    inside: set[int] = set()
+    for pin in some:
+        if isinstance(pin, CutPin):
+            begins |= {_beginning(nodes, at, pin, pins) for at in _cases(nodes, pin, pin.name, pins).values()}
+            continue
+        together: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for name in pin.names:
+            for case, at in _cases(nodes, pin, name, pins).items():
+                together[case] += at
+        for positions in together.values():
+            inside |= set(range(min(positions) + 1, max(positions) + 1))
+    return StagePins(frozenset(begins), frozenset(inside))
+
+
+def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
+    """The positions of the operators that a name stands for, by what its `*` stand for."""
+    pattern = re.compile(re.escape(name).replace(r"\*", "([^./]+)"))
+    found: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, node in enumerate(nodes):
+        key = node.meta["key"]
+        for path in [key] if "/" in name else parents(key):
+            if match := pattern.fullmatch(path):
+                found[match.groups()].append(i)
+    if not found:
+        known = [n.meta["group"] if "/" in name else path for n in nodes for path in parents(n.meta["key"])]
+        raise no_match(str(pin), known, name, pins.where(pin))
+    return found
+
+
+def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pins) -> int:
+    """The first of the positions. Raises StageError where no stage can begin there."""
+    first = min(positions)
+    why = "the model begins with it: a stage would be empty" if first == 0 else ""
+    if crossing_bytes(nodes)[first] == float("inf"):
+        why = "a value without gradient would have to travel to the next stage"
+    if why:
+        raise StageError(
+            f"cannot {pin}", why=why, where=", ".join(filter(None, (describe(nodes[first]), pins.where(pin)))),
+            hint="a cut a few operators later",
+        )  # fmt: skip
+    return first
+
+
+def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
+    def hold(some: Sequence[StagePin]) -> bool:
+        return _partition(nodes, num_stages, _positions(nodes, some, pins)) is not None
+
+    every: list[StagePin] = [*pins.cuts, *pins.together]
+    found = smallest_conflict(every, hold)
+    pinned = _positions(nodes, found, pins)
+    stages = f"{num_stages} stage{'s' * (num_stages > 1)} (pp times virtual_stages)"
+    if both := pinned.begins & pinned.inside:
+        why = f"{describe(nodes[min(both)])} is inside what is kept together"
+    elif len(pinned.begins) >= num_stages:
+        why = f"they ask for {len(pinned.begins)} cuts; {stages} have {num_stages - 1}"
+    else:
+        left = num_places(nodes, pinned.inside)
+        why = "what runs between modules that are kept together is kept with them; "
+        why += f"places left to cut: {left}, and {stages} need {num_stages - 1}"
+    return StageError(
+        cannot_hold(found), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, found)))),
+        hint="leave one of them out" if len(found) > 1 else "other modules, or another number of stages",
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""The cases of `test_errors.py` about pins: the call, and the exact text it must give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from zoo import SkipMLP, llama, skip_mlp
+
+import autopart
+
+FORM = "'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {'cut_before': ['model.layers.16']}}"
+STAGES = "'stages': {'cut_before': ['model.layers.16'], 'together': [['model.norm', 'lm_head']]}"
+LINEAR = "linear at zoo.py:{skip_line}"
+UP, DOWN = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
+
+
+def pinned(pins: Any, mesh: str = "tp2", build: Callable[[], Any] = skip_mlp, **options: Any) -> Callable[[], Any]:
+    """A case: plan a model under these pins."""
+
+    def case() -> Any:
+        model, batch = build()
+        return autopart.plan(model, mesh, example_kwargs=batch, pins=pins, **options)
+
+    return case
+
+
+def narrow() -> tuple[nn.Module, dict]:
+    _, batch = skip_mlp()
+    return SkipMLP(4, 6).to(batch["x"].dtype), {name: value[:, :6] for name, value in batch.items()}
+
+
+def of_another_plan() -> Any:
+    model, batch = skip_mlp()
+    made = autopart.plan(model, "tp2", example_kwargs=batch)
+    return autopart.verify(model, "tp2", example_kwargs=batch, plan=made, pins={"head": {"tp": "R"}})
+
+
+PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    # the form
+    "pins: no mapping": (pinned([1]),
+        f"OptionError: pins=[1] are no pins\n  why    they are a list\n  try    pins={{{FORM}"),
+    "pins: no file": (pinned("nowhere.json"),
+        f"OptionError: there are no pins at nowhere.json\n  try    a JSON file like {{{FORM}"),
+    "pins: no axis": (pinned({"head": "R"}),
+        f"OptionError: the pin 'head': 'R' names no axis\n  try    pins={{{FORM}"),
+    "pins: unknown axis": (pinned({"head": {"xp": "R"}}),
+        "OptionError: the pin 'head' names an unknown axis 'xp'\n  why    the axes are pp, dp, cp, ep, tp"),
+    "pins: placement": (pinned({"head.weight": {"tp": "column"}}),
+        "OptionError: the pin 'head.weight' asks for 'column'\n  why    'column' is no placement; try R, R(grad P), P, "
+        "S(0) or S(0; sections=3)\n  try    R, or S(d) cut along dim d: S(0) for the weight of a column-parallel "
+        "nn.Linear, S(1) of a row-parallel"),
+    "pins: stages": (pinned({"stages": {"before": []}}, "pp2"),
+        f"OptionError: pins['stages'] = {{'before': []}} cannot be read\n  why    it has cut_before and together\n  "
+        f"try    {STAGES}"),
+    "pins: cut_before": (pinned({"stages": {"cut_before": "head"}}, "pp2"),
+        f"OptionError: cut_before = 'head' is no list of names\n  try    {STAGES}"),
+    "pins: together": (pinned({"stages": {"together": ["head"]}}, "pp2"),
+        f"OptionError: together = ['head'] is no list of lists of names\n  try    {STAGES}"),
+    "pins: mixed *": (pinned({"stages": {"together": [["layers.*", "head"]]}}, "pp2"),
+        "OptionError: together 'layers.*', 'head' mixes names with and without *\n  why    each value of a * is a list "
+        "of its own, so all names of a list have as many"),
+    # the model and the mesh
+    "pins: no match": (pinned({"layers.*.wieght": {"tp": "R"}}),
+        "OptionError: the pin 'layers.*.wieght' as R on tp matches nothing in the model\n  try    layers.*.weight, "
+        "layers.*.bias, layers.*, layers"),
+    "pins: no operator": (pinned({"head/liner": {"tp": "R"}}),
+        "OptionError: the pin 'head/liner' as R on tp matches nothing in the model\n  try    head/linear, "
+        "layers.*/linear, head/add"),
+    "pins: no module to cut before": (pinned({"stages": {"cut_before": ["layer.3"]}}, "pp2"),
+        "OptionError: the pin cut_before 'layer.3' matches nothing in the model\n  try    layers.*, layers"),
+    "pins: mesh": (pinned({"head": {"tp": "R"}}, "pp2"),
+        "OptionError: the pin 'head' as R on tp is for an axis that the mesh pp2 lacks\n  try    leave it out, or "
+        "mesh='pp2,tp2'"),
+    "pins: mesh without stages": (pinned({"stages": {"cut_before": ["head"]}}),
+        "OptionError: the pin cut_before 'head' is for an axis that the mesh tp2 lacks: pp\n  try    leave it out, or "
+        "mesh='pp2,tp2'"),
+    "pins: dp": (pinned({"head.weight": {"dp": "S(0)"}}, "dp2,tp2"),
+        "OptionError: the pin 'head.weight' as S(0) on dp cannot be\n  why    weights are whole on every rank of dp\n"
+        "  try    R, or a pin for tp"),
+    "pins: pp": (pinned({"head.weight": {"pp": "R"}}, "pp2"),
+        "OptionError: the pin 'head.weight' as R on pp cannot be\n  why    stages are no layouts\n  try    'stages': "
+        "{'cut_before': [...]}"),
+    "pins: does not divide": (pinned({"layers.*.weight": {"tp": "S(1)"}}, "tp4", narrow),
+        "LayoutError: cannot pin 'layers.*.weight' as S(1) on tp\n  why    layers.0.weight: dim 1 has "
+        "size 6, which does not cut so over tp=4\n  try    R"),
+    "pins: no dim": (pinned({"head.weight": {"tp": "S(2)"}}),
+        "LayoutError: cannot pin 'head.weight' as S(2) on tp\n  why    head.weight: its shape is [32, 64], it has no "
+        "dim 2\n  try    S(0), S(1) or R"),
+    "pins: a stored sum": (pinned({"head.weight": {"tp": "P"}}),
+        "LayoutError: cannot pin 'head.weight' as P on tp\n  why    head.weight: a weight is not a "
+        "partial sum\n  try    S(0), S(1) or R"),
+    "pins: module": (pinned({"head": {"tp": "S(0)"}}),
+        "LayoutError: cannot pin the module 'head' as S(0) on tp\n  why    only R says the same of all its weights and "
+        "operators\n  try    pin 'head.weight', 'head.bias', 'head/linear', 'head/add'"),
+    "pins: not in the rule": (pinned({"layers.3/linear": {"tp": "S(0)"}}),
+        f"LayoutError: cannot pin 'layers.3/linear' as S(0) on tp\n  why    {LINEAR} (layers.3) has no such way to run "
+        "on tp=2\n  try    R | R(grad P) | P | S(1)"),
+    "pins: cut at the start": (pinned({"stages": {"cut_before": ["layers.0"]}}, "pp2"),
+        f"StageError: cannot cut_before 'layers.0'\n  why    the model begins with it: a stage would be empty\n  where "
+        f" {LINEAR} (layers.0)\n  try    a cut a few operators later"),
+    # pins at odds
+    "pins: two layouts": (
+        pinned({f"{UP}.weight": {"tp": "S(0)"}, f"{DOWN}.weight": {"tp": "S(0)"}, "model.layers.1": {"tp": "R"}},
+               build=llama),
+        "LayoutError: these pins cannot hold together: 'model.layers.*.mlp.down_proj.weight' as S(0) on tp; "
+        "'model.layers.1' as R on tp\n  why    model.layers.1.mlp.down_proj.weight lies in one way\n  try    leave one "
+        "of them out"),
+    "pins: weight and operator": (
+        pinned({f"{UP}.weight": {"tp": "S(0)"}, f"{DOWN}.weight": {"tp": "S(0)"}, f"{DOWN}/linear": {
+            "tp": "S(2), S(1) -> P"}}, build=llama),
+        "LayoutError: these pins cannot hold together: 'model.layers.*.mlp.down_proj.weight' as S(0) on tp; "
+        "'model.layers.*.mlp.down_proj/linear' as S(2), S(1) -> P on tp\n  why    linear at "
+        "modeling_llama.py:{llama_line} (model.layers.0.mlp.down_proj) then takes "
+        "model.layers.0.mlp.down_proj.weight as S(1), and a weight is used as it is stored, or whole\n  try    leave "
+        "one of them out"),
+    "pins: more cuts than stages": (pinned({"stages": {"cut_before": ["layers.2", "layers.3", "layers.4"]}}, "pp3"),
+        "StageError: these pins cannot hold together: cut_before 'layers.2'; cut_before 'layers.3'; cut_before "
+        "'layers.4'\n  why    they ask for 3 cuts; 3 stages (pp times virtual_stages) have 2\n  try    leave one of "
+        "them out"),
+    "pins: a cut within": (
+        pinned({"stages": {"cut_before": ["layers.2", "layers.3"], "together": [["layers.2", "layers.5"]]}}, "pp4"),
+        "StageError: these pins cannot hold together: cut_before 'layers.3'; together 'layers.2', 'layers.5'\n  why    "
+        f"{LINEAR} (layers.3) is inside what is kept together\n  try    leave one of them out"),
+    "pins: all together": (pinned({"stages": {"together": [["layers.0", "head"]]}}, "pp6"),
+        "StageError: this pin cannot hold: together 'layers.0', 'head'\n  why    what runs between modules that are "
+        "kept together is kept with them; places left to cut: 3, and 6 stages (pp times virtual_stages) need 5\n  try  "
+        "  other modules, or another number of stages"),
+    "pins: another plan": (of_another_plan,
+        "OptionError: pins= contradict the plan, which was made with none\n  try    leave pins out, edit the plan, or "
+        "make a new one"),
+}  # fmt: skip
