@@ -11,6 +11,7 @@ from torch import nn
 from autopart.compiler import Compiler, Options, make_plan, prepare
 from autopart.errors import InputError, OptionError
 from autopart.mesh import Mesh
+from autopart.passes.shard import SequenceParallel
 from autopart.pins import Pins
 from autopart.plan import Plan
 from autopart.program import Rng
@@ -38,7 +39,7 @@ def parallelize(
     schedule: str | None = None,
     microbatches: int | None = None,
     virtual_stages: int | None = None,
-    sequence_parallel: bool | str = "auto",
+    sequence_parallel: SequenceParallel = "auto",
     hardware: str | None = None,
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     rng: Rng = "fast",
@@ -56,7 +57,8 @@ def parallelize(
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev" or "looped_bfs".
         microbatches: how many parts a step cuts this rank's rows into.
         virtual_stages: pipeline stages per rank.
-        sequence_parallel: False or "auto"; sequence parallelism itself is not built yet.
+        sequence_parallel: whether what lies between matrix products is cut over `tp` along the sequence (Korthikanti et
+            al. 2022, section 4.2.2): as many bytes are sent, and less is kept. "auto" means False for now.
         hardware: the profile that prices choices, a name or a path.
         pins: what is fixed before the rest is chosen, or a JSON file that says it: `{"h.*.up.weight": {"tp": "S(0)"},
             "h.*.attn": {"tp": "R"}, "stages": {"cut_before": ["h.16"], "together": [["norm", "head"]]}}` for
@@ -74,8 +76,8 @@ def parallelize(
         >>> loss = pm.step(**batch)                                             # doctest: +SKIP
     """
     options = read_options(
-        unknown, sequence_parallel, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        hardware=hardware, rng=rng, pins=pins,
+        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
+        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins,
     )  # fmt: skip
     sizes = Mesh.parse(mesh)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -98,7 +100,7 @@ def plan(
     schedule: str | None = None,
     microbatches: int | None = None,
     virtual_stages: int | None = None,
-    sequence_parallel: bool | str = "auto",
+    sequence_parallel: SequenceParallel = "auto",
     hardware: str | None = None,
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     **unknown: Any,
@@ -113,8 +115,8 @@ def plan(
         >>> print(autopart.plan(model, "dp8,tp8", example_kwargs=batch).explain())    # doctest: +SKIP
     """
     options = read_options(
-        unknown, sequence_parallel, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        hardware=hardware, pins=pins,
+        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
+        sequence_parallel=sequence_parallel, hardware=hardware, pins=pins,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("plan() needs an example call", why="the model is traced on it",
@@ -124,7 +126,7 @@ def plan(
     return make_plan(model, traced, sizes, options)
 
 
-def read_options(unknown: Mapping[str, Any], sequence_parallel: bool | str, **given: Any) -> Options:
+def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:
     """The options that `parallelize`, `plan` and `verify` share; None: the default.
 
     Raises OptionError for one that is unknown, not built yet, or out of range.
@@ -138,11 +140,6 @@ def read_options(unknown: Mapping[str, Any], sequence_parallel: bool | str, **gi
             f"unknown option {name}=",
             hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, rng, "
             "example_args, example_kwargs",
-        )
-    if sequence_parallel not in (False, "auto"):
-        raise OptionError(
-            f"sequence_parallel={sequence_parallel!r} is not built yet",
-            hint="sequence_parallel=False (also what 'auto' means now)",
         )
     if given.get("pins") is not None:
         given["pins"] = Pins.parse(given["pins"])

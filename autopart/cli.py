@@ -70,6 +70,11 @@ _SCHEDULE = _options(
         "--microbatches", type=click.IntRange(1), help="Parts that a step cuts a rank's rows into.  [default: chosen]"
     ),
     click.option("--virtual-stages", type=click.IntRange(1), help="Stages per pipeline rank.  [default: chosen]"),
+    click.option(
+        "--sequence-parallel/--no-sequence-parallel",
+        default=None,
+        help="Cut what lies between matrix products along the sequence, over tp.  [default: no]",
+    ),
     click.option("--hardware", metavar="NAME|PATH", help="The profile that prices choices, for example a100-80gb-sxm."),
     click.option("--pins", metavar="PATH", help="A JSON file of layouts and cuts that are fixed."),
 )
@@ -124,7 +129,8 @@ class _Asked:
 
     def schedule(self) -> dict[str, Any]:
         """The options that `plan` and `parallelize` share."""
-        return {name: self.values[name] for name in ("schedule", "microbatches", "virtual_stages", "hardware", "pins")}
+        shared = ("schedule", "microbatches", "virtual_stages", "sequence_parallel", "hardware", "pins")
+        return {name: self.values[name] for name in shared}
 
     def plan(self) -> Plan:
         """A new plan for the model and mesh asked for."""

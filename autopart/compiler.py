@@ -24,6 +24,7 @@ from autopart.passes.decide import NO_PINS, decide, decided_by, decode, encode, 
 from autopart.passes.lower import Decisions, lower
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
 from autopart.passes.pins import pinned_layouts
+from autopart.passes.shard import SequenceParallel
 from autopart.passes.sizes import size_notes
 from autopart.passes.summary import collectives, cost, stage_rows
 from autopart.passes.unsharded import unsharded
@@ -47,6 +48,7 @@ class Options:
     schedule: str | None = None
     microbatches: int | None = None
     virtual_stages: int | None = None
+    sequence_parallel: SequenceParallel = "auto"
     hardware: str = DEFAULT
     rng: Rng = "fast"
     pins: Pins = NO_PINS
@@ -54,6 +56,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.rng not in get_args(Rng):
             raise OptionError(f"unknown rng={self.rng!r}", hint="rng='fast', or rng='exact'")
+        if self.sequence_parallel not in (True, False, "auto"):
+            raise OptionError(f"unknown sequence_parallel={self.sequence_parallel!r}", hint="True, False or 'auto'")
         for name, number in (("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages)):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 counted = name.replace("_", " ")
@@ -80,7 +84,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     hardware = Hardware.load(options.hardware)
     schedule = _schedule(traced, mesh, options)
     stages = mesh.size("pp") * schedule.virtual_stages
-    decisions = decide(traced, mesh, schedule.microbatches, stages, hardware, options.pins)
+    decisions = decide(traced, mesh, schedule.microbatches, stages, hardware, options.pins, options.sequence_parallel)
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False)
     pinned = pinned_layouts(traced, mesh, options.pins).operators
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)

@@ -42,6 +42,7 @@ from autopart.graph import draws_random_numbers
 from autopart.localize import BROKEN, Mismatch, first_mismatch
 from autopart.mesh import Mesh
 from autopart.passes.decide import decode
+from autopart.passes.shard import SequenceParallel
 from autopart.pins import Pins
 from autopart.plan import Plan
 from autopart.program import Rng
@@ -106,7 +107,7 @@ def verify(
     schedule: str | None = None,
     microbatches: int | None = None,
     virtual_stages: int | None = None,
-    sequence_parallel: bool | str = "auto",
+    sequence_parallel: SequenceParallel = "auto",
     hardware: str | None = None,
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
@@ -141,8 +142,8 @@ def verify(
         >>> assert autopart.verify(model, "dp2,pp4,tp4", example_kwargs=batch).ok    # doctest: +SKIP
     """
     options = read_options(
-        unknown, sequence_parallel, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        hardware=hardware, rng=rng, pins=pins,
+        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
+        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")

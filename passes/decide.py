@@ -23,23 +23,28 @@ from autopart.plan import Plan, Schedule
 from autopart.schedules import can_run, schedule_for
 from autopart.trace import Trace
 
-from .analyze import ACTIVE, FEATURE, PARAMETER, WEIGHT, batch_size
+from .analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
 from .batch import check_microbatches, choose_batch, mixed_rows
 from .lower import Decisions
 from .pairs import NoSolution
 from .partition import active_operators, check_batch, crossing_bytes
 from .pins import Pinned, layout_conflict, pinned_layouts
 from .rules.registered import REGISTERED, as_data, call_text, from_data
-from .shard import Sharding, choose_sharding
+from .shard import SequenceParallel, Sharding, choose_sharding
 from .stage_pins import pinned_partition
-from .strategies import Strategy, strategies
+from .strategies import ALL_TENSOR_KINDS, Strategy, strategies
 
-FEATURES = frozenset({FEATURE})
 NO_PINS = Pins()
 
 
 def decide(
-    trace: Trace, mesh: Mesh, microbatches: int, num_stages: int, hardware: Hardware, pins: Pins = NO_PINS
+    trace: Trace,
+    mesh: Mesh,
+    microbatches: int,
+    num_stages: int,
+    hardware: Hardware,
+    pins: Pins = NO_PINS,
+    sequence_parallel: SequenceParallel = "auto",
 ) -> Decisions:
     """Choose layouts and cuts for an annotated trace, around what the user has pinned."""
     if not active_operators(trace.graph):
@@ -53,7 +58,7 @@ def decide(
     stored: Mapping[str, Placement] = {}
     pinned = pinned_layouts(trace, mesh, pins)
     if tp > 1:
-        sharding = _pinned_sharding(trace, mesh, hardware, pins, pinned)
+        sharding = _pinned_sharding(trace, mesh, hardware, pins, pinned, sequence_parallel)
         tensor, stored = sharding.strategies, sharding.parameters
         check_divides(trace, tensor, tp, bool(pins.layouts))
     found = pinned_partition(trace.graph, mesh, num_stages, pins)
@@ -63,10 +68,13 @@ def decide(
     )  # fmt: skip
 
 
-def _pinned_sharding(trace: Trace, mesh: Mesh, hardware: Hardware, pins: Pins, pinned: Pinned) -> Sharding:
+def _pinned_sharding(
+    trace: Trace, mesh: Mesh, hardware: Hardware, pins: Pins, pinned: Pinned, sequence_parallel: SequenceParallel
+) -> Sharding:
     def choose(pinned: Pinned) -> Sharding | None:
         try:
-            return choose_sharding(trace.graph, mesh.size("tp"), hardware, pinned=pinned)
+            tp = mesh.size("tp")
+            return choose_sharding(trace.graph, tp, hardware, pinned=pinned, sequence_parallel=sequence_parallel)
         except NoSolution:
             return None
 
@@ -290,7 +298,7 @@ def _fit_strategies(
     fixed: dict[fx.Node, Strategy] = {}
     nodes = [n for n in operators(trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
     for node in nodes:
-        options = {str(option): option for option in strategies(node, tp, FEATURES)}
+        options = {str(option): option for option in strategies(node, tp, ALL_TENSOR_KINDS)}
         strategy = options.get(decided.get(node.meta["key"], ""))
         if strategy is None:
             _, entry = plan.operator_entry(node.meta["key"], node.meta["group"]) or ("", {})
@@ -312,7 +320,7 @@ def _read_strategies(
     for node in operators(trace.graph):
         if node.meta["role"] not in (ACTIVE, WEIGHT):
             continue
-        options = strategies(node, tp, FEATURES)
+        options = strategies(node, tp, ALL_TENSOR_KINDS)
         found = plan.operator_entry(node.meta["key"], node.meta["group"])
         strategy = options[0]
         if found is not None:

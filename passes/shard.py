@@ -2,14 +2,16 @@
 
 One variable per operator, whose options are its strategies. A conversion is paid once per value and target placement,
 however many consumers share it. The same operator of every repeated block shares its choice, so the problem does not
-grow with depth. The objective, in order of weight: matrix work and the weights it reads are divided over the axis, then
-communication (forward and backward), then memory traffic. No operator is named here.
+grow with depth. The objective: first, matrix work and the weights it reads are divided over the axis; then seconds, of
+communication (forward and backward, latency included) and of memory traffic. No operator is named here: Megatron's
+tensor parallelism comes out; and where nothing may lie whole between matrix products, its sequence parallelism.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from torch import fx
@@ -19,13 +21,16 @@ from autopart.cost.hardware import Hardware
 from autopart.graph import operators, pattern_of, shape, size_bytes, source_of, tensor_inputs
 from autopart.layout import R_GRAD_P, P, Placement, R, conversion, is_direct
 
-from .analyze import ACTIVE, DATA, FEATURE, INPUT, PARAMETER, WEIGHT, tuple_values
+from .analyze import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, tuple_values
 from .pairs import NoSolution, Pairs
 from .pins import FREE, Pinned
-from .strategies import Strategy, strategies
+from .strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, strategies
 
 _DIVIDE_FIRST = 1e3
 """How much heavier dividing all matrix work weighs than all communication together."""
+
+SequenceParallel = bool | Literal["auto"]
+"""Whether values are cut along dims that no weight has: wherever they can be, or never ("auto" means that for now)."""
 
 _SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
 _AVOID_SCATTERS = 1.5
@@ -87,13 +92,14 @@ def choose_sharding(
     stored: Mapping[str, Placement] | None = None,
     fixed: Mapping[fx.Node, Strategy] | None = None,
     pinned: Pinned = FREE,
+    sequence_parallel: SequenceParallel = "auto",
 ) -> Sharding:
     """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks.
 
     `stored`: where parameters already lie, if they do. `fixed`: operators whose strategy is decided. `pinned`: what
     the user's pins leave. Raises NoSolution where that is nothing.
     """
-    return Programme(graph, num_shards, hardware, stored or {}, fixed or {}, pinned).solve()
+    return Programme(graph, num_shards, hardware, stored or {}, fixed or {}, pinned, sequence_parallel).solve()
 
 
 class Programme:
@@ -107,10 +113,12 @@ class Programme:
         stored: Mapping[str, Placement],
         fixed: Mapping[fx.Node, Strategy],
         pinned: Pinned = FREE,
+        sequence_parallel: SequenceParallel = "auto",
     ):
-        # Latency is left out: it would make toy sizes choose otherwise than the sizes a model is split for.
-        self.num_shards, self.hardware = num_shards, replace(hardware, link_latency_s=0.0)
         self.stored, self.fixed, self.pinned = stored, fixed, pinned
+        self.num_shards, self.sequence_parallel = num_shards, sequence_parallel is True
+        # Where values stay whole, latency would make toy sizes choose otherwise than the sizes a model is split for.
+        self.hardware = hardware if self.sequence_parallel else replace(hardware, link_latency_s=0.0)
         self.choices: dict[object, _Choice] = {}
         self.choice_of: dict[fx.Node, _Choice] = {}
         self._collect(graph)
@@ -119,14 +127,13 @@ class Programme:
 
     def _collect(self, graph: fx.Graph) -> None:
         """Group operators that are the same in every repeated block, then parameters."""
-        kinds = frozenset({FEATURE})
         for node in operators(graph):
             if node.meta["role"] not in (ACTIVE, WEIGHT):
                 continue
             sources = tensor_inputs(node)
             free = [s.meta["role"] in (INPUT, DATA) for s in sources]
             options = [self.fixed[node]] if node in self.fixed else [
-                s for s in self.pinned.strategies(node, strategies(node, self.num_shards, kinds))
+                s for s in self._options(node)
                 if not any(f and p == P for f, p in zip(free, s.inputs, strict=True))
             ]  # fmt: skip
             self._join((node.meta["group"], tuple(options), tuple(map(size_bytes, sources))), node, options)
@@ -144,6 +151,16 @@ class Programme:
             places = [self.stored[node.target]] if node.target in self.stored else pinned
             self._join((pattern_of(node.target), tuple(places), shape(node)), node, places)
 
+    def _options(self, node: fx.Node) -> list[Strategy]:
+        """What an operator may do; under sequence parallelism not whole what can be cut along a dim of no weight."""
+        plain = strategies(node, self.num_shards, TENSOR_KINDS)
+        if not self.sequence_parallel or node.meta["role"] != ACTIVE:
+            return self.pinned.strategies(node, plain)
+        found = strategies(node, self.num_shards, ALL_TENSOR_KINDS)
+        left = self.pinned.strategies(node, found)
+        cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
+        return cut if cut and len(found) > len(plain) else left
+
     def _join(self, key: object, node: fx.Node, options: list) -> None:
         if not options:
             raise NoSolution
@@ -159,6 +176,8 @@ class Programme:
             for i, option in enumerate(choice.options):
                 divided = _DIVIDE_FIRST * scale * self._undivided(choice.node, option, flops, table)
                 cost = len(choice.members) * (divided + self._own_time_s(choice.node, option))
+                if option == R_GRAD_P:
+                    cost = self._sync_time_s(choice)
                 choice.costs.append(cost + 1e-9 * scale * i)
 
     def _communication_scale(self) -> float:
@@ -192,10 +211,9 @@ class Programme:
         return work + weights / table
 
     def _own_time_s(self, node: fx.Node, option: object) -> float:
-        """Seconds on one rank apart from matrix work: memory traffic, inner collectives, gradient synchronisation."""
-        if isinstance(option, Placement):
-            return time_s("all_reduce", self.num_shards, size_bytes(node), self.hardware) if option == R_GRAD_P else 0
-        assert isinstance(option, Strategy)
+        """Seconds on one rank apart from matrix work: memory traffic and inner collectives."""
+        if not isinstance(option, Strategy):
+            return 0.0
         sizes = [v.numel() * v.element_size() for v in tuple_values(node)]
         shares = [1 / self.num_shards if p.is_shard else 1 for p in option.outputs]
         traffic = 0.0 if node.meta["role"] == WEIGHT else sum(s * f for s, f in zip(sizes, shares, strict=True))
@@ -204,6 +222,11 @@ class Programme:
         if pattern is not None and option.factor and option.factor == pattern.lookup and not pattern.linear:
             inner = 3 * time_s("all_reduce", self.num_shards, sizes[0], self.hardware)
         return traffic / self.hardware.memory_bytes_per_s + inner
+
+    def _sync_time_s(self, choice: _Choice) -> float:
+        """Seconds of summing the gradients of the same parameter of all repeated blocks: in one bucket, and once a step
+        where a collective in the backward is there for every microbatch (counted as two)."""
+        return time_s("all_reduce", self.num_shards, sum(map(size_bytes, choice.members)), self.hardware) / 2
 
     def _find_values(self) -> list[_Value]:
         """Every value that goes from one choice to others."""
@@ -236,7 +259,8 @@ class Programme:
             return self._conversion_s(place, whole, used, grad) + self._conversion_s(whole, target, used, grad)
         seconds = conversion_time_s(place, target, self.num_shards, size_bytes(used), grad, self.hardware)
         step = conversion(place, target)
-        if step is None or used.meta["role"] != ACTIVE or not {step.forward, step.backward} & _SCATTERS:
+        scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
+        if self.sequence_parallel or used.meta["role"] != ACTIVE or not scatters:
             return seconds
         gather = time_s("all_gather", self.num_shards, size_bytes(used), self.hardware)
         return max(seconds, gather) * _AVOID_SCATTERS

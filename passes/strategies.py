@@ -20,8 +20,12 @@ from torch import fx
 from autopart.graph import is_tensor, tensor_inputs
 from autopart.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
 
-from .analyze import BATCH, FEATURE, Atom, Atoms, factor_atoms, tuple_values
+from .analyze import BATCH, DATA_DIM, FEATURE, Atom, Atoms, factor_atoms, tuple_values
 from .rules import Pattern
+
+TENSOR_KINDS = frozenset({FEATURE})
+ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
+"""What may be cut on the tensor axis: features of weights; with sequence parallelism also positions."""
 
 
 @dataclass(frozen=True)

@@ -220,9 +220,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "recompute": (plan(recompute="full"), not_built("recompute", "activation recomputation")),
     "precision": (plan(precision="bf16"), not_built("precision", "mixed precision")),
     "memory": (plan(memory="80GB"), not_built("memory", "planning within a memory limit")),
-    "sequence_parallel": (plan(sequence_parallel=True),
-        "OptionError: sequence_parallel=True is not built yet\n  try    sequence_parallel=False (also what 'auto' "
-        "means now)"),
+    "sequence_parallel": (plan(sequence_parallel="yes"),
+        "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
         "sequence_parallel, hardware, pins, rng, example_args, example_kwargs"),
