@@ -6,6 +6,7 @@ pipeline stages and runs it with `torch.distributed`. `plan` does all but run; `
 
 from autopart.api import parallelize, plan
 from autopart.errors import AutopartError
+from autopart.formats import pins_from
 from autopart.mesh import Mesh
 from autopart.plan import Plan
 from autopart.rules import RuleCheck, check_rule, rule
@@ -13,7 +14,7 @@ from autopart.runtime.module import ParallelModule
 from autopart.verify import Verification, verify
 
 __all__ = [
-    "AutopartError", "Mesh", "ParallelModule", "Plan", "RuleCheck", "Verification", "check_rule", "parallelize", "plan",
-    "rule", "verify",
+    "AutopartError", "Mesh", "ParallelModule", "Plan", "RuleCheck", "Verification", "check_rule", "parallelize",
+    "pins_from", "plan", "rule", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"

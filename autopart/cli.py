@@ -1,7 +1,7 @@
-"""The command line: `autopart plan | explain | verify | run`, also `python -m autopart`.
+"""The command line: `autopart plan | explain | diff | verify | run`, also `python -m autopart`.
 
-A model is named `--model package.module:callable` or `--hf-config config.json`. Exit codes: 0 done, 1 `verify` found a
-difference, 2 a mistake in what was asked, told without a traceback.
+A model is named `--model package.module:callable` or `--hf-config config.json`. Exit codes: 0 done, 1 a
+difference was found (`verify`, `diff`), 2 a mistake in what was asked, told without a traceback.
 """
 
 from __future__ import annotations
@@ -213,6 +213,23 @@ def explain(path: str | None, **options: Any) -> None:
         raise OptionError("name a plan or a model, not both", hint=f"autopart explain {path}")
     made = Plan.load(path) if path is not None else _Asked(options).plan()
     click.echo(made.explain(), nl=False)
+
+
+@main.command()
+@click.argument("first", metavar="A.JSON")
+@click.argument("second", metavar="B.JSON")
+@_told
+def diff(first: str, second: str) -> None:
+    """Compare what two plans mean: mesh, schedule, layouts, cuts, collectives, cost; exit code 1 if they differ.
+
+    \b
+    Example:
+      autopart diff yesterday.json today.json
+    """
+    found = Plan.load(first).diff(Plan.load(second))
+    click.echo(found.table(first, second), nl=False)
+    if found:
+        raise click.exceptions.Exit(1)
 
 
 @main.command()

@@ -13,13 +13,17 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
+from torch import nn
 
 from autopart.errors import PlanError
 from autopart.graph import pattern_of
 from autopart.mesh import Mesh
+
+if TYPE_CHECKING:
+    from autopart.diff import Difference
 
 FORMAT = "autopart-plan/1"
 
@@ -147,6 +151,21 @@ class Plan:
             if name in self.operators:
                 return name, self.operators[name]
         return None
+
+    def export(self, to: str, model: nn.Module | None = None) -> Any:
+        """The plan in the format of another tool: "transformers", "parallelize_module", "pipelining" or "megatron".
+
+        The first two take the model (maybe on `meta`). What a format cannot say is an error; see `autopart.formats`.
+        """
+        from autopart.formats import export
+
+        return export(self, to, model)
+
+    def diff(self, other: Plan) -> Difference:
+        """What this plan and another say differently; false where they mean the same. Print it for a table."""
+        from autopart.diff import diff
+
+        return diff(self, other)
 
     def explain(self) -> Table:
         """One table: stage, block, layout, FLOPs, bytes communicated. Print it, or end a notebook cell with it."""
