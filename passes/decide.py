@@ -300,12 +300,12 @@ def _fit_strategies(
     for node in nodes:
         options = {str(option): option for option in strategies(node, tp, ALL_TENSOR_KINDS)}
         strategy = options.get(decided.get(node.meta["key"], ""))
-        if strategy is None:
+        if strategy is None or _cuts_otherwise(node, strategy, stored):
             _, entry = plan.operator_entry(node.meta["key"], node.meta["group"]) or ("", {})
             strategy = options.get(entry.get("tp", ""))
             follows = strategy is None or entry.get("keep", False) or _fits_weights(node, strategy, stored, fixed)
             strategy = strategy if follows else None
-        if strategy is not None:
+        if strategy is not None and not _cuts_otherwise(node, strategy, stored):
             fixed[node] = strategy
     if len(fixed) == len(nodes):
         return fixed
@@ -378,6 +378,13 @@ def _fits_weights(
         if source.meta["role"] == WEIGHT and source in chosen and not _matches(used, chosen[source].outputs[0]):
             return False
     return True
+
+
+def _cuts_otherwise(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
+    """Whether it takes a weight cut in another way than it is stored: another operator had this name in the plan."""
+    weights = [(s.target, used) for s, used in zip(tensor_inputs(node), strategy.inputs, strict=True)
+               if s.meta["role"] == PARAMETER]  # fmt: skip
+    return any(used.is_shard and stored[name].is_shard and used != stored[name] for name, used in weights)
 
 
 def _matches(used: Placement, stored: Placement) -> bool:

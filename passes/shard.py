@@ -267,9 +267,7 @@ class Programme:
 
     def _is_chosen_weight(self, used: fx.Node) -> bool:
         """Whether it is a weight, or a view of one, whose placement is chosen here."""
-        if used.meta["role"] == PARAMETER:
-            return used.target not in self.stored
-        return used.meta["role"] == WEIGHT and used not in self.fixed
+        return not self.stored and used.meta["role"] in (PARAMETER, WEIGHT)
 
     def solve(self) -> Sharding:
         pairs = Pairs()
