@@ -52,15 +52,15 @@ class EagerSemantics(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        answer = self.known.answer(func, args, kwargs)
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)
         output = self._run(TRACEABLE.get(func, func), args, kwargs)
-        self.known.note(func, args, kwargs, output)
+        self.known.note((func, args, kwargs), tensors, output)
         for leaf in tree_flatten(output)[0] if names else ():
             if isinstance(leaf, Tensor):
                 self.origins[leaf] = names

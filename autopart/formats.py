@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from autopart.errors import LayoutError, OptionError, StageError
-from autopart.graph import pattern_of
+from autopart.graph import parents, pattern_of
 from autopart.layout import Placement, R, shard
 from autopart.plan import Plan
 
@@ -239,7 +239,7 @@ def stage_modules(plan: Plan) -> list[str]:
         )  # fmt: skip
     found = []
     for before, stage in pairwise(plan.stages):
-        first, last = (_parents(name.rpartition("/")[0]) for name in (stage["first"], before["last"]))
+        first, last = map(parents, (stage["first"], before["last"]))
         ran = {path for other in plan.stages[: stage["stage"]] for path in _blocks_of(other)}
         begins = [path for path in first if path not in last and not any(p.startswith(f"{path}.") for p in ran)]
         if not begins:
@@ -263,11 +263,6 @@ def _blocks_of(stage: Mapping[str, Any]) -> list[str]:
         for block in stage.get("blocks", ())
         for number in _numbers(block.get("layers", "0"))
     ]
-
-
-def _parents(path: str) -> list[str]:
-    parts = path.split(".") if path else []
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _to_pipelining(plan: Plan) -> dict[str, Any]:

@@ -25,6 +25,10 @@ _ANSWERS = frozenset(
 UNKNOWN = object()
 
 
+Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
+"""A function, its arguments, and its keyword arguments."""
+
+
 class _Made(NamedTuple):
     """The call that made a tensor, which is `place` of its outputs."""
 
@@ -40,13 +44,13 @@ class KnownValues:
     def __init__(self) -> None:
         self._made = WeakIdKeyDictionary()
 
-    def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Note a call that gave `output`."""
+    def note(self, call: Call, inputs: Sequence[Tensor], output: Any) -> None:
+        """Note a call of the tensors `inputs` that gave `output`."""
+        func, args, kwargs = call
         name = getattr(func, "__name__", "")
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if not (all(t in self._made for t in inputs) if inputs else name in _MAKERS):
             return
-        args, kwargs = tree_map(lambda leaf: leaf, (tuple(args), dict(kwargs)))  # a list may change later
+        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))  # a list may change later
         for place, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and not any(leaf is t for t in inputs):
                 self._made[leaf] = _Made(func, args, kwargs, place)
@@ -55,9 +59,9 @@ class KnownValues:
         """A known tensor is written: others may lie in the same memory."""
         self._made.clear()
 
-    def answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` gives Python where all it is asked about is known; else UNKNOWN."""
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    def answer(self, call: Call, inputs: Sequence[Tensor]) -> Any:
+        """What a call gives Python where all the tensors that it is about, `inputs`, are known; else UNKNOWN."""
+        func, args, kwargs = call
         asks = getattr(func, "__name__", "") in _ANSWERS
         if not asks or not inputs or not all(t in self._made for t in inputs):
             return UNKNOWN

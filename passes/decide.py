@@ -298,14 +298,15 @@ def _fit_strategies(
     fixed: dict[fx.Node, Strategy] = {}
     nodes = [n for n in operators(trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
     for node in nodes:
-        options = {str(option): option for option in strategies(node, tp, ALL_TENSOR_KINDS)}
+        found = strategies(node, tp, ALL_TENSOR_KINDS)
+        options = {str(option): option for option in found if not _cuts_otherwise(node, option, stored)}
         strategy = options.get(decided.get(node.meta["key"], ""))
-        if strategy is None or _cuts_otherwise(node, strategy, stored):
+        if strategy is None:
             _, entry = plan.operator_entry(node.meta["key"], node.meta["group"]) or ("", {})
             strategy = options.get(entry.get("tp", ""))
             follows = strategy is None or entry.get("keep", False) or _fits_weights(node, strategy, stored, fixed)
             strategy = strategy if follows else None
-        if strategy is not None and not _cuts_otherwise(node, strategy, stored):
+        if strategy is not None:
             fixed[node] = strategy
     if len(fixed) == len(nodes):
         return fixed
@@ -381,7 +382,7 @@ def _fits_weights(
 
 
 def _cuts_otherwise(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
-    """Whether it takes a weight cut in another way than it is stored: another operator had this name in the plan."""
+    """Whether it takes a weight cut otherwise than it is stored: then another operator had its name in the plan."""
     weights = [(s.target, used) for s, used in zip(tensor_inputs(node), strategy.inputs, strict=True)
                if s.meta["role"] == PARAMETER]  # fmt: skip
     return any(used.is_shard and stored[name].is_shard and used != stored[name] for name, used in weights)

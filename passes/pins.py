@@ -16,14 +16,14 @@ from typing import TypeVar
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.graph import describe, operators, pattern_of, tensor_inputs
+from autopart.graph import describe, operators, parents, pattern_of, tensor_inputs
 from autopart.layout import Placement, cannot_store
 from autopart.mesh import Mesh
 from autopart.pins import LayoutPin, Pin, Pins
 from autopart.trace import Trace
 
-from .analyze import ACTIVE, FEATURE, WEIGHT
-from .strategies import Strategy, strategies
+from .analyze import ACTIVE, WEIGHT
+from .strategies import TENSOR_KINDS, Strategy, strategies
 
 T = TypeVar("T")
 
@@ -168,17 +168,6 @@ class _Names:
         return "pin " + ", ".join(repr(name) for name in list(dict.fromkeys(found))[:4])
 
 
-def parents(name: str) -> list[str]:
-    """The modules that hold a parameter or an operator, outermost first.
-
-    >>> parents("model.layers.3.mlp/mul"), parents("lm_head.weight")
-    (['model', 'model.layers', 'model.layers.3', 'model.layers.3.mlp'], ['lm_head'])
-    """
-    path = name.rsplit("/", 1)[0] if "/" in name else name.rpartition(".")[0]
-    parts = path.split(".") if path else []
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
 def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionError:
     """The error of a pin for which the model has nothing, with the names that come near."""
     patterns = list(dict.fromkeys(map(pattern_of, names)))
@@ -218,7 +207,7 @@ def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: 
 def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> None:
     if pin.axis != "tp" or mesh.size("tp") < 2:
         return
-    options = strategies(node, mesh.size("tp"), frozenset({FEATURE}))
+    options = strategies(node, mesh.size("tp"), TENSOR_KINDS)
     if any(_runs_as(option, pin) for option in options):
         return
     outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
@@ -248,7 +237,7 @@ def _why_not_together(pinned: Pinned, tp: int) -> str:
         if len({pin.text for pin in pins}) > 1:
             return f"{name} lies in one way"
     for node in pinned.operators:
-        options = pinned.strategies(node, strategies(node, tp, frozenset({FEATURE})))
+        options = pinned.strategies(node, strategies(node, tp, TENSOR_KINDS))
         if not options:
             return f"{describe(node)} runs in one way"
         for used in (n for n in node.all_input_nodes if n.op == "get_attr" and n.target in pinned.parameters):

@@ -9,7 +9,7 @@ import dist
 import pytest
 import torch
 import zoo
-from random_models import MODELS
+from random_models import MODELS, trained
 
 import autopart
 from autopart.compat import tree_flatten
@@ -37,17 +37,10 @@ def trains_alike(name, mesh):
     model, batch = on_device(model, batch)
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, rng="exact")
     ends = []
-    for trained, step in ((pm, pm.step), (model, model)):
+    for module, step in ((pm, pm.step), (model, model)):
         torch.manual_seed(7)
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
-        for _ in range(2):
-            optimizer.zero_grad()
-            out = step(**batch)
-            loss = out if isinstance(out, torch.Tensor) else out.loss
-            if loss.requires_grad:
-                loss.backward()
-            optimizer.step()
-        ends.append(dict(trained.full_state_dict() if trained is pm else trained.state_dict()))
+        trained(module, step, batch, weight_decay=0.01)
+        ends.append(dict(module.full_state_dict() if module is pm else module.state_dict()))
     zoo.assert_close_outputs(*ends)
 
 

@@ -11,7 +11,7 @@ import pytest
 import zoo
 from click.testing import CliRunner
 from hypothesis import given, settings
-from test_sharding import cost_of, flat_cost, problems
+from test_sharding import flat_cost, least_cost, pairs_of, problems
 from test_stages import every_partition, random_problem
 
 import autopart
@@ -21,7 +21,7 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.stages import balance
 from autopart.errors import AutopartError
 from autopart.mesh import Mesh
-from autopart.passes.pairs import NoSolution, Pairs
+from autopart.passes.pairs import NoSolution
 from autopart.passes.partition import active_operators
 from autopart.passes.pins import pinned_layouts, smallest_conflict
 from autopart.passes.shard import Programme
@@ -133,13 +133,9 @@ def test_what_is_chosen_anyway_changes_nothing():
 def test_a_problem_without_solution_is_told(problem):
     costs, tables = problem
     tables = [(a, b, np.where(np.arange(table.size).reshape(table.shape) % 2, table, np.inf)) for a, b, table in tables]
-    least = min(cost_of(costs, tables, c) for c in itertools.product(*(range(len(cost)) for cost in costs)))
+    least = least_cost(costs, tables)
     for collapse in (True, False):
-        pairs = Pairs()
-        for cost in costs:
-            pairs.variable(cost)
-        for table in tables:
-            pairs.add(*table)
+        pairs = pairs_of(costs, tables)
         if math.isfinite(least):
             assert abs(pairs.solve(collapse).cost - least) < 1e-6
         else:

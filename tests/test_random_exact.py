@@ -6,7 +6,7 @@ import dist
 import pytest
 import torch
 import zoo
-from random_models import DRAWS, MODELS, RECURRENT, P, around, gpt2
+from random_models import DRAWS, MODELS, RECURRENT, P, around, gpt2, trained
 from torch import nn
 
 import autopart
@@ -116,20 +116,6 @@ def trains_alike(name, mesh, **options):
         zoo.assert_close_outputs(dict(actual) if what == "weights" else actual, dict(wanted) if what == "weights"
                                  else wanted, where=what)  # fmt: skip
     assert len({float(loss) for loss in found[0]}) == len(found[0]), "every step has the same masks"
-
-
-def trained(model, step, batch):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        out = step(**batch)
-        loss = out if isinstance(out, torch.Tensor) else out.loss
-        if loss.requires_grad:
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
 
 
 @torch.no_grad()

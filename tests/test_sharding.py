@@ -42,18 +42,26 @@ def cost_of(costs, tables, chosen):
     return total + sum(table[chosen[a], chosen[b]] for a, b, table in tables)
 
 
+def least_cost(costs, tables):
+    return min(cost_of(costs, tables, c) for c in itertools.product(*(range(len(cost)) for cost in costs)))
+
+
+def pairs_of(costs, tables):
+    pairs = Pairs()
+    for cost in costs:
+        pairs.variable(cost)
+    for table in tables:
+        pairs.add(*table)
+    return pairs
+
+
 @settings(max_examples=200, deadline=None)
 @given(problems())
 def test_the_least_cost_is_found(problem):
     costs, tables = problem
-    least = min(cost_of(costs, tables, c) for c in itertools.product(*(range(len(cost)) for cost in costs)))
+    least = least_cost(costs, tables)
     for collapse in (True, False):
-        pairs = Pairs()
-        for cost in costs:
-            pairs.variable(cost)
-        for table in tables:
-            pairs.add(*table)
-        found = pairs.solve(collapse)
+        found = pairs_of(costs, tables).solve(collapse)
         assert abs(found.cost - least) < 1e-6
         assert abs(cost_of(costs, tables, found.chosen) - least) < 1e-6 and found.gap <= 1e-6
 
