@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NOT_BUILT = {
-    "zero": "sharding optimizer state, gradients and parameters over dp",
     "recompute": "activation recomputation",
     "precision": "mixed precision",
     "memory": "planning within a memory limit",
@@ -42,6 +41,7 @@ def parallelize(
     sequence_parallel: SequenceParallel = "auto",
     hardware: str | None = None,
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
+    zero: int | None = None,
     rng: Rng = "fast",
     **unknown: Any,
 ) -> ParallelModule:
@@ -57,15 +57,14 @@ def parallelize(
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev" or "looped_bfs".
         microbatches: how many parts a step cuts this rank's rows into.
         virtual_stages: pipeline stages per rank.
-        sequence_parallel: whether what lies between matrix products is cut over `tp` along the sequence (Korthikanti et
-            al. 2022, section 4.2.2): as many bytes are sent, and less is kept. "auto" means False for now.
+        sequence_parallel: whether what lies between matrix products is cut over `tp` along the sequence; "auto": not.
         hardware: the profile that prices choices, a name or a path.
         pins: what is fixed before the rest is chosen, or a JSON file that says it: `{"h.*.up.weight": {"tp": "S(0)"},
-            "h.*.attn": {"tp": "R"}, "stages": {"cut_before": ["h.16"], "together": [["norm", "head"]]}}` for
-            parameters, whole modules and stages; `autopart.pins` has all forms.
-        rng: "fast": masks of dropout are drawn by each rank for what it holds, independent ones for shards and the same
-            for what several ranks hold. "exact": all random numbers are those that one device draws after the same
-            `torch.manual_seed`, which every rank must call; every rank draws whole masks, which takes their memory.
+            "h.*.attn": {"tp": "R"}, "stages": {"cut_before": ["h.16"]}}`; `autopart.pins` has all forms.
+        zero: 3: a rank of `dp` stores its part of every matrix, with its gradient and optimizer state, and gathers it
+            where it is read, once a microbatch (ZeRO-3, FSDP). 0, the default: it stores all parameters.
+        rng: "fast": each rank draws the masks of dropout of what it holds. "exact": all random numbers are those of one
+            device after the same `torch.manual_seed`, which every rank must call; it draws whole masks.
     Returns:
         A ParallelModule: call it like the model, or train with `pm.step(**batch)`.
     Raises:
@@ -77,7 +76,7 @@ def parallelize(
     """
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins,
+        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins, zero=zero,
     )  # fmt: skip
     sizes = Mesh.parse(mesh)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -103,6 +102,7 @@ def plan(
     sequence_parallel: SequenceParallel = "auto",
     hardware: str | None = None,
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
+    zero: int | None = None,
     **unknown: Any,
 ) -> Plan:
     """Choose a plan without running anything: no process group, no GPU, the model may be on `meta`.
@@ -116,7 +116,7 @@ def plan(
     """
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        sequence_parallel=sequence_parallel, hardware=hardware, pins=pins,
+        sequence_parallel=sequence_parallel, hardware=hardware, pins=pins, zero=zero,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("plan() needs an example call", why="the model is traced on it",
@@ -138,7 +138,7 @@ def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:
             )
         raise OptionError(
             f"unknown option {name}=",
-            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, rng, "
+            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, rng, "
             "example_args, example_kwargs",
         )
     if given.get("pins") is not None:

@@ -26,6 +26,7 @@ from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passe
 from autopart.passes.pins import pinned_layouts
 from autopart.passes.shard import SequenceParallel
 from autopart.passes.sizes import size_notes
+from autopart.passes.storage import choose_over_dp, storage_notes
 from autopart.passes.summary import collectives, cost, stage_rows
 from autopart.passes.unsharded import unsharded
 from autopart.pins import Pins
@@ -52,8 +53,15 @@ class Options:
     hardware: str = DEFAULT
     rng: Rng = "fast"
     pins: Pins = NO_PINS
+    zero: int | None = None
 
     def __post_init__(self) -> None:
+        if self.zero in (1, 2) and not isinstance(self.zero, bool):
+            cut = "the optimizer's state" if self.zero == 1 else "the optimizer's state and gradients"
+            raise OptionError(f"zero={self.zero} is not built yet", why=f"it cuts {cut} over dp, not the parameters",
+                              hint="zero=3, which cuts all three, or zero=0")  # fmt: skip
+        if self.zero not in (None, 0, 3) or isinstance(self.zero, bool):
+            raise OptionError(f"unknown zero={self.zero!r}", hint="0 (parameters whole on dp) or 3 (cut over dp)")
         if self.rng not in get_args(Rng):
             raise OptionError(f"unknown rng={self.rng!r}", hint="rng='fast', or rng='exact'")
         if self.sequence_parallel not in (True, False, "auto"):
@@ -85,8 +93,11 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     schedule = _schedule(traced, mesh, options)
     stages = mesh.size("pp") * schedule.virtual_stages
     decisions = decide(traced, mesh, schedule.microbatches, stages, hardware, options.pins, options.sequence_parallel)
+    over_dp = choose_over_dp(traced, mesh, options.zero or 0, decisions.stored, options.pins)
+    decisions = replace(decisions, stored_over_dp=over_dp)
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False)
     pinned = pinned_layouts(traced, mesh, options.pins).operators
+    notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0))
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": type(_inner(model)).__name__, **identity_of(traced.parameters), "mode": traced.mode}
     inputs = {
@@ -96,7 +107,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), cost=cost(traced, decisions, rows, moved, hardware),
-        hardware=hardware.name, notes=(*traced.notes, *size_notes(traced, decisions)), pins=options.pins.as_data(),
+        hardware=hardware.name, notes=notes, pins=options.pins.as_data(),
     )  # fmt: skip
 
 
@@ -322,6 +333,13 @@ def check_plan_options(options: Options, plan: Plan) -> None:
                 f"{name}={asked!r} contradicts the plan, which says {planned!r}",
                 where=plan.where("schedule"), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
+    over_dp = any(entry.get("dp", "R").startswith("S") for entry in plan.parameters.values())
+    pinned = any("dp" in places for name, places in plan.pins.items() if name != "stages")
+    if (options.zero and not over_dp) or (options.zero == 0 and over_dp and not pinned):
+        raise OptionError(
+            f"zero={options.zero} contradicts the plan, which cuts {'' if over_dp else 'no '}parameters over dp",
+            where=plan.where("parameters"), hint="leave zero out, or make a new plan",
+        )  # fmt: skip
     if options.pins and options.pins.as_data() != plan.pins:
         asked = "other pins" if plan.pins else "none"
         raise OptionError(f"pins= contradict the plan, which was made with {asked}", where=plan.where("pins"),

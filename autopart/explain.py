@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from autopart.graph import pattern_of
-from autopart.mesh import Mesh
+from autopart.mesh import AXES, Mesh
 from autopart.plan import Collective, Plan
 
 WIDTH = 120
@@ -362,10 +362,11 @@ def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
 
 
 def _layout_text(plan: Plan, name: str) -> str:
-    """`S(0)`, or `tp:S(0) dp:S(1)` where a plan places parameters on more than one axis."""
-    axes = list(dict.fromkeys(axis for entry in plan.parameters.values() for axis in entry))
-    if len(axes) < 2:
-        return plan.placement_text(name, axes[0] if axes else "tp")
+    """`S(0)` on `tp`, or `dp:S(1) tp:S(0)` where a plan places parameters on other axes too."""
+    said = {axis for entry in plan.parameters.values() for axis in entry}
+    axes = [axis for axis in AXES if axis in said]
+    if axes in ([], ["tp"]):
+        return plan.placement_text(name, "tp")
     places = [(axis, plan.placement_text(name, axis)) for axis in axes]
     return " ".join(f"{axis}:{text}" for axis, text in places if text != "R") or "R"
 

@@ -142,7 +142,7 @@ class Plan:
 
     def placement_text(self, parameter: str, axis: str) -> str:
         """The stored placement of a parameter on an axis, by name or pattern."""
-        entry = self.parameters.get(parameter) or self.parameters.get(pattern_of(parameter)) or {}
+        entry = self.parameters.get(parameter, self.parameters.get(pattern_of(parameter), {}))
         return entry.get(axis, "R")
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:

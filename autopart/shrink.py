@@ -175,8 +175,9 @@ class _Cut:
         source, index = source_of(node)
         role, decisions, value = source.meta["role"], self.arrangement.decisions, self.values[node]
         if role == PARAMETER:
-            place = decisions.stored.get(node.target, R)
-            new = self.builder.weight(node.target, self.subject.weights[node.target], place, node.name)
+            places = (stored.get(node.target, R) for stored in (decisions.stored, decisions.stored_over_dp))
+            on_tp, over_dp = places
+            new = self.builder.weight(node.target, self.subject.weights[node.target], on_tp, node.name, over_dp)
             new.meta = dict(node.meta)
         elif role in (INPUT, DATA) and (node.op != "call_function" or self.is_recorded):
             new = self.builder.input(node.name, value)

@@ -10,8 +10,8 @@ failure can be pasted as a test:
     return y
 
 After bars stand the stage and the placements on the axes of the batch (`batch`: dp and microbatches) and on `tp`. An
-`input` is cut by rows as the model's inputs are; a `weight` is a parameter; a `recorded` value comes from elsewhere, in
-the layout in which it is made there.
+`input` is cut by rows as the model's inputs are; a `weight` is a parameter as it is stored on `tp` and `dp`; a
+`recorded` value comes from elsewhere, in the layout in which it is made there.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Builder:
         self.batch: dict[fx.Node, Strategy] = {}
         self.tensor: dict[fx.Node, Strategy] = {}
         self.stored: dict[str, Placement] = {}
+        self.stored_over_dp: dict[str, Placement] = {}
         self.stage_of: dict[fx.Node, int] = {}
 
     def input(self, name: str, tensor: Tensor) -> fx.Node:
@@ -96,12 +97,16 @@ class Builder:
         self.inputs[name] = tensor
         return node
 
-    def weight(self, target: str, tensor: Tensor, place: Placement = R, name: str = "") -> fx.Node:
-        """A parameter, stored in this placement on `tp`."""
+    def weight(
+        self, target: str, tensor: Tensor, place: Placement = R, name: str = "", over_dp: Placement = R
+    ) -> fx.Node:
+        """A parameter, stored in this placement on `tp`, and `over_dp`."""
         node = self.graph.create_node("get_attr", target, (), {}, name or target)
         node.meta = _meta(tensor, PARAMETER, tensor.requires_grad)
         self.weights[target] = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
         self.stored[target] = place
+        if over_dp.is_shard:
+            self.stored_over_dp[target] = over_dp
         return node
 
     def recorded(self, name: str, tensor: Tensor, batch: Placement, tp: Placement, stage: int) -> fx.Node:
@@ -169,8 +174,9 @@ class Builder:
 
     def arrangement(self, **options: Any) -> Arrangement:
         decisions = Decisions(
-            self.mesh, self.microbatches, self.batch, self.tensor, self.stored, self.stage_of, self.num_stages
-        )
+            self.mesh, self.microbatches, self.batch, self.tensor, self.stored, self.stage_of, self.num_stages,
+            stored_over_dp=self.stored_over_dp,
+        )  # fmt: skip
         return Arrangement(decisions, **options)
 
 
@@ -234,8 +240,9 @@ def _fields(node: fx.Node, decisions: Decisions) -> list[str]:
     if node in decisions.stage_of and decisions.num_stages > 1:
         fields.append(f"stage {decisions.stage_of[node]}")
     if node.op == "get_attr":
-        place = decisions.stored.get(node.target, R)
-        return fields + [f"tp {place}"] * (decisions.mesh.size("tp") > 1 and place != R)
+        places = {"tp": decisions.stored.get(node.target, R), "dp": decisions.stored_over_dp.get(node.target, R)}
+        fields += [f"{axis} {place}" for axis, place in places.items() if decisions.mesh.size(axis) > 1 and place != R]
+        return fields
     for axis, size, chosen in _axes(decisions):
         if size > 1 and node in chosen:
             fields.append(f"{axis} {chosen[node].outputs[0] if 'recorded' in node.meta else chosen[node]}")
@@ -308,7 +315,8 @@ class _Parser:
         if kind == "input":
             node = self.builder.input(name, tensor)
         elif kind == "weight":
-            node = self.builder.weight(name, tensor, Placement.parse(said.get("tp", "R")))
+            on_tp, over_dp = (Placement.parse(said.get(axis, "R")) for axis in ("tp", "dp"))
+            node = self.builder.weight(name, tensor, on_tp, over_dp=over_dp)
         else:
             batch, tp = (Placement.parse(said.get(axis, "R")) for axis in ("batch", "tp"))
             node = self.builder.recorded(name, tensor, batch, tp, int(said.get("stage", 0)))

@@ -110,6 +110,7 @@ def verify(
     sequence_parallel: SequenceParallel = "auto",
     hardware: str | None = None,
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
+    zero: int | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
     rng: Rng = "exact",
@@ -126,7 +127,7 @@ def verify(
 
     Args:
         model, mesh, example_args, example_kwargs, plan, schedule, microbatches, virtual_stages, sequence_parallel,
-            hardware, pins: as `parallelize`.
+            hardware, pins, zero: as `parallelize`.
         loss_fn, target: for a model that returns no loss, as `ParallelModule.step`. Without either, gradients are
             compared for a fixed random weighting of the outputs.
         rng: "exact", or "fast" to switch dropout off (eval mode), for models of which no draw can be repeated exactly.
@@ -143,7 +144,7 @@ def verify(
     """
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins,
+        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins, zero=zero,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
 
 from autopart.cost.hardware import Hardware
 from autopart.errors import LayoutError, PlanError, StageError
 from autopart.graph import describe, operator_name, operators, pattern_of, shape, tensor_inputs
-from autopart.layout import R_GRAD_P, P, Placement, R, cannot_store
+from autopart.layout import R_GRAD_P, P, Placement, R, cannot_store, cannot_store_over_dp
 from autopart.mesh import Mesh
 from autopart.pins import Pins
 from autopart.plan import Plan, Schedule
@@ -32,9 +32,12 @@ from .pins import Pinned, layout_conflict, pinned_layouts
 from .rules.registered import REGISTERED, as_data, call_text, from_data
 from .shard import SequenceParallel, Sharding, choose_sharding
 from .stage_pins import pinned_partition
+from .storage import fitting_over_dp
 from .strategies import ALL_TENSOR_KINDS, Strategy, strategies
 
 NO_PINS = Pins()
+NOWHERE: Mapping[str, Placement] = {}
+T = TypeVar("T")
 
 
 def decide(
@@ -168,11 +171,8 @@ def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int, pin
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     """The plan entries `parameters`, `operators`, `cuts` and `rules` that hold these decisions."""
-    parameters: dict[str, dict[str, str]] = {}
-    stored = {name: str(decisions.stored.get(name, R)) for name in trace.parameters}
-    has_tp = decisions.mesh.size("tp") > 1
-    for name, text in _by_pattern({n: (pattern_of(n), t) for n, t in stored.items()}).items():
-        parameters[name] = {"tp": text} if has_tp else {}
+    entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
+    parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
     nodes = {node.meta["key"]: node for node in operators(trace.graph) if node in decisions.tensor}
     texts = {key: str(decisions.tensor[node]) for key, node in nodes.items()}
     written = _by_pattern({key: (node.meta["group"], texts[key]) for key, node in nodes.items()})
@@ -191,13 +191,19 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     return {"parameters": parameters, "operators": operators_, "cuts": _starts(trace, decisions), "rules": rules}
 
 
-def _by_pattern(entries: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...]:
+    """`(axis, placement)` of a parameter; whole on `dp` need not be said."""
+    entry = (("dp", str(decisions.stored_over_dp[name])),) if name in decisions.stored_over_dp else ()
+    return (*entry, ("tp", str(decisions.stored.get(name, R)))) if decisions.mesh.size("tp") > 1 else entry
+
+
+def _by_pattern(entries: Mapping[str, tuple[str, T]]) -> dict[str, T]:
     """`{name: (pattern, text)}` to `{pattern or name: text}`: the pattern holds the most frequent text of its names,
     names that differ are listed on their own."""
-    groups: dict[str, dict[str, str]] = defaultdict(dict)
+    groups: dict[str, dict[str, T]] = defaultdict(dict)
     for name, (pattern, text) in entries.items():
         groups[pattern][name] = text
-    written: dict[str, str] = {}
+    written: dict[str, T] = {}
     for pattern, names in groups.items():
         common = Counter(names.values()).most_common(1)[0][0]
         written[pattern] = common
@@ -231,8 +237,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, str] | No
     tensor: Mapping[fx.Node, Strategy] = {}
     stored: dict[str, Placement] = {}
     if tp > 1:
-        stored = {name: Placement.parse(plan.placement_text(name, "tp")) for name in trace.parameters}
-        _check_stored(trace, plan, stored, tp)
+        stored = _read_stored(trace, plan, mesh, "tp")
         read = _read_strategies if own else _fit_strategies
         tensor = read(trace, plan, stored, tp, decided or {})
     if own:
@@ -241,9 +246,11 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, str] | No
     else:
         rows = fit_rows(trace, mesh, plan.schedule)
     cuts = _read_cuts(trace, plan, num_stages, own, list(decided or {}))
+    over_dp = _read_stored(trace, plan, mesh, "dp", stored) if mesh.size("dp") > 1 else {}
     return Decisions(
-        mesh, rows.microbatches, rows.strategies, tensor, stored, stages_from_cuts(trace, cuts), num_stages, rows.copied
-    )
+        mesh, rows.microbatches, rows.strategies, tensor, stored, stages_from_cuts(trace, cuts), num_stages,
+        rows.copied, {name: place for name, place in over_dp.items() if place.is_shard},
+    )  # fmt: skip
 
 
 def is_plan_of(plan: Plan, trace: Trace) -> bool:
@@ -271,7 +278,10 @@ def _check_rules(plan: Plan) -> None:
             )  # fmt: skip
 
 
-def _check_stored(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int) -> None:
+def _read_stored(
+    trace: Trace, plan: Plan, mesh: Mesh, axis: str, on_tp: Mapping[str, Placement] = NOWHERE
+) -> dict[str, Placement]:
+    """Where the plan stores every parameter on an axis; of `dp`, beside where it is `on_tp`."""
     known = {*trace.parameters, *map(pattern_of, trace.parameters)}
     for name in plan.parameters:
         if name not in known:
@@ -279,16 +289,23 @@ def _check_stored(trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp:
                 f"the plan places '{name}', which is no parameter of the model", where=plan.where("parameters", name),
                 hint=f"the parameters are {', '.join(list(dict.fromkeys(map(pattern_of, trace.parameters)))[:8])}, ...",
             )  # fmt: skip
+    stored = {name: Placement.parse(plan.placement_text(name, axis)) for name in trace.parameters}
     for name, place in stored.items():
         sizes = tuple(trace.parameters[name].shape)
         key = name if name in plan.parameters else pattern_of(name)
         where = plan.where("parameters", key)
-        why = cannot_store(place, sizes, "tp", tp)
+        hint = f"S({len(sizes) - 1}) or R" if place.is_shard and place.dim >= len(sizes) else "R"
+        hint = "R or S(0)" if place == P else hint
+        if axis == "tp":
+            why = cannot_store(place, sizes, axis, mesh.size(axis))
+        else:
+            tensor = on_tp.get(name, R)
+            why = cannot_store_over_dp(place, sizes, mesh.size(axis), tensor)
+            hint = fitting_over_dp(sizes, mesh.size(axis), tensor)
         if why:
-            hint = f"S({len(sizes) - 1}) or R" if place.is_shard and place.dim >= len(sizes) else "R"
-            raise PlanError(
-                f"the plan stores '{name}' as {place}", why=why, where=where, hint="R or S(0)" if place == P else hint
-            )
+            over = f" on {axis}" if axis != "tp" else ""
+            raise PlanError(f"the plan stores '{name}' as {place}{over}", why=why, where=where, hint=hint)
+    return stored
 
 
 def _fit_strategies(

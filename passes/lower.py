@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,13 +38,13 @@ from autopart.program import (
     Program,
     Rng,
     StageInput,
-    StoredTensor,
 )
 from autopart.trace import Trace
 
 from .analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
 from .local_ops import LocalCall, autopart_ops, local_shape, local_value, write_local
 from .stage_draft import Key, StageDraft, parameter_stages
+from .storage import stored_tensors
 from .strategies import Strategy, strategies
 
 aten = torch.ops.aten
@@ -57,6 +57,7 @@ BATCH_AXES = ("dp", MICROBATCH_AXIS)
 class Decisions:
     """All that was chosen: strategies on the batch and the tensor axis, stored placements, the stage of operators.
 
+    `stored`: on `tp`; `stored_over_dp`: of the parameters that are cut over `dp` too, along another dim.
     `copied`: every rank of `dp` computes all rows, and the batch axes are the microbatches alone.
     """
 
@@ -68,6 +69,7 @@ class Decisions:
     stage_of: Mapping[fx.Node, int]
     num_stages: int
     copied: bool = False
+    stored_over_dp: Mapping[str, Placement] = field(default_factory=dict)
 
 
 def lower(
@@ -159,7 +161,9 @@ class _Writer:
         if source.op == "placeholder":  # an input that needs a gradient: whole on every rank, as the caller has it
             return self.key(source, R, R)
         if source.meta["role"] == PARAMETER:
-            return self.key(source, R_GRAD_P, self.decisions.stored.get(source.target, R), R_GRAD_P)
+            stored, over_dp = self.decisions.stored, self.decisions.stored_over_dp
+            key = dict(self.key(source, R_GRAD_P, stored.get(source.target, R), R_GRAD_P))
+            return tuple((key | {"dp": over_dp[source.target]} if source.target in over_dp else key).items())
         tensor = self.decisions.tensor[source].outputs[index] if "tp" in self.sizes else R
         batch = self.decisions.batch[source].outputs[index] if self.batch_axes else R
         return self.key(node, batch, tensor)
@@ -375,9 +379,12 @@ class _Writer:
         current = dict(source)
         for axis, place in target:
             if current[axis] != place:
-                made = self._convert_axis(made, node, current, axis, place, stage)
-                current[axis] = place
-                self.mark(made, node, tuple(current.items()))
+                before, current[axis] = dict(current), place
+                layout = tuple(current.items())
+                if (node, layout) not in stage.made:
+                    stage.made[node, layout] = self._convert_axis(made, node, before, axis, place, stage)
+                    self.mark(stage.made[node, layout], node, layout)
+                made = stage.made[node, layout]
         return made
 
     def _convert_axis(
@@ -443,7 +450,8 @@ class _Writer:
         stages = tuple(stage.finish(self.trace, self.sizes) for stage in self.stages)
         names = (*self.trace.call.names, SEEDS) if self.has_seeds else self.trace.call.names
         return Program(
-            self.decisions.mesh, self.decisions.microbatches, names, stages, self._stored(), tuple(results),
+            self.decisions.mesh, self.decisions.microbatches, names, stages,
+            stored_tensors(self.trace, self.decisions, self._readers(), self.sizes), tuple(results),
             self.trace.output_spec, self.decisions.copied, self.rng if self.draws else None,
         )  # fmt: skip
 
@@ -480,18 +488,3 @@ class _Writer:
         """The stages that read each parameter."""
         outputs, last = self.trace.graph.output_node(), self.decisions.num_stages - 1
         return parameter_stages(self.decisions.stage_of, outputs, last)
-
-    def _stored(self) -> dict[str, StoredTensor]:
-        """How every parameter of the model is stored: the same for all programs of one plan."""
-        readers = self._readers()
-        stored = {}
-        for name, parameter in self.trace.parameters.items():
-            place = self.decisions.stored.get(name, R)
-            axes = ["dp"] if "dp" in self.sizes else []
-            axes += ["tp"] if place == R_GRAD_P else []
-            layout = {"tp": R if place == R_GRAD_P else place} if "tp" in self.sizes else {}
-            stored[name] = StoredTensor(
-                name, tuple(parameter.shape), layout, tuple(sorted(readers.get(name, {0}))),
-                tuple(axes) if parameter.requires_grad else (), self.trace.aliases.get(name, ()),
-            )  # fmt: skip
-        return stored

@@ -120,6 +120,16 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins) -> Pinned:
     return Pinned(parameters, nodes, _variants(parameters, nodes))
 
 
+def pinned_over_dp(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
+    """The parameters that pins place on `dp`, whole or cut."""
+    model, found = _Names(trace), defaultdict(list)
+    for pin in pins.layouts:
+        if pin.axis == "dp" and mesh.size("dp") > 1:
+            for name in model.matched(pin, pins)[0]:
+                found[name].append(pin)
+    return found
+
+
 def _variants(
     parameters: Mapping[str, tuple[LayoutPin, ...]], nodes: Mapping[fx.Node, tuple[LayoutPin, ...]]
 ) -> dict[str, frozenset[tuple[str, str]]]:
@@ -186,9 +196,11 @@ def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> bool:
         )  # fmt: skip
     if pin.axis == "tp":
         return mesh.size("tp") > 1
-    if pin.is_replicated and pin.axis != "pp":
+    if (pin.is_replicated and pin.axis != "pp") or (pin.axis == "dp" and not pin.of_operator):
         return False
-    why = "stages are no layouts" if pin.axis == "pp" else f"weights are whole on every rank of {pin.axis}"
+    why = "what an operator does over dp follows from the rows of the batch"
+    if pin.axis != "dp":
+        why = "stages are no layouts" if pin.axis == "pp" else f"weights are whole on every rank of {pin.axis}"
     hint = "'stages': {'cut_before': [...]}" if pin.axis == "pp" else "R, or a pin for tp"
     raise OptionError(f"the pin {pin} cannot be", why=why, where=pins.where(pin), hint=hint)
 

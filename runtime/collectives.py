@@ -95,13 +95,17 @@ def _pad(x: Tensor, group_name: str, cut: Cut) -> Tensor:
 def _all_gather(x: Tensor, group_name: str, cut: Cut) -> Tensor:
     num_ranks = cut.num_shards
     collective = torch.ops._c10d_functional.all_gather_into_tensor
-    shards = _communicate(collective, cut.padded(x), num_ranks, group_name).chunk(num_ranks)
+    gathered = _communicate(collective, cut.padded(x), num_ranks, group_name)
+    if cut.is_in_order:
+        return gathered
+    shards = gathered.chunk(num_ranks)
     return cut.join([cut.trimmed(shard, index) for index, shard in enumerate(shards)])
 
 
 def _reduce_scatter(x: Tensor, group_name: str, cut: Cut) -> Tensor:
     num_ranks = cut.num_shards
-    wire = torch.cat([cut.padded(cut.take(x, index)) for index in range(num_ranks)])
+    shards = (cut.padded(cut.take(x, index)) for index in range(num_ranks))
+    wire = x.contiguous() if cut.is_in_order else torch.cat(list(shards))
     shard = _communicate(torch.ops._c10d_functional.reduce_scatter_tensor, wire, "sum", num_ranks, group_name)
     return cut.trimmed(shard, resolve_group(group_name).rank()).contiguous()
 

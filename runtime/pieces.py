@@ -36,6 +36,11 @@ class Cut:
         """How many elements shard `index` holds."""
         return sum(self.lengths(index))
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the full tensor is its shards one behind the other in memory, all of one length."""
+        return self.dim == 0 and not self.sections and self.size % self.num_shards == 0
+
     def take(self, full: Tensor, index: int) -> Tensor:
         """Shard `index` of `full`, contiguous."""
         pieces = [window for _, window in self._windows(full, index)]

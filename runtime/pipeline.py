@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed import pipelining
 
 from autopart.compat import PipelineStage, split_backward_counts_twice
 from autopart.program import Boundary, Program, Stage
 from autopart.runtime.batch import Arguments, stage_arguments
 from autopart.runtime.buffers import Made, made_by
-from autopart.runtime.collectives import bind
+from autopart.runtime.collectives import axis_of, bind
 from autopart.runtime.placement import placement_of, stage_coordinate
 from autopart.runtime.processes import Process
 from autopart.schedules import check_schedule, schedule_for
@@ -61,12 +61,10 @@ class StageModule(nn.Module):
     @property
     def reads_twice(self) -> bool:
         """Whether a parameter has several uses in the graph."""
-        uses = Counter(
-            name
-            for node in self.stage.graph.graph.nodes
-            if node.op == "get_attr" and (name := str(node.target)) in self.stage.parameters
-            for _ in node.users
-        )
+        uses: Counter[str] = Counter()
+        for node in self.stage.graph.graph.nodes:
+            if node.op == "get_attr" and str(node.target) in self.stage.parameters:
+                uses[str(node.target)] += _num_uses(node)
         return any(count > 1 for count in uses.values())
 
     def load(self, inputs: Sequence[Any]) -> None:
@@ -241,6 +239,11 @@ class Pipeline:
                 assert work is not None
                 works.append(work)
         return works
+
+
+def _num_uses(node: fx.Node) -> int:
+    """How many operators read a value, as it is or converted."""
+    return sum(_num_uses(user) if axis_of(user) else 1 for user in node.users)
 
 
 def _nothing_left() -> Callable[..., None]:

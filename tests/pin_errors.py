@@ -76,9 +76,6 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: mesh without stages": (pinned({"stages": {"cut_before": ["head"]}}),
         "OptionError: the pin cut_before 'head' is for an axis that the mesh tp2 lacks: pp\n  try    leave it out, or "
         "mesh='pp2,tp2'"),
-    "pins: dp": (pinned({"head.weight": {"dp": "S(0)"}}, "dp2,tp2"),
-        "OptionError: the pin 'head.weight' as S(0) on dp cannot be\n  why    weights are whole on every rank of dp\n"
-        "  try    R, or a pin for tp"),
     "pins: pp": (pinned({"head.weight": {"pp": "R"}}, "pp2"),
         "OptionError: the pin 'head.weight' as R on pp cannot be\n  why    stages are no layouts\n  try    'stages': "
         "{'cut_before': [...]}"),

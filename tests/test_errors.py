@@ -18,6 +18,7 @@ from dist import run_ranks
 from pin_errors import PIN_CASES
 from rule_errors import RULE_CASES
 from torch import Tensor, nn
+from zero_errors import ZERO_CASES
 from zoo import SkipMLP, gpt2, skip_mlp
 
 import autopart
@@ -216,7 +217,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: the model has nothing to partition\n  why    none of its operators depends on a parameter\n  "
         "try    run it as it is"),
     # options
-    "zero": (plan(zero=1), not_built("zero", "sharding optimizer state, gradients and parameters over dp")),
     "recompute": (plan(recompute="full"), not_built("recompute", "activation recomputation")),
     "precision": (plan(precision="bf16"), not_built("precision", "mixed precision")),
     "memory": (plan(memory="80GB"), not_built("memory", "planning within a memory limit")),
@@ -224,7 +224,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
-        "sequence_parallel, hardware, pins, rng, example_args, example_kwargs"),
+        "sequence_parallel, hardware, pins, zero, rng, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-80gb-sxm, h100-80gb-sxm\n  "
         "try    a name of these, or the path of a JSON file of the same form"),
@@ -279,8 +279,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         " load the model's weights first; plan() needs none, verify() does"),
     "verify: scaled": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), scaled="yes"),
         "OptionError: scaled='yes' is no choice\n  try    True, False or \"auto\""),
-    "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), zero=1),
-        not_built("zero", "sharding optimizer state, gradients and parameters over dp")),
+    "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), memory=1),
+        not_built("memory", "planning within a memory limit")),
     "verify: frozen": (lambda: autopart.verify(frozen(), "tp2", example_kwargs=input_()),
         "InputError: Linear has no parameter that needs a gradient\n  why    verify() compares gradients\n  try    "
         "requires_grad_() on what is trained"),
@@ -288,6 +288,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "InputError: verify() needs an example call\n  try    verify(model, mesh, example_kwargs=batch)"),
     **RULE_CASES,
     **PIN_CASES,
+    **ZERO_CASES,
     # plans
     "plan: mesh": (plan_of_another("mesh"),
         "PlanError: the plan is for the mesh tp1, not tp2\n  try    parallelize(model, 'tp1', plan=...), or make a "

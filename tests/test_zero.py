@@ -1,0 +1,277 @@
+"""Parameters that are stored in parts over `dp` and gathered where they are read: exact, a part on every rank, and
+what is moved for it is in the plan."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import dist
+import pytest
+import test_buffers
+import torch
+import zoo
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import autopart
+from autopart.compiler import prepare
+from autopart.layout import R
+from autopart.mesh import Mesh
+from autopart.passes.decide import decode, encode
+from autopart.passes.lower import lower
+from autopart.plan import Plan
+from autopart.runtime import lockstep
+from autopart.runtime.state import join, shard_parameters
+from autopart.trace import bind_call
+
+Built = tuple[nn.Module, dict[str, Tensor]]
+EVERYTHING = {"*": {"dp": "S(0)"}}
+"""As pins: vectors too."""
+
+
+def bert_with_dropout() -> Built:
+    model, batch = zoo.bert(num_layers=1)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    return model, batch
+
+
+def batch_norms() -> Built:
+    return test_buffers.build("batch norm"), test_buffers.batch("batch norm")
+
+
+def adapters() -> Built:
+    peft = pytest.importorskip("peft")
+    model, batch = zoo.llama(num_layers=1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, init_lora_weights=False)
+    return peft.get_peft_model(model, config).double(), batch
+
+
+def experts() -> Built:
+    torch.manual_seed(0)
+    sizes = zoo._sizes(1, 32, 4, 64, 12) | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = MixtralConfig(**sizes, num_key_value_heads=2, experts_implementation="batched_mm", **zoo.TOKENS)
+    return zoo._finish(MixtralForCausalLM(config)), zoo.causal_batch(8, 12, 64)
+
+
+class Awkward(nn.Module):
+    """A weight read twice as it is and once through a view, one that no row has a part in, a table, a vector, one that
+    is not read, one of odd size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.twice, self.table = nn.Linear(8, 8), nn.Embedding(10, 8)
+        self.alone, self.scale = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(8))
+        self.unread, self.odd = nn.Parameter(torch.randn(4, 4)), nn.Linear(8, 3)
+        self.odd.weight = nn.Parameter(torch.randn(3, 8)[:, :7].clone())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.twice(torch.tanh(self.twice(self.table(ids)))) @ self.twice.weight
+        return (
+            self.odd((x * self.scale)[..., :7]).square().mean() + self.alone.square().sum() + self.alone.t().sin().sum()
+        )
+
+
+def awkward() -> Built:
+    return Awkward().double(), {"ids": torch.arange(16).reshape(8, 2) % 10}
+
+
+# --- exact -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("build", "mesh"), [
+    (zoo.gpt2, "dp2"), (zoo.gpt2, "dp2,pp2,tp2"), (zoo.llama, "dp4"), (zoo.t5, "dp2,pp2"), (zoo.phi3, "dp2,tp2"),
+    (zoo.conv_net, "dp2,tp2"), (bert_with_dropout, "dp2,pp2,tp2"), (batch_norms, "dp2,tp2"), (adapters, "dp2,pp2,tp2"),
+    (experts, "dp2,tp2"), (awkward, "dp2,tp2"), (awkward, "dp2,pp2"),
+], ids=str)  # fmt: skip
+def test_what_is_gathered_is_exact(build, mesh):
+    model, batch = build()
+    found = autopart.verify(model, mesh, example_kwargs=batch, zero=3)
+    assert found.ok and found.max_error < 1e-12, str(found)
+
+
+def test_every_parameter_that_divides_can_be_cut():
+    """Vectors by pins; widths that do not divide into unequal parts."""
+    model, batch = zoo.gpt2(num_layers=1, vocab=97, hidden=24, heads=4)
+    found = autopart.verify(model, "dp4,pp2", example_kwargs=batch, pins=EVERYTHING, microbatches=2)
+    assert found.ok, str(found)
+    plan = autopart.plan(model, "dp4,pp2", example_kwargs=batch, pins=EVERYTHING)
+    assert {entry["dp"] for entry in plan.parameters.values()} == {"S(0)"}
+
+
+def test_rows_that_do_not_divide_are_computed_by_every_rank():
+    """The gradient is then the same on every rank, not a part of a sum."""
+    model, batch = zoo.llama(num_layers=1)
+    plan = autopart.plan(model, "dp2,tp2", example_kwargs=batch, zero=3)
+    fewer = {name: value[:3] for name, value in batch.items()}
+    assert autopart.verify(model, "dp2,tp2", example_kwargs=fewer, plan=plan).ok
+
+
+def test_a_gather_of_the_wrong_part_is_found(monkeypatch):
+    model, batch = zoo.skip_mlp(num_layers=2)
+    gathered = lockstep.LIST_PRIMITIVES["all_gather"]
+    broken = {**lockstep.LIST_PRIMITIVES, "all_gather": lambda values, cut: gathered(values[::-1], cut)}
+    monkeypatch.setattr(lockstep, "LIST_PRIMITIVES", broken)
+    found = autopart.verify(model, "dp2", example_kwargs=batch, zero=3, shrink=True)
+    assert not found.ok and found.first_mismatch.name == "layers.0.weight"
+    assert found.smallest is not None and "| dp S(0)" in str(found.smallest)
+    monkeypatch.undo()
+    assert autopart.subgraph.Subgraph.parse(str(found.smallest)).max_error() < 1e-10
+
+
+# --- what the plan says ----------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_where_and_what_is_moved():
+    model, batch = zoo.llama()
+    plan = autopart.plan(model, "dp2,tp2", example_kwargs=batch, zero=3)
+    assert plan.parameters["model.layers.*.self_attn.q_proj.weight"] == {"dp": "S(1)", "tp": "S(0)"}
+    assert plan.parameters["model.layers.*.mlp.down_proj.weight"] == {"dp": "S(0)", "tp": "S(1)"}
+    assert plan.parameters["model.norm.weight"]["tp"] == "R" and "dp" not in plan.parameters["model.norm.weight"]
+    rows = {c.where: c for c in plan.collectives if c.axis == "dp" and c.forward == "all_gather"}
+    down = rows["model.layers.*.mlp.down_proj"]
+    whole = 32 * 64 * 8 // 2  # a rank's part of it on tp, in bytes
+    assert (down.backward, down.count, down.bytes, down.per) == ("reduce_scatter", 2, 2 * whole, "microbatch")
+    (summed,) = [c for c in plan.collectives if c.where == "gradients of parameters" and c.axis == "dp"]
+    assert summed.bytes == sum(p.nbytes for p in model.parameters() if p.dim() == 1)
+    text = plan.explain()
+    assert "dp:S(0) tp:S(1)" in text and "dp all_gather" in text and "dp reduce_scatter" in text
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and autopart.verify(model, "dp2,tp2", example_kwargs=batch, plan=again, zero=3).ok
+
+
+def test_a_weight_is_gathered_once():
+    """However many operators of a stage read it, in one layout or in two that differ on tp alone."""
+    model, batch = awkward()
+    plan = autopart.plan(model, "dp2", example_kwargs=batch, zero=3)
+    moved = {c.where: c.count for c in plan.collectives if c.forward == "all_gather"}
+    assert moved == {"twice": 1, "table": 1, "model": 1}
+    assert any("odd.weight: [3, 7] stays whole on dp=2" in note for note in plan.notes)
+    tied, batch = zoo.gpt2(num_layers=1)
+    plan = autopart.plan(tied, "dp2,pp2", example_kwargs=batch, zero=3)
+    assert sum(c.count for c in plan.collectives if c.where == "transformer.wte" and c.axis == "dp") == 2  # two stages
+
+
+def test_frozen_weights_have_no_backward():
+    model, batch = adapters()
+    plan = autopart.plan(model, "dp2", example_kwargs=batch, zero=3)
+    ways = {c.where: c.backward for c in plan.collectives if c.forward == "all_gather"}
+    assert ways["base_model.model.model.layers.*.mlp.down_proj.base_layer"] == ""
+    assert ways["base_model.model.model.layers.*.mlp.down_proj.lora_A.default"] == "reduce_scatter"
+
+
+def test_plans_are_read_as_they_are_written():
+    model, batch = zoo.skip_mlp(num_layers=3)
+    mesh = Mesh.parse("dp2,tp2")
+    pins = {"layers.1.weight": {"dp": "R"}, "*.bias": {"dp": "R"}}
+    plan = autopart.plan(model, mesh, example_kwargs=batch, zero=3, pins=pins)
+    assert plan.placement_text("layers.0.weight", "dp") != "R" == plan.placement_text("layers.1.weight", "dp")
+    trace = prepare(model, bind_call(model, (), batch))
+    decisions = decode(trace, plan, mesh)
+    assert encode(trace, decisions)["parameters"] == plan.parameters
+    assert "layers.1.weight" not in decisions.stored_over_dp and "layers.2.weight" in decisions.stored_over_dp
+
+
+def test_an_edited_plan_runs_as_it_says():
+    model, batch = zoo.skip_mlp(num_layers=2)
+    data = json.loads(autopart.plan(model, "dp2", example_kwargs=batch).to_json())
+    assert data["parameters"] == {"layers.*.weight": {}, "layers.*.bias": {}, "head.weight": {}, "head.bias": {}}
+    data["parameters"] |= {"layers.*.weight": {"dp": "S(1)"}, "layers.1.weight": {}, "head.bias": {"dp": "S(0)"}}
+    plan = Plan.from_json(json.dumps(data))
+    assert autopart.verify(model, "dp2", example_kwargs=batch, plan=plan).ok
+    assert "dp:S(1)" in plan.explain()
+
+
+def test_a_rank_holds_its_part():
+    model, batch = zoo.gpt2()
+    mesh = Mesh.parse("dp4")
+    plan = autopart.plan(model, mesh, example_kwargs=batch, zero=3)
+    trace = prepare(model, bind_call(model, (), batch))
+    loss = trace.graph.output_node().args[0][0]
+    program = lower(trace, decode(trace, plan, mesh), [loss], whole_outputs=False)
+    local = {rank: shard_parameters(model, program, mesh.coordinates(rank)) for rank in range(4)}
+    for name, parameter in model.named_parameters():
+        parts = 1 if program.parameters[name].layout.get("dp", R) == R else 4
+        assert parts == (4 if parameter.dim() > 1 else 1)
+        assert all(shards[name].numel() * parts == parameter.numel() for shards in local.values())
+    full = join(local, program)
+    assert all(torch.equal(full[name], parameter) for name, parameter in model.named_parameters())
+
+
+# --- over processes --------------------------------------------------------------------------------------------------
+
+
+def trains(build: str, mesh: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Two AdamW steps end where one device ends; the bytes that this rank stores, and those of the model."""
+    model, batch = BUILDERS[build]()
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, zero=3, **options)
+    _, loss, grads = zoo.reference(model, batch)
+    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")
+    trained = {name: grad for name, grad in grads.items() if grad is not None}
+    zoo.assert_same_grads(pm.full_grads(), trained)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (pm, model)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        pm.step(**batch)
+        out = model(**batch, **zoo.no_cache(model))
+        (out if isinstance(out, Tensor) else out.loss).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = pm.full_state_dict()
+    for name, value in model.state_dict().items():
+        zoo.assert_close_outputs(found[name], value, where=name)
+    local = {id(p): p.nbytes for p in pm.parameters()}
+    return sum(local.values()), sum(p.nbytes for p in model.parameters())
+
+
+def calls(mesh: str) -> None:
+    """The user's own loop, a call without gradients, other numbers of rows, weights written back."""
+    model, batch = zoo.llama(num_layers=1)
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=3)
+    outputs, _, grads = zoo.reference(model, batch)
+    for times in (1, 2):
+        pm(**batch).loss.backward()
+        zoo.assert_same_grads(pm.full_grads(), {name: grad * times for name, grad in grads.items()})
+    with torch.no_grad():
+        zoo.assert_close_outputs(pm.eval()(**batch), outputs)
+    pm.train().zero_grad()
+    fewer = {name: value[:3] for name, value in batch.items()}
+    _, loss, grads = zoo.reference(model, fewer)
+    with pytest.warns(UserWarning, match="rows"):
+        zoo.assert_close_outputs(pm.step(**fewer), loss)
+    zoo.assert_same_grads(pm.full_grads(), grads)
+    saved = copy.deepcopy(pm.state_dict())
+    with torch.no_grad():
+        for parameter in pm.parameters():
+            parameter.mul_(2)
+    pm.load_state_dict(saved)
+    zoo.assert_close_outputs(pm.step(**fewer), loss)
+
+
+BUILDERS = {"gpt2": zoo.gpt2, "adapters": adapters, "awkward": awkward}
+RUNS: list[tuple[str, str, dict[str, Any]]] = [
+    ("gpt2", "dp2", {}), ("adapters", "dp2", {}), ("awkward", "dp2", {"microbatches": 2}), ("gpt2", "dp2,tp2", {}),
+    ("gpt2", "dp2,pp2", {}), ("gpt2", "dp2,pp2", {"schedule": "interleaved_zero_bubble"}),
+    ("awkward", "dp2,pp2", {"schedule": "zbv"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "mesh", "options"), RUNS)
+def test_training_over_processes(build, mesh, options):
+    found = dist.run_ranks(trains, Mesh.parse(mesh).num_ranks, build, mesh, options, timeout_s=120)
+    model, _ = BUILDERS[build]()
+    vectors = sum(p.nbytes for p in model.parameters() if p.dim() == 1)
+    if build == "gpt2" and mesh == "dp2":
+        assert all(here == (whole - vectors) // 2 + vectors for here, whole in found)
+    assert all(math.ceil(here * 0.9) < whole for here, whole in found)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "dp2,tp2"])
+def test_calls_over_processes(mesh):
+    dist.run_ranks(calls, Mesh.parse(mesh).num_ranks, mesh, timeout_s=120)

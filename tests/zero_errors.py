@@ -1,0 +1,104 @@
+"""The cases of `test_errors.py` about parameters that are cut over `dp`: the call, and the exact text it must give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pin_errors import pinned
+from torch import nn
+from zoo import skip_mlp
+
+import autopart
+from autopart.plan import Plan
+
+AGAIN = "\n  try    leave zero out, or make a new plan"
+
+
+def planned(mesh: str, **options: Any) -> Callable[[], Any]:
+    """A case: plan a model under these options."""
+
+    def case() -> Any:
+        model, batch = skip_mlp()
+        return autopart.plan(model, mesh, example_kwargs=batch, **options)
+
+    return case
+
+
+def odd() -> Any:
+    return autopart.plan(nn.Linear(3, 5), "dp2", example_kwargs={"input": torch.ones(2, 3)}, zero=3)
+
+
+def followed(made: int, asked: int) -> Callable[[], Any]:
+    """A case: follow a plan made with one stage of ZeRO, asking for another."""
+
+    def case() -> Any:
+        model, batch = skip_mlp()
+        plan = autopart.plan(model, "dp2", example_kwargs=batch, zero=made)
+        return autopart.verify(model, "dp2", example_kwargs=batch, plan=plan, zero=asked)
+
+    return case
+
+
+def edited(name: str, entry: dict[str, str]) -> Callable[[], Any]:
+    """A case: follow a plan in which a parameter's entry was edited."""
+
+    def case() -> Any:
+        model, batch = skip_mlp()
+        data = json.loads(autopart.plan(model, "dp2,tp2", example_kwargs=batch, zero=3).to_json())
+        data["parameters"][name] = entry
+        return autopart.verify(model, "dp2,tp2", example_kwargs=batch, plan=Plan.from_json(json.dumps(data)))
+
+    return case
+
+
+ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "zero: 1": (planned("dp2", zero=1),
+        "OptionError: zero=1 is not built yet\n  why    it cuts the optimizer's state over dp, not the parameters\n  "
+        "try    zero=3, which cuts all three, or zero=0"),
+    "zero: 2": (planned("dp2", zero=2),
+        "OptionError: zero=2 is not built yet\n  why    it cuts the optimizer's state and gradients over dp, not the "
+        "parameters\n  try    zero=3, which cuts all three, or zero=0"),
+    "zero: unknown": (planned("dp2", zero="3"),
+        "OptionError: unknown zero='3'\n  try    0 (parameters whole on dp) or 3 (cut over dp)"),
+    "zero: bool": (planned("dp2", zero=True),
+        "OptionError: unknown zero=True\n  try    0 (parameters whole on dp) or 3 (cut over dp)"),
+    "zero: without dp": (planned("pp2,tp2", zero=3),
+        "OptionError: zero=3 needs an axis to cut parameters over\n  why    the mesh pp2,tp2 has no axis dp\n  try    "
+        "mesh='pp2,dp2,tp2', or leave it out"),
+    "zero: nothing divides": (odd,
+        "LayoutError: zero=3 finds nothing to cut over dp=2\n  why    no parameter with two dims or more has one that "
+        "divides over it and that tp does not cut\n  try    another size of dp, or zero=0"),
+    "zero: a plan without it": (followed(0, 3),
+        f"OptionError: zero=3 contradicts the plan, which cuts no parameters over dp{AGAIN}"),
+    "zero: a plan with it": (followed(3, 0),
+        f"OptionError: zero=0 contradicts the plan, which cuts parameters over dp{AGAIN}"),
+    # plans edited by hand
+    "zero: edited, cut by tp": (edited("head.weight", {"dp": "S(0)", "tp": "S(0)"}),
+        "PlanError: the plan stores 'head.weight' as S(0) on dp\n  why    tp cuts dim 0 already\n  where  line 1\n  "
+        "try    S(1) or R"),
+    "zero: edited, a sum": (edited("head.weight", {"dp": "P", "tp": "R"}),
+        "PlanError: the plan stores 'head.weight' as P on dp\n  why    a weight is not a partial sum\n  where  line 1\n"
+        "  try    S(0), S(1) or R"),
+    "zero: edited, no dim": (edited("head.bias", {"dp": "S(1)", "tp": "R"}),
+        "PlanError: the plan stores 'head.bias' as S(1) on dp\n  why    its shape is [32], it has no dim 1\n  where  "
+        "line 1\n  try    S(0) or R"),
+    # pins
+    "zero: pinned in sections": (pinned({"head.weight": {"dp": "S(0; sections=2)"}}, "dp2"),
+        "LayoutError: cannot pin 'head.weight' as S(0; sections=2) on dp\n  why    head.weight: over dp a dim is cut "
+        "in one piece\n  try    S(0), S(1) or R"),
+    "zero: pinned twice": (pinned({"head.*": {"dp": "S(0)"}, "*.weight": {"dp": "R"}}, "dp2"),
+        "LayoutError: these pins cannot hold together: 'head.*' as S(0) on dp; '*.weight' as R on dp\n  why    "
+        "head.weight lies in one way\n  try    leave one of them out"),
+    "zero: pinned where tp cuts": (pinned({"head.weight": {"dp": "S(1)", "tp": "S(1)"}}, "dp2,tp2"),
+        "LayoutError: cannot pin 'head.weight' as S(1) on dp\n  why    head.weight: tp cuts dim 1 already\n  try    "
+        "S(0) or R"),
+    "zero: a pinned module": (pinned({"head": {"dp": "S(0)"}}, "dp2"),
+        "LayoutError: cannot pin the module 'head' as S(0) on dp\n  why    only R says the same of all its weights and "
+        "operators\n  try    pin 'head.weight', 'head.bias', 'head/linear', 'head/add'"),
+    "zero: a pinned operator": (pinned({"head/linear": {"dp": "S(0)"}}, "dp2"),
+        "OptionError: the pin 'head/linear' as S(0) on dp cannot be\n  why    what an operator does over dp follows "
+        "from the rows of the batch\n  try    R, or a pin for tp"),
+}  # fmt: skip
