@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import sympy
+import torch
 from torch import fx
 
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.hardware import Hardware
-from autopart.graph import pattern_of, size_bytes, source_of, tensor_inputs
+from autopart.graph import operator_name, pattern_of, size_bytes, source_of, tensor_inputs
 from autopart.layout import CONVERSIONS
 from autopart.plan import Collective
 from autopart.program import Program, Stage
@@ -66,6 +67,20 @@ def _moves(program: Program) -> Iterator[_Move]:
             moved += wire_bytes(backward, program.mesh.size(axis), size) if grad else 0
             path = _module_of(node)
             yield _Move(stage.index, path, axis, forward, backward if grad else "", round(moved))
+            if axis == "dp" and forward == "all_gather" and node.args[0].op == "get_attr" and _is_saved(node):
+                again = round(wire_bytes("all_gather", program.mesh.size(axis), size))
+                yield _Move(stage.index, path, axis, "", "all_gather", again)
+
+
+def _is_saved(weight: fx.Node) -> bool:
+    """Whether the backward reads a gathered weight: for the gradient of what it is multiplied with."""
+    for user in weight.users:
+        others = [n for n in user.all_input_nodes if n is not weight and isinstance(n.meta.get("val"), torch.Tensor)]
+        if not others and _is_saved(user):
+            return True
+        if operator_name(user) != "aten::embedding" and any(n.meta.get("needs_grad", True) for n in others):
+            return True
+    return False
 
 
 def _module_of(node: fx.Node) -> str:

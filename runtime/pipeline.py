@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autopart.runtime.buffers import Made, made_by
 from autopart.runtime.collectives import axis_of, bind
 from autopart.runtime.placement import placement_of, stage_coordinate
 from autopart.runtime.processes import Process
+from autopart.runtime.regather import note_gathers
 from autopart.schedules import check_schedule, schedule_for
 
 SINGLE_STAGE_SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
@@ -49,6 +51,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.stage, self.program, self.process = stage, program, process
         self.graph = bind(stage.graph, process.groups, process.coordinates, process.device, tensors)
+        self.gathered = note_gathers(self.graph, process.groups["dp"].group_name) if "dp" in process.groups else None
         prologue = bind(stage.prologue, process.groups, process.coordinates, process.device, tensors)
         self.prologue = prologue.forward  # not a submodule: it holds nothing that is trained
         keywords = {stage_input.name for stage_input in stage.inputs}
@@ -87,10 +90,11 @@ class StageModule(nn.Module):
         """What the graph sends; `parameters` stand in for its own of the same names."""
         arguments = {**dict(zip(self.received_names, received, strict=True)), **self.arguments[microbatch]}
         own = {name: parameters[name] for name in self.stage.parameters if name in parameters} if parameters else {}
-        if own:
-            outputs = torch.func.functional_call(self.graph, own, (), arguments, tie_weights=False)
-        else:
-            outputs = self.graph(**arguments)
+        with self.gathered.saving_parts() if self.gathered is not None else nullcontext():
+            if own:
+                outputs = torch.func.functional_call(self.graph, own, (), arguments, tie_weights=False)
+            else:
+                outputs = self.graph(**arguments)
         count = len(self.stage.sends)
         if self.stage.graph_updates:
             self.graph_updates.append(outputs[count:])

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 from typing import Any
+from unittest import mock
 
 import dist
 import pytest
@@ -14,6 +15,7 @@ import test_buffers
 import torch
 import zoo
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopart
@@ -23,7 +25,7 @@ from autopart.mesh import Mesh
 from autopart.passes.decide import decode, encode
 from autopart.passes.lower import lower
 from autopart.plan import Plan
-from autopart.runtime import lockstep
+from autopart.runtime import lockstep, regather
 from autopart.runtime.state import join, shard_parameters
 from autopart.trace import bind_call
 
@@ -88,7 +90,7 @@ def awkward() -> Built:
     (zoo.gpt2, "dp2"), (zoo.gpt2, "dp2,pp2,tp2"), (zoo.llama, "dp4"), (zoo.t5, "dp2,pp2"), (zoo.phi3, "dp2,tp2"),
     (zoo.conv_net, "dp2,tp2"), (bert_with_dropout, "dp2,pp2,tp2"), (batch_norms, "dp2,tp2"), (adapters, "dp2,pp2,tp2"),
     (experts, "dp2,tp2"), (awkward, "dp2,tp2"), (awkward, "dp2,pp2"),
-], ids=str)  # fmt: skip
+], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
 def test_what_is_gathered_is_exact(build, mesh):
     model, batch = build()
     found = autopart.verify(model, mesh, example_kwargs=batch, zero=3)
@@ -154,15 +156,23 @@ def test_a_weight_is_gathered_once():
     assert any("odd.weight: [3, 7] stays whole on dp=2" in note for note in plan.notes)
     tied, batch = zoo.gpt2(num_layers=1)
     plan = autopart.plan(tied, "dp2,pp2", example_kwargs=batch, zero=3)
-    assert sum(c.count for c in plan.collectives if c.where == "transformer.wte" and c.axis == "dp") == 2  # two stages
+    table = [(c.forward, c.backward, c.count) for c in plan.collectives if c.where == "transformer.wte"]
+    assert table == [("all_gather", "reduce_scatter", 2), ("", "all_gather", 1)]  # two stages; the head's backward
 
 
 def test_frozen_weights_have_no_backward():
     model, batch = adapters()
     plan = autopart.plan(model, "dp2", example_kwargs=batch, zero=3)
-    ways = {c.where: c.backward for c in plan.collectives if c.forward == "all_gather"}
+    ways = {c.where: c.backward for c in plan.collectives if c.forward == "all_gather" and c.axis == "dp"}
     assert ways["base_model.model.model.layers.*.mlp.down_proj.base_layer"] == ""
     assert ways["base_model.model.model.layers.*.mlp.down_proj.lora_A.default"] == "reduce_scatter"
+
+
+def test_formats_of_tensor_parallelism_say_that_they_leave_it_out():
+    model, batch = zoo.llama(num_layers=1)
+    plan = autopart.plan(model, "dp2,tp2", example_kwargs=batch, zero=3)
+    with pytest.warns(UserWarning, match="stored in parts over dp"):
+        plan.export("transformers", model)
 
 
 def test_plans_are_read_as_they_are_written():
@@ -254,6 +264,37 @@ def calls(mesh: str) -> None:
     zoo.assert_close_outputs(pm.step(**fewer), loss)
 
 
+def gathers(mesh: str, keep: bool) -> tuple[set[str], int, int]:
+    """The gathered weights that are there between a forward and its backward, how often weights are gathered in both,
+    and how often by the plan. `keep`: autograd saves what it is given."""
+    model, batch = zoo.llama()
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=3, microbatches=1)
+    found: list[tuple[str, StorageWeakRef]] = []
+    gather = regather._Gather._gather
+
+    def noted(self, part):
+        full = gather(self, part)
+        found.append((self.name, StorageWeakRef(full.untyped_storage())))
+        return full
+
+    pack = (lambda self, saved: saved) if keep else regather.Gathered._pack
+    with mock.patch.object(regather.Gathered, "_pack", pack), mock.patch.object(regather._Gather, "_gather", noted):
+        loss = pm(**batch).loss
+        there = {name for name, memory in found if not memory.expired()}
+        loss.backward()
+    planned = [c for c in pm.plan.collectives if c.axis == "dp" and "all_gather" in (c.forward, c.backward)]
+    return there, len(found), sum(c.count for c in planned)
+
+
+def changed_in_between(mesh: str) -> None:
+    model, batch = zoo.skip_mlp(num_layers=2)
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=3)
+    loss = pm(**batch)
+    with torch.no_grad():
+        pm.get_parameter("head.weight").mul_(2)
+    loss.backward()
+
+
 BUILDERS = {"gpt2": zoo.gpt2, "adapters": adapters, "awkward": awkward}
 RUNS: list[tuple[str, str, dict[str, Any]]] = [
     ("gpt2", "dp2", {}), ("adapters", "dp2", {}), ("awkward", "dp2", {"microbatches": 2}), ("gpt2", "dp2,tp2", {}),
@@ -275,3 +316,17 @@ def test_training_over_processes(build, mesh, options):
 @pytest.mark.parametrize("mesh", ["dp2", "dp2,tp2"])
 def test_calls_over_processes(mesh):
     dist.run_ranks(calls, Mesh.parse(mesh).num_ranks, mesh, timeout_s=120)
+
+
+def test_gathered_weights_are_not_kept_for_the_backward():
+    for there, times, planned in dist.run_ranks(gathers, 2, "dp2", False):
+        assert there == set() and times == planned
+    for there, times, planned in dist.run_ranks(gathers, 2, "dp2", True):
+        assert "model.layers.0.mlp.down_proj.weight" in there and times < planned
+
+
+def test_weights_that_change_before_their_backward_are_noticed():
+    with pytest.raises(
+        dist.RankError, match=r"StageError: 'head.weight' was changed between a forward and its backward"
+    ):
+        dist.run_ranks(changed_in_between, 2, "dp2")
