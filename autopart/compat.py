@@ -42,6 +42,11 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def is_composite(target: Any) -> bool:
+    """Whether an operator, or a plain function, is written in terms of others."""
+    return not isinstance(target, torch._ops.OpOverload) or target._can_decompose()
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether a node's target is a higher-order operator, which holds a region of the graph."""
     return isinstance(target, torch._ops.HigherOrderOperator)
@@ -127,6 +132,31 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 def runs_on_host(group: dist.ProcessGroup) -> bool:
     """Whether the group has a backend for tensors in the host's memory."""
     return torch.device("cpu") in group._device_types
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """A context in which tensors have shapes, strides and memory of their own, but no data."""
+    return cast(AbstractContextManager[Any], FakeTensorMode())
+
+
+def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
+    """{rank: what torch's schedule runs there, in order}, by its own code, without processes.
+
+    The part of its construction that adds sends and receives is left out: it takes minutes for large pipelines.
+    """
+    per_rank = num_stages // num_ranks
+    stages: list[Any] = [
+        types.SimpleNamespace(
+            stage_index=index, num_stages=num_stages, group_size=num_ranks, group_rank=0, submod=None,
+            is_first=index == 0, is_last=index == num_stages - 1,
+        ) for index in range(per_rank)
+    ]  # fmt: skip
+    if issubclass(schedule, pipelining.schedules.PipelineScheduleSingle):
+        return cast(dict[int, list[Any]], schedule(stages[0], microbatches).pipeline_order)
+    quick: Any = type(
+        schedule.__name__, (schedule,), {"_prepare_schedule_with_comms": lambda *arguments, **options: None}
+    )
+    return quick(stages, microbatches).pipeline_order
 
 
 class PipelineStage(pipelining.PipelineStage):

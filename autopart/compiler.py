@@ -22,6 +22,7 @@ from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
 from autopart.passes.decide import NO_PINS, decide, decided_by, decode, encode, without_microbatches
 from autopart.passes.lower import Decisions, lower
+from autopart.passes.memory import memory_of
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
 from autopart.passes.pins import pinned_layouts
 from autopart.passes.shard import SequenceParallel
@@ -96,6 +97,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     over_dp = choose_over_dp(traced, mesh, options.zero or 0, decisions.stored, options.pins)
     decisions = replace(decisions, stored_over_dp=over_dp)
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False)
+    memory = tuple(rank.as_row() for rank in memory_of(traced, program, schedule))
     pinned = pinned_layouts(traced, mesh, options.pins).operators
     notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0))
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
@@ -107,7 +109,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), cost=cost(traced, decisions, rows, moved, hardware),
-        hardware=hardware.name, notes=notes, pins=options.pins.as_data(),
+        memory=memory, hardware=hardware.name, notes=notes, pins=options.pins.as_data(),
     )  # fmt: skip
 
 

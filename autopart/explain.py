@@ -15,7 +15,7 @@ from typing import Any
 
 from autopart.graph import pattern_of
 from autopart.mesh import AXES, Mesh
-from autopart.plan import Collective, Plan
+from autopart.plan import MEMORY_KINDS, Collective, Plan
 
 WIDTH = 120
 HEADINGS = ("stage", "block", "layout of its weights", "FLOPs", "forward", "backward", "sent")
@@ -32,7 +32,7 @@ def explain(plan: Plan) -> str:
         >>> print(autopart.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
     """
     groups = [group for group in (*_stage_groups(plan), _step_group(plan)) if group[1]]
-    parts = [_header(plan), _table(groups), _totals(plan), _unsharded(plan), _balance(plan), _cost(plan)]
+    parts = [_header(plan), _table(groups), _totals(plan), _unsharded(plan), _balance(plan), _memory(plan), _cost(plan)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -163,6 +163,22 @@ def _balance(plan: Plan) -> str:
         above = 100 * cost.get("imbalance", top / cost["stage_lower_bound_flops"] - 1)
         lines.append(f"  no partition has a heaviest stage under {bound}; this one's is {above:.2f} % above that")
     return "\n".join(["balance of stages (forward FLOPs of the global batch)", *lines])
+
+
+def _memory(plan: Plan) -> str:
+    """The fullest rank of every pipeline coordinate, by kind; kinds that are nothing anywhere are left out."""
+    kinds = [kind for kind in MEMORY_KINDS if any(row.get(kind) for row in plan.memory)]
+    if not kinds:
+        return ""
+    rows = [["stage", *kinds, "total", "in flight"]]
+    for row in plan.memory:
+        sizes = [quantity(row.get(kind, 0), "B") for kind in (*kinds, "total")]
+        in_flight = ",".join(map(str, row.get("in_flight", ())))
+        rows.append([",".join(map(str, row["stages"])), *sizes, in_flight])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  " + "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
+    title = "memory of the fullest rank in a training step (optimizer: AdamW; in flight: microbatches)"
+    return "\n".join([title, *lines])
 
 
 _SYMBOLS = {

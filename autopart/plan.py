@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 FORMAT = "autopart-plan/1"
 
+MEMORY_KINDS = (
+    "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "temporary", "communication",
+)  # fmt: skip
+"""What the rows of `Plan.memory` count, each in bytes; `autopart.cost.memory.RankMemory` says what each is."""
+
 
 @lru_cache(maxsize=1)
 def schema() -> dict[str, Any]:
@@ -88,6 +93,7 @@ class Plan:
     unsharded: tuple[Mapping[str, Any], ...] = ()
     rules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cost: Mapping[str, Any] = field(default_factory=dict)
+    memory: tuple[Mapping[str, Any], ...] = ()
     hardware: str = ""
     notes: tuple[str, ...] = ()
     pins: Mapping[str, Any] = field(default_factory=dict)
@@ -129,7 +135,7 @@ class Plan:
         fields = {k: v for k, v in data.items() if k != "format"}
         fields["schedule"] = Schedule(**fields["schedule"])
         fields["collectives"] = tuple(Collective(**c) for c in fields.get("collectives", ()))
-        for key in ("cuts", "stages", "unsharded", "notes"):
+        for key in ("cuts", "stages", "unsharded", "memory", "notes"):
             fields[key] = tuple(fields.get(key, ()))
         return Plan(**fields, text=text)
 

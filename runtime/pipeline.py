@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed import pipelining
 
+from autopart.actions import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
 from autopart.compat import PipelineStage, split_backward_counts_twice
 from autopart.program import Boundary, Program, Stage
 from autopart.runtime.batch import Arguments, stage_arguments
@@ -21,15 +21,6 @@ from autopart.runtime.placement import placement_of, stage_coordinate
 from autopart.runtime.processes import Process
 from autopart.runtime.regather import note_gathers
 from autopart.schedules import check_schedule, schedule_for
-
-SINGLE_STAGE_SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-MULTI_STAGE_SCHEDULES = {
-    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-    "dualpipev": pipelining.ScheduleDualPipeV,
-    "looped_bfs": pipelining.ScheduleLoopedBFS,
-}
 
 
 def default_schedule(program: Program) -> str:

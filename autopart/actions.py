@@ -1,0 +1,81 @@
+"""What a pipeline schedule runs on each rank, in order, as the schedules of `torch.distributed.pipelining` say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch.distributed import pipelining
+
+from autopart.compat import pipeline_order
+
+SINGLE_STAGE_SCHEDULES: dict[str, type] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+MULTI_STAGE_SCHEDULES: dict[str, type] = {
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+    "looped_bfs": pipelining.ScheduleLoopedBFS,
+}
+
+
+class Action(NamedTuple):
+    """`"F"` forward, `"B"` whole backward, `"I"` backward of the inputs, `"W"` of the weights; of one microbatch."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+
+@lru_cache(maxsize=256)
+def actions(schedule: str | None, num_stages: int, pp: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """What the rank at each `pp` coordinate runs, in order; without a pipeline each microbatch forward and backward.
+
+    >>> [f"{a.stage}{a.kind}{a.microbatch}" for a in actions("gpipe", 2, 2, 2)[0]]
+    ['0F0', '0F1', '0B0', '0B1']
+    """
+    if schedule is None:
+        return (tuple(Action(0, kind, m) for m in range(microbatches) for kind in "FB"),)
+    order = pipeline_order((SINGLE_STAGE_SCHEDULES | MULTI_STAGE_SCHEDULES)[schedule], num_stages, pp, microbatches)
+    return tuple(tuple(_plain(order[rank])) for rank in range(pp))
+
+
+def _plain(order: list[Any]) -> Iterator[Action]:
+    for action in order:
+        if action is None:
+            continue
+        if action.sub_actions is not None:  # a forward and a backward that overlap: torch runs one after the other
+            yield from _plain(action.sub_actions)
+        elif action.computation_type.value in "FBIW":
+            yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+
+
+class Held(NamedTuple):
+    """The most that is held at one time: its bytes, and how many microbatches of each stage that are."""
+
+    size_bytes: int
+    in_flight: dict[int, int]
+
+
+def most_held(order: tuple[Action, ...], activations: Mapping[int, int], delayed: Mapping[int, int]) -> Held:
+    """The most that a rank holds for backwards while it runs its actions.
+
+    Args:
+        activations: bytes that a microbatch holds by stage, from its forward to the end of its backward.
+        delayed: bytes of gradients that wait for the backward of the weights where that is split off.
+    """
+    held, waiting = dict.fromkeys(activations, 0), dict.fromkeys(activations, 0)
+    most = Held(-1, {})
+    for action in order:
+        if action.kind == "F":
+            held[action.stage] += 1
+        elif action.kind == "I":
+            waiting[action.stage] += 1
+        size = sum(activations[s] * held[s] + delayed.get(s, 0) * waiting[s] for s in held)
+        if size > most.size_bytes:
+            most = Held(size, dict(held))
+        if action.kind in "BW":
+            held[action.stage] -= 1
+            waiting[action.stage] -= action.kind == "W"
+    return most

@@ -1,0 +1,82 @@
+"""The memory of a rank by kind, and sizes as a user writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopart.errors import OptionError
+from autopart.plan import MEMORY_KINDS
+
+OPTIMIZER_VALUES = 2
+"""Values per parameter that the optimizer keeps, in the parameter's dtype: AdamW's two moments (Loshchilov & Hutter
+2019). Plain SGD keeps none, and one with masters of higher precision more."""
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are summed in flat buckets of this size (`runtime.gradients.BUCKET_BYTES`)."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The most that a rank of one pipeline coordinate holds during a training step, in bytes.
+
+    `stages`: those it runs. `parameters`, `gradients`, `optimizer`, `buffers`: from step to step. `inputs`: the batch
+    and what is computed from it alone. `activations`: what is kept for backwards when most is, of `in_flight`
+    microbatches by stage. `temporary`: how far one forward or backward goes beyond that. `communication`: what
+    pipelining receives into, and what the largest bucket of gradients takes more than the activations, which are gone
+    by then.
+    `largest`: single tensors or operators, `{name: bytes}`, the largest first.
+    """
+
+    stages: tuple[int, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    inputs: int
+    activations: int
+    temporary: int
+    communication: int
+    in_flight: Mapping[int, int]
+    largest: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, kind) for kind in MEMORY_KINDS)
+
+    def as_row(self) -> dict[str, Any]:
+        """For the plan."""
+        in_flight = [self.in_flight[stage] for stage in self.stages]
+        sizes = {kind: getattr(self, kind) for kind in MEMORY_KINDS}
+        return {"stages": list(self.stages), **sizes, "total": self.total, "in_flight": in_flight}
+
+
+def parse_size(size: Any, name: str = "memory") -> int:
+    """Bytes of `"24GB"` (10^9), `"24GiB"` (2^30), `"800MB"` or a number of bytes.
+
+    Raises OptionError for anything else.
+
+    >>> parse_size("24GB"), parse_size("1.5 GiB"), parse_size(4096)
+    (24000000000, 1610612736, 4096)
+    """
+    hint = f'{name}="80GB", {name}="24GiB", or a whole number of bytes'
+    found = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE) if isinstance(size, str) else None
+    )
+    if found is not None:
+        number, unit, binary = found[1], found[2].lower(), found[3]
+        if binary and not unit:
+            raise OptionError(f"{name}={size!r} is no size", hint=hint)
+        bytes_ = round(float(number) * (_BINARY if binary else _UNITS)[unit])
+    elif isinstance(size, int) and not isinstance(size, bool):
+        bytes_ = size
+    else:
+        raise OptionError(f"{name}={size!r} is no size", hint=hint)
+    if bytes_ <= 0:
+        raise OptionError(f"{name}={size!r} is no size", why="it is not above zero", hint=hint)
+    return bytes_

@@ -1,0 +1,351 @@
+"""The memory a program takes on its ranks, from its lowered graphs with their local shapes.
+
+Of every stage graph a rank's values are followed node by node: whose memory each is, what autograd keeps of it
+(`kept.py`), and until when it is read. So a microbatch's activations are those that the runtime holds, to the byte; how
+many microbatches are held at a time comes from the schedule's own actions (`autopart.actions`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from autopart.graph import operator_name, tensor_inputs, value
+from autopart.layout import CONVERSIONS, section_sizes, shard_sizes
+from autopart.program import SEEDS, Boundary, Program, Stage
+from autopart.trace import Trace
+
+from .kept import KNOWN, Effect, Form, Kept, Output
+
+_FORWARD = {conversion.operator: conversion.forward for conversion in CONVERSIONS.values()} | {
+    "all_reduce_max": "all_reduce"
+}
+
+
+@dataclass(eq=False)
+class Memory:
+    """A piece of memory. `lives`: it is there before and after a microbatch, as a parameter is."""
+
+    size_bytes: int
+    lives: bool
+    made_by: fx.Node
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of one rank."""
+
+    form: Form
+    memory: Memory
+
+
+@dataclass
+class StageMemory:
+    """What one microbatch of a stage holds on one rank.
+
+    `saved`: what autograd keeps, by the node that keeps it first. `sent`: what else is held because it was sent.
+    `temporary_bytes`: how far the forward or the backward goes beyond that, at its largest. `delayed_bytes`: gradients
+    that wait for the backward of the weights, in schedules that split it off. `input_bytes`: values of the inputs
+    alone, for all microbatches. `trained`: the parameters that get a gradient.
+    """
+
+    saved: dict[fx.Node, int]
+    sent_bytes: int
+    temporary_bytes: int
+    delayed_bytes: int
+    input_bytes: int
+    trained: frozenset[str]
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(self.saved.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """From its forward to the end of its backward."""
+        return self.saved_bytes + self.sent_bytes
+
+
+def stage_memory(trace: Trace, program: Program, stage: Stage) -> StageMemory:
+    """Follow one microbatch of a stage on its heaviest rank."""
+    inputs, input_bytes = _stage_inputs(trace, program, stage)
+    walk = _Walk(trace, program, stage, inputs)
+    walk.run()
+    alive = walk.reached()
+    saved = {node: [m for m in walk.keeps.get(node, ()) if not m.lives] for node in walk.values if node in alive}
+    by_node: dict[fx.Node, int] = {}
+    held: set[Memory] = set()
+    for node, pieces in saved.items():
+        fresh = {memory for memory in pieces if memory not in held}
+        held |= fresh
+        size = sum(memory.size_bytes for memory in fresh) + walk.others.get(node, 0)
+        if size:
+            by_node[node] = size
+    is_last = stage.index == len(program.stages) - 1
+    sends = [] if is_last else [walk.values[node] for node in walk.outputs[: len(stage.sends)]]
+    sent = sum(_sent_bytes(value, held) for value in sends)
+    most = max(_forward_peak(walk, saved), _backward_peak(walk, alive, saved))
+    trained = frozenset(str(node.target) for node in alive if node.op == "get_attr")
+    delayed = _delayed_bytes(walk, alive) if stage.index else 0
+    return StageMemory(by_node, sent, max(0, most - sum(by_node.values())), delayed, input_bytes, trained)
+
+
+def _forward_peak(walk: _Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
+    """The most that values and what is kept take while the forward runs."""
+    nodes = list(walk.values)
+    kept = {memory for pieces in saved.values() for memory in pieces}
+    last: dict[Memory, int] = {}
+    for index, node in enumerate(nodes):
+        for used in (node, *node.all_input_nodes):
+            last |= dict.fromkeys(_memories(walk.values[used]), index)
+    now, most = 0, 0
+    ends: dict[int, int] = defaultdict(int)
+    for memory, index in last.items():
+        if memory not in kept:
+            ends[index] += memory.size_bytes
+    seen: set[Memory] = set()
+    for index, node in enumerate(nodes):
+        fresh = {memory for memory in _memories(walk.values[node]) if memory not in seen}
+        seen |= fresh
+        now += sum(memory.size_bytes for memory in fresh) + (walk.others.get(node, 0) if node in saved else 0)
+        most = max(most, now)
+        now -= ends[index]
+    return most
+
+
+def _backward_peak(walk: _Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
+    """The most that gradients and what is still kept take while the backward runs.
+
+    The gradient of a view is a view of the gradient. A parameter's counts until it is added to the others.
+    """
+    until: dict[Memory, fx.Node] = {}
+    for node, pieces in saved.items():
+        for memory in pieces:
+            until.setdefault(memory, node)
+    now = sum(memory.size_bytes for memory in until) + sum(walk.others.get(node, 0) for node in saved)
+    most = now
+    grads: set[Memory] = set()
+    for node in [node for node in reversed(list(walk.values)) if node in alive and node.op == "call_function"]:
+        fresh = {m for used in (node, *node.all_input_nodes) if _needs_grad(walk.values[used])
+                 for m in _memories(walk.values[used], lasting=True)} - grads  # fmt: skip
+        grads |= fresh
+        now += sum(memory.size_bytes for memory in fresh)
+        most = max(most, now)
+        done = {m for m in grads if m.made_by is node or m.made_by.op == "get_attr"}
+        grads -= done
+        now -= sum(memory.size_bytes for memory in done) + walk.others.get(node, 0)
+        now -= sum(memory.size_bytes for memory in set(saved[node]) if until[memory] is node)
+    return most
+
+
+def _delayed_bytes(walk: _Walk, alive: Set[fx.Node]) -> int:
+    """The gradients that pipelining keeps for the weights' part of a backward: of all that weights and values make."""
+    weights: set[fx.Node] = set()
+    found: dict[Memory, int] = {}
+    for node in walk.values:
+        if node not in alive:
+            continue
+        grads = [used for used in node.all_input_nodes if _needs_grad(walk.values[used])]
+        if node.op == "get_attr" or (grads and all(used in weights for used in grads)):
+            weights.add(node)
+        elif any(used in weights for used in grads):
+            found |= {memory: memory.size_bytes for memory in _memories(walk.values[node])}
+    return sum(found.values())
+
+
+def _memories(found: Any, lasting: bool = False) -> set[Memory]:
+    """The memory of a value, or of a tuple of them; `lasting`: also what lives on."""
+    if isinstance(found, tuple):
+        return {memory for item in found for memory in _memories(item, lasting)}
+    return {found.memory} if isinstance(found, Value) and (lasting or not found.memory.lives) else set()
+
+
+def _sent_bytes(sent: Any, held: set[Memory]) -> int:
+    """What sending a value holds beside what is held anyway: a copy where it does not lie in order."""
+    if not isinstance(sent, Value) or sent.memory.lives or (sent.form.is_contiguous and sent.memory in held):
+        return 0
+    return sent.memory.size_bytes if sent.form.is_contiguous else sent.form.size_bytes
+
+
+@dataclass
+class _Walk:
+    """A stage graph run on forms."""
+
+    trace: Trace
+    program: Program
+    stage: Stage
+    inputs: Mapping[str, Any]
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    keeps: dict[fx.Node, list[Memory]] = field(default_factory=dict)
+    others: dict[fx.Node, int] = field(default_factory=dict)
+    outputs: tuple[Any, ...] = ()
+
+    def run(self) -> None:
+        received = iter(self.stage.receives)
+        for node in self.stage.graph.graph.nodes:
+            if node.op == "placeholder":
+                made = self.inputs.get(str(node.target))
+                self.values[node] = made if made is not None else _received(next(received), node)
+            elif node.op == "get_attr":
+                self.values[node] = _attribute(self.trace, node)
+            elif node.op == "output":
+                self.outputs = tuple(node.args[0])
+            elif node.target is operator.getitem:
+                self.values[node] = self.values[node.args[0]][node.args[1]]
+            else:
+                self.values[node] = self._call(node)
+
+    def _call(self, node: fx.Node) -> Any:
+        name = operator_name(node).removeprefix("autopart::")
+        if name == "axis_index":
+            return 0
+        if name in _FORWARD:
+            return self._convert(node, _FORWARD[name])
+        return call(node, self.values, self.keeps, self.others)
+
+    def _convert(self, node: fx.Node, primitive: str) -> Any:
+        """A collective, or the local part of one, as `runtime.collectives` makes it."""
+        source: Value = self.values[node.args[0]]
+        parts = self.program.mesh.size(node.args[1])
+        form, owner = source.form, source.memory
+        if primitive == "identity":
+            return source
+        shape, in_order = list(form.shape), False
+        if primitive in ("slice", "reduce_scatter", "all_gather", "pad"):
+            dim, size, *rest = node.args[2:]
+            sections = section_sizes(size, tuple(rest[0]) if rest else ())
+            whole = primitive in ("all_gather", "pad")
+            shape[dim] = size if whole else sum(shard_sizes(part, parts)[0] for part in sections)
+            in_order = primitive == "slice" and len(sections) == 1
+        elif primitive == "all_to_all":
+            cut_before, cut_after = node.args[2:]
+            shape[cut_before] *= parts
+            shape[cut_after] = shard_sizes(shape[cut_after], parts)[0]
+        made = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
+        if in_order and Form(made.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
+            return Value(made, owner)
+        return Value(made, Memory(made.size_bytes, False, node))
+
+    def reached(self) -> set[fx.Node]:
+        """The nodes that a gradient of the outputs passes."""
+        alive: set[fx.Node] = set()
+        todo = [node for node in self.outputs if isinstance(node, fx.Node)]
+        while todo:
+            node = todo.pop()
+            if node not in alive and _needs_grad(self.values[node]):
+                alive.add(node)
+                todo.extend(node.all_input_nodes)
+        return alive
+
+
+def call(
+    node: fx.Node, values: Mapping[fx.Node, Any], keeps: dict[fx.Node, list[Memory]], others: dict[fx.Node, int]
+) -> Any:
+    """What a call makes, with its memory; what it keeps is noted."""
+    assert callable(node.target)
+    found = [values[used] for used in tensor_inputs(node)]
+    read = [v for v in found if isinstance(v, Value)]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _form(values[n]))
+    try:
+        effect = KNOWN.effect(node.target, args, kwargs)
+    except (RuntimeError, NotImplementedError, TypeError):  # it needs values: as if it kept all
+        effect = _unknown(node, read)
+    pieces = [Memory(size, False, node) for size in effect.pieces]
+    owners = [read[own].memory if own >= 0 else pieces[-1 - own] for own in effect.memory]
+    keeps[node] = [read[i].memory for i in effect.kept.inputs] + [owners[i] for i in effect.kept.outputs]
+    if effect.kept.other_bytes:
+        others[node] = effect.kept.other_bytes
+    tensors = [Value(form, owner) for form, owner in zip(effect.forms, owners, strict=True)]
+    return map_tuple(effect.made, lambda leaf: tensors[leaf.number] if isinstance(leaf, Output) else leaf)
+
+
+def map_tuple(made: Any, function: Any) -> Any:
+    if not isinstance(made, tuple):
+        return function(made)
+    return tuple(map_tuple(item, function) for item in made)
+
+
+def _form(found: Any) -> Any:
+    return found.form if isinstance(found, Value) else found
+
+
+def _unknown(node: fx.Node, read: Sequence[Value]) -> Effect:
+    made = value(node)
+    tensors = [t for t in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(t, torch.Tensor)]
+    grad = any(v.form.needs_grad for v in read)
+    forms = tuple(Form.contiguous(tuple(t.shape), t.dtype, grad) for t in tensors)
+    memory = tuple(-1 - i for i in range(len(forms)))
+    shown = tuple(Output(i) for i in range(len(forms))) if isinstance(made, (tuple, list)) else Output(0)
+    kept = Kept(tuple(range(len(read))) if grad else (), tuple(range(len(forms))) if grad else (), 0)
+    return Effect(shown, forms, memory, tuple(f.size_bytes for f in forms), kept)
+
+
+def _needs_grad(found: Any) -> bool:
+    if isinstance(found, tuple):
+        return any(map(_needs_grad, found))
+    return isinstance(found, Value) and found.form.needs_grad
+
+
+def _received(boundary: Boundary, node: fx.Node) -> Value:
+    form = Form.contiguous(boundary.shape, boundary.dtype, needs_grad=True)
+    return Value(form, Memory(form.size_bytes, True, node))
+
+
+def _attribute(trace: Trace, node: fx.Node) -> Value:
+    parameter = trace.parameters.get(str(node.target))
+    made = value(node)
+    form = Form.contiguous(tuple(made.shape), made.dtype, parameter is not None and parameter.requires_grad)
+    return Value(form, Memory(form.size_bytes, True, node))
+
+
+def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[str, Any], int]:
+    """What the prologue makes, as one microbatch's rows on one rank; and the bytes of all of it."""
+    values: dict[fx.Node, Any] = {}
+    forms = [Form.of(t, t.requires_grad) for t in trace.call.tensors]
+    if program.input_names[-1:] == (SEEDS,):
+        forms.append(Form.contiguous((program.row_ranks * program.microbatches,), torch.int64))
+    given = iter(forms)
+    made: tuple[Any, ...] = ()
+    for node in stage.prologue.graph.nodes:
+        if node.op == "placeholder":
+            form = next(given)
+            values[node] = Value(form, Memory(form.size_bytes, True, node))
+        elif node.op == "get_attr":
+            values[node] = _attribute(trace, node)
+        elif node.op == "output":
+            made = tuple(map_aggregate(node.args[0], lambda a: values[a] if isinstance(a, fx.Node) else a))
+        elif node.target is operator.getitem:
+            values[node] = values[node.args[0]][node.args[1]]
+        else:
+            values[node] = call(node, values, {}, {})
+    found: dict[str, Any] = {}
+    sizes: dict[Memory, int] = {}
+    for stage_input, whole in zip(stage.inputs, made, strict=False):
+        if not isinstance(whole, Value):
+            found[stage_input.name] = whole
+            continue
+        rows, memory = _rows(program, stage_input.batch_dim, whole)
+        sizes[memory] = memory.size_bytes if memory is whole.memory else memory.size_bytes * program.microbatches
+        found[stage_input.name] = Value(rows, Memory(rows.size_bytes, True, memory.made_by))
+    return found, sum(size for memory, size in sizes.items() if not memory.lives)
+
+
+def _rows(program: Program, dim: int | None, whole: Value) -> tuple[Form, Memory]:
+    """One microbatch's rows on one rank: a view where rows are cut, else a copy."""
+    blocks = program.row_ranks * program.microbatches
+    form = whole.form
+    if dim is None or blocks == 1:
+        return form, whole.memory
+    shape = [*form.shape]
+    shape[dim] = shard_sizes(shard_sizes(shape[dim], program.row_ranks)[0], program.microbatches)[0]
+    if dim == 0:
+        return Form(tuple(shape), form.stride, form.dtype, form.needs_grad), whole.memory
+    rows = Form.contiguous(shape, form.dtype, form.needs_grad)
+    return rows, Memory(rows.size_bytes, False, whole.memory.made_by)

@@ -1,0 +1,226 @@
+"""Which tensors autograd keeps for the backward of an operator, found by running it on fake tensors.
+
+An operator is run once per signature (target, shapes, strides, dtypes, which inputs need gradients), under
+`torch.autograd.graph.saved_tensors_hooks`. What is kept is told by whose memory it is: an input's, an output's, or its
+own. An operator that is made of others may choose them by the device (attention, recurrent layers): it is run as on a
+CPU, where flash attention keeps what it keeps on a GPU; all others on `meta`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopart.compat import fake_mode, is_composite, tree_flatten
+from autopart.eager_semantics import no_autocast
+from autopart.graph import value
+
+MAX_KNOWN = 20_000
+"""How many signatures are remembered, over all plans of a process."""
+
+
+class Form(NamedTuple):
+    """All that decides what an operator keeps of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool = False
+
+    @staticmethod
+    def contiguous(shape: Sequence[int], dtype: torch.dtype, needs_grad: bool = False) -> Form:
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        return Form(tuple(shape), tuple(reversed(strides)), dtype, needs_grad and _differentiable(dtype))
+
+    @staticmethod
+    def of(tensor: Tensor, needs_grad: bool = False) -> Form:
+        """The form of a tensor, which may be fake or on `meta`."""
+        return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, needs_grad and _differentiable(tensor.dtype))
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its elements; those of a dim of stride 0 are one."""
+        elements = (size for size, stride in zip(self.shape, self.stride, strict=True) if stride or not size)
+        return math.prod(elements) * self.dtype.itemsize
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+class Kept(NamedTuple):
+    """What an operator keeps: inputs and outputs by position, and bytes of tensors that are neither.
+
+    Inputs are numbered as `graph.tensor_inputs` lists them, with each as often as it occurs.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    other_bytes: int
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a call makes and keeps.
+
+    `made`: its result with a number in place of every tensor, into `forms`. `memory`: whose memory each is: that of
+    input `i`, or (from -1 down) the call's own piece `-1 - memory`, of `pieces` bytes.
+    """
+
+    made: Any
+    forms: tuple[Form, ...]
+    memory: tuple[int, ...]
+    pieces: tuple[int, ...]
+    kept: Kept
+
+
+@dataclass(frozen=True)
+class Output:
+    """Stands for a tensor in `Effect.made`."""
+
+    number: int
+
+
+@dataclass
+class Known:
+    """The effects of operators by signature."""
+
+    effects: dict[Hashable, Effect] = field(default_factory=dict)
+
+    def effect(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect:
+        """What `target(*args, **kwargs)` makes and keeps, with a Form for every tensor among the arguments.
+
+        Raises what the operator raises on fake tensors.
+        """
+        key = (target, _hashable(args), _hashable(kwargs))
+        if key not in self.effects:
+            if len(self.effects) >= MAX_KNOWN:
+                self.effects.clear()
+            self.effects[key] = _run(_STAND_INS.get(str(target), target), args, kwargs)
+        return self.effects[key]
+
+
+KNOWN = Known()
+
+
+def kept(node: fx.Node) -> Kept:
+    """What one call of a traced graph keeps for its backward.
+
+    >>> kept(exp_node)                        # doctest: +SKIP
+    Kept(inputs=(), outputs=(0,), other_bytes=0)
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _form_of)
+    return KNOWN.effect(node.target, args, kwargs).kept if callable(node.target) else Kept((), (), 0)
+
+
+def _form_of(node: fx.Node) -> Any:
+    made = value(node)
+    return Form.of(made, node.meta.get("needs_grad", False)) if isinstance(made, Tensor) else made
+
+
+def _hashable(argument: Any) -> Hashable:
+    if isinstance(argument, Form):
+        return argument
+    if isinstance(argument, Mapping):
+        return tuple((name, _hashable(item)) for name, item in argument.items())
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_hashable, argument))
+    return argument, type(argument)
+
+
+def _run(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect:
+    inputs: list[Tensor] = []
+    device = torch.device("cpu" if is_composite(target) else "meta")
+    saved: list[weakref.ref[_Saved]] = []
+
+    def keep(tensor: Tensor) -> _Saved:
+        held = _Saved(tensor)
+        saved.append(weakref.ref(held))
+        return held
+
+    def fake(argument: Any) -> Any:
+        if isinstance(argument, Form):
+            made = torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device=device)
+            inputs.append(made.requires_grad_(argument.needs_grad))
+            return made
+        if isinstance(argument, Mapping):
+            return {name: fake(item) for name, item in argument.items()}
+        if isinstance(argument, (list, tuple)) and not isinstance(argument, torch.Size):
+            return type(argument)(map(fake, argument)) if type(argument) in (list, tuple) else list(map(fake, argument))
+        return device if isinstance(argument, torch.device) else argument
+
+    mode = fake_mode() if device.type == "cpu" else nullcontext()
+    with mode, torch.enable_grad(), no_autocast():
+        args, kwargs = fake(tuple(args)), fake(kwargs)
+        with saved_tensors_hooks(keep, lambda held: held.tensor):
+            result = target(*args, **kwargs)
+        alive = [held.tensor for reference in saved if (held := reference()) is not None]
+        return _effect(result, inputs, alive)
+
+
+class _Saved:
+    """A tensor that autograd has packed; gone when autograd drops it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+def _effect(result: Any, inputs: Sequence[Tensor], saved: Sequence[Tensor]) -> Effect:
+    owner = {_memory(tensor): index for index, tensor in reversed(list(enumerate(inputs)))}
+    forms, memory, pieces = [], [], []
+    leaves = tree_flatten(result)[0]
+    for made in (leaf for leaf in leaves if isinstance(leaf, Tensor)):
+        key = _memory(made)
+        if key not in owner:
+            pieces.append(made.untyped_storage().nbytes())
+            owner[key] = -len(pieces)
+        forms.append(Form.of(made, made.requires_grad))
+        memory.append(owner[key])
+    owners = {owner[_memory(tensor)] for tensor in saved if _memory(tensor) in owner}
+    others = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _memory(tensor) not in owner}
+    found = Kept(
+        tuple(sorted(index for index in owners if index >= 0)),
+        tuple(index for index, own in enumerate(memory) if own < 0 and own in owners), sum(others.values()),
+    )  # fmt: skip
+    return Effect(_numbered(result, iter(range(len(forms)))), tuple(forms), tuple(memory), tuple(pieces), found)
+
+
+def _memory(tensor: Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+def _numbered(result: Any, numbers: Any) -> Any:
+    if isinstance(result, Tensor):
+        return Output(next(numbers))
+    if isinstance(result, (list, tuple)):
+        return tuple(_numbered(item, numbers) for item in result)
+    return result
+
+
+def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
+    """`torch.ops.autopart.dropout`, whose draw needs the seed's value."""
+    return x * torch.empty_like(x) / (1 - p) if p < 1 else x * 0
+
+
+_STAND_INS: dict[str, Callable[..., Any]] = {"autopart.dropout.default": _seeded_dropout}

@@ -1,0 +1,119 @@
+"""The memory of every rank of a plan, by kind: what is stored, what a step adds, and what is largest."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopart.actions import Action, actions, most_held
+from autopart.cost.memory import BUCKET_BYTES, OPTIMIZER_VALUES, RankMemory
+from autopart.graph import pattern_of, short_name
+from autopart.plan import Schedule
+from autopart.program import Boundary, Program, StoredTensor
+from autopart.trace import Trace
+
+from .footprint import StageMemory, stage_memory
+from .local_ops import local_shape
+
+
+def memory_of(trace: Trace, program: Program, schedule: Schedule) -> tuple[RankMemory, ...]:
+    """One entry a pipeline coordinate, of its rank that holds the most (the first of each other axis)."""
+    stages = [stage_memory(trace, program, stage) for stage in program.stages]
+    orders = actions(schedule.name, len(stages), program.mesh.size("pp"), program.microbatches)
+    home = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+    return tuple(_rank_memory(trace, program, stages, home, order) for order in orders)
+
+
+def _rank_memory(
+    trace: Trace, program: Program, memories: Sequence[StageMemory], home: Mapping[int, int], order: tuple[Action, ...]
+) -> RankMemory:
+    mine = sorted({action.stage for action in order})
+    trained_somewhere = frozenset().union(*(memory.trained for memory in memories))
+    held = {name: stored for name, stored in program.parameters.items() if set(stored.stages) & set(mine)}
+    sizes = {name: local_bytes(trace, program, stored) for name, stored in held.items()}
+    trained = {name: size for name, size in sizes.items() if name in trained_somewhere}
+    most = most_held(
+        order, {s: memories[s].held_bytes for s in mine}, {s: memories[s].delayed_bytes for s in mine}
+    )  # fmt: skip
+    temporary = max(memories[stage].temporary_bytes for stage in mine)
+    spare = most.size_bytes + temporary
+    bucket = _bucket_bytes(trace, trained, program, home)
+    optimizer = {f"optimizer state of {name}": OPTIMIZER_VALUES * size for name, size in trained.items()}
+    largest = sizes | {f"gradient of {name}": size for name, size in trained.items()} | optimizer
+    return RankMemory(
+        tuple(mine), sum(sizes.values()), sum(trained.values()), sum(optimizer.values()), _buffer_bytes(trace),
+        _input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine), most.size_bytes, temporary,
+        _pipeline_bytes(program, mine, home, order) + max(0, bucket - spare), most.in_flight,
+        _largest(largest | _largest_activations(memories, most.in_flight)),
+    )  # fmt: skip
+
+
+def local_bytes(trace: Trace, program: Program, stored: StoredTensor) -> int:
+    """Bytes of a rank's part of a parameter."""
+    sizes = {axis: program.mesh.size(axis) for axis in stored.layout}
+    return math.prod(local_shape(stored.shape, stored.layout, sizes)) * trace.parameters[stored.name].dtype.itemsize
+
+
+def _buffer_bytes(trace: Trace) -> int:
+    """Every rank holds every buffer; one that has two names once."""
+    return sum(buffer.nbytes for buffer in {id(buffer): buffer for buffer in trace.buffers.values()}.values())
+
+
+def _input_bytes(trace: Trace) -> int:
+    """Every rank is given the whole batch."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in trace.call.tensors}.values())
+
+
+def _pipeline_bytes(program: Program, mine: Sequence[int], home: Mapping[int, int], order: Sequence[Action]) -> int:
+    """What pipelining receives into: one place for every microbatch, of values and of their gradients. It also leaves
+    the gradients of received values where the backward of the weights is split off."""
+    total = 0
+    for index in mine:
+        stage = program.stages[index]
+        if index > 0 and home[index - 1] != home[index]:
+            total += program.microbatches * _bytes(stage.receives)
+        if index + 1 < len(program.stages) and home[index + 1] != home[index]:
+            total += program.microbatches * _bytes(stage.sends)
+        total += sum(a.kind == "I" and a.stage == index for a in order) * _bytes(stage.receives)
+    return total
+
+
+def _bytes(boundaries: Sequence[Boundary]) -> int:
+    return sum(math.prod(b.shape) * b.dtype.itemsize for b in boundaries)
+
+
+def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, home: Mapping[int, int]) -> int:
+    """The flat copy of the largest bucket of gradients and the largest gradient put back from it."""
+    buckets: dict[Any, list[int]] = defaultdict(list)
+    for name, size in trained.items():
+        stored, dtype = program.parameters[name], trace.parameters[name].dtype
+        axes = tuple(axis for axis in stored.grad_axes if program.mesh.size(axis) > 1)
+        owners = tuple(sorted({home[stage] for stage in stored.stages}))
+        if axes:
+            buckets[axes, dtype].append(size)
+        if len(owners) > 1:
+            buckets[owners, dtype].append(size)
+    return max((min(sum(s), max(BUCKET_BYTES, *s, 0)) + max(s) for s in buckets.values()), default=0)
+
+
+def _largest_activations(memories: Sequence[StageMemory], in_flight: Mapping[int, int]) -> dict[str, int]:
+    """What the operators of each pattern keep, all microbatches and blocks together."""
+    found: dict[str, int] = defaultdict(int)
+    for stage, count in in_flight.items():
+        for node, size in memories[stage].saved.items():
+            found[f"activations of {_named(node)}"] += size * count
+    return found
+
+
+def _named(node: fx.Node) -> str:
+    """`model.layers.*.mlp (linear)`."""
+    path = pattern_of(node.meta.get("key", "").rsplit("/", 1)[0])
+    return f"{path} ({short_name(node)})" if path else short_name(node)
+
+
+def _largest(items: Mapping[str, int], number: int = 8) -> dict[str, int]:
+    return dict(sorted(items.items(), key=lambda item: -item[1])[:number])

@@ -1,0 +1,139 @@
+"""What is really held in memory: storages that autograd has saved, counted on every rank of a running program."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from zoo import ZOO
+
+import autopart
+from autopart.passes.footprint import stage_memory
+from autopart.runtime.executable import Executable
+from autopart.runtime.pipeline import StageModule
+
+
+class Saved:
+    """A tensor that autograd has packed; gone when autograd drops it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+class Recorder(saved_tensors_hooks):
+    """Inside, autograd saves through this; `alive()` is what it still holds."""
+
+    def __init__(self) -> None:
+        self.packed: list[weakref.ref[Saved]] = []
+        super().__init__(self._pack, lambda saved: saved.tensor)
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        saved = Saved(tensor)
+        self.packed.append(weakref.ref(saved))
+        return saved
+
+    def alive(self) -> list[Tensor]:
+        return [saved.tensor for reference in self.packed if (saved := reference()) is not None]
+
+
+def storages(tensors: Iterable[Any]) -> dict[int, int]:
+    """{address: bytes} of the memory of all tensors among these."""
+    found = [t.untyped_storage() for t in tensors if isinstance(t, Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def small(name: str, dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:
+    model, batch = vit() if name == "vit" else ZOO[name]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    return model, batch
+
+
+def vit() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+                       image_size=16, patch_size=4, num_labels=8)  # fmt: skip
+    model = ViTForImageClassification(config).double().train()
+    return model, {"pixel_values": torch.randn(8, 3, 16, 16, dtype=torch.float64), "labels": torch.randint(8, (8,))}
+
+
+def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """(stage, bytes that autograd saves of its first microbatch, bytes that the estimate says) of a rank's stages."""
+    model, batch = small(name, dropout)
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
+    program, inputs = pm._compiler.program((), batch, purpose="step", training=True)
+    executable: Executable = pm._executable(program, inputs, "step")
+    trace = pm._compiler._example.trace
+    found = []
+    with executable._loaded(inputs):
+        for module in executable.modules:
+            estimate = stage_memory(trace, program, module.stage)
+            found.append((module.stage.index, _saved_of(module), estimate.saved_bytes))
+    return found
+
+
+def _saved_of(module: StageModule) -> int:
+    boundaries = module.stage.receives
+    received = [torch.ones(b.shape_at(module.process.mesh, module.process.coordinates), dtype=b.dtype,
+                           requires_grad=b.dtype.is_floating_point) for b in boundaries]  # fmt: skip
+    recorder = Recorder()
+    with torch.enable_grad(), recorder:
+        outputs = module.run(received, 0)
+    lasting = storages([*module.parameters(), *module.buffers(), *received, *module.arguments[0].values()])
+    held = {address: size for address, size in storages(recorder.alive()).items() if address not in lasting}
+    assert outputs
+    return sum(held.values())
+
+
+def states_on_a_rank(name: str, mesh: str, options: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes that a rank holds of parameters, gradients and AdamW's moments after a training step."""
+    model, batch = small(name)
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
+    optimizer = torch.optim.AdamW(pm.parameters())
+    pm.step(**batch)
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    return {
+        "parameters": sum(storages(pm.parameters()).values()),
+        "gradients": sum(storages(p.grad for p in pm.parameters()).values()),
+        "optimizer": sum(storages(moments).values()),
+        "buffers": sum(storages(pm.buffers()).values()),
+        "rank": torch.distributed.get_rank(),
+    }
+
+
+def most_in_flight(schedule: str, mesh: str, microbatches: int) -> dict[int, int]:
+    """{stage: the most microbatches between forward and the end of backward} of a rank that runs a real step."""
+    model, batch = ZOO["skip_mlp"]()
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, schedule=schedule, microbatches=microbatches)
+    program, inputs = pm._compiler.program((), batch, purpose="step", training=True)
+    executable: Executable = pm._executable(program, inputs, "step")
+    pipeline = executable.pipeline
+    assert pipeline is not None
+    schedule_run = pipeline.schedule
+    stages = getattr(schedule_run, "_stages", None) or [schedule_run._stage]
+    most: dict[int, int] = {}
+    for stage in stages:
+        _watch(stage, most)
+    pm.step(**batch)
+    return most
+
+
+def _watch(stage: Any, most: dict[int, int]) -> None:
+    """Note the most entries of what a stage holds for backwards, after each of its forwards."""
+    forward = stage.forward_one_chunk
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        held = set(stage.fwd_cache) | set(stage.backward_state)
+        most[stage.stage_index] = max(most.get(stage.stage_index, 0), len(held))
+        return result
+
+    stage.forward_one_chunk = watched

@@ -1,0 +1,192 @@
+"""The memory of a plan: what is estimated is what is held."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from dist import run_ranks
+from held import most_in_flight, saved_on_a_rank, small, states_on_a_rank
+from zoo import ZOO
+
+import autopart
+from autopart.actions import actions, most_held
+from autopart.compiler import prepare
+from autopart.cost.memory import BUCKET_BYTES
+from autopart.graph import operator_name
+from autopart.passes.kept import kept
+from autopart.plan import MEMORY_KINDS, Plan
+from autopart.runtime import gradients
+from autopart.schedules import SCHEDULES, SINGLE_STAGE
+from autopart.trace import bind_call
+
+MODELS = ("gpt2", "llama", "bert", "t5", "vit", "conv_net")
+KINDS_OF_RUN = {
+    "tp2": ("tp2", 0.1, {}),
+    "pp2": ("pp2", 0.0, {}),
+    "dp2": ("dp2", 0.0, {}),
+    "sequence": ("tp2", 0.1, {"sequence_parallel": True}),
+}
+
+
+# --- activations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", KINDS_OF_RUN)
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_those_that_autograd_saves(name, run):
+    """To the byte, of one microbatch, counted at the end of a forward on real processes."""
+    for rank in run_ranks(saved_on_a_rank, 2, name, *KINDS_OF_RUN[run]):
+        for stage, held, estimated in rank:
+            assert held == estimated > 0, f"stage {stage}"
+
+
+def test_what_an_operator_keeps():
+    """On a traced graph: softmax its result, a product both factors, an addition nothing."""
+    model, batch = small("bert")
+    trace = prepare(model, bind_call(model, (), batch))
+    found = {operator_name(n): kept(n) for n in trace.graph.nodes if n.op == "call_function" and n.meta["needs_grad"]}
+    assert found["aten::add"] == ((), (), 0)
+    assert found["aten::gelu"] == ((0,), (), 0)
+    assert found["aten::linear"].inputs == (0, 1)
+    rows = batch["input_ids"].numel()
+    assert found["aten::layer_norm"].other_bytes == 2 * rows * torch.float64.itemsize  # mean and deviation of each row
+
+
+# --- schedules -----------------------------------------------------------------------------------------------------
+
+PP, MICROBATCHES = 4, 8
+IN_FLIGHT = {
+    # Microbatches that the rank at each coordinate holds, those of its two stages together.
+    "gpipe": [MICROBATCHES] * PP,
+    "1f1b": [PP - rank for rank in range(PP)],  # Narayanan et al. 2021, section 2.2
+    "interleaved_1f1b": [2 * PP + PP - 1 - 2 * rank for rank in range(PP)],  # p(1 + (p-1)/(pv)) v at the first
+    "interleaved_zero_bubble": [2 * PP] * PP,  # Qi et al. 2024: as much as the first rank of 1F1B
+    "zbv": [2 * PP] * PP,  # p of whole depth, in two halves
+    "dualpipev": [2 * PP + 1] * PP,  # PP + 1/2 of whole depth
+    "looped_bfs": [2 * MICROBATCHES] * PP,  # all of them
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_microbatches_in_flight_have_their_closed_form(schedule):
+    stages = PP if schedule in SINGLE_STAGE else 2 * PP
+    orders = actions(schedule, stages, PP, MICROBATCHES)
+    found = [most_held(order, {a.stage: 1 for a in order}, {}).size_bytes for order in orders]
+    assert found == IN_FLIGHT[schedule]
+
+
+def test_delayed_gradients_wait_between_the_parts_of_a_backward():
+    order = actions("interleaved_zero_bubble", 8, 4, 8)[3]
+    plain = most_held(order, {3: 1, 7: 1}, {}).size_bytes
+    assert most_held(order, {3: 1, 7: 1}, {3: 1, 7: 1}).size_bytes > plain
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_real_step_holds_as_many(schedule):
+    """Of every stage, what `torch.distributed.pipelining` itself holds."""
+    for order, found in zip(
+        actions(schedule, 2 if schedule in SINGLE_STAGE else 4, 2, 4),
+        run_ranks(most_in_flight, 2, schedule, "pp2", 4),
+        strict=True,
+    ):
+        expected = {s: most_held(tuple(a for a in order if a.stage == s), {s: 1}, {}).size_bytes for s in found}
+        assert found == expected
+
+
+# --- what is stored ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [("gpt2", "tp2", {}), ("llama", "pp2", {}), ("t5", "dp2", {}), ("bert", "tp2", {"sequence_parallel": True}),
+     ("gpt2", "pp2", {"schedule": "zbv"}), ("conv_net", "tp2", {})],
+)  # fmt: skip
+def test_states_are_those_of_an_optimizer(name, mesh, options):
+    """Parameters, gradients and AdamW's moments of a rank after a step, to the byte."""
+    model, batch = small(name)
+    memory = autopart.plan(model, mesh, example_kwargs=batch, **options).memory
+    for rank, found in enumerate(run_ranks(states_on_a_rank, 2, name, mesh, options)):
+        row = memory[rank if mesh == "pp2" else 0]
+        assert found == {
+            **{kind: row[kind] for kind in ("parameters", "gradients", "optimizer", "buffers")},
+            "rank": rank,
+        }
+
+
+def test_frozen_parameters_take_no_gradient_and_no_state():
+    model, batch = small("gpt2")
+    whole = autopart.plan(model, "tp2", example_kwargs=batch).memory[0]
+    for parameter in model.transformer.h.parameters():
+        parameter.requires_grad_(False)
+    part = autopart.plan(model, "tp2", example_kwargs=batch).memory[0]
+    assert part["parameters"] == whole["parameters"]
+    assert 0 < part["gradients"] < whole["gradients"] and part["optimizer"] == 2 * part["gradients"]
+    assert part["activations"] < whole["activations"]
+
+
+def test_buckets_are_those_of_the_runtime():
+    assert BUCKET_BYTES == gradients.BUCKET_BYTES
+
+
+# --- more of anything never takes more -----------------------------------------------------------------------------
+
+
+def total(name: str, mesh: str, **options) -> int:
+    model, batch = ZOO[name]()
+    return max(row["total"] for row in autopart.plan(model, mesh, example_kwargs=batch, **options).memory)
+
+
+def test_more_tensor_parallelism_never_takes_more():
+    totals = [total("llama", mesh) for mesh in ("tp1", "tp2", "tp4")]
+    assert totals == sorted(totals, reverse=True) and totals[0] > totals[-1]
+
+
+def test_sequence_parallelism_takes_less():
+    model, batch = ZOO["llama"]()
+    rows = [autopart.plan(model, "tp2", example_kwargs=batch, sequence_parallel=s).memory[0] for s in (False, True)]
+    assert rows[1]["activations"] < rows[0]["activations"]
+
+
+def test_gpipe_takes_at_least_what_1f1b_does():
+    assert total("gpt2", "pp2", schedule="gpipe") > total("gpt2", "pp2", schedule="1f1b")
+
+
+def test_more_microbatches_keep_less():
+    rows = []
+    for number in (1, 2, 4, 8):
+        model, batch = ZOO["gpt2"]()
+        rows.append(autopart.plan(model, "dp1", example_kwargs=batch, microbatches=number).memory[0]["activations"])
+    assert rows == sorted(rows, reverse=True)
+
+
+# --- in the plan ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model, batch = ZOO["gpt2"]()
+    return autopart.plan(model, "pp2,tp2", example_kwargs=batch, schedule="interleaved_1f1b")
+
+
+def test_a_plan_has_a_row_a_pipeline_coordinate(plan):
+    assert [row["stages"] for row in plan.memory] == [[0, 2], [1, 3]]
+    for row in plan.memory:
+        assert row["total"] == sum(row[kind] for kind in MEMORY_KINDS)
+        assert len(row["in_flight"]) == 2
+    order = actions("interleaved_1f1b", 4, 2, plan.schedule.microbatches)[0]
+    assert sum(plan.memory[0]["in_flight"]) == most_held(order, {0: 1, 2: 1}, {}).size_bytes
+
+
+def test_it_is_explained(plan):
+    text = plan.explain()
+    assert "memory of the fullest rank" in text and "0,2" in text and "in flight" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_plan_without_it_still_loads(plan):
+    data = json.loads(plan.to_json())
+    del data["memory"]
+    older = Plan.from_json(json.dumps(data))
+    assert older.memory == () and "memory of the fullest rank" not in older.explain()
