@@ -21,23 +21,24 @@ from autopart.runtime import gradients
 from autopart.schedules import SCHEDULES, SINGLE_STAGE
 from autopart.trace import bind_call
 
-MODELS = ("gpt2", "llama", "bert", "t5", "vit", "conv_net")
-KINDS_OF_RUN = {
-    "tp2": ("tp2", 0.1, {}),
-    "pp2": ("pp2", 0.0, {}),
-    "dp2": ("dp2", 0.0, {}),
-    "sequence": ("tp2", 0.1, {"sequence_parallel": True}),
+ALL = ("gpt2", "llama", "bert", "t5", "vit", "conv_net")
+RUNS = {
+    # name: (models, mesh, dropout, options)
+    "tp2": (ALL, "tp2", 0.1, {}),
+    "pp2": (ALL, "pp2", 0.0, {}),
+    "dp2": (("gpt2", "conv_net"), "dp2", 0.1, {}),
+    "zero": (("gpt2", "llama"), "dp2", 0.0, {"zero": 3}),
+    "sequence": (("gpt2", "llama", "bert", "t5"), "tp2", 0.1, {"sequence_parallel": True}),
 }
 
 
 # --- activations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", KINDS_OF_RUN)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("run", "name"), [(run, name) for run, (models, *_) in RUNS.items() for name in models])
 def test_activations_are_those_that_autograd_saves(name, run):
     """To the byte, of one microbatch, counted at the end of a forward on real processes."""
-    for rank in run_ranks(saved_on_a_rank, 2, name, *KINDS_OF_RUN[run]):
+    for rank in run_ranks(saved_on_a_rank, 2, name, *RUNS[run][1:]):
         for stage, held, estimated in rank:
             assert held == estimated > 0, f"stage {stage}"
 
@@ -101,7 +102,7 @@ def test_a_real_step_holds_as_many(schedule):
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [("gpt2", "tp2", {}), ("llama", "pp2", {}), ("t5", "dp2", {}), ("bert", "tp2", {"sequence_parallel": True}),
-     ("gpt2", "pp2", {"schedule": "zbv"}), ("conv_net", "tp2", {})],
+     ("gpt2", "pp2", {"schedule": "zbv"}), ("llama", "dp2", {"zero": 3})],
 )  # fmt: skip
 def test_states_are_those_of_an_optimizer(name, mesh, options):
     """Parameters, gradients and AdamW's moments of a rank after a step, to the byte."""
