@@ -31,11 +31,13 @@ _FORWARD = {conversion.operator: conversion.forward for conversion in CONVERSION
 
 @dataclass(eq=False)
 class Memory:
-    """A piece of memory. `lives`: it is there before and after a microbatch, as a parameter is."""
+    """A piece of memory. `lives`: it is there before and after a microbatch, as a parameter is. `again`: a weight that
+    is gathered over `dp`, and gathered again where the backward reads it."""
 
     size_bytes: int
     lives: bool
     made_by: fx.Node
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,10 @@ def stage_memory(trace: Trace, program: Program, stage: Stage) -> StageMemory:
     walk = _Walk(trace, program, stage, inputs)
     walk.run()
     alive = walk.reached()
-    saved = {node: [m for m in walk.keeps.get(node, ()) if not m.lives] for node in walk.values if node in alive}
+    saved = {
+        node: [memory for memory in walk.keeps.get(node, ()) if not memory.lives and not memory.again]
+        for node in walk.values if node in alive
+    }  # fmt: skip
     by_node: dict[fx.Node, int] = {}
     held: set[Memory] = set()
     for node, pieces in saved.items():
@@ -137,7 +142,7 @@ def _backward_peak(walk: _Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Seq
                  for m in _memories(walk.values[used], lasting=True)} - grads  # fmt: skip
         grads |= fresh
         now += sum(memory.size_bytes for memory in fresh)
-        most = max(most, now)
+        most = max(most, now + sum(m.size_bytes for m in set(walk.keeps.get(node, ())) if m.again))
         done = {m for m in grads if m.made_by is node or m.made_by.op == "get_attr"}
         grads -= done
         now -= sum(memory.size_bytes for memory in done) + walk.others.get(node, 0)
@@ -231,7 +236,8 @@ class _Walk:
         made = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
         if in_order and Form(made.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
             return Value(made, owner)
-        return Value(made, Memory(made.size_bytes, False, node))
+        again = primitive == "all_gather" and node.args[1] == "dp" and node.args[0].op == "get_attr"
+        return Value(made, Memory(made.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:
         """The nodes that a gradient of the outputs passes."""

@@ -36,6 +36,11 @@ class Recorder(saved_tensors_hooks):
         self.packed.append(weakref.ref(saved))
         return saved
 
+    def behind(self, gathered: Any) -> None:
+        """Also record what the hooks of gathered weights leave as it is."""
+        first = gathered._pack
+        gathered._pack = lambda tensor: self._pack(kept) if isinstance(kept := first(tensor), Tensor) else kept
+
     def alive(self) -> list[Tensor]:
         return [saved.tensor for reference in self.packed if (saved := reference()) is not None]
 
@@ -84,6 +89,8 @@ def _saved_of(module: StageModule) -> int:
     received = [torch.ones(b.shape_at(module.process.mesh, module.process.coordinates), dtype=b.dtype,
                            requires_grad=b.dtype.is_floating_point) for b in boundaries]  # fmt: skip
     recorder = Recorder()
+    if module.gathered is not None:  # weights that are gathered again have hooks of their own
+        recorder.behind(module.gathered)
     with torch.enable_grad(), recorder:
         outputs = module.run(received, 0)
     lasting = storages([*module.parameters(), *module.buffers(), *received, *module.arguments[0].values()])
