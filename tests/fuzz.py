@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 from autopart.compat import tree_flatten, tree_map
 from autopart.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
-from autopart.layout import R_GRAD_P, P, Placement, R, conversion
+from autopart.layout import R_GRAD_P, P, Placement, R, cannot_store_over_dp, conversion, shard
 from autopart.mesh import Mesh
 from autopart.passes.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
 from autopart.passes.lower import Decisions
@@ -384,6 +384,7 @@ CALLS = [
     sample for sample in SAMPLES
     if not sample.operator.startswith(("acosh", "dropout", "to.", "_to_copy", "complex", "view_as_", "polar", "fft_"))
     and hasattr(aten, sample.operator.partition(".")[0])
+    and not any(isinstance(argument, Tensor) and argument.is_complex() for argument in sample.args)
 ]  # fmt: skip
 """Without what is not defined between 0 and 1, what is random, what computes in float32, and complex numbers."""
 
@@ -432,6 +433,14 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
             }  # fmt: skip
             places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *sorted(p for p in read if p.is_shard)]
             stored[node.target] = draw(st.sampled_from(places))
+    over_dp: dict[str, Placement] = {}
+    if mesh.size("dp") > 1:
+        for node in graph.find_nodes(op="get_attr"):
+            sizes, on_tp = shape(node), stored.get(node.target, R)
+            shards = [shard(dim) for dim in range(len(sizes))]
+            places = [R, *(p for p in shards if not cannot_store_over_dp(p, sizes, mesh.size("dp"), on_tp))]
+            over_dp[node.target] = draw(st.sampled_from(places))
+    over_dp = {name: place for name, place in over_dp.items() if place.is_shard}
     tensor = batch = {}
     if mesh.size("tp") > 1:
         tensor = _choose(draw, graph, mesh.size("tp"), kinds, stored, moves=True)
@@ -443,7 +452,7 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
         reject()
     cuts = sorted(draw(st.permutations(places))[: num_stages - 1])
     stage_of = {node: sum(cut <= i for cut in cuts) for i, node in enumerate(nodes)}
-    return Decisions(mesh, microbatches, batch, tensor, stored, stage_of, num_stages)
+    return Decisions(mesh, microbatches, batch, tensor, stored, stage_of, num_stages, stored_over_dp=over_dp)
 
 
 def _choose(
