@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 NOT_BUILT = {
     "recompute": "activation recomputation",
     "precision": "mixed precision",
-    "memory": "planning within a memory limit",
 }
 
 
@@ -42,6 +41,7 @@ def parallelize(
     hardware: str | None = None,
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     zero: int | None = None,
+    memory: int | str | None = None,
     rng: Rng = "fast",
     **unknown: Any,
 ) -> ParallelModule:
@@ -55,14 +55,13 @@ def parallelize(
         example_args, example_kwargs: one call of the model; its batch is the global batch.
         plan: a Plan or the path of one; then nothing is chosen.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev" or "looped_bfs".
-        microbatches: how many parts a step cuts this rank's rows into.
-        virtual_stages: pipeline stages per rank.
+        microbatches, virtual_stages: parts that a step cuts a rank's rows into; pipeline stages per rank.
         sequence_parallel: whether what lies between matrix products is cut over `tp` along the sequence; "auto": not.
         hardware: the profile that prices choices, a name or a path.
         pins: what is fixed before the rest is chosen, or a JSON file that says it: `{"h.*.up.weight": {"tp": "S(0)"},
             "h.*.attn": {"tp": "R"}, "stages": {"cut_before": ["h.16"]}}`; `autopart.pins` has all forms.
-        zero: 3: a rank of `dp` stores its part of every matrix, with its gradient and optimizer state, and gathers it
-            where it is read, once a microbatch (ZeRO-3, FSDP). 0, the default: it stores all parameters.
+        zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it.
+        memory: what a rank has, "80GB", "24GiB" or bytes: MemoryLimitError where a step of the example needs more.
         rng: "fast": each rank draws the masks of dropout of what it holds. "exact": all random numbers are those of one
             device after the same `torch.manual_seed`, which every rank must call; it draws whole masks.
     Returns:
@@ -76,7 +75,7 @@ def parallelize(
     """
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins, zero=zero,
+        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins, zero=zero, memory=memory,
     )  # fmt: skip
     sizes = Mesh.parse(mesh)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -103,6 +102,7 @@ def plan(
     hardware: str | None = None,
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     zero: int | None = None,
+    memory: int | str | None = None,
     **unknown: Any,
 ) -> Plan:
     """Choose a plan without running anything: no process group, no GPU, the model may be on `meta`.
@@ -116,7 +116,7 @@ def plan(
     """
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        sequence_parallel=sequence_parallel, hardware=hardware, pins=pins, zero=zero,
+        sequence_parallel=sequence_parallel, hardware=hardware, pins=pins, zero=zero, memory=memory,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("plan() needs an example call", why="the model is traced on it",
@@ -138,8 +138,8 @@ def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:
             )
         raise OptionError(
             f"unknown option {name}=",
-            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, rng, "
-            "example_args, example_kwargs",
+            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, "
+            "memory, rng, example_args, example_kwargs",
         )
     if given.get("pins") is not None:
         given["pins"] = Pins.parse(given["pins"])

@@ -78,6 +78,9 @@ _SCHEDULE = _options(
     click.option("--hardware", metavar="NAME|PATH", help="The profile that prices choices, for example a100-80gb-sxm."),
     click.option("--pins", metavar="PATH", help="A JSON file of layouts and cuts that are fixed."),
     click.option("--zero", type=int, help="3: parameters are cut over dp, and gathered where read.  [default: 0]"),
+    click.option(
+        "--memory", metavar="SIZE", help="What a rank has, for example 80GB: a plan that needs more is refused."
+    ),
 )
 _PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")
 
@@ -130,7 +133,16 @@ class _Asked:
 
     def schedule(self) -> dict[str, Any]:
         """The options that `plan` and `parallelize` share."""
-        shared = ("schedule", "microbatches", "virtual_stages", "sequence_parallel", "hardware", "pins", "zero")
+        shared = (
+            "schedule",
+            "microbatches",
+            "virtual_stages",
+            "sequence_parallel",
+            "hardware",
+            "pins",
+            "zero",
+            "memory",
+        )
         return {name: self.values[name] for name in shared}
 
     def plan(self) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
@@ -14,15 +14,18 @@ from torch import Tensor, fx, nn
 
 from autopart.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
 from autopart.compat import tree_map, tree_unflatten
+from autopart.cost.fit import does_not_fit, fullest
 from autopart.cost.hardware import DEFAULT, Hardware
-from autopart.errors import InputError, OptionError, PlanError
+from autopart.cost.memory import RankMemory, parse_size
+from autopart.errors import InputError, MemoryLimitError, OptionError, PlanError
+from autopart.explain import quantity
 from autopart.graph import format_value, is_floating, shape
 from autopart.mesh import Mesh
 from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
 from autopart.passes.decide import NO_PINS, decide, decided_by, decode, encode, without_microbatches
 from autopart.passes.lower import Decisions, lower
-from autopart.passes.memory import memory_of
+from autopart.passes.memory import cut_again, memory_of
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
 from autopart.passes.pins import pinned_layouts
 from autopart.passes.shard import SequenceParallel
@@ -31,7 +34,7 @@ from autopart.passes.storage import choose_over_dp, storage_notes
 from autopart.passes.summary import collectives, cost, stage_rows
 from autopart.passes.unsharded import unsharded
 from autopart.pins import Pins
-from autopart.plan import Plan, Schedule
+from autopart.plan import MEMORY_KINDS, Plan, Schedule
 from autopart.program import SEEDS, Program, Rng
 from autopart.schedules import check_schedule
 from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, trace
@@ -55,6 +58,7 @@ class Options:
     rng: Rng = "fast"
     pins: Pins = NO_PINS
     zero: int | None = None
+    memory: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.zero in (1, 2) and not isinstance(self.zero, bool):
@@ -67,6 +71,8 @@ class Options:
             raise OptionError(f"unknown rng={self.rng!r}", hint="rng='fast', or rng='exact'")
         if self.sequence_parallel not in (True, False, "auto"):
             raise OptionError(f"unknown sequence_parallel={self.sequence_parallel!r}", hint="True, False or 'auto'")
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_size(self.memory))
         for name, number in (("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages)):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 counted = name.replace("_", " ")
@@ -91,13 +97,9 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace."""
     hardware = Hardware.load(options.hardware)
-    schedule = _schedule(traced, mesh, options)
-    stages = mesh.size("pp") * schedule.virtual_stages
-    decisions = decide(traced, mesh, schedule.microbatches, stages, hardware, options.pins, options.sequence_parallel)
-    over_dp = choose_over_dp(traced, mesh, options.zero or 0, decisions.stored, options.pins)
-    decisions = replace(decisions, stored_over_dp=over_dp)
-    program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False)
-    memory = tuple(rank.as_row() for rank in memory_of(traced, program, schedule))
+    schedule, decisions, program = _drafted(traced, mesh, options)
+    memory = memory_of(traced, program, schedule)
+    _check_memory(traced, mesh, options, schedule, decisions, memory)
     pinned = pinned_layouts(traced, mesh, options.pins).operators
     notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0))
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
@@ -109,8 +111,43 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), cost=cost(traced, decisions, rows, moved, hardware),
-        memory=memory, hardware=hardware.name, notes=notes, pins=options.pins.as_data(),
+        memory=tuple(rank.as_row() for rank in memory), hardware=hardware.name, notes=notes,
+        pins=options.pins.as_data(),
     )  # fmt: skip
+
+
+def _drafted(
+    traced: Trace, mesh: Mesh, options: Options, known: Decisions | None = None
+) -> tuple[Schedule, Decisions, Program]:
+    """What is chosen, and the program of it; `known`: decisions for as many ranks of `tp`, whose layouts are kept."""
+    schedule = _schedule(traced, mesh, options)
+    stages, microbatches = mesh.size("pp") * schedule.virtual_stages, schedule.microbatches
+    if known is None:
+        hardware = Hardware.load(options.hardware)
+        decisions = decide(traced, mesh, microbatches, stages, hardware, options.pins, options.sequence_parallel)
+    else:
+        decisions = cut_again(traced, known, mesh, microbatches, stages, options.pins)
+    over_dp = choose_over_dp(traced, mesh, options.zero or 0, decisions.stored, options.pins)
+    decisions = replace(decisions, stored_over_dp=over_dp)
+    rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
+    return schedule, decisions, lower(traced, decisions, _plan_outputs(traced), whole_outputs=False, rng=rng)
+
+
+def _check_memory(
+    traced: Trace, mesh: Mesh, options: Options, schedule: Schedule, decisions: Decisions, ranks: Sequence[RankMemory]
+) -> None:
+    """Raises MemoryLimitError, with what would take less, where a rank needs more than it may."""
+    if options.memory is None or fullest(ranks).total <= int(options.memory):
+        return
+
+    def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
+        same = other.size("tp") == mesh.size("tp") and "sequence_parallel" not in changed
+        asked = replace(options, **changed)
+        planned, _, program = _drafted(traced, other, asked, decisions if same else None)
+        return memory_of(traced, program, planned)
+
+    rows, given = batch_size(traced), {"zero": options.zero, "sequence_parallel": options.sequence_parallel}
+    raise does_not_fit(ranks, int(options.memory), mesh, schedule, rows, estimate, given)
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -342,10 +379,27 @@ def check_plan_options(options: Options, plan: Plan) -> None:
             f"zero={options.zero} contradicts the plan, which cuts {'' if over_dp else 'no '}parameters over dp",
             where=plan.where("parameters"), hint="leave zero out, or make a new plan",
         )  # fmt: skip
+    _check_given_memory(options.memory, plan)
     if options.pins and options.pins.as_data() != plan.pins:
         asked = "other pins" if plan.pins else "none"
         raise OptionError(f"pins= contradict the plan, which was made with {asked}", where=plan.where("pins"),
                           hint="leave pins out, edit the plan, or make a new one")  # fmt: skip
+
+
+def _check_given_memory(limit: int | str | None, plan: Plan) -> None:
+    """Raises MemoryLimitError where a given plan needs more than a rank may."""
+    if limit is None:
+        return
+    if not plan.memory:
+        raise OptionError("memory= asks what the plan does not say", why="it was made by an older version of autopart",
+                          hint="make a new plan, or leave memory out")  # fmt: skip
+    row = max(plan.memory, key=lambda row: row["total"])
+    if row["total"] > int(limit):
+        raise MemoryLimitError(
+            f"the plan needs {quantity(row['total'], 'B')} on a rank, and memory is {quantity(int(limit), 'B')}",
+            why=", ".join(f"{kind} {quantity(row.get(kind, 0), 'B')}" for kind in MEMORY_KINDS if row.get(kind)),
+            where=plan.where("memory"), hint="a new plan with memory=, which says what would take less",
+        )  # fmt: skip
 
 
 def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) -> None:

@@ -48,6 +48,10 @@ class StageError(AutopartError):
     """The model cannot be cut into the stages or microbatches asked for."""
 
 
+class MemoryLimitError(AutopartError):
+    """A plan needs more memory on a rank than it was given."""
+
+
 class InputError(AutopartError):
     """A call does not fit the traced inputs."""
 

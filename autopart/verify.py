@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ def verify(
     hardware: str | None = None,
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     zero: int | None = None,
+    memory: int | str | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
     rng: Rng = "exact",
@@ -127,7 +128,7 @@ def verify(
 
     Args:
         model, mesh, example_args, example_kwargs, plan, schedule, microbatches, virtual_stages, sequence_parallel,
-            hardware, pins, zero: as `parallelize`.
+            hardware, pins, zero, memory: as `parallelize`; memory in the model's own dtype, not in float64.
         loss_fn, target: for a model that returns no loss, as `ParallelModule.step`. Without either, gradients are
             compared for a fixed random weighting of the outputs.
         rng: "exact", or "fast" to switch dropout off (eval mode), for models of which no draw can be repeated exactly.
@@ -144,16 +145,32 @@ def verify(
     """
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins, zero=zero,
+        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins, zero=zero, memory=memory,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")
     sizes = Mesh.parse(mesh)
     arguments = bind_call(model, example_args, example_kwargs or {})
-    run = VerificationRun(model, arguments, loss_fn, target, scaled, options.rng)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if given is None:
+        options = _check_fits(model, arguments, loss_fn, target, sizes, options)
+    run = VerificationRun(model, arguments, loss_fn, target, scaled, options.rng)
     chosen = run.arrange(sizes, given, options, tamper)
     return run.check(chosen, tolerance, shrink)
+
+
+def _check_fits(
+    model: nn.Module, arguments: dict[str, Any], loss_fn: Any, target: Any, mesh: Mesh, options: Options
+) -> Options:
+    """The options without a limit of memory. Raises MemoryLimitError where the model as it is, not its copy in float64,
+    does not fit in one."""
+    if options.memory is None:
+        return options
+    if loss_fn is not None:
+        training = model.training
+        model, arguments = WithLoss(model, loss_fn).train(training), {"target": target, "call": arguments}
+    make_plan(model, prepare(model, arguments), mesh, replace(options, rng="fast"))
+    return replace(options, memory=None)
 
 
 class VerificationRun:

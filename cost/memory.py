@@ -64,7 +64,7 @@ def parse_size(size: Any, name: str = "memory") -> int:
     >>> parse_size("24GB"), parse_size("1.5 GiB"), parse_size(4096)
     (24000000000, 1610612736, 4096)
     """
-    hint = f'{name}="80GB", {name}="24GiB", or a whole number of bytes'
+    hint = f"{name}='80GB', {name}='24GiB', or a whole number of bytes"
     found = (
         re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE) if isinstance(size, str) else None
     )

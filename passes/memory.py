@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -12,12 +13,17 @@ from torch import fx
 from autopart.actions import Action, actions, most_held
 from autopart.cost.memory import BUCKET_BYTES, OPTIMIZER_VALUES, RankMemory
 from autopart.graph import pattern_of, short_name
+from autopart.mesh import Mesh
+from autopart.pins import Pins
 from autopart.plan import Schedule
 from autopart.program import Boundary, Program, StoredTensor
 from autopart.trace import Trace
 
+from .decide import batch_strategies, stages_from_cuts
 from .footprint import StageMemory, stage_memory
 from .local_ops import local_shape
+from .lower import Decisions
+from .stage_pins import pinned_partition
 
 
 def memory_of(trace: Trace, program: Program, schedule: Schedule) -> tuple[RankMemory, ...]:
@@ -49,6 +55,18 @@ def _rank_memory(
         _input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine), most.size_bytes, temporary,
         _pipeline_bytes(program, mine, home, order) + max(0, bucket - spare), most.in_flight,
         _largest(largest | _largest_activations(memories, most.in_flight)),
+    )  # fmt: skip
+
+
+def cut_again(
+    trace: Trace, decisions: Decisions, mesh: Mesh, microbatches: int, num_stages: int, pins: Pins
+) -> Decisions:
+    """The layouts of these decisions with other stages and microbatches; nothing is solved for `tp` again."""
+    cuts = pinned_partition(trace.graph, mesh, num_stages, pins).cuts
+    rows = batch_strategies(trace, mesh, microbatches)
+    return replace(
+        decisions, mesh=mesh, microbatches=microbatches, batch=rows, stage_of=stages_from_cuts(trace, cuts),
+        num_stages=num_stages,
     )  # fmt: skip
 
 

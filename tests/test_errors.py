@@ -219,12 +219,16 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # options
     "recompute": (plan(recompute="full"), not_built("recompute", "activation recomputation")),
     "precision": (plan(precision="bf16"), not_built("precision", "mixed precision")),
-    "memory": (plan(memory="80GB"), not_built("memory", "planning within a memory limit")),
+    "memory: no size": (plan(memory="lots"),
+        "OptionError: memory='lots' is no size\n  try    memory='80GB', memory='24GiB', or a whole number of bytes"),
+    "memory: nothing": (plan(memory=0),
+        "OptionError: memory=0 is no size\n  why    it is not above zero\n  try    memory='80GB', memory='24GiB', or a "
+        "whole number of bytes"),
     "sequence_parallel": (plan(sequence_parallel="yes"),
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
-        "sequence_parallel, hardware, pins, zero, rng, example_args, example_kwargs"),
+        "sequence_parallel, hardware, pins, zero, memory, rng, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-80gb-sxm, h100-80gb-sxm\n  "
         "try    a name of these, or the path of a JSON file of the same form"),

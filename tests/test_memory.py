@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -13,7 +14,9 @@ from zoo import ZOO
 import autopart
 from autopart.actions import actions, most_held
 from autopart.compiler import prepare
-from autopart.cost.memory import BUCKET_BYTES
+from autopart.cost.memory import BUCKET_BYTES, parse_size
+from autopart.errors import MemoryLimitError, OptionError
+from autopart.explain import quantity
 from autopart.graph import operator_name
 from autopart.passes.kept import kept
 from autopart.plan import MEMORY_KINDS, Plan
@@ -191,3 +194,107 @@ def test_a_plan_without_it_still_loads(plan):
     del data["memory"]
     older = Plan.from_json(json.dumps(data))
     assert older.memory == () and "memory of the fullest rank" not in older.explain()
+
+
+# --- within a limit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("24GB", 24 * 10**9), ("24GiB", 24 * 2**30), ("800 MB", 800 * 10**6), ("1.5kb", 1500), (4096, 4096), ("7", 7)],
+)
+def test_sizes_are_read(size, expected):
+    assert parse_size(size) == expected
+
+
+@pytest.mark.parametrize("size", ["", "GB", "24XB", "-1GB", "0", -5, True, 2.5, "3iB"])
+def test_what_is_no_size_is_refused(size):
+    with pytest.raises(OptionError, match="is no size"):
+        parse_size(size)
+
+
+@pytest.fixture(scope="module")
+def refused() -> tuple[Plan, MemoryLimitError]:
+    """A plan, and what is said where a rank has four fifths of what it needs."""
+    model, batch = ZOO["llama"]()
+    plan = autopart.plan(model, "pp2,dp2", example_kwargs=batch, schedule="gpipe", microbatches=2)
+    limit = max(row["total"] for row in plan.memory) * 4 // 5
+    with pytest.raises(MemoryLimitError) as caught:
+        autopart.plan(model, "pp2,dp2", example_kwargs=batch, schedule="gpipe", microbatches=2, memory=limit)
+    return plan, caught.value
+
+
+def test_an_error_says_what_takes_the_memory(refused):
+    plan, error = refused
+    row = max(plan.memory, key=lambda row: row["total"])
+    text = str(error)
+    assert f"the plan needs {quantity(row['total'], 'B')} on a rank" in text
+    assert f"activations of 2 microbatches in flight {quantity(row['activations'], 'B')}" in text
+    assert f"optimizer state {quantity(row['optimizer'], 'B')}" in text
+    assert f"stage {row['stages'][0]} of pp2,dp2" in text and "the largest: " in text and "model.layers.*" in text
+
+
+WAYS = {
+    "zero=3": ("pp2,dp2", {"schedule": "gpipe", "microbatches": 2, "zero": 3}),
+    "microbatches=4": ("pp2,dp2", {"schedule": "gpipe", "microbatches": 4}),
+    "mesh='pp2,dp2,tp2' (8 ranks)": ("pp2,dp2,tp2", {"schedule": "gpipe", "microbatches": 2}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_out_takes_what_its_plan_takes(refused, way):
+    """The estimate, which keeps what is known, is that of a plan made anew."""
+    plan, error = refused
+    mesh, options = WAYS[way]
+    model, batch = ZOO["llama"]()
+    made = autopart.plan(model, mesh, example_kwargs=batch, **options)
+    need, less = (max(row["total"] for row in p.memory) for p in (plan, made))
+    assert less < need
+    assert f"{way}: {quantity(less, 'B')}, {quantity(need - less, 'B')} less" in str(error)
+
+
+def test_what_fits_comes_first_and_works(refused):
+    _, error = refused
+    lines = str(error).partition("  try ")[2].splitlines()
+    assert ["still too much" in line for line in lines] == sorted("still too much" in line for line in lines)
+    assert any("still too much" not in line for line in lines)
+
+
+def test_what_fits_is_planned():
+    model, batch = ZOO["gpt2"]()
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    need = max(row["total"] for row in plan.memory)
+    assert autopart.plan(model, "tp2", example_kwargs=batch, memory=need) == plan
+    with pytest.raises(MemoryLimitError):
+        autopart.plan(model, "tp2", example_kwargs=batch, memory=need - 1)
+
+
+def test_a_given_plan_is_checked():
+    model, batch = ZOO["gpt2"]()
+    plan = autopart.plan(model, "tp1", example_kwargs=batch)
+    need = plan.memory[0]["total"]
+    autopart.parallelize(model, "tp1", example_kwargs=batch, plan=plan, memory=need)
+    with pytest.raises(MemoryLimitError, match="on a rank, and memory is"):
+        autopart.parallelize(model, "tp1", example_kwargs=batch, plan=plan, memory=need - 1)
+    with pytest.raises(OptionError, match="what the plan does not say"):
+        autopart.parallelize(
+            model, "tp1", example_kwargs=batch, plan=dataclasses.replace(plan, memory=()), memory="1GB"
+        )
+
+
+def test_exact_random_numbers_count_what_they_draw():
+    """Every rank draws the noise of the whole batch, and holds it through the step."""
+    model, batch = small("gpt2", dropout=0.1)
+    need = autopart.plan(model, "tp1", example_kwargs=batch).memory[0]["total"]
+    autopart.parallelize(model, "tp1", example_kwargs=batch, memory=need)
+    with pytest.raises(MemoryLimitError, match=r"inputs \d"):
+        autopart.parallelize(model, "tp1", example_kwargs=batch, memory=need, rng="exact")
+
+
+def test_verify_judges_the_model_in_its_own_dtype():
+    model, batch = ZOO["skip_mlp"]()
+    model, batch = model.float(), {name: tensor.float() for name, tensor in batch.items()}
+    need = max(row["total"] for row in autopart.plan(model, "tp2", example_kwargs=batch).memory)
+    assert autopart.verify(model, "tp2", example_kwargs=batch, memory=need).ok
+    with pytest.raises(MemoryLimitError):
+        autopart.verify(model, "tp2", example_kwargs=batch, memory=need - 1)

@@ -1,0 +1,113 @@
+"""What to say, and what to try, where a plan needs more memory than a rank has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopart.errors import AutopartError, MemoryLimitError
+from autopart.explain import quantity
+from autopart.mesh import Mesh
+from autopart.plan import Schedule
+from autopart.schedules import MULTI_STAGE, SINGLE_STAGE
+
+from .memory import RankMemory
+
+SEARCH_S = 10.0
+"""Processor time for which other ways are looked for; the one that is being estimated then is the last."""
+
+_SAID = {
+    "activations": "activations", "optimizer": "optimizer state", "parameters": "parameters", "gradients": "gradients",
+    "temporary": "temporary values", "communication": "communication", "inputs": "inputs", "buffers": "buffers",
+}  # fmt: skip
+
+Estimate = Callable[[Mesh, Mapping[str, Any]], Sequence[RankMemory]]
+"""The memory on a mesh with these options in place of those asked for. Raises AutopartError where it cannot be."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One thing to change. `more_ranks`: on a larger mesh."""
+
+    text: str
+    mesh: Mesh
+    options: Mapping[str, Any]
+    more_ranks: bool = False
+
+
+def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def does_not_fit(
+    ranks: Sequence[RankMemory], limit: int, mesh: Mesh, schedule: Schedule, rows: int, estimate: Estimate,
+    given: Mapping[str, Any],
+) -> MemoryLimitError:  # fmt: skip
+    """The error for a plan whose fullest rank needs more than `limit` bytes: what takes it, and what would take less.
+
+    Args:
+        rows: of the global batch.
+        given: the options asked for, by name.
+    """
+    rank = fullest(ranks)
+    rows_found = list(_tried(ways(mesh, schedule, rows, given), rank.total, estimate))
+    rows_found.sort(key=lambda found: (found[1] > limit, found[0].more_ranks, found[1]))
+    lines = [
+        f"{way.text}: {quantity(total, 'B')}, {quantity(rank.total - total, 'B')} less"
+        f"{'' if total <= limit else ', still too much'}"
+        for way, total in rows_found
+    ]
+    largest = ", ".join(f"{name} {quantity(size, 'B')}" for name, size in list(rank.largest.items())[:4])
+    stages = f"stage {', '.join(map(str, rank.stages))} of {mesh}"
+    return MemoryLimitError(
+        f"the plan needs {quantity(rank.total, 'B')} on a rank, and memory is {quantity(limit, 'B')}",
+        why=told(rank), where=f"{stages}; the largest: {largest}", hint="\n         ".join(lines) or "a smaller batch",
+    )  # fmt: skip
+
+
+def told(rank: RankMemory) -> str:
+    """`activations of 4 microbatches in flight 3.41 GB, optimizer state 1.09 GB, ...`, the largest first."""
+    count = sum(rank.in_flight.values())
+    flight = f"activations of {count} microbatch{'es' * (count != 1)} in flight"
+    sizes = {kind: getattr(rank, kind) for kind in _SAID if getattr(rank, kind) * 100 >= rank.total}
+    names = _SAID | {"activations": flight}
+    return ", ".join(
+        f"{names[kind]} {quantity(size, 'B')}" for kind, size in sorted(sizes.items(), key=lambda e: -e[1])
+    )
+
+
+def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) -> Iterator[Way]:
+    """What there is to change, on the same ranks first."""
+    if schedule.name is not None:
+        others = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
+        for name in others:
+            if name != schedule.name:
+                options = {"schedule": name, "microbatches": schedule.microbatches}
+                yield Way(f"schedule='{name}'", mesh, {**options, "virtual_stages": schedule.virtual_stages})
+    if mesh.size("dp") > 1 and not given.get("zero"):
+        yield Way("zero=3", mesh, {"zero": 3})
+    most = rows // mesh.size("dp")
+    for microbatches in dict.fromkeys((2 * schedule.microbatches, 4 * schedule.microbatches, most)):
+        if schedule.microbatches < microbatches <= most and most % microbatches == 0:
+            yield Way(f"microbatches={microbatches}", mesh, {"microbatches": microbatches})
+    if mesh.size("tp") > 1 and given.get("sequence_parallel") is not True:
+        yield Way("sequence_parallel=True", mesh, {"sequence_parallel": True})
+    for axis in ("tp", "pp", "dp"):
+        larger = Mesh.parse({**mesh.sizes, axis: 2 * mesh.size(axis)})
+        yield Way(f"mesh='{larger}' ({larger.num_ranks} ranks)", larger, {}, more_ranks=True)
+
+
+def _tried(found: Iterator[Way], total: int, estimate: Estimate) -> Iterator[tuple[Way, int]]:
+    """The ways that take less, with what they take."""
+    end_s = time.process_time() + SEARCH_S
+    for way in found:
+        if time.process_time() > end_s:
+            return
+        try:
+            less = fullest(estimate(way.mesh, way.options)).total
+        except AutopartError:  # it cannot be cut so
+            continue
+        if less < total:
+            yield way, less
