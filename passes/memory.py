@@ -49,7 +49,8 @@ def _rank_memory(
     spare = most.size_bytes + temporary
     bucket = _bucket_bytes(trace, trained, program, home)
     optimizer = {f"optimizer state of {name}": OPTIMIZER_VALUES * size for name, size in trained.items()}
-    largest = sizes | {f"gradient of {name}": size for name, size in trained.items()} | optimizer
+    stored = {f"parameter {name}": size for name, size in sizes.items()}
+    largest = stored | {f"gradient of {name}": size for name, size in trained.items()} | optimizer
     return RankMemory(
         tuple(mine), sum(sizes.values()), sum(trained.values()), sum(optimizer.values()), _buffer_bytes(trace),
         _input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine), most.size_bytes, temporary,

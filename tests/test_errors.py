@@ -283,8 +283,16 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         " load the model's weights first; plan() needs none, verify() does"),
     "verify: scaled": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), scaled="yes"),
         "OptionError: scaled='yes' is no choice\n  try    True, False or \"auto\""),
-    "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), memory=1),
-        not_built("memory", "planning within a memory limit")),
+    "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), recompute="full"),
+        not_built("recompute", "activation recomputation")),
+    "verify: memory": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), memory=400),
+        "MemoryLimitError: the plan needs 480 B on a rank, and memory is 400 B\n"
+        "  why    temporary values 192 B, inputs 128 B, optimizer state 80 B, parameters 40 B, gradients 40 B\n"
+        "  where  stage 0 of tp2; the largest: optimizer state of weight 64 B, parameter weight 32 B, gradient of "
+        "weight 32 B, optimizer state of bias 16 B\n"
+        "  try    microbatches=8: 336 B, 144 B less\n         microbatches=4: 344 B, 136 B less\n"
+        "         microbatches=2: 384 B, 96 B less\n         mesh='tp4' (4 ranks): 368 B, 112 B less\n"
+        "         mesh='pp2,tp2' (4 ranks): 376 B, 104 B less\n         mesh='dp2,tp2' (4 ranks): 384 B, 96 B less"),
     "verify: frozen": (lambda: autopart.verify(frozen(), "tp2", example_kwargs=input_()),
         "InputError: Linear has no parameter that needs a gradient\n  why    verify() compares gradients\n  try    "
         "requires_grad_() on what is trained"),
