@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,7 @@ from torch.amp import autocast_mode
 from torch.distributed import pipelining
 from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
 from torch.distributed.pipelining import _backward as pipelining_backward
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -25,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
+GRAD_MODE = torch._C._set_grad_enabled
 BatchNorm = _BatchNorm  # what BatchNorm1d, BatchNorm2d, ..., SyncBatchNorm have in common
 InstanceNorm = _InstanceNorm
 TreeSpec = pytree.TreeSpec
@@ -87,6 +90,102 @@ def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
     with outside_of_tracing(), FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
         return make_fx(function)(*fakes)
+
+
+class Tracing:
+    """A trace that torch is making at this moment: its graph, and which node each tensor is."""
+
+    def __init__(self, tracer: Any):
+        self.tracer = tracer
+
+    @classmethod
+    def current(cls) -> Tracing | None:
+        """The innermost one; None outside of any, or where no modules are noted."""
+        made_by = proxy_tensor._CURRENT_MAKE_FX_TRACER
+        tracer = made_by.fx_tracer if made_by is not None else None
+        return cls(tracer) if isinstance(tracer, proxy_tensor._ModuleStackTracer) else None
+
+    @property
+    def modules(self) -> list[tuple[str, Any]]:
+        """Path and class of every module that runs, outermost first."""
+        return list(self.tracer.module_stack.values())
+
+    @property
+    def last(self) -> fx.Node:
+        """The node that was added last."""
+        return cast(fx.Node, self.tracer.graph._root.prev)
+
+    def nodes_after(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that were added after one."""
+        found = []
+        while node.next is not self.tracer.graph._root:
+            node = node.next
+            found.append(node)
+        return found
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
+        slot = proxy_tensor.get_proxy_slot(tensor, self.tracer, None)
+        return cast(fx.Node, slot.proxy.node) if slot is not None else None
+
+    def add(self, target: Any, nodes: Sequence[fx.Node], made: Sequence[torch.Tensor]) -> fx.Node:
+        """Add a call on a list of tensors that gives those of `made`."""
+        name = target._schema.name.rpartition("::")[2]
+        given = [fx.Proxy(node, self.tracer) for node in nodes]
+        whole = self.tracer.create_proxy("call_function", target, (given,), {}, name=name)
+        for i, tensor in enumerate(made):
+            part = self.tracer.create_proxy("call_function", operator.getitem, (whole, i), {}, name=f"{name}_part")
+            proxy_tensor.track_tensor_tree(tensor, part, constant=None, tracer=self.tracer)
+        whole.node.meta["val"] = [user.meta["val"] for user in whole.node.users]
+        return cast(fx.Node, whole.node)
+
+    def counts(self) -> Any:
+        """How often which module has run so far, and which run now."""
+        tracer, scope = self.tracer, self.tracer.scope
+        return dict(tracer.num_calls), dict(tracer.module_stack), scope.module_path, scope.module_type
+
+    def restore(self, counts: Any) -> None:
+        """Go back to what `counts` gave."""
+        tracer = self.tracer
+        for held, was in zip((tracer.num_calls, tracer.module_stack), counts[:2], strict=True):
+            held.clear()
+            held.update(was)
+        tracer.scope.module_path, tracer.scope.module_type = counts[2:]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, calls are no part of the trace."""
+        with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
+            yield
+
+
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """A context in which what is asked of a tensor reaches it without passing through any mode."""
+    return cast(AbstractContextManager[Any], torch._C.DisableTorchFunction())
+
+
+@contextmanager
+def intercepted(to: Callable[..., Any]) -> Iterator[None]:
+    """Inside, whatever a trace meets goes through `to(run, tracer, function, args, kwargs)`: every operator, and every
+    entry into and exit from a region of a grad mode or of autocast. `run()` is what torch does."""
+    mode, regions = proxy_tensor.ProxyTorchDispatchMode, proxy_tensor.PreDispatchTorchFunctionMode
+    dispatch, enter = mode.__torch_dispatch__, regions.__torch_function__
+    kept = {GRAD_MODE, *AUTOCAST}
+
+    def of_operator(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return dispatch(self, func, types, args, kwargs)
+        return to(lambda: dispatch(self, func, types, args, kwargs), self.tracer, func, args, kwargs or {})
+
+    def of_region(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in kept:
+            return enter(self, func, types, args, kwargs)
+        return to(lambda: enter(self, func, types, args, kwargs), self.tracer, func, args, kwargs or {})
+
+    mode.__torch_dispatch__, regions.__torch_function__ = of_operator, of_region
+    try:
+        yield
+    finally:
+        mode.__torch_dispatch__, regions.__torch_function__ = dispatch, enter
 
 
 class _Redirected:

@@ -30,12 +30,18 @@ _ASKING = frozenset(
     | {"__bool__", "__int__", "__float__", "__index__", "__getitem__", "__iter__", "__len__"}
 )
 """What gives Python the values of a tensor, or as many as these decide."""
+_TENSOR: Any = Tensor
+_OF_METADATA = frozenset(
+    getattr(_TENSOR, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
+) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset, Tensor.is_floating_point}
+"""What reads nothing that depends on the grad mode, and gives no tensor."""
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 
 
 class EagerSemantics(TorchFunctionMode):
-    """While active: what is read without grad mode, or through `.data`, carries no gradient.
+    """While the forward runs (`in_forward`): what is read without grad mode, or through `.data`, carries no gradient.
 
     Raises TraceError for what a trace of the forward would lose: hooks on tensors, and writes in place without grad
     mode to a value that has a gradient.
@@ -43,6 +49,7 @@ class EagerSemantics(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.in_forward = False  # what torch does around it asks for much, and none of it is the model's
         self.origins = WeakIdKeyDictionary()  # {tensor: the inputs and module outputs that it is made of}
         self.asked = ""  # what the tensor is made of whose values Python asked for last
         self.data = WeakIdKeyDictionary()  # what `.data` gave
@@ -52,6 +59,8 @@ class EagerSemantics(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if not self.in_forward or func in _OF_METADATA:
+            return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:

@@ -16,6 +16,7 @@ from autopart.compat import AUTOCAST, is_higher_order, is_operator
 from autopart.entry import PREFIX
 from autopart.errors import TraceError
 from autopart.graph import describe, draws_random_numbers, is_floating, operator_name, source_text
+from autopart.repeated import base_name
 
 if TYPE_CHECKING:
     from autopart.trace import Call
@@ -29,9 +30,8 @@ _WRITTEN = {OutputKind.PARAMETER_MUTATION: "its parameter", OutputKind.USER_INPU
 
 
 def functional(program: Any) -> Any:
-    """The exported program without regions and without writes in place."""
+    """The exported program without writes in place."""
     graph_module = program.graph_module
-    inline_regions(graph_module)
     if not any(_writes(n) or _is_no_operator(n) or _written_out(n) for n in graph_module.graph.nodes):
         return program
     _one_name_each(program)
@@ -44,6 +44,7 @@ def functional(program: Any) -> Any:
             where=source_text(hidden),
             hint="nn.InstanceNorm1d/2d/3d with track_running_stats=True",
         )
+    graph_module.recompile()
     return program.run_decompositions({})
 
 
@@ -78,7 +79,13 @@ def inline_regions(module: Any) -> None:
         graph.erase_node(node)
         if not region.users:
             graph.erase_node(region)
-    module.recompile()
+
+
+def drop_checks(graph: fx.Graph) -> None:
+    """Remove the checks of dtypes that torch.export puts before casts: they compute nothing."""
+    for node in list(graph.nodes):
+        if operator_name(node) == "aten::_assert_tensor_metadata":
+            graph.erase_node(node)
 
 
 def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, Any], autocast: Any) -> Any:
@@ -152,7 +159,9 @@ def own_graph(
             values[node].meta |= {"input_name": name, "input_grad": tensor.requires_grad}
     for node in module.graph.nodes:
         if node.op == "call_function":
-            values[node] = graph.node_copy(node, values.__getitem__)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = graph.create_node(node.op, node.target, args, kwargs, base_name(node))
+            values[node].meta = dict(node.meta)
     graph.output(fx.map_arg(module.graph.output_node().args[0], values.__getitem__))
     for node in graph.nodes:
         _tell_as_users_do(node)

@@ -59,6 +59,11 @@ class KnownValues:
         """A known tensor is written: others may lie in the same memory."""
         self._made.clear()
 
+    def drop(self, tensors: Sequence[Tensor]) -> None:
+        """Forget how these were made."""
+        for tensor in tensors:
+            self._made.pop(tensor, None)
+
     def answer(self, call: Call, inputs: Sequence[Tensor]) -> Any:
         """What a call gives Python where all the tensors that it is about, `inputs`, are known; else UNKNOWN."""
         func, args, kwargs = call
@@ -69,10 +74,11 @@ class KnownValues:
         with outside_of_tracing(), torch.no_grad():
             real, options = self._real((args, kwargs), {})
             answer = func(*real, **options)
-        if torch.equal(drawn, torch.get_rng_state()):
+            is_random = not torch.equal(drawn, torch.get_rng_state())
+        if not is_random:
             return answer
         torch.set_rng_state(drawn)
-        return UNKNOWN  # it is random
+        return UNKNOWN
 
     def _real(self, value: Any, done: dict[int, Tensor]) -> Any:
         """A call's arguments with real tensors, all on the CPU."""

@@ -139,8 +139,8 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
 
 
 def _text(program: Any) -> str:
-    """All that a trace fixes: the code of its graph and of the regions in it, and its constants."""
-    codes = [module.code for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    """All that a trace fixes: its graph and its constants."""
+    codes = [str(module.graph) for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
     lifted = [program.constants[name] for name in program.graph_signature.lifted_tensor_constants]
     return "\n".join([*codes, *(repr(tensor.tolist()) if tensor.device.type != "meta" else "" for tensor in lifted)])
 

@@ -24,10 +24,11 @@ from autopart.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.entry import PREFIX, Entry, register_dataclasses
 from autopart.entry import call as call_model
 from autopart.errors import InputError, TraceError
-from autopart.exported import functional, name_outputs, own_graph
+from autopart.exported import drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.functions import name_functions
 from autopart.graph import module_path, source_text, spoken_name, value
 from autopart.python_state import check_attributes, check_draws, check_hooks
+from autopart.repeated import Repeats
 from autopart.trace_errors import shape_by_values, trace_error
 
 _NO_CACHE = "use_cache"
@@ -173,8 +174,27 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
 
 
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+    """The exported program without regions, blocks that repeat traced once where they can be."""
+    repeats = Repeats(entry.model, entry.semantics.known)
+    if not repeats.blocks:
+        return _exported(entry, example)
+    try:
+        with repeats.watching():
+            program = _exported(entry, example)
+        repeats.expand(program.graph)
+    except Exception:  # of a repeat that is none, or of the model itself: then the full trace has it too
+        if not repeats.tried:
+            raise
+        return _exported(entry, example)
+    return program
+
+
+def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     with torch.enable_grad(), no_autocast(), _quiet(), traceable(entry), entry.semantics:
-        return torch.export.export(entry, (), dict(example), strict=False)
+        program = torch.export.export(entry, (), dict(example), strict=False)
+    inline_regions(program.graph_module)
+    drop_checks(program.graph)
+    return program
 
 
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:

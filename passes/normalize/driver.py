@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import fx
 
+from autopart.compat import tree_flatten
 from autopart.errors import AutopartError
 from autopart.graph import draws_random_numbers, short_name, value
+
+_made: ContextVar[dict[tuple, Any]] = ContextVar("what calls on fake tensors have given while passes run")
 
 
 class PassError(AutopartError):
@@ -18,25 +22,45 @@ class PassError(AutopartError):
 
 
 def run_passes(graph: fx.Graph, passes: tuple[Callable[[fx.Graph], None], ...]) -> None:
-    """Run graph passes in order; after each, dead code goes and the graph is checked."""
+    """Run graph passes in order; after each, dead code goes and the order of the graph is checked; at the end, all."""
+    token = _made.set({})
+    try:
+        _run(graph, passes)
+    finally:
+        _made.reset(token)
+
+
+def _run(graph: fx.Graph, passes: tuple[Callable[[fx.Graph], None], ...]) -> None:
     for rewrite in passes:
         try:
             rewrite(graph)
             eliminate_dead_code(graph)
-            graph.lint()
+            _check_order(graph)
+            if rewrite is passes[-1]:
+                graph.lint()
         except AutopartError:
             raise
         except Exception as error:
             raise PassError(f"pass '{rewrite.__name__}' failed", why=f"{type(error).__name__}: {error}") from error
 
 
+def _check_order(graph: fx.Graph) -> None:
+    """Raises RuntimeError where a node is read before it is made, or was erased."""
+    made: set[fx.Node] = set()
+    for node in graph.nodes:
+        missing = [source.name for source in node.all_input_nodes if source not in made]
+        if missing:
+            raise RuntimeError(f"'{node.name}' reads '{missing[0]}', which is not made before it")
+        made.add(node)
+
+
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Remove calls whose results nothing reads, but for those that draw random numbers: later draws depend on them."""
-    graph.eliminate_dead_code(
-        is_impure_node=lambda n: (
-            n.op in ("placeholder", "output") or (n.op == "call_function" and draws_random_numbers(n))
-        )
-    )
+    for node in reversed(graph.nodes):
+        if node.users or node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function" or not draws_random_numbers(node):
+            graph.erase_node(node)
 
 
 def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -48,10 +72,23 @@ def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any)
 
 
 def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
-    """What a call gives on fake tensors, in the mode of those near it."""
+    """What a call gives on fake tensors, in the mode of those near it. `run_passes` makes equal calls once."""
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
-    with fake_mode(near):
-        return target(*fake_args, **fake_kwargs)
+    leaves, spec = tree_flatten((fake_args, fake_kwargs))
+    key = (target, str(spec), *map(_told, leaves))
+    made = _made.get({})
+    if key not in made:
+        with fake_mode(near):
+            made[key] = target(*fake_args, **fake_kwargs)
+    return made[key]
+
+
+def _told(leaf: Any) -> tuple:
+    """What a call's result depends on of one argument."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), repr(leaf)
+    sizes = leaf.shape, leaf.stride(), leaf.storage_offset()
+    return type(leaf), *sizes, leaf.dtype, leaf.device, leaf.requires_grad
 
 
 def fake_mode(near: list[fx.Node]) -> Any:
