@@ -56,6 +56,7 @@ PASSES = {
     "analyse": ("run_passes", "annotate"),
     "solve": ("decide",),
     "lower": ("lower",),
+    "memory": ("memory_of",),
     "summary": ("stage_rows", "collectives", "cost", "encode", "identity_of"),
 }
 

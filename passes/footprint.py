@@ -284,6 +284,8 @@ def _form(found: Any) -> Any:
 
 def _unknown(node: fx.Node, read: Sequence[Value]) -> Effect:
     made = value(node)
+    if made is None:
+        return Effect(None, (), (), (), Kept((), (), 0))
     tensors = [t for t in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(t, torch.Tensor)]
     grad = any(v.form.needs_grad for v in read)
     forms = tuple(Form.contiguous(tuple(t.shape), t.dtype, grad) for t in tensors)
