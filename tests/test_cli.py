@@ -203,6 +203,7 @@ def test_check_steps_can_fail():
 
 ERRORS = [
     (["plan", "--mesh", "tp2"], "name one model\n  try    --model"),
+    (["plan", "--model", "test_cli:gpt2", "--mesh", "tp2", "--memory", "100kB"], "on a rank, and memory is 100 kB\n"),
     (["plan", "--model", "test_cli:gpt2", "--hf-config", "c.json", "--mesh", "tp2"], "name one model"),
     (["plan", "--model", "test_cli:gpt2"], "name the mesh\n  try    --mesh pp2,dp2,tp2"),
     (["plan", "--model", "test_cli:gpt2", "--mesh", "xx2"], "unknown mesh axis 'xx'"),
