@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,7 +17,7 @@ from autopart.compat import tree_map, tree_unflatten
 from autopart.cost.fit import does_not_fit, fullest
 from autopart.cost.hardware import DEFAULT, Hardware
 from autopart.cost.memory import RankMemory, parse_size
-from autopart.errors import InputError, MemoryLimitError, OptionError, PlanError
+from autopart.errors import InputError, LayoutError, MemoryLimitError, OptionError, PlanError
 from autopart.explain import quantity
 from autopart.graph import format_value, is_floating, shape
 from autopart.mesh import Mesh
@@ -28,6 +28,7 @@ from autopart.passes.lower import Decisions, lower
 from autopart.passes.memory import cut_again, memory_of
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
 from autopart.passes.pins import pinned_layouts
+from autopart.passes.reasons import Reasons, Solved, certificate
 from autopart.passes.shard import SequenceParallel
 from autopart.passes.sizes import size_notes
 from autopart.passes.storage import choose_over_dp, storage_notes
@@ -97,9 +98,7 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace."""
     hardware = Hardware.load(options.hardware)
-    schedule, decisions, program = _drafted(traced, mesh, options)
-    memory = memory_of(traced, program, schedule)
-    _check_memory(traced, mesh, options, schedule, decisions, memory)
+    options, (schedule, decisions, program, solved), memory = _fitted(traced, mesh, options)
     pinned = pinned_layouts(traced, mesh, options.pins).operators
     notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0))
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
@@ -110,44 +109,80 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     }
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
-        unsharded=unsharded(traced, decisions, pinned), cost=cost(traced, decisions, rows, moved, hardware),
-        memory=tuple(rank.as_row() for rank in memory), hardware=hardware.name, notes=notes,
-        pins=options.pins.as_data(),
+        unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name,
+        cost=cost(traced, decisions, rows, moved, hardware) | certificate(solved),
+        memory=tuple(rank.as_row() for rank in memory), notes=notes, pins=options.pins.as_data(),
+        reasons=Reasons(traced, mesh, program, options.pins, solved),
     )  # fmt: skip
 
 
-def _drafted(
-    traced: Trace, mesh: Mesh, options: Options, known: Decisions | None = None
-) -> tuple[Schedule, Decisions, Program]:
+class _Draft(NamedTuple):
+    """What is chosen for a plan, the program of it, and how the tensor axis was solved; None where that was not."""
+
+    schedule: Schedule
+    decisions: Decisions
+    program: Program
+    solved: Solved | None
+
+
+def _drafted(traced: Trace, mesh: Mesh, options: Options, known: Decisions | None = None) -> _Draft:
     """What is chosen, and the program of it; `known`: decisions for as many ranks of `tp`, whose layouts are kept."""
     schedule = _schedule(traced, mesh, options)
     stages, microbatches = mesh.size("pp") * schedule.virtual_stages, schedule.microbatches
+    solved = None
     if known is None:
         hardware = Hardware.load(options.hardware)
-        decisions = decide(traced, mesh, microbatches, stages, hardware, options.pins, options.sequence_parallel)
+        decisions, solved = decide(
+            traced, mesh, microbatches, stages, hardware, options.pins, options.sequence_parallel
+        )
     else:
         decisions = cut_again(traced, known, mesh, microbatches, stages, options.pins)
     over_dp = choose_over_dp(traced, mesh, options.zero or 0, decisions.stored, options.pins)
     decisions = replace(decisions, stored_over_dp=over_dp)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
-    return schedule, decisions, lower(traced, decisions, _plan_outputs(traced), whole_outputs=False, rng=rng)
+    program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False, rng=rng)
+    return _Draft(schedule, decisions, program, solved)
 
 
-def _check_memory(
-    traced: Trace, mesh: Mesh, options: Options, schedule: Schedule, decisions: Decisions, ranks: Sequence[RankMemory]
-) -> None:
-    """Raises MemoryLimitError, with what would take less, where a rank needs more than it may."""
-    if options.memory is None or fullest(ranks).total <= int(options.memory):
-        return
+def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, _Draft, Sequence[RankMemory]]:
+    """The fastest choice of what the options leave open whose fullest rank needs no more memory than it may.
+
+    Raises MemoryLimitError, with what would take less, where there is none.
+    """
+    first: tuple[_Draft, Sequence[RankMemory]] | None = None
+    for choice in _open_choices(mesh, options):
+        asked = replace(options, **choice)
+        try:
+            draft = _drafted(traced, mesh, asked)
+        except LayoutError:
+            if first is None:
+                raise
+            continue  # nothing to cut over dp
+        ranks = memory_of(traced, draft.program, draft.schedule)
+        if options.memory is None or fullest(ranks).total <= int(options.memory):
+            return asked, draft, ranks
+        first = first or (draft, ranks)
+    assert first is not None and options.memory is not None
+    draft, _ = first
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = other.size("tp") == mesh.size("tp") and "sequence_parallel" not in changed
-        asked = replace(options, **changed)
-        planned, _, program = _drafted(traced, other, asked, decisions if same else None)
-        return memory_of(traced, program, planned)
+        found = _drafted(traced, other, replace(options, **changed), draft.decisions if same else None)
+        return memory_of(traced, found.program, found.schedule)
 
     rows, given = batch_size(traced), {"zero": options.zero, "sequence_parallel": options.sequence_parallel}
-    raise does_not_fit(ranks, int(options.memory), mesh, schedule, rows, estimate, given)
+    raise does_not_fit(first[1], int(options.memory), mesh, draft.schedule, rows, estimate, given)
+
+
+def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
+    """What a limit of memory may change, the fastest first: what lies between matrix products, then what is stored."""
+    cuts: list[dict[str, Any]] = [{}]
+    if options.sequence_parallel == "auto" and mesh.size("tp") > 1:
+        cuts.append({"sequence_parallel": True})
+    stores: list[dict[str, Any]] = [{}]
+    if options.zero is None and mesh.size("dp") > 1:
+        stores.append({"zero": 3})
+    return [{**cut, **store} for store in stores for cut in cuts]
 
 
 def _inner(model: nn.Module) -> nn.Module:

@@ -32,7 +32,8 @@ def explain(plan: Plan) -> str:
         >>> print(autopart.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
     """
     groups = [group for group in (*_stage_groups(plan), _step_group(plan)) if group[1]]
-    parts = [_header(plan), _table(groups), _totals(plan), _unsharded(plan), _balance(plan), _memory(plan), _cost(plan)]
+    sections = (_header, lambda _: _table(groups), _totals, _unsharded, _layouts, _balance, _memory, _cost)
+    parts = [section(plan) for section in sections]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -146,6 +147,25 @@ def _unsharded(plan: Plan) -> str:
     if any("try" in row for row in plan.unsharded):
         lines.append("  (lines to try are guessed from the shapes: autopart.check_rule proves or refutes them)")
     return "\n".join(lines)
+
+
+def _layouts(plan: Plan) -> str:
+    """What the layouts on the tensor axis cost, and how much less any others could."""
+    cost = plan.cost
+    if "work_share" not in cost:
+        return ""
+    shares = (
+        f"{_percent(cost['work_share'], 1)} of the matrix work and {_percent(cost['weight_share'], 1)} of its weights"
+    )
+    parts = {
+        "communication": "communication_s",
+        "memory traffic": "memory_traffic_s",
+        "gradient sums": "gradient_sync_s",
+    }
+    seconds = [f"{what} {quantity(cost[key], 's')}" for what, key in parts.items() if cost[key]]
+    proof = f"no layouts cost more than {100 * cost['gap']:.2g} % less" if cost["gap"] else "no layouts cost less"
+    lines = [f"  a rank has {shares}", f"  a step's {', '.join(seconds)}" if seconds else "", f"  proven: {proof}"]
+    return "\n".join(["layouts on tp", *filter(None, lines)])
 
 
 def _balance(plan: Plan) -> str:

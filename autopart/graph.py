@@ -86,6 +86,11 @@ def parents(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
+def name_of(node: fx.Node) -> str:
+    """The name of a parameter, or an operator's key; "" for what has neither."""
+    return node.target if node.op == "get_attr" else node.meta.get("key", "")
+
+
 def pattern_of(path: str) -> str:
     """A path with the numbers of repeated blocks left open: `model.layers.*.mlp`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

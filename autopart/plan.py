@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jsonschema
 from torch import nn
@@ -72,6 +72,38 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Why:
+    """Why something is as it is, and what it would cost otherwise. Print it.
+
+    `price_s`: seconds that a step would take longer with the runner-up. `others`: every other way, with its price in
+    words. `collectives`: those around it, by their names in the graph. `where`: lines of the model's source.
+    """
+
+    subject: str
+    chosen: str
+    reason: str
+    runner_up: str = ""
+    price_s: float = 0.0
+    others: Mapping[str, str] = field(default_factory=dict)
+    collectives: tuple[str, ...] = ()
+    where: str = ""
+
+    def __str__(self) -> str:
+        said = [("because", self.reason), *(("else", f"{other}: {price}") for other, price in self.others.items())]
+        said += [("moves", ", ".join(self.collectives)), ("where", self.where)]
+        lines = [f"{self.subject}: {self.chosen}", *(f"  {label:<9}{text}" for label, text in said if text)]
+        return "\n".join(lines)
+
+
+class Reasons(Protocol):
+    """What answers `Plan.why` and `Plan.why_not`."""
+
+    def why(self, name: str) -> Why: ...
+
+    def why_not(self, name: str, layout: Mapping[str, str]) -> Why: ...
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model lies on a mesh.
 
@@ -98,10 +130,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     pins: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False, repr=False)
+    reasons: Reasons | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> str:
         """The plan as JSON text, entries one a line so that it reads and compares well."""
-        data = {"format": FORMAT, **{k: v for k, v in asdict(self).items() if k != "text"}}
+        data = {"format": FORMAT, **asdict(replace(self, reasons=None))}
+        del data["text"], data["reasons"]
         return _dumps(data) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -172,6 +206,37 @@ class Plan:
         from autopart.diff import diff
 
         return diff(self, other)
+
+    def why(self, name: str) -> Why:
+        """Why a parameter, a module, an operator or a collective is as it is, with the runner-up and its price.
+
+        Args:
+            name: as the model or `explain` names it (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), or a
+                collective of the generated graphs (`all_reduce_3`).
+        Raises OptionError where there is no such name, PlanError for a plan that was read from a file.
+
+        Example:
+            >>> print(plan.why("model.layers.0.mlp.up_proj"))    # doctest: +SKIP
+        """
+        return self._reasons().why(name)
+
+    def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
+        """What it would cost to lay something out otherwise, all else being chosen around it; or why that cannot be.
+
+        Raises as `why`.
+
+        Example:
+            >>> print(plan.why_not("model.layers.*.mlp.up_proj.weight", {"tp": "S(1)"}))    # doctest: +SKIP
+        """
+        return self._reasons().why_not(name, layout)
+
+    def _reasons(self) -> Reasons:
+        if self.reasons is None:
+            raise PlanError(
+                "this plan was read from a file", why="what else could have been chosen is known to the plan that "
+                "autopart.plan has just made", hint="autopart.plan(model, mesh, pins=...).why(...)",
+            )  # fmt: skip
+        return self.reasons
 
     def explain(self) -> Table:
         """One table: stage, block, layout, FLOPs, bytes communicated. Print it, or end a notebook cell with it."""

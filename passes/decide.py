@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
@@ -26,11 +27,11 @@ from autopart.trace import Trace
 from .analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
 from .batch import check_microbatches, choose_batch, mixed_rows
 from .lower import Decisions
-from .pairs import NoSolution
 from .partition import active_operators, check_batch, crossing_bytes
-from .pins import Pinned, layout_conflict, pinned_layouts
+from .pins import pinned_layouts, solve_pinned
+from .prices import Step
 from .rules.registered import REGISTERED, as_data, call_text, from_data
-from .shard import SequenceParallel, Sharding, choose_sharding
+from .shard import Programme, SequenceParallel, Sharding, cheapest, fit_around
 from .stage_pins import pinned_partition
 from .storage import fitting_over_dp
 from .strategies import ALL_TENSOR_KINDS, Strategy, strategies
@@ -38,6 +39,13 @@ from .strategies import ALL_TENSOR_KINDS, Strategy, strategies
 NO_PINS = Pins()
 NOWHERE: Mapping[str, Placement] = {}
 T = TypeVar("T")
+
+
+class Decided(NamedTuple):
+    """What was decided, and how the tensor axis was; None where there is none."""
+
+    decisions: Decisions
+    solved: tuple[Programme, Sharding] | None
 
 
 def decide(
@@ -48,7 +56,7 @@ def decide(
     hardware: Hardware,
     pins: Pins = NO_PINS,
     sequence_parallel: SequenceParallel = "auto",
-) -> Decisions:
+) -> Decided:
     """Choose layouts and cuts for an annotated trace, around what the user has pinned."""
     if not active_operators(trace.graph):
         raise LayoutError(
@@ -57,34 +65,20 @@ def decide(
             hint="run it as it is",
         )
     tp = mesh.size("tp")
+    batch = batch_strategies(trace, mesh, microbatches)
+    solved = None
     tensor: Mapping[fx.Node, Strategy] = {}
     stored: Mapping[str, Placement] = {}
-    pinned = pinned_layouts(trace, mesh, pins)
+    pinned_layouts(trace, mesh, pins)  # also where nothing is chosen: a pin that matches nothing is an error
     if tp > 1:
-        sharding = _pinned_sharding(trace, mesh, hardware, pins, pinned, sequence_parallel)
-        tensor, stored = sharding.strategies, sharding.parameters
+        step = Step(microbatches, mesh.size("dp") * microbatches)
+        solve = partial(cheapest, trace.graph, tp, hardware, sequence_parallel, step)
+        solved = solve_pinned(trace, mesh, pins, solve)
+        tensor, stored = solved[1].strategies, solved[1].parameters
         check_divides(trace, tensor, tp, bool(pins.layouts))
     found = pinned_partition(trace.graph, mesh, num_stages, pins)
-    return Decisions(
-        mesh, microbatches, batch_strategies(trace, mesh, microbatches), tensor, stored,
-        stages_from_cuts(trace, found.cuts), num_stages,
-    )  # fmt: skip
-
-
-def _pinned_sharding(
-    trace: Trace, mesh: Mesh, hardware: Hardware, pins: Pins, pinned: Pinned, sequence_parallel: SequenceParallel
-) -> Sharding:
-    def choose(pinned: Pinned) -> Sharding | None:
-        try:
-            tp = mesh.size("tp")
-            return choose_sharding(trace.graph, tp, hardware, pinned=pinned, sequence_parallel=sequence_parallel)
-        except NoSolution:
-            return None
-
-    sharding = choose(pinned)
-    if sharding is None:
-        raise layout_conflict(trace, mesh, pins, lambda pinned: choose(pinned) is not None)
-    return sharding
+    stages = stages_from_cuts(trace, found.cuts)
+    return Decided(Decisions(mesh, microbatches, batch, tensor, stored, stages, num_stages), solved)
 
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
@@ -327,7 +321,7 @@ def _fit_strategies(
             fixed[node] = strategy
     if len(fixed) == len(nodes):
         return fixed
-    return choose_sharding(trace.graph, tp, Hardware.load(), stored, fixed).strategies
+    return fit_around(trace.graph, tp, Hardware.load(), stored, fixed)
 
 
 def _read_strategies(

@@ -42,7 +42,7 @@ from autopart.program import (
 from autopart.trace import Trace
 
 from .analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
-from .local_ops import LocalCall, autopart_ops, local_shape, local_value, write_local
+from .local_ops import LocalCall, autopart_ops, local_shape, local_value, operator_name_of, write_local
 from .stage_draft import Key, StageDraft, parameter_stages
 from .storage import stored_tensors
 from .strategies import Strategy, strategies
@@ -178,7 +178,9 @@ class _Writer:
 
     def emitter(self, stage: StageDraft, origin: fx.Node) -> Any:
         def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            node = stage.graph.call_function(target, args, kwargs)
+            namespace, _, short = operator_name_of(target).partition("::")
+            name = short if namespace == "autopart" else None
+            node = stage.graph.create_node("call_function", target, args, kwargs, name=name)
             node.meta = {k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace", "key")}
             if target is not origin.target and (val := local_value(target, args)) is not None:
                 node.meta["val"] = val

@@ -11,7 +11,7 @@ from torch import fx
 from autopart.cost.flops import counted_flops
 from autopart.cost.stages import Partition, balance
 from autopart.errors import StageError
-from autopart.graph import operator_name, operators, size_bytes, source_of, tensor_inputs
+from autopart.graph import name_of, operator_name, operators, size_bytes, source_of, tensor_inputs
 from autopart.mesh import Mesh
 
 from .analyze import ACTIVE, tuple_values
@@ -112,7 +112,7 @@ def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
 
 def block_number(node: fx.Node) -> int | None:
     """The number of the repeated block a node is in: 3 for `transformer.h.3.mlp`."""
-    digits = [part for part in node.meta["key"].split("/")[0].split(".") if part.isdigit()]
+    digits = [part for part in name_of(node).split("/")[0].split(".") if part.isdigit()]
     return int(digits[0]) if digits else None
 
 

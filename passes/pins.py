@@ -16,13 +16,14 @@ from typing import TypeVar
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.graph import describe, operators, parents, pattern_of, tensor_inputs
+from autopart.graph import describe, name_of, operators, parents, pattern_of, tensor_inputs
 from autopart.layout import Placement, cannot_store
 from autopart.mesh import Mesh
 from autopart.pins import LayoutPin, Pin, Pins
 from autopart.trace import Trace
 
 from .analyze import ACTIVE, WEIGHT
+from .pairs import NoSolution
 from .strategies import TENSOR_KINDS, Strategy, strategies
 
 T = TypeVar("T")
@@ -50,14 +51,10 @@ class Pinned:
 
     def variant(self, node: fx.Node) -> frozenset[tuple[str, str]]:
         """What sets the block of a node apart from the other repeated ones; empty for most."""
-        return self.variants.get(block_prefix(_name_of(node)), frozenset())
+        return self.variants.get(block_prefix(name_of(node)), frozenset())
 
 
 FREE = Pinned()
-
-
-def _name_of(node: fx.Node) -> str:
-    return node.target if node.op == "get_attr" else node.meta.get("key", "")
 
 
 def block_prefix(name: str) -> str:
@@ -180,11 +177,13 @@ class _Names:
 
 def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionError:
     """The error of a pin for which the model has nothing, with the names that come near."""
+    return OptionError(f"the pin {asked} matches nothing in the model", where=where, hint=near_names(near, names))
+
+
+def near_names(name: str, names: Iterable[str]) -> str:
+    """The patterns of names that come near one that is not there."""
     patterns = list(dict.fromkeys(map(pattern_of, names)))
-    close = difflib.get_close_matches(pattern_of(near), patterns, 4, 0.5) or patterns[:6]
-    return OptionError(
-        f"the pin {asked} matches nothing in the model", where=where, hint=", ".join(close)
-    )  # fmt: skip
+    return ", ".join(difflib.get_close_matches(pattern_of(name), patterns, 4, 0.5) or patterns[:6])
 
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> bool:
@@ -227,6 +226,22 @@ def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> No
         f"cannot pin {pin}", why=f"{describe(node)} has no such way to run on tp={mesh.size('tp')}",
         where=pins.where(pin), hint=" | ".join(list(outputs)[:8]),
     )  # fmt: skip
+
+
+def solve_pinned(trace: Trace, mesh: Mesh, pins: Pins, solve: Callable[[Pinned], T]) -> T:
+    """What `solve` finds for the pins. Raises LayoutError with a smallest set of pins for which it finds nothing."""
+
+    def has_solution(pinned: Pinned) -> bool:
+        try:
+            solve(pinned)
+        except NoSolution:
+            return False
+        return True
+
+    try:
+        return solve(pinned_layouts(trace, mesh, pins))
+    except NoSolution:
+        raise layout_conflict(trace, mesh, pins, has_solution) from None
 
 
 def layout_conflict(trace: Trace, mesh: Mesh, pins: Pins, hold: Callable[[Pinned], bool]) -> LayoutError:

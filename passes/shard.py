@@ -2,45 +2,47 @@
 
 One variable per operator, whose options are its strategies. A conversion is paid once per value and target placement,
 however many consumers share it. The same operator of every repeated block shares its choice, so the problem does not
-grow with depth. The objective: first, matrix work and the weights it reads are divided over the axis; then seconds, of
-communication (forward and backward, latency included) and of memory traffic. No operator is named here: Megatron's
-tensor parallelism comes out; and where nothing may lie whole between matrix products, its sequence parallelism.
+grow with depth. What an option costs is in `prices`: first, matrix work and the weights it reads are divided over the
+axis; then seconds of a step. No operator is named here: Megatron's tensor parallelism comes out, and its sequence
+parallelism where that is faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import fx
 
-from autopart.cost.collectives import conversion_time_s, time_s
 from autopart.cost.hardware import Hardware
 from autopart.graph import operators, pattern_of, shape, size_bytes, source_of, tensor_inputs
-from autopart.layout import R_GRAD_P, P, Placement, R, conversion, is_direct
+from autopart.layout import R_GRAD_P, P, Placement, R
 
-from .analyze import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, tuple_values
+from .analyze import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT
 from .pairs import NoSolution, Pairs
+from .partition import block_number
 from .pins import FREE, Pinned
+from .prices import Price, Prices, Step, toy_latency_s
 from .strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, strategies
 
-_DIVIDE_FIRST = 1e3
-"""How much heavier dividing all matrix work weighs than all communication together."""
-
 SequenceParallel = bool | Literal["auto"]
-"""Whether values are cut along dims that no weight has: wherever they can be, or never ("auto" means that for now)."""
+"""Whether values are cut along dims that no weight has: wherever they can be, never, or where that is faster."""
 
-_SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
-_AVOID_SCATTERS = 1.5
-"""Without sequence parallelism values between operators are whole: sharding what lies between two all-reduces moves as
-many bytes (an all-reduce is a reduce-scatter and an all-gather) and saves memory traffic, a few per cent of their time.
-Cutting and gathering is left for where it is cheaper by more than that: k and v of few heads."""
+Between = Literal["whole", "cut", "free"]
+"""How values lie between matrix products: whole, cut along a dim of no weight wherever they can be, or as is best."""
+
+_TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {True: ("cut",), False: ("whole",), "auto": ("whole", "free")}
+
+ONE_BATCH = Step()
+
+_FREE_BLOCKS = 4
+"""How many repeated blocks choose for themselves where it is asked whether sharing their choices loses anything."""
 
 
 @dataclass
-class _Choice:
+class Choice:
     """One decision: a parameter's stored placement, or an operator's strategy, shared by all members."""
 
     options: list
@@ -56,7 +58,7 @@ class _Choice:
 class _Uses:
     """One consumer of a value, and the inputs at which it takes it."""
 
-    choice: _Choice
+    choice: Choice
     inputs: set[int] = field(default_factory=set)
 
     def wanted(self) -> list[frozenset[Placement]]:
@@ -69,41 +71,93 @@ class _Value:
     """Output `index` of a choice, `node` being one that reads it, with its consumers."""
 
     node: fx.Node
-    producer: _Choice
+    producer: Choice
     index: int
     uses: dict[int, _Uses] = field(default_factory=dict)
+
+    def is_of(self, node: fx.Node, choice_of: Mapping[fx.Node, Choice]) -> bool:
+        """Whether it is this value of the trace, in one of the repeated blocks."""
+        source, index = source_of(node)
+        return choice_of.get(source) is self.producer and index == self.index
+
+    def places(self) -> list[Placement]:
+        """By option of the producer: where it leaves the value."""
+        options = self.producer.options
+        return [option if isinstance(option, Placement) else option.outputs[self.index] for option in options]
+
+
+class Conversion(NamedTuple):
+    """A value that goes from one placement to another."""
+
+    value: _Value
+    source: Placement
+    target: Placement
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The chosen strategies and stored placements on one axis; the objective, and what of it conversions cost."""
+    """The chosen strategies and stored placements on one axis.
+
+    `options`: the same, `{id of a choice: its option}`. `cost`: the objective. `bound`: what it is proven to be at
+    least.
+    """
 
     strategies: Mapping[fx.Node, Strategy]
     parameters: Mapping[str, Placement]
+    options: Mapping[int, int]
     cost: float
-    communication_s: float
-    gap: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How much of the cost the optimum may be below it."""
+        return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
 
-def choose_sharding(
+def cheapest(
     graph: fx.Graph,
     num_shards: int,
     hardware: Hardware,
-    stored: Mapping[str, Placement] | None = None,
-    fixed: Mapping[fx.Node, Strategy] | None = None,
-    pinned: Pinned = FREE,
-    sequence_parallel: SequenceParallel = "auto",
-) -> Sharding:
-    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks.
+    sequence_parallel: SequenceParallel,
+    step: Step,
+    pinned: Pinned,
+) -> tuple[Programme, Sharding]:
+    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the programme it solves.
 
-    `stored`: where parameters already lie, if they do. `fixed`: operators whose strategy is decided. `pinned`: what
-    the user's pins leave. Raises NoSolution where that is nothing.
+    "auto" solves for values whole between matrix products, and for values as they are best, and takes what is faster.
+    `pinned`: what the user's pins leave; raises NoSolution where that is nothing.
     """
-    return Programme(graph, num_shards, hardware, stored or {}, fixed or {}, pinned, sequence_parallel).solve()
+    best: tuple[Price, Programme, Sharding] | None = None
+    for between in _TRIED[sequence_parallel]:
+        try:
+            programme = Programme(graph, num_shards, hardware, {}, {}, pinned, between, step)
+            found = programme.solve()
+        except NoSolution:
+            continue
+        price = programme.price(found.options, programme.real_prices)
+        if best is None or price.is_less(best[0]):
+            best = price, programme, found
+    if best is None:
+        raise NoSolution
+    return best[1:]
+
+
+def fit_around(
+    graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
+    fixed: Mapping[fx.Node, Strategy],
+) -> Mapping[fx.Node, Strategy]:  # fmt: skip
+    """The cheapest strategies around where the parameters lie and what is decided for the operators in `fixed`; values
+    stay whole between matrix products where they do in all of those."""
+    is_whole = all(s in strategies(node, num_shards, TENSOR_KINDS) for node, s in fixed.items())
+    between: Between = "whole" if is_whole else "free"
+    return Programme(graph, num_shards, hardware, stored, fixed, between=between).solve().strategies
 
 
 class Programme:
-    """Every choice there is, what it costs, and what the values that go from one to another cost."""
+    """Every choice there is, what it costs, and what the values that go from one to another cost.
+
+    `between`: how values lie between matrix products. `is_shared`: whether repeated blocks share their choices.
+    """
 
     def __init__(
         self,
@@ -113,17 +167,42 @@ class Programme:
         stored: Mapping[str, Placement],
         fixed: Mapping[fx.Node, Strategy],
         pinned: Pinned = FREE,
-        sequence_parallel: SequenceParallel = "auto",
+        between: Between = "whole",
+        step: Step = ONE_BATCH,
+        is_shared: bool = True,
     ):
+        self.graph, self.hardware, self.step = graph, hardware, step
         self.stored, self.fixed, self.pinned = stored, fixed, pinned
-        self.num_shards, self.sequence_parallel = num_shards, sequence_parallel is True
-        # Where values stay whole, latency would make toy sizes choose otherwise than the sizes a model is split for.
-        self.hardware = hardware if self.sequence_parallel else replace(hardware, link_latency_s=0.0)
-        self.choices: dict[object, _Choice] = {}
-        self.choice_of: dict[fx.Node, _Choice] = {}
+        self.num_shards, self.between, self.is_shared = num_shards, between, is_shared
+        self.choices: dict[object, Choice] = {}
+        self.choice_of: dict[fx.Node, Choice] = {}
         self._collect(graph)
-        self._price_choices()
         self.values = self._find_values()
+        # Where values stay whole, latency would make toy sizes choose otherwise than the sizes a model is split for.
+        latency_s = {"whole": 0.0, "free": toy_latency_s(graph, num_shards, hardware, step)}.get(between)
+        links = hardware if latency_s is None else replace(hardware, link_latency_s=latency_s)
+        nodes = list(self.choice_of)
+        self.prices = Prices(nodes, num_shards, links, step, between == "whole", not stored)
+        self.real_prices = Prices(nodes, num_shards, hardware, step, False, not stored)
+        for choice in self.choices.values():
+            ties = 1e-9 * self.prices.scale * len(choice.members)
+            prices = [self.prices.option(choice.node, o, choice.members) for o in choice.options]
+            choice.costs = [len(choice.members) * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
+
+    def pinned_by(self, pinned: Pinned) -> Programme:
+        """The same programme with other pins."""
+        return Programme(
+            self.graph, self.num_shards, self.hardware, self.stored, self.fixed, pinned, self.between, self.step
+        )
+
+    def sharing_costs(self, shared: Sharding) -> float:
+        """By how much, relative to its objective, a solution would cost less if the first repeated blocks chose for
+        themselves."""
+        free = Programme(
+            self.graph, self.num_shards, self.hardware, self.stored, self.fixed, self.pinned, self.between, self.step,
+            is_shared=False,
+        )  # fmt: skip
+        return max(0.0, 1 - free.solve().cost / shared.cost) if shared.cost else 0.0
 
     def _collect(self, graph: fx.Graph) -> None:
         """Group operators that are the same in every repeated block, then parameters."""
@@ -152,81 +231,24 @@ class Programme:
             self._join((pattern_of(node.target), tuple(places), shape(node)), node, places)
 
     def _options(self, node: fx.Node) -> list[Strategy]:
-        """What an operator may do; under sequence parallelism not whole what can be cut along a dim of no weight."""
+        """What an operator may do; where values are to be cut, not whole what can be cut along a dim of no weight."""
         plain = strategies(node, self.num_shards, TENSOR_KINDS)
-        if not self.sequence_parallel or node.meta["role"] != ACTIVE:
+        if self.between == "whole" or node.meta["role"] != ACTIVE:
             return self.pinned.strategies(node, plain)
         found = strategies(node, self.num_shards, ALL_TENSOR_KINDS)
         left = self.pinned.strategies(node, found)
+        if self.between == "free":
+            return left
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
         return cut if cut and len(found) > len(plain) else left
 
     def _join(self, key: object, node: fx.Node, options: list) -> None:
         if not options:
             raise NoSolution
-        choice = self.choices.setdefault((key, self.pinned.variant(node)), _Choice(options))
+        block = None if self.is_shared else min(block_number(node) or 0, _FREE_BLOCKS)
+        choice = self.choices.setdefault((key, self.pinned.variant(node), block), Choice(options))
         choice.members.append(node)
         self.choice_of[node] = choice
-
-    def _price_choices(self) -> None:
-        scale = self.scale = self._communication_scale()
-        flops = sum(len(c.members) * self._flops(c.node) for c in self.choices.values()) or 1
-        table = sum(len(c.members) * self._weight_bytes(c.node) for c in self.choices.values()) or 1
-        for choice in self.choices.values():
-            for i, option in enumerate(choice.options):
-                divided = _DIVIDE_FIRST * scale * self._undivided(choice.node, option, flops, table)
-                cost = len(choice.members) * (divided + self._own_time_s(choice.node, option))
-                if option == R_GRAD_P:
-                    cost = self._sync_time_s(choice)
-                choice.costs.append(cost + 1e-9 * scale * i)
-
-    def _communication_scale(self) -> float:
-        return max(1e-12, sum(
-            len(c.members) * time_s("all_reduce", self.num_shards, size_bytes(c.node), self.hardware)
-            for c in self.choices.values() if c.node.op == "call_function" and c.node.meta["role"] == ACTIVE
-        ))  # fmt: skip
-
-    def _flops(self, node: fx.Node) -> int:
-        pattern = node.meta.get("pattern")
-        return pattern.flops if pattern is not None else 0
-
-    def _weight_bytes(self, node: fx.Node) -> int:
-        """Bytes of the parameters that a matrix product or a table look-up reads."""
-        pattern = node.meta.get("pattern")
-        if pattern is None or not (pattern.flops or pattern.lookup):
-            return 0
-        return sum(size_bytes(n) for n in tensor_inputs(node) if n.meta["role"] in (PARAMETER, WEIGHT))
-
-    def _undivided(self, node: fx.Node, option: object, flops: int, table: int) -> float:
-        """The share of all matrix work and weights that this option leaves on every rank."""
-        if not isinstance(option, Strategy):
-            return 0.0
-        # Shards of unequal sizes count as equal: a few per cent of work are not worth another collective.
-        work = self._flops(node) * (1 / self.num_shards if option.factor else 1) / flops
-        weights = 0.0
-        if self._weight_bytes(node):
-            for source, place in zip(tensor_inputs(node), option.inputs, strict=True):
-                if source.meta["role"] in (PARAMETER, WEIGHT):
-                    weights += size_bytes(source) * (1 / self.num_shards if place.is_shard else 1)
-        return work + weights / table
-
-    def _own_time_s(self, node: fx.Node, option: object) -> float:
-        """Seconds on one rank apart from matrix work: memory traffic and inner collectives."""
-        if not isinstance(option, Strategy):
-            return 0.0
-        sizes = [v.numel() * v.element_size() for v in tuple_values(node)]
-        shares = [1 / self.num_shards if p.is_shard else 1 for p in option.outputs]
-        traffic = 0.0 if node.meta["role"] == WEIGHT else sum(s * f for s, f in zip(sizes, shares, strict=True))
-        pattern = node.meta["pattern"]
-        inner = 0.0
-        if pattern is not None and option.factor and option.factor == pattern.lookup and not pattern.linear:
-            inner = 3 * time_s("all_reduce", self.num_shards, sizes[0], self.hardware)
-        return traffic / self.hardware.memory_bytes_per_s + inner
-
-    def _sync_time_s(self, choice: _Choice) -> float:
-        """Seconds of summing the gradients of the same parameter of all repeated blocks: in one bucket, and once a step
-        where a collective in the backward is there for every microbatch (counted as two)."""
-        return time_s("all_reduce", self.num_shards, sum(map(size_bytes, choice.members)), self.hardware) / 2
 
     def _find_values(self) -> list[_Value]:
         """Every value that goes from one choice to others."""
@@ -243,51 +265,60 @@ class Programme:
         return list(found.values())
 
     def conversion_costs(self, value: _Value, targets: Sequence[Placement]) -> np.ndarray:
-        """Seconds of bringing a value from every option of its producer to every target."""
-        options = value.producer.options
-        places = [option if isinstance(option, Placement) else option.outputs[value.index] for option in options]
-        grad, times = value.node.meta["needs_grad"], len(value.producer.members)
-        return np.array([[times * self._conversion_s(a, b, value.node, grad) for b in targets] for a in places])
+        """The cost of bringing a value from every option of its producer to every target."""
+        times, node = len(value.producer.members), value.node
+        return np.array([
+            [times * self.prices.conversion_s(place, target, node) for target in targets]
+            for place in value.places()
+        ])  # fmt: skip
 
-    def _conversion_s(self, place: Placement, target: Placement, used: fx.Node, grad: bool) -> float:
-        if place == target or (not grad and place.is_replicated and target.is_replicated):
-            return 0.0
-        if target.is_shard and (self._is_chosen_weight(used) or (place.is_shard and used.meta["role"] == PARAMETER)):
-            return float("inf")  # a weight is stored as it is used: cutting a whole one would save no memory
-        if not is_direct(place, target, shape(used), self.num_shards):
-            whole = R_GRAD_P if grad else R
-            return self._conversion_s(place, whole, used, grad) + self._conversion_s(whole, target, used, grad)
-        seconds = conversion_time_s(place, target, self.num_shards, size_bytes(used), grad, self.hardware)
-        step = conversion(place, target)
-        scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
-        if self.sequence_parallel or used.meta["role"] != ACTIVE or not scatters:
-            return seconds
-        gather = time_s("all_gather", self.num_shards, size_bytes(used), self.hardware)
-        return max(seconds, gather) * _AVOID_SCATTERS
+    def solve(self, forced: Mapping[int, int] | None = None, forbidden: Conversion | None = None) -> Sharding:
+        """The cheapest choices, exactly. Raises NoSolution.
 
-    def _is_chosen_weight(self, used: fx.Node) -> bool:
-        """Whether it is a weight, or a view of one, whose placement is chosen here."""
-        return not self.stored and used.meta["role"] in (PARAMETER, WEIGHT)
-
-    def solve(self) -> Sharding:
+        Args:
+            forced: `{id of a choice: its option}`.
+            forbidden: a conversion that is not to be made.
+        """
         pairs = Pairs()
-        variables = {id(choice): pairs.variable(choice.costs) for choice in self.choices.values()}
+        variables: dict[int, int] = {}
+        for key, choice in ((id(choice), choice) for choice in self.choices.values()):
+            costs = np.array(choice.costs)
+            if forced and key in forced:
+                costs[np.arange(len(costs)) != forced[key]] = np.inf
+            variables[key] = pairs.variable(costs)
         for value in self.values:
-            self._add_value(pairs, variables, value)
+            self._add_value(pairs, variables, value, forbidden)
         found = pairs.solve()
+        options = {key: found.chosen[variable] for key, variable in variables.items()}
         chosen: dict[fx.Node, Strategy] = {}
         stored: dict[str, Placement] = {}
         for choice in self.choices.values():
-            option = choice.options[found.chosen[variables[id(choice)]]]
+            option = choice.options[options[id(choice)]]
             for node in choice.members:
                 if node.op == "call_function":
                     chosen[node] = option
                 elif node.op == "get_attr":  # else an input that needs a gradient, which lies whole
                     stored[node.target] = option
-        own = sum(choice.costs[found.chosen[variables[id(choice)]]] for choice in self.choices.values())
-        return Sharding(chosen, stored, found.cost, found.cost - own, found.gap)
+        bound = found.cost - found.gap * abs(found.cost)
+        return Sharding(chosen, stored, options, found.cost, bound)
 
-    def _add_value(self, pairs: Pairs, variables: Mapping[int, int], value: _Value) -> None:
+    def price(self, options: Mapping[int, int], prices: Prices) -> Price:
+        """What one option of every choice costs, `{id of a choice: its option}`, at the prices that are minimised or
+        at `real_prices`, with all latency."""
+        total = Price()
+        for choice in self.choices.values():
+            option = choice.options[options[id(choice)]]
+            total += prices.option(choice.node, option, choice.members) * len(choice.members)
+        for value in self.values:
+            place = value.places()[options[id(value.producer)]]
+            for target in {p for use in value.uses.values() for p in use.wanted()[options[id(use.choice)]]}:
+                seconds = prices.conversion_s(place, target, value.node)
+                total += Price(communication_s=seconds * len(value.producer.members))
+        return total
+
+    def _add_value(
+        self, pairs: Pairs, variables: Mapping[int, int], value: _Value, forbidden: Conversion | None
+    ) -> None:
         """What it costs to bring a value to all placements in which it is wanted, each once.
 
         With several consumers that is a choice of its own: the set of placements in which the value is made.
@@ -295,6 +326,9 @@ class Programme:
         uses = list(value.uses.values())
         targets = sorted({place for use in uses for wanted in use.wanted() for place in wanted})
         costs = self.conversion_costs(value, targets)
+        if forbidden is not None and forbidden.value is value and forbidden.target in targets:
+            left_so = [place == forbidden.source for place in value.places()]
+            costs[left_so, targets.index(forbidden.target)] = np.inf
         position = {place: i for i, place in enumerate(targets)}
         producer = variables[id(value.producer)]
 

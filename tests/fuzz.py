@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 from autopart.compat import tree_flatten, tree_map
 from autopart.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
-from autopart.layout import R_GRAD_P, P, Placement, R, cannot_store_over_dp, conversion, shard
+from autopart.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.mesh import Mesh
 from autopart.passes.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
 from autopart.passes.lower import Decisions
@@ -74,7 +74,7 @@ class Drawing:
 
     def weight(self, *sizes: int, tensor: Tensor | None = None) -> fx.Node:
         if tensor is None:
-            tensor = _floats(sizes, len(self.weights)).mul(2 / math.sqrt(max(sizes[-1:], default=1))).sub(0.3)
+            tensor = floats(sizes, len(self.weights)).mul(2 / math.sqrt(max(sizes[-1:], default=1))).sub(0.3)
             tensor.requires_grad_()
         name = f"w{len(self.weights)}"
         self.weights[name] = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
@@ -165,7 +165,7 @@ class Drawing:
         if kind == "scalar":
             return [self.call(self.pick(aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor), x, self.pick(2.0, 0.25))]
         wanted = torch.broadcast_shapes(shape(x), shape(y))
-        mask = self.input(_floats(wanted, len(self.inputs)) > 0.5)
+        mask = self.input(floats(wanted, len(self.inputs)) > 0.5)
         return [self.call(aten.where.self, mask, x, y)]
 
     def reshape(self) -> list[fx.Node] | None:
@@ -343,7 +343,7 @@ class Drawing:
         if kind == "mean":
             return self.call(aten.mean.default, self.call(aten.mul.Tensor, x, x))
         if kind == "mse":
-            return self.call(aten.mse_loss.default, x, self.input(_floats(shape(x), 3)))
+            return self.call(aten.mse_loss.default, x, self.input(floats(shape(x), 3)))
         if len(shape(x)) < 2:
             return self.call(aten.sum.default, x)
         *rows, classes = shape(x)
@@ -384,12 +384,11 @@ CALLS = [
     sample for sample in SAMPLES
     if not sample.operator.startswith(("acosh", "dropout", "to.", "_to_copy", "complex", "view_as_", "polar", "fft_"))
     and hasattr(aten, sample.operator.partition(".")[0])
-    and not any(isinstance(argument, Tensor) and argument.is_complex() for argument in sample.args)
 ]  # fmt: skip
 """Without what is not defined between 0 and 1, what is random, what computes in float32, and complex numbers."""
 
 
-def _floats(sizes: Any, seed: int) -> Tensor:
+def floats(sizes: Any, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(tuple(sizes), generator=generator, dtype=torch.float64).mul(0.8).add(0.1)
 
@@ -408,7 +407,7 @@ def cases(draw: Any) -> Subgraph:
     mesh = Mesh.parse(mesh_text)
     drawing = Drawing(draw, mesh.size("dp") * microbatches * draw(st.sampled_from((1, 2))))
     first = draw(st.sampled_from([(4,), (6,), (3, 4), (4, 6), (2, 4, 4)]))
-    drawing.pool.append(drawing.input(_floats((drawing.rows, *first), 99)))
+    drawing.pool.append(drawing.input(floats((drawing.rows, *first), 99)))
     drawing.pool += drawing.linear() or []
     for _ in range(draw(st.integers(1, 10))):
         drawing.step()
@@ -433,14 +432,6 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
             }  # fmt: skip
             places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *sorted(p for p in read if p.is_shard)]
             stored[node.target] = draw(st.sampled_from(places))
-    over_dp: dict[str, Placement] = {}
-    if mesh.size("dp") > 1:
-        for node in graph.find_nodes(op="get_attr"):
-            sizes, on_tp = shape(node), stored.get(node.target, R)
-            shards = [shard(dim) for dim in range(len(sizes))]
-            places = [R, *(p for p in shards if not cannot_store_over_dp(p, sizes, mesh.size("dp"), on_tp))]
-            over_dp[node.target] = draw(st.sampled_from(places))
-    over_dp = {name: place for name, place in over_dp.items() if place.is_shard}
     tensor = batch = {}
     if mesh.size("tp") > 1:
         tensor = _choose(draw, graph, mesh.size("tp"), kinds, stored, moves=True)
@@ -452,7 +443,7 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
         reject()
     cuts = sorted(draw(st.permutations(places))[: num_stages - 1])
     stage_of = {node: sum(cut <= i for cut in cuts) for i, node in enumerate(nodes)}
-    return Decisions(mesh, microbatches, batch, tensor, stored, stage_of, num_stages, stored_over_dp=over_dp)
+    return Decisions(mesh, microbatches, batch, tensor, stored, stage_of, num_stages)
 
 
 def _choose(

@@ -309,9 +309,10 @@ def test_what_is_exported_comes_back_as_pins(to):
     model, batch = llama()
     mesh = "pp2,tp2"
     odd = {"model.layers.*.self_attn": {"tp": "R"}, **LAYERS}
-    plan = autopart.plan(model, mesh, example_kwargs=batch, pins=odd)
+    whole = {"example_kwargs": batch, "sequence_parallel": False}
+    plan = autopart.plan(model, mesh, **whole, pins=odd)
     pins = autopart.pins_from(plan.export(to, model), model)
-    again = autopart.plan(model, mesh, example_kwargs=batch, pins=pins)
+    again = autopart.plan(model, mesh, **whole, pins=pins)
     if to == "pipelining":
         assert pins == {"stages": {"cut_before": [plan.cuts[0].rsplit(".", 1)[0]]}} and again.cuts == plan.cuts
         return

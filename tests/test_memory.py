@@ -220,7 +220,7 @@ def refused() -> tuple[Plan, MemoryLimitError]:
     plan = autopart.plan(model, "pp2,dp2", example_kwargs=batch, schedule="gpipe", microbatches=2)
     limit = max(row["total"] for row in plan.memory) * 4 // 5
     with pytest.raises(MemoryLimitError) as caught:
-        autopart.plan(model, "pp2,dp2", example_kwargs=batch, schedule="gpipe", microbatches=2, memory=limit)
+        autopart.plan(model, "pp2,dp2", example_kwargs=batch, schedule="gpipe", microbatches=2, zero=0, memory=limit)
     return plan, caught.value
 
 
@@ -262,11 +262,28 @@ def test_what_fits_comes_first_and_works(refused):
 
 def test_what_fits_is_planned():
     model, batch = ZOO["gpt2"]()
-    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    plan = autopart.plan(model, "tp2", example_kwargs=batch, sequence_parallel=False)
     need = max(row["total"] for row in plan.memory)
-    assert autopart.plan(model, "tp2", example_kwargs=batch, memory=need) == plan
+    assert autopart.plan(model, "tp2", example_kwargs=batch, sequence_parallel=False, memory=need) == plan
     with pytest.raises(MemoryLimitError):
-        autopart.plan(model, "tp2", example_kwargs=batch, memory=need - 1)
+        autopart.plan(model, "tp2", example_kwargs=batch, sequence_parallel=False, memory=need - 1)
+
+
+def test_a_limit_changes_what_is_left_open():
+    """Values are cut along the sequence, weights over dp, in this order, and only where a rank lacks the room."""
+    model, batch = ZOO["llama"]()
+    changes = [{}, {"sequence_parallel": True}, {"zero": 3}, {"sequence_parallel": True, "zero": 3}]
+    plans = [autopart.plan(model, "dp2,tp2", example_kwargs=batch, **change) for change in changes]
+    needs = [max(row["total"] for row in plan.memory) for plan in plans]
+    for limit in needs:
+        expected = next(plan for plan, need in zip(plans, needs, strict=True) if need <= limit)
+        assert autopart.plan(model, "dp2,tp2", example_kwargs=batch, memory=limit) == expected
+    assert len(set(needs)) == 4 and min(needs) == needs[3] and needs[0] == max(needs)
+    assert autopart.verify(model, "dp2,tp2", example_kwargs=batch, memory=needs[3]).ok
+    with pytest.raises(MemoryLimitError):
+        autopart.plan(model, "dp2,tp2", example_kwargs=batch, memory=needs[3] - 1)
+    with pytest.raises(MemoryLimitError):  # what is asked for is kept
+        autopart.plan(model, "dp2,tp2", example_kwargs=batch, memory=needs[3], zero=0)
 
 
 def test_a_given_plan_is_checked():
@@ -294,7 +311,8 @@ def test_exact_random_numbers_count_what_they_draw():
 def test_verify_judges_the_model_in_its_own_dtype():
     model, batch = ZOO["skip_mlp"]()
     model, batch = model.float(), {name: tensor.float() for name, tensor in batch.items()}
-    need = max(row["total"] for row in autopart.plan(model, "tp2", example_kwargs=batch).memory)
-    assert autopart.verify(model, "tp2", example_kwargs=batch, memory=need).ok
+    options = {"example_kwargs": batch, "sequence_parallel": False}
+    need = max(row["total"] for row in autopart.plan(model, "tp2", **options).memory)
+    assert autopart.verify(model, "tp2", **options, memory=need).ok
     with pytest.raises(MemoryLimitError):
-        autopart.verify(model, "tp2", example_kwargs=batch, memory=need - 1)
+        autopart.verify(model, "tp2", **options, memory=need - 1)

@@ -136,7 +136,7 @@ def train_on(name, mesh, shapes):
     tensors = {name: id(p) for name, p in pm.named_parameters()}
     with (
         mock.patch("autopart.compiler.trace", wraps=autopart.compiler.trace) as traces,
-        mock.patch("autopart.passes.decide.choose_sharding", side_effect=AssertionError("solved again")),
+        mock.patch("autopart.passes.decide.fit_around", side_effect=AssertionError("solved again")),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -204,7 +204,7 @@ def generate(mesh):
         expected = model(input_ids=ids, use_cache=False)
         with (
             torch.no_grad(),
-            mock.patch("autopart.passes.decide.choose_sharding", side_effect=AssertionError("solved again")),
+            mock.patch("autopart.passes.decide.fit_around", side_effect=AssertionError("solved again")),
         ):
             found = pm(input_ids=ids)
         zoo.assert_close_outputs(found, expected)

@@ -100,7 +100,8 @@ def forbid_choosing(monkeypatch):
         raise AssertionError("a given plan leaves nothing to choose")
 
     def forbid():
-        monkeypatch.setattr("autopart.passes.decide.choose_sharding", forbidden)
+        monkeypatch.setattr("autopart.passes.decide.cheapest", forbidden)
+        monkeypatch.setattr("autopart.passes.decide.fit_around", forbidden)
         monkeypatch.setattr("autopart.passes.decide.pinned_partition", forbidden)
 
     return forbid

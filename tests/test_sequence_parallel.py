@@ -116,7 +116,24 @@ def test_as_many_bytes_at_real_sizes():
     assert sent[True] <= 1.001 * sent[False]
 
 
-def test_auto_keeps_values_whole():
+@pytest.mark.parametrize("mesh", ["tp8", "dp2,tp4"])
+def test_it_comes_by_itself_where_it_is_faster(mesh):
+    model, batch = large_llama(2)
+    traced = prepare(model, bind_call(model, (), batch))
+    plans = {s: make_plan(model, traced, Mesh.parse(mesh), Options(sequence_parallel=s)) for s in (False, "auto")}
+    kinds = moved(plans["auto"])
+    assert kinds["all_gather"] == kinds["reduce_scatter"] == 2 * 4 + 2, kinds
+    norms = [layout["tp"] for name, layout in plans["auto"].parameters.items() if "norm" in name]
+    assert set(norms) == {"R(grad P)"}
+    seconds = {
+        s: sum(plan.cost[key] for key in ("communication_s", "memory_traffic_s", "gradient_sync_s"))
+        for s, plan in plans.items()
+    }
+    assert seconds["auto"] < seconds[False]
+
+
+def test_values_stay_whole_where_that_is_faster():
+    """A toy's gradient sums cost more than the memory traffic that is saved."""
     model, batch = zoo.llama()
     plans = [autopart.plan(model, "tp2", example_kwargs=batch, sequence_parallel=s) for s in (False, "auto")]
     assert plans[0].parameters == plans[1].parameters and moved(plans[1]).keys() == {"all_reduce"}

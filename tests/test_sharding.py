@@ -1,19 +1,24 @@
-"""The tensor-parallel solve: collapsing a problem does not change its optimum."""
+"""The tensor-parallel solve finds the optimum: against one flat programme, and against every combination."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import zoo
-from hypothesis import given, settings
+from fuzz import Drawing, floats
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autopart.compiler import prepare
 from autopart.cost.hardware import Hardware
+from autopart.graph import operators
+from autopart.passes.analyze import ACTIVE
 from autopart.passes.pairs import Pairs
+from autopart.passes.prices import Step
 from autopart.passes.shard import Programme
 from autopart.trace import bind_call
 
@@ -123,7 +128,7 @@ def flat_cost(programme):
 def test_collapsing_does_not_change_the_optimum(case):
     programme = programme_of(*CASES[case])
     found = programme.solve()
-    assert found.gap == 0.0
+    assert found.bound == found.cost
     assert found.cost == pytest.approx(flat_cost(programme), rel=1e-9)
 
 
@@ -131,5 +136,66 @@ def test_another_cost_gives_another_optimum():
     """The check above can fail."""
     programme = programme_of(*CASES["gpt2 on tp2"])
     before = programme.solve().cost
-    programme.hardware = replace(programme.hardware, link_bytes_per_s=programme.hardware.link_bytes_per_s / 2)
+    links = programme.prices.hardware
+    programme.prices.hardware = replace(links, link_bytes_per_s=links.link_bytes_per_s / 2)
     assert programme.solve().cost > before * (1 + 1e-6)
+
+
+# --- random graphs, against every combination of choices ------------------------------------------------------------
+
+MOST = 20_000
+"""Combinations that are tried; graphs with more are passed over."""
+
+
+def least_of_all(programme):
+    """The cheapest of all combinations of options, each priced on its own: options, and every value once in every
+    placement in which somebody wants it."""
+    choices = list(programme.choices.values())
+    index = {id(choice): i for i, choice in enumerate(choices)}
+    combined = np.indices([len(choice.options) for choice in choices]).reshape(len(choices), -1)
+    total = np.zeros(combined.shape[1])
+    for chosen, choice in zip(combined, choices, strict=True):
+        total += np.array(choice.costs)[chosen]
+    for value in programme.values:
+        wanted = [(combined[index[id(use.choice)]], use.wanted()) for use in value.uses.values()]
+        targets = sorted({place for _, options in wanted for places in options for place in places})
+        costs = programme.conversion_costs(value, targets)[combined[index[id(value.producer)]]]
+        for k, target in enumerate(targets):
+            is_wanted = np.any([np.array([target in o for o in options])[chosen] for chosen, options in wanted], axis=0)
+            total += np.where(is_wanted, costs[:, k], 0.0)
+    return total.min()
+
+
+@st.composite
+def graphs(draw):
+    """A random graph of a few operators on weights, inputs and what they make."""
+    drawing = Drawing(draw, draw(st.sampled_from((2, 4))))
+    drawing.pool.append(drawing.input(floats((drawing.rows, *draw(st.sampled_from([(4,), (6,), (3, 4)]))), 99)))
+    drawing.pool += drawing.linear() or []
+    for _ in range(draw(st.integers(1, 4))):
+        drawing.step()
+    return drawing.subject().traced.graph
+
+
+@pytest.mark.parametrize("between", ["whole", "cut", "free"])
+def test_no_combination_is_cheaper(between):
+    tried = []
+
+    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(graphs(), st.sampled_from((2, 3)), st.sampled_from((Step(), Step(4, 8))))
+    def check(graph, tp, step):
+        if not any(node.meta["role"] == ACTIVE for node in operators(graph)):
+            reject()
+        programme = Programme(graph, tp, Hardware.load(), {}, {}, between=between, step=step)
+        if math.prod(len(choice.options) for choice in programme.choices.values()) > MOST:
+            reject()
+        least = least_of_all(programme)
+        found = programme.solve()
+        assert found.cost == pytest.approx(least, rel=1e-9) and found.bound <= found.cost
+        weighed = programme.prices.weigh(programme.price(found.options, programme.prices))
+        ties = 1e-6 * programme.prices.scale
+        assert weighed == pytest.approx(least, abs=ties)
+        tried.append(graph)
+
+    check()
+    assert len(tried) >= 100

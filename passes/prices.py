@@ -1,0 +1,219 @@
+"""What the options of a sharding cost on one axis: the objective of the solve in `shard`, term by term.
+
+In order of weight: matrix work and the weights it reads that the axis does not divide; then the seconds that a step
+takes one rank apart from matrix work: the communication of every microbatch, forward and backward, memory traffic, and
+the sums of gradients once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from autopart.cost.collectives import conversion_time_s, time_s
+from autopart.cost.hardware import Hardware
+from autopart.graph import operators, shape, size_bytes, tensor_inputs
+from autopart.layout import R_GRAD_P, Placement, R, conversion, is_direct
+
+from .analyze import ACTIVE, BATCH, PARAMETER, WEIGHT, Atom, tuple_values
+from .strategies import Strategy
+
+_DIVIDE_FIRST = 1e2
+"""How much heavier dividing all matrix work weighs than all communication together."""
+
+_SCATTERS = frozenset({"slice", "all_gather", "reduce_scatter", "all_to_all"})
+_AVOID_SCATTERS = 1.5
+"""Where values between operators are to be whole: sharding what lies between two all-reduces moves as many bytes (an
+all-reduce is a reduce-scatter and an all-gather) and saves memory traffic, a few per cent of their time. Cutting and
+gathering is left for where it is cheaper by more than that: k and v of few heads."""
+
+_LATENCY_SHARE = 1 / 32
+"""The most that latency counts for, as a share of the time that a typical value's all-reduce is on the wire: with all
+of it a toy model gathers its logits, which a model of the sizes that are split does not."""
+
+
+_TELLS = 0.01
+"""A difference of predicted times, as a share, that says nothing."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What of a training step prices depend on. `row_shards`: the parts in which the rows of the batch are cut, over
+    `dp` and microbatches."""
+
+    microbatches: int = 1
+    row_shards: int = 1
+
+
+@dataclass(frozen=True)
+class Price:
+    """The parts of what a sharding costs.
+
+    `work`, `weights`: the share of all matrix work and of its weights that a rank has (1 / n where n ranks divide them
+    all). The seconds are those of a step on one rank.
+    """
+
+    work: float = 0.0
+    weights: float = 0.0
+    communication_s: float = 0.0
+    memory_traffic_s: float = 0.0
+    gradient_sync_s: float = 0.0
+
+    def __add__(self, other: Price) -> Price:
+        return Price(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Price) -> Price:
+        return self + other * -1
+
+    def __mul__(self, times: float) -> Price:
+        return Price(*(times * a for a in astuple(self)))
+
+    @property
+    def undivided(self) -> float:
+        return self.work + self.weights
+
+    @property
+    def seconds(self) -> float:
+        return self.communication_s + self.memory_traffic_s + self.gradient_sync_s
+
+    def is_less(self, other: Price) -> bool:
+        """Whether less matrix work is on every rank, or as much and a step takes less time by what a prediction can
+        tell."""
+        if abs(self.undivided - other.undivided) > 1e-9:
+            return self.undivided < other.undivided
+        return self.seconds < other.seconds * (1 - _TELLS)
+
+
+def toy_latency_s(graph: fx.Graph, num_shards: int, hardware: Hardware, step: Step) -> float:
+    """Seconds per hop, at toy sizes as small against a typical value's time on the wire as at real ones."""
+    values = [n for n in operators(graph) if n.meta["role"] == ACTIVE and n.meta["needs_grad"]]
+    typical = float(np.median([size_bytes(n) / _row_shards(n, step) for n in values] or [0]))
+    on_wire = time_s("all_reduce", num_shards, typical, replace(hardware, link_latency_s=0.0))
+    return min(hardware.link_latency_s, _LATENCY_SHARE * on_wire / (2 * (num_shards - 1)))
+
+
+def _row_shards(node: fx.Node, step: Step) -> int:
+    """In how many parts a value is cut that has rows of the batch."""
+    return step.row_shards if _has_rows(node.meta["atoms"]) else 1
+
+
+def _has_rows(atoms: Any) -> bool:
+    """Whether there is an atom of the batch in what may be nested: dims of one value or of several."""
+    return atoms.kind == BATCH if isinstance(atoms, Atom) else any(map(_has_rows, atoms))
+
+
+class Prices:
+    """Prices on an axis of `num_shards` ranks for the operators and weights of a graph.
+
+    Args:
+        nodes: all operators and parameters that are chosen.
+        avoid_scatters: whether values between operators are to be whole where that costs little more.
+        weights_chosen: whether it is chosen where weights lie.
+    """
+
+    def __init__(
+        self, nodes: Sequence[fx.Node], num_shards: int, hardware: Hardware, step: Step, avoid_scatters: bool,
+        weights_chosen: bool,
+    ):  # fmt: skip
+        self.num_shards, self.hardware, self.step = num_shards, hardware, step
+        self.avoid_scatters, self.weights_chosen = avoid_scatters, weights_chosen
+        active = [n for n in nodes if n.op == "call_function" and n.meta["role"] == ACTIVE]
+        self.scale = max(1e-12, step.microbatches * sum(self._time_s("all_reduce", self.bytes(n)) for n in active))
+        self.flops = sum(_flops(n) for n in nodes) or 1
+        self.table = sum(_weight_bytes(n) for n in nodes) or 1
+
+    def weigh(self, price: Price) -> float:
+        """The one number that is minimised."""
+        return _DIVIDE_FIRST * self.scale * price.undivided + price.seconds
+
+    def bytes(self, node: fx.Node) -> float:
+        """Bytes of a value for one microbatch of one rank of `dp`."""
+        return size_bytes(node) / _row_shards(node, self.step)
+
+    def option(self, node: fx.Node, option: Strategy | Placement, members: Sequence[fx.Node]) -> Price:
+        """The price of an option for one of the `members` that share it, conversions left out."""
+        if option == R_GRAD_P:
+            return Price(gradient_sync_s=self._sync_s(node, len(members)))
+        if not isinstance(option, Strategy):
+            return Price()
+        work, weights = self._undivided(node, option)
+        return Price(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
+
+    def conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
+        """Seconds a step of bringing a value from one placement to another; infinite where that cannot be."""
+        return self.step.microbatches * self._conversion_s(place, target, used)
+
+    def _time_s(self, kind: str, size: float) -> float:
+        return time_s(kind, self.num_shards, size, self.hardware)
+
+    def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
+        """The shares of all matrix work and of its weights that this option leaves on every rank."""
+        # Shards of unequal sizes count as equal: a few per cent of work are not worth another collective.
+        work = _flops(node) * (1 / self.num_shards if option.factor else 1) / self.flops
+        weights = 0.0
+        if _weight_bytes(node):
+            for source, place in zip(tensor_inputs(node), option.inputs, strict=True):
+                if source.meta["role"] in (PARAMETER, WEIGHT):
+                    weights += size_bytes(source) * (1 / self.num_shards if place.is_shard else 1)
+        return work, weights / self.table
+
+    def _traffic_s(self, node: fx.Node, option: Strategy) -> float:
+        """Seconds of writing the outputs to memory."""
+        if node.meta["role"] == WEIGHT:
+            return 0.0
+        shares = [1 / self.num_shards if p.is_shard else 1 for p in option.outputs]
+        sizes = [v.numel() * v.element_size() for v in tuple_values(node)]
+        written = sum(size * share for size, share in zip(sizes, shares, strict=True)) / _row_shards(node, self.step)
+        return self.step.microbatches * written / self.hardware.memory_bytes_per_s
+
+    def _inner_s(self, node: fx.Node, option: Strategy) -> float:
+        """Seconds of the collectives inside an operator: the maximum, the sum and the label's entry of a loss."""
+        pattern = node.meta["pattern"]
+        if pattern is None or not option.factor or option.factor != pattern.lookup or pattern.linear:
+            return 0.0
+        first = tuple_values(node)[0]
+        size = first.numel() * first.element_size() / _row_shards(node, self.step)
+        return self.step.microbatches * 3 * self._time_s("all_reduce", size)
+
+    def _sync_s(self, node: fx.Node, num_members: int) -> float:
+        """Seconds of summing a gradient once a step, in one bucket with those of all repeated blocks, and maybe others:
+        a little less than a collective."""
+        return 0.99 * self._time_s("all_reduce", num_members * size_bytes(node)) / num_members
+
+    def _conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
+        grad = used.meta["needs_grad"]
+        if place == target or (not grad and place.is_replicated and target.is_replicated):
+            return 0.0
+        if target.is_shard and (self._is_chosen_weight(used) or (place.is_shard and used.meta["role"] == PARAMETER)):
+            return float("inf")  # a weight is stored as it is used: cutting a whole one would save no memory
+        if not is_direct(place, target, shape(used), self.num_shards):
+            whole = R_GRAD_P if grad else R
+            return self._conversion_s(place, whole, used) + self._conversion_s(whole, target, used)
+        size = self.bytes(used)
+        seconds = conversion_time_s(place, target, self.num_shards, size, grad, self.hardware)
+        step = conversion(place, target)
+        scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
+        if not self.avoid_scatters or used.meta["role"] != ACTIVE or not scatters:
+            return seconds
+        return max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS
+
+    def _is_chosen_weight(self, used: fx.Node) -> bool:
+        """Whether it is a weight, or a view of one, whose placement is chosen here."""
+        return self.weights_chosen and used.meta["role"] in (PARAMETER, WEIGHT)
+
+
+def _flops(node: fx.Node) -> int:
+    pattern = node.meta.get("pattern")
+    return pattern.flops if pattern is not None else 0
+
+
+def _weight_bytes(node: fx.Node) -> int:
+    """Bytes of the parameters that a matrix product or a table look-up reads."""
+    pattern = node.meta.get("pattern")
+    if pattern is None or not (pattern.flops or pattern.lookup):
+        return 0
+    return sum(size_bytes(n) for n in tensor_inputs(node) if n.meta["role"] in (PARAMETER, WEIGHT))

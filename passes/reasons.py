@@ -1,0 +1,209 @@
+"""Why a plan is as it is: what every other choice would cost, from the programme that was solved for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import fx
+
+from autopart.errors import LayoutError, OptionError
+from autopart.explain import quantity
+from autopart.graph import describe, name_of, operators, parents, pattern_of, size_bytes
+from autopart.layout import CONVERSIONS, Placement
+from autopart.mesh import Mesh
+from autopart.pins import Pins
+from autopart.plan import Why
+from autopart.program import Program
+from autopart.trace import Trace
+
+from .analyze import ACTIVE, WEIGHT
+from .pairs import NoSolution
+from .pins import near_names, solve_pinned
+from .prices import Price
+from .shard import Choice, Conversion, Programme, Sharding
+
+Solved = tuple[Programme, Sharding]
+
+_OPERATORS = {c.operator for c in CONVERSIONS.values()}
+_DIGITS = 9
+
+
+def certificate(solved: Solved | None) -> dict[str, float]:
+    """What a plan says of its layouts: the objective, its proven lower bound and the gap, and the parts of the price.
+
+    `sharing_costs`: how much less, relatively, the objective would be if the first repeated blocks chose for
+    themselves.
+    """
+    if solved is None:  # weights lie whole on every rank: there is nothing to choose
+        return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
+    programme, sharding = solved
+    price = programme.price(sharding.options, programme.real_prices)
+    found = {
+        "objective": sharding.cost, "lower_bound": sharding.bound, "gap": sharding.gap,
+        "sharing_costs": programme.sharing_costs(sharding), "work_share": price.work, "weight_share": price.weights,
+        "communication_s": price.communication_s, "memory_traffic_s": price.memory_traffic_s,
+        "gradient_sync_s": price.gradient_sync_s,
+    }  # fmt: skip
+    return {name: float(f"{number:.{_DIGITS}g}") for name, number in found.items()}
+
+
+class Reasons:
+    """Answers of `Plan.why` and `Plan.why_not`. They need the traced model, so a copy or a file of a plan has none."""
+
+    def __init__(self, trace: Trace, mesh: Mesh, program: Program, pins: Pins, solved: Solved | None):
+        self.trace, self.mesh, self.program, self.pins, self.solved = trace, mesh, program, pins, solved
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def why(self, name: str) -> Why:
+        """Why a parameter, module, operator or collective is as it is."""
+        for node in self._conversions():
+            if node.name == name:
+                return self._why_moved(node)
+        nodes = self._named(name)
+        subject = ", ".join(dict.fromkeys(pattern_of(name_of(n)) for n in nodes[:1]))
+        where = describe(nodes[0]) if nodes[0].op == "call_function" else describe(next(iter(nodes[0].users)))
+        if self.solved is None:
+            return Why(subject, "whole", f"the mesh {self.mesh} has no axis tp to cut it over", where=where)
+        programme, sharding = self.solved
+        choice = programme.choice_of[nodes[0]]
+        chosen = choice.options[sharding.options[id(choice)]]
+        others = self._others(choice)
+        moved = tuple(node.name for node in self._conversions() if node.meta.get("key") in map(name_of, nodes))
+        if not others:
+            reason = f"there is no other way on tp={self.mesh.size('tp')}{' that the pins leave' * bool(self.pins)}"
+            return Why(subject, str(chosen), reason, collectives=moved, where=where)
+        runner_up, price = next(iter(others.items()))
+        said = {other: _said(price) for other, price in others.items()}
+        return Why(subject, str(chosen), _reason(price, runner_up), runner_up, price.seconds, said, moved, where)
+
+    def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
+        """What another layout of a parameter, module or operator would cost, or why it cannot be."""
+        asked = Pins.parse({name: layout})
+        wanted = ", ".join(f"{pin.text} on {pin.axis}" for pin in asked.layouts)
+        pins = Pins((*self.pins.layouts, *asked.layouts))
+        try:
+            if self.solved is None:
+                solve_pinned(self.trace, self.mesh, pins, lambda pinned: pinned)
+                return Why(name, wanted, "it is so in the plan")
+            programme, chosen = self.solved
+            found = solve_pinned(self.trace, self.mesh, pins, lambda pinned: _solved(programme.pinned_by(pinned)))
+        except LayoutError as error:
+            return Why(name, f"not {wanted}", str(error).replace("\n  ", "; "))
+        before = programme.price(chosen.options, programme.prices)
+        price = found[0].price(found[1].options, found[0].prices) - before
+        changed = dict.fromkeys(
+            f"{pattern_of(weight)} {chosen.parameters[weight]} -> {place}"
+            for weight, place in found[1].parameters.items() if place != chosen.parameters[weight]
+        )  # fmt: skip
+        if found[1].strategies == chosen.strategies and not changed:
+            return Why(name, wanted, "it is so in the plan")
+        others = {wanted: "; ".join([_said(price), *(["with " + ", ".join(changed)] if changed else [])])}
+        return Why(name, f"not {wanted}", _reason(price, wanted), wanted, price.seconds, others)
+
+    def _why_moved(self, node: fx.Node) -> Why:
+        """Why a collective is there: the value, its two placements, and what it would cost to do without it."""
+        axis, key = node.args[1], node.meta.get("key", "")
+        readers = ", ".join(dict.fromkeys(describe(n) for n in node.users if n.op == "call_function"))
+        where = f"read by {readers}" if readers else ""
+        layouts = [n.meta.get("layout", {}).get(axis) for n in (node.args[0], node)]
+        if None in layouts:
+            return Why(node.name, f"on {axis}", f"{key} is computed from parts of its input on every rank", where=where)
+        source, target = layouts
+        made = next(n for n in self.trace.graph.nodes if n.name == node.meta["origin"])
+        subject = f"{node.name}: {describe(made)} from {source} to {target} on {axis}"
+        sent = f"{quantity(size_bytes(node.args[0]), 'B')} on every rank"
+        reason = f"it is left {_lies(source)} and taken {_lies(target)}"
+        other = self._without(made, source, target) if axis == "tp" and self.solved is not None else None
+        if other is None:
+            return Why(subject, sent, reason, where=where)
+        assert self.solved is not None
+        programme, chosen = self.solved
+        price = programme.price(other.options, programme.prices) - programme.price(chosen.options, programme.prices)
+        changed = [f"{n.meta['group']} as {s}" for n, s in other.strategies.items() if s != chosen.strategies[n]]
+        changed = list(dict.fromkeys(changed))
+        instead = ", ".join(changed[:3]) + f" and {len(changed) - 3} more" * (len(changed) > 3)
+        return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
+
+    def _without(self, made: fx.Node, source: Placement, target: Placement) -> Sharding | None:
+        """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
+        assert self.solved is not None
+        programme = self.solved[0]
+        value = next((value for value in programme.values if value.is_of(made, programme.choice_of)), None)
+        try:
+            return programme.solve(forbidden=Conversion(value, source, target)) if value is not None else None
+        except NoSolution:
+            return None
+
+    def _conversions(self) -> Iterator[fx.Node]:
+        for stage in self.program.stages:
+            for node in stage.graph.graph.nodes:
+                target = str(node.target)
+                if target.startswith("autopart.") and target.split(".")[1] in _OPERATORS:
+                    yield node
+
+    def _named(self, name: str) -> list[fx.Node]:
+        """The parameters and operators of a name, the one that decides most first. Raises OptionError for none."""
+        aliases = {alias: name for name, others in self.trace.aliases.items() for alias in others}
+        name = aliases.get(name, name)
+        nodes = [n for n in operators(self.trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
+        nodes += [n for n in self.trace.graph.find_nodes(op="get_attr") if n.target in self.trace.parameters]
+        exact = [n for n in nodes if fnmatchcase(name_of(n), name) or n.meta.get("group") == name]
+        found = exact or [n for n in nodes if any(fnmatchcase(path, name) for path in parents(name_of(n)))]
+        if not found:
+            names = [*map(name_of, nodes), *(node.name for node in self._conversions())]
+            raise OptionError(f"the plan has nothing called '{name}'", hint=near_names(name, names))
+        return sorted(found, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
+
+    def _others(self, choice: Choice) -> dict[str, Price]:
+        """The other options of a choice and how much more each costs, cheapest first, all else chosen around it."""
+        assert self.solved is not None
+        programme, chosen = self.solved
+        before = programme.price(chosen.options, programme.prices)
+        found: list[tuple[float, str, Price]] = []
+        for i, option in enumerate(choice.options):
+            if i != chosen.options[id(choice)]:
+                try:
+                    other = programme.solve(forced={id(choice): i})
+                except NoSolution:
+                    continue
+                found.append((other.cost, str(option), programme.price(other.options, programme.prices) - before))
+        return {option: price for _, option, price in sorted(found, key=lambda entry: entry[:2])}
+
+
+def _solved(programme: Programme) -> Solved:
+    return programme, programme.solve()
+
+
+def _lies(place: Placement) -> str:
+    """How a value lies, in words."""
+    if place.is_shard:
+        return f"cut along dim {place.dim}"
+    words = {"P": "as a partial sum on every rank", "R": "whole"}
+    return words.get(place.kind, "whole, with a partial sum of its gradient on every rank")
+
+
+def _terms(price: Price) -> list[tuple[float, str]]:
+    """The parts of a difference of prices in words, the weightiest first; what is next to nothing left out."""
+    seconds = (
+        (price.communication_s, "communication"), (price.memory_traffic_s, "memory traffic"),
+        (price.gradient_sync_s, "gradient sums"),
+    )  # fmt: skip
+    least = 1e-6 * max((abs(s) for s, _ in seconds), default=0.0)
+    shares = ((price.work, "of the matrix work"), (price.weights, "of its weights"))
+    said = [(share, f"{share:+.2%} {what} on every rank") for share, what in shares if abs(share) > 1e-9]
+    said += [(s, f"{'+' if s > 0 else '-'}{quantity(abs(s), 's')} of {what}") for s, what in seconds if abs(s) > least]
+    return said
+
+
+def _said(price: Price) -> str:
+    return ", ".join(text for _, text in _terms(price)) or "as cheap"
+
+
+def _reason(price: Price, other: str) -> str:
+    """Why something is better than what would cost so much more."""
+    worse = [text for more, text in _terms(price) if more > 0]
+    return f"{other} would have {worse[0]}" if worse else "of equally cheap choices it is the first"
