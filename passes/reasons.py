@@ -193,7 +193,7 @@ def _terms(price: Price) -> list[tuple[float, str]]:
         (price.gradient_sync_s, "gradient sums"),
     )  # fmt: skip
     least = 1e-6 * max((abs(s) for s, _ in seconds), default=0.0)
-    shares = ((price.work, "of the matrix work"), (price.weights, "of its weights"))
+    shares = ((price.work, "of the matrix work"), (price.weights, "of the weights"))
     said = [(share, f"{share:+.2%} {what} on every rank") for share, what in shares if abs(share) > 1e-9]
     said += [(s, f"{'+' if s > 0 else '-'}{quantity(abs(s), 's')} of {what}") for s, what in seconds if abs(s) > least]
     return said

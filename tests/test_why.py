@@ -34,7 +34,7 @@ def test_a_weight_and_its_runner_up(plan, name):
     assert found.subject == DOWN and found.chosen == "S(1)" and found.runner_up == "S(0)"
     assert found.reason.startswith("S(0) would have +") and "communication" in found.reason
     assert found.price_s > 0 and "modeling_llama.py" in found.where
-    assert {"S(0)", "R"} <= found.others.keys() and "of its weights on every rank" in found.others["R"]
+    assert {"S(0)", "R"} <= found.others.keys() and "of the weights on every rank" in found.others["R"]
     if name != DOWN:
         return
     assert "reduce_scatter" not in found.collectives  # a weight moves nothing; its module does
