@@ -8,7 +8,7 @@ the sums of gradients once a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,6 @@ _AVOID_SCATTERS = 1.5
 """Where values between operators are to be whole: sharding what lies between two all-reduces moves as many bytes (an
 all-reduce is a reduce-scatter and an all-gather) and saves memory traffic, a few per cent of their time. Cutting and
 gathering is left for where it is cheaper by more than that: k and v of few heads."""
-
-_LATENCY_SHARE = 1 / 32
-"""The most that latency counts for, as a share of the time that a typical value's all-reduce is on the wire: with all
-of it a toy model gathers its logits, which a model of the sizes that are split does not."""
-
 
 _TELLS = 0.01
 """A difference of predicted times, as a share, that says nothing."""
@@ -88,12 +83,13 @@ class Price:
         return self.seconds < other.seconds * (1 - _TELLS)
 
 
-def toy_latency_s(graph: fx.Graph, num_shards: int, hardware: Hardware, step: Step) -> float:
-    """Seconds per hop, at toy sizes as small against a typical value's time on the wire as at real ones."""
+def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: Step) -> bool:
+    """Whether the all-reduce of a typical value waits longer than it sends: a toy, whose cheapest plan is not that of
+    the model it stands for (its logits are gathered, say)."""
     values = [n for n in operators(graph) if n.meta["role"] == ACTIVE and n.meta["needs_grad"]]
     typical = float(np.median([size_bytes(n) / _row_shards(n, step) for n in values] or [0]))
-    on_wire = time_s("all_reduce", num_shards, typical, replace(hardware, link_latency_s=0.0))
-    return min(hardware.link_latency_s, _LATENCY_SHARE * on_wire / (2 * (num_shards - 1)))
+    latency_s = time_s("all_reduce", num_shards, 0, hardware)
+    return time_s("all_reduce", num_shards, typical, hardware) < 2 * latency_s
 
 
 def _row_shards(node: fx.Node, step: Step) -> int:
@@ -199,7 +195,7 @@ class Prices:
         scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
         if not self.avoid_scatters or used.meta["role"] != ACTIVE or not scatters:
             return seconds
-        return max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS
+        return max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100  # of two, the cheaper
 
     def _is_chosen_weight(self, used: fx.Node) -> bool:
         """Whether it is a weight, or a view of one, whose placement is chosen here."""

@@ -27,7 +27,7 @@ from .shard import Choice, Conversion, Programme, Sharding
 Solved = tuple[Programme, Sharding]
 
 _OPERATORS = {c.operator for c in CONVERSIONS.values()}
-_DIGITS = 9
+_DIGITS = 6
 
 
 def certificate(solved: Solved | None) -> dict[str, float]:

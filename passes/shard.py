@@ -24,7 +24,7 @@ from .analyze import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT
 from .pairs import NoSolution, Pairs
 from .partition import block_number
 from .pins import FREE, Pinned
-from .prices import Price, Prices, Step, toy_latency_s
+from .prices import Price, Prices, Step, is_latency_bound
 from .strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, strategies
 
 SequenceParallel = bool | Literal["auto"]
@@ -124,11 +124,13 @@ def cheapest(
 ) -> tuple[Programme, Sharding]:
     """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the programme it solves.
 
-    "auto" solves for values whole between matrix products, and for values as they are best, and takes what is faster.
-    `pinned`: what the user's pins leave; raises NoSolution where that is nothing.
+    "auto" solves for values whole between matrix products and, unless the model is a toy, for values as they are best,
+    and takes what is faster. `pinned`: what the user's pins leave; raises NoSolution where that is nothing.
     """
     best: tuple[Price, Programme, Sharding] | None = None
     for between in _TRIED[sequence_parallel]:
+        if best is not None and is_latency_bound(graph, num_shards, hardware, step):
+            break
         try:
             programme = Programme(graph, num_shards, hardware, {}, {}, pinned, between, step)
             found = programme.solve()
@@ -179,8 +181,7 @@ class Programme:
         self._collect(graph)
         self.values = self._find_values()
         # Where values stay whole, latency would make toy sizes choose otherwise than the sizes a model is split for.
-        latency_s = {"whole": 0.0, "free": toy_latency_s(graph, num_shards, hardware, step)}.get(between)
-        links = hardware if latency_s is None else replace(hardware, link_latency_s=latency_s)
+        links = replace(hardware, link_latency_s=0.0) if between == "whole" else hardware
         nodes = list(self.choice_of)
         self.prices = Prices(nodes, num_shards, links, step, between == "whole", not stored)
         self.real_prices = Prices(nodes, num_shards, hardware, step, False, not stored)
@@ -202,7 +203,8 @@ class Programme:
             self.graph, self.num_shards, self.hardware, self.stored, self.fixed, self.pinned, self.between, self.step,
             is_shared=False,
         )  # fmt: skip
-        return max(0.0, 1 - free.solve().cost / shared.cost) if shared.cost else 0.0
+        saved = 1 - free.solve().cost / shared.cost if shared.cost else 0.0
+        return max(0.0, round(saved, 6))  # less is what breaks ties
 
     def _collect(self, graph: fx.Graph) -> None:
         """Group operators that are the same in every repeated block, then parameters."""

@@ -255,7 +255,7 @@ WRONG = {
     ),
     "no axis": (HEAD, '"head.weight": {"xp": "S(1)"}', ["head.weight", "'xp'", "{line}"]),
     "an axis of the batch": (
-        HEAD, '"head.weight": {"tp": "S(0)", "dp": "S(0)"}', ["head.weight", "dp", "{line}"],
+        HEAD, '"head.weight": {"tp": "S(0)", "dp": "S1"}', ["head.weight", "dp", "{line}"],
     ),
     "unknown parameter": ('"head.bias"', '"head.bia"', ["places 'head.bia'", "no parameter of the model", "{line}"]),
     "unknown operator": ('"head/linear"', '"head/liner"', ["names 'head/liner'", "no operator of the model", "{line}"]),
