@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.graph import argument, operator_name, shape, value
+from autopart.errors import LayoutError
+from autopart.graph import argument, describe, operator_name, shape, value
 from autopart.layout import Placement
 from autopart.program import MICROBATCH_AXIS
 
@@ -195,9 +196,25 @@ def _drop(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx
     return call.emit(autopart_ops.dropout.default, source, probability, call.seed(), salt, indices)
 
 
+def _as_strided(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+    """It reads its input's memory, which is brought into the order that it had in the trace."""
+    traced = value(call.node.args[0])
+    order = sorted(range(traced.dim()), key=lambda dim: (-traced.stride(dim), -traced.shape[dim]))
+    reach = sum((size - 1) * stride for size, stride in zip(traced.shape, traced.stride(), strict=True)) + 1
+    if reach != traced.numel() or traced.storage_offset():
+        raise LayoutError(
+            "as_strided reads memory that is not its input's own", where=describe(call.node),
+            why="a rank has the values of its input in memory of their own", hint="unfold, or slices and stack",
+        )  # fmt: skip
+    ordered = call.emit(aten.permute.default, args[0], order)
+    own = call.emit(aten.clone.default, ordered, memory_format=torch.contiguous_format)
+    return call.emit(call.node.target, own, *args[1:], **kwargs)
+
+
 _SPECIAL: dict[str, Callable[[LocalCall, Sequence[Any], Mapping[str, Any]], fx.Node | None]] = {
     **dict.fromkeys(SHAPE_ARGUMENT, _with_local_shape),
     **dict.fromkeys(COUNT_ARGUMENT, _with_local_count),
+    "aten::as_strided": _as_strided,
     "aten::mean": _mean,
     "autopart::drop": _drop,
     "aten::split_with_sizes": _split,

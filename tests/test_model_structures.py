@@ -363,3 +363,34 @@ def half_precision(dtype, mesh):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_over_processes(dtype, mesh):
     dist.run_ranks(half_precision, 2, dtype, mesh)
+
+
+class Windows(nn.Module):
+    """Overlapping windows of a value's memory, read as it lies there."""
+
+    def __init__(self, transposed):
+        super().__init__()
+        self.first, self.second, self.transposed = nn.Linear(8, 8), nn.Linear(8, 8), transposed
+
+    def forward(self, x):
+        x = self.second(torch.relu(self.first(x)))
+        x = x.transpose(1, 2) if self.transposed else x
+        windows = x.as_strided((x.numel() // 8 - 1, 16), (8, 1))
+        return (windows * torch.arange(16.0, dtype=x.dtype)).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2,tp2"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_memory_is_read_as_in_the_trace(transposed, mesh):
+    torch.manual_seed(0)
+    found = autopart.verify(Windows(transposed).double(), mesh, example_kwargs={"x": torch.randn(4, 6, 8).double()})
+    assert found.ok, str(found)
+
+
+def test_memory_of_another_value_is_not_read():
+    class Slice(Windows):
+        def forward(self, x):
+            return self.first(x)[:, 1:].as_strided((4, 8), (8, 1)).square().mean()
+
+    with pytest.raises(autopart.AutopartError, match="as_strided reads memory that is not its input's own"):
+        autopart.plan(Slice(False).double(), "tp2", example_kwargs={"x": torch.randn(4, 6, 8).double()})
