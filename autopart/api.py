@@ -56,14 +56,12 @@ def parallelize(
         plan: a Plan or the path of one; then nothing is chosen.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev" or "looped_bfs".
         microbatches, virtual_stages: parts that a step cuts a rank's rows into; pipeline stages per rank.
-        sequence_parallel: whether what lies between matrix products is cut over `tp` along the sequence; "auto": where
-            that is predicted to be faster, or needed to fit `memory`.
+        sequence_parallel: whether what lies between matrix products is cut along the sequence; "auto": where faster.
         hardware: the profile that prices choices, a name or a path.
         pins: what is fixed before the rest is chosen, or a JSON file that says it: `{"h.*.up.weight": {"tp": "S(0)"},
             "h.*.attn": {"tp": "R"}, "stages": {"cut_before": ["h.16"]}}`; `autopart.pins` has all forms.
-        zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it;
-            None: 0, or 3 where `memory` asks for it.
-        memory: what a rank has, "80GB", "24GiB" or bytes: MemoryLimitError where a step of the example needs more.
+        zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it.
+        memory: what a rank has, "80GB", "24GiB" or bytes: `sequence_parallel` and `zero` are then chosen to fit.
         rng: "fast": each rank draws the masks of dropout of what it holds. "exact": all random numbers are those of one
             device after the same `torch.manual_seed`, which every rank must call; it draws whole masks.
     Returns:
