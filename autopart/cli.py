@@ -79,7 +79,7 @@ _SCHEDULE = _options(
     click.option("--pins", metavar="PATH", help="A JSON file of layouts and cuts that are fixed."),
     click.option("--zero", type=int, help="3: parameters are cut over dp, and gathered where read.  [default: 0]"),
     click.option(
-        "--memory", metavar="SIZE", help="What a rank has, for example 80GB: a plan that needs more is refused."
+        "--memory", metavar="SIZE", help="What a rank has, for example 80GB: a plan is chosen to fit, or refused."
     ),
 )
 _PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")

@@ -32,8 +32,10 @@ def explain(plan: Plan) -> str:
         >>> print(autopart.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
     """
     groups = [group for group in (*_stage_groups(plan), _step_group(plan)) if group[1]]
-    sections = (_header, lambda _: _table(groups), _totals, _unsharded, _layouts, _balance, _memory, _cost)
-    parts = [section(plan) for section in sections]
+    parts = [
+        _header(plan), _table(groups), _totals(plan), _unsharded(plan), _layouts(plan), _balance(plan), _memory(plan),
+        _cost(plan),
+    ]  # fmt: skip
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -169,6 +169,12 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
 }
 
 
+DIRECTIONS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {
+    "all_reduce_max": ("all_reduce", "")
+}
+"""{operator of a stage graph: the primitives that it runs forward and backward}; a maximum has no backward."""
+
+
 def conversion(source: Placement, target: Placement) -> Conversion | None:
     """The conversion between two placements on one axis; None where they are the same or none exists (`S` to `P`)."""
     if source == target:

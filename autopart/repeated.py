@@ -53,8 +53,9 @@ class Repeats:
 
     def __init__(self, model: nn.Module, known: KnownValues):
         self.known = known
-        self.blocks = {id(vars(block)): (kind, list(block.modules())) for block, kind in _alike(model)}
-        self.classes = {type(block) for block, _ in _alike(model)}
+        alike = list(_alike(model))
+        self.blocks = {id(vars(block)): (kind, list(block.modules())) for block, kind in alike}
+        self.classes = {type(block) for block, _ in alike}
         self.templates: list[Template] = []
         self.repeats: list[_Repeat] = []
         self._by_kind: defaultdict[Any, list[Template]] = defaultdict(list)

@@ -18,15 +18,11 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopart.graph import operator_name, tensor_inputs, value
-from autopart.layout import CONVERSIONS, section_sizes, shard_sizes
+from autopart.layout import DIRECTIONS, section_sizes, shard_sizes
 from autopart.program import SEEDS, Boundary, Program, Stage
 from autopart.trace import Trace
 
 from .kept import KNOWN, Effect, Form, Kept, Output
-
-_FORWARD = {conversion.operator: conversion.forward for conversion in CONVERSIONS.values()} | {
-    "all_reduce_max": "all_reduce"
-}
 
 
 @dataclass(eq=False)
@@ -211,8 +207,8 @@ class _Walk:
         name = operator_name(node).removeprefix("autopart::")
         if name == "axis_index":
             return 0
-        if name in _FORWARD:
-            return self._convert(node, _FORWARD[name])
+        if name in DIRECTIONS:
+            return self._convert(node, DIRECTIONS[name][0])
         return call(node, self.values, self.keeps, self.others)
 
     def _convert(self, node: fx.Node, primitive: str) -> Any:

@@ -10,8 +10,8 @@ from torch import fx
 
 from autopart.errors import LayoutError, OptionError
 from autopart.explain import quantity
-from autopart.graph import describe, name_of, operators, parents, pattern_of, size_bytes
-from autopart.layout import CONVERSIONS, Placement
+from autopart.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
+from autopart.layout import DIRECTIONS, Placement
 from autopart.mesh import Mesh
 from autopart.pins import Pins
 from autopart.plan import Why
@@ -20,13 +20,12 @@ from autopart.trace import Trace
 
 from .analyze import ACTIVE, WEIGHT
 from .pairs import NoSolution
-from .pins import near_names, solve_pinned
+from .pins import near_names, pinned_layouts, solve_pinned
 from .prices import Price
 from .shard import Choice, Conversion, Programme, Sharding
 
 Solved = tuple[Programme, Sharding]
 
-_OPERATORS = {c.operator for c in CONVERSIONS.values()}
 _DIGITS = 6
 
 
@@ -87,14 +86,13 @@ class Reasons:
         pins = Pins((*self.pins.layouts, *asked.layouts))
         try:
             if self.solved is None:
-                solve_pinned(self.trace, self.mesh, pins, lambda pinned: pinned)
+                pinned_layouts(self.trace, self.mesh, pins)
                 return Why(name, wanted, "it is so in the plan")
             programme, chosen = self.solved
             found = solve_pinned(self.trace, self.mesh, pins, lambda pinned: _solved(programme.pinned_by(pinned)))
         except LayoutError as error:
             return Why(name, f"not {wanted}", str(error).replace("\n  ", "; "))
-        before = programme.price(chosen.options, programme.prices)
-        price = found[0].price(found[1].options, found[0].prices) - before
+        price = _more(found, self.solved)
         changed = dict.fromkeys(
             f"{pattern_of(weight)} {chosen.parameters[weight]} -> {place}"
             for weight, place in found[1].parameters.items() if place != chosen.parameters[weight]
@@ -122,7 +120,7 @@ class Reasons:
             return Why(subject, sent, reason, where=where)
         assert self.solved is not None
         programme, chosen = self.solved
-        price = programme.price(other.options, programme.prices) - programme.price(chosen.options, programme.prices)
+        price = _more((programme, other), self.solved)
         changed = [f"{n.meta['group']} as {s}" for n, s in other.strategies.items() if s != chosen.strategies[n]]
         changed = list(dict.fromkeys(changed))
         instead = ", ".join(changed[:3]) + f" and {len(changed) - 3} more" * (len(changed) > 3)
@@ -141,8 +139,7 @@ class Reasons:
     def _conversions(self) -> Iterator[fx.Node]:
         for stage in self.program.stages:
             for node in stage.graph.graph.nodes:
-                target = str(node.target)
-                if target.startswith("autopart.") and target.split(".")[1] in _OPERATORS:
+                if operator_name(node).removeprefix("autopart::") in DIRECTIONS:
                     yield node
 
     def _named(self, name: str) -> list[fx.Node]:
@@ -162,7 +159,6 @@ class Reasons:
         """The other options of a choice and how much more each costs, cheapest first, all else chosen around it."""
         assert self.solved is not None
         programme, chosen = self.solved
-        before = programme.price(chosen.options, programme.prices)
         found: list[tuple[float, str, Price]] = []
         for i, option in enumerate(choice.options):
             if i != chosen.options[id(choice)]:
@@ -170,12 +166,18 @@ class Reasons:
                     other = programme.solve(forced={id(choice): i})
                 except NoSolution:
                     continue
-                found.append((other.cost, str(option), programme.price(other.options, programme.prices) - before))
+                found.append((other.cost, str(option), _more((programme, other), self.solved)))
         return {option: price for _, option, price in sorted(found, key=lambda entry: entry[:2])}
 
 
 def _solved(programme: Programme) -> Solved:
     return programme, programme.solve()
+
+
+def _more(other: Solved, chosen: Solved) -> Price:
+    """How much more one solution costs than another, at the prices that are minimised."""
+    price, before = (programme.price(found.options, programme.prices) for programme, found in (other, chosen))
+    return price - before
 
 
 def _lies(place: Placement) -> str:

@@ -192,19 +192,19 @@ class Programme:
 
     def pinned_by(self, pinned: Pinned) -> Programme:
         """The same programme with other pins."""
-        return Programme(
-            self.graph, self.num_shards, self.hardware, self.stored, self.fixed, pinned, self.between, self.step
-        )
+        return self._again(pinned, self.is_shared)
 
     def sharing_costs(self, shared: Sharding) -> float:
         """By how much, relative to its objective, a solution would cost less if the first repeated blocks chose for
         themselves."""
-        free = Programme(
-            self.graph, self.num_shards, self.hardware, self.stored, self.fixed, self.pinned, self.between, self.step,
-            is_shared=False,
-        )  # fmt: skip
-        saved = 1 - free.solve().cost / shared.cost if shared.cost else 0.0
+        saved = 1 - self._again(self.pinned, False).solve().cost / shared.cost if shared.cost else 0.0
         return max(0.0, round(saved, 6))  # less is what breaks ties
+
+    def _again(self, pinned: Pinned, is_shared: bool) -> Programme:
+        return Programme(
+            self.graph, self.num_shards, self.hardware, self.stored, self.fixed, pinned, self.between, self.step,
+            is_shared,
+        )  # fmt: skip
 
     def _collect(self, graph: fx.Graph) -> None:
         """Group operators that are the same in every repeated block, then parameters."""
@@ -234,15 +234,14 @@ class Programme:
 
     def _options(self, node: fx.Node) -> list[Strategy]:
         """What an operator may do; where values are to be cut, not whole what can be cut along a dim of no weight."""
-        plain = strategies(node, self.num_shards, TENSOR_KINDS)
         if self.between == "whole" or node.meta["role"] != ACTIVE:
-            return self.pinned.strategies(node, plain)
+            return self.pinned.strategies(node, strategies(node, self.num_shards, TENSOR_KINDS))
         found = strategies(node, self.num_shards, ALL_TENSOR_KINDS)
         left = self.pinned.strategies(node, found)
         if self.between == "free":
             return left
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
-        return cut if cut and len(found) > len(plain) else left
+        return cut if cut and len(found) > len(strategies(node, self.num_shards, TENSOR_KINDS)) else left
 
     def _join(self, key: object, node: fx.Node, options: list) -> None:
         if not options:
@@ -283,11 +282,11 @@ class Programme:
         """
         pairs = Pairs()
         variables: dict[int, int] = {}
-        for key, choice in ((id(choice), choice) for choice in self.choices.values()):
+        for choice in self.choices.values():
             costs = np.array(choice.costs)
-            if forced and key in forced:
-                costs[np.arange(len(costs)) != forced[key]] = np.inf
-            variables[key] = pairs.variable(costs)
+            if forced and id(choice) in forced:
+                costs[np.arange(len(costs)) != forced[id(choice)]] = np.inf
+            variables[id(choice)] = pairs.variable(costs)
         for value in self.values:
             self._add_value(pairs, variables, value, forbidden)
         found = pairs.solve()

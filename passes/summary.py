@@ -14,7 +14,7 @@ from torch import fx
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.hardware import Hardware
 from autopart.graph import operator_name, pattern_of, size_bytes, source_of, tensor_inputs
-from autopart.layout import CONVERSIONS
+from autopart.layout import DIRECTIONS
 from autopart.plan import Collective
 from autopart.program import Program, Stage
 from autopart.trace import Trace
@@ -23,9 +23,6 @@ from .analyze import PARAMETER, WEIGHT
 from .lower import Decisions
 from .partition import active_operators, partition, work
 
-_PRIMITIVES = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {
-    "all_reduce_max": ("all_reduce", "")
-}
 _MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -54,10 +51,10 @@ class _Move(NamedTuple):
 def _moves(program: Program) -> Iterator[_Move]:
     for stage in program.stages:
         for node in stage.graph.graph.nodes:
-            name = str(node.target).split(".")[-2] if str(node.target).startswith("autopart.") else ""
-            if name not in _PRIMITIVES:
+            name = operator_name(node).removeprefix("autopart::")
+            if name not in DIRECTIONS:
                 continue
-            forward, backward = (kind if kind in _MOVES else "" for kind in _PRIMITIVES[name])
+            forward, backward = (kind if kind in _MOVES else "" for kind in DIRECTIONS[name])
             if not forward and not backward:
                 continue
             axis = node.args[1]
