@@ -125,18 +125,18 @@ class _Draft(NamedTuple):
     solved: Solved | None
 
 
-def _drafted(traced: Trace, mesh: Mesh, options: Options, known: Decisions | None = None) -> _Draft:
-    """What is chosen, and the program of it; `known`: decisions for as many ranks of `tp`, whose layouts are kept."""
+def _drafted(traced: Trace, mesh: Mesh, options: Options, known: _Draft | None = None) -> _Draft:
+    """What is chosen, and the program of it; `known`: a draft for as many ranks of `tp`, whose layouts are kept."""
     schedule = _schedule(traced, mesh, options)
     stages, microbatches = mesh.size("pp") * schedule.virtual_stages, schedule.microbatches
-    solved = None
     if known is None:
         hardware = Hardware.load(options.hardware)
         decisions, solved = decide(
             traced, mesh, microbatches, stages, hardware, options.pins, options.sequence_parallel
         )
     else:
-        decisions = cut_again(traced, known, mesh, microbatches, stages, options.pins)
+        decisions = cut_again(traced, known.decisions, mesh, microbatches, stages, options.pins)
+        solved = known.solved
     over_dp = choose_over_dp(traced, mesh, options.zero or 0, decisions.stored, options.pins)
     decisions = replace(decisions, stored_over_dp=over_dp)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
@@ -150,14 +150,16 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, _Draf
     Raises MemoryLimitError, with what would take less, where there is none.
     """
     first: tuple[_Draft, Sequence[RankMemory]] | None = None
+    known: dict[Any, _Draft] = {}
     for choice in _open_choices(mesh, options):
         asked = replace(options, **choice)
         try:
-            draft = _drafted(traced, mesh, asked)
+            draft = _drafted(traced, mesh, asked, known.get(asked.sequence_parallel))
         except LayoutError:
             if first is None:
                 raise
             continue  # nothing to cut over dp
+        known.setdefault(asked.sequence_parallel, draft)
         ranks = memory_of(traced, draft.program, draft.schedule)
         if options.memory is None or fullest(ranks).total <= int(options.memory):
             return asked, draft, ranks
@@ -167,7 +169,7 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, _Draf
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = other.size("tp") == mesh.size("tp") and "sequence_parallel" not in changed
-        found = _drafted(traced, other, replace(options, **changed), draft.decisions if same else None)
+        found = _drafted(traced, other, replace(options, **changed), draft if same else None)
         return memory_of(traced, found.program, found.schedule)
 
     rows, given = batch_size(traced), {"zero": options.zero, "sequence_parallel": options.sequence_parallel}

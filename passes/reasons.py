@@ -82,6 +82,9 @@ class Reasons:
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
         """What another layout of a parameter, module or operator would cost, or why it cannot be."""
         asked = Pins.parse({name: layout})
+        for pin in asked.layouts:
+            if pin.axis != "tp":
+                raise OptionError(f"cannot price {pin}", why="only layouts on tp are chosen by their price")
         wanted = ", ".join(f"{pin.text} on {pin.axis}" for pin in asked.layouts)
         pins = Pins((*self.pins.layouts, *asked.layouts))
         try:

@@ -82,6 +82,11 @@ def test_names_that_are_not_there(plan):
         plan.why_not("model.nowhere", {"tp": "R"})
 
 
+def test_other_axes_have_no_price(plan):
+    with pytest.raises(autopart.AutopartError, match=r"cannot price .* as S.0. on dp\n.*only layouts on tp"):
+        plan.why_not(DOWN, {"dp": "S(0)"})
+
+
 def test_without_a_tensor_axis():
     model, batch = zoo.gpt2()
     plan = autopart.plan(model, "dp2", example_kwargs=batch)
