@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,8 @@ from autopart.errors import TraceError
 _TORCH_OWN = {"_parameters", "_buffers", "_modules"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
 """Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
+_CONTAINERS = (list, dict, set, OrderedDict)
+"""OrderedDict: a module's hooks, which a forward may add to itself."""
 _SMALLEST, _LARGEST = 0x801102, 0x12DD9BB3
 """Words that, filled into the state of a Mersenne Twister, make its next 312 draws from [0, 1) all 6e-8, or 1 - 1e-16:
 whatever a forward decides by `random() < p`, it decides otherwise."""
@@ -87,7 +90,7 @@ def random_state() -> dict[str, str]:
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Every attribute, with what is in it where it can be filled in place."""
     return {
-        name: (value, type(value)(value) if type(value) in (list, dict, set) else None)
+        name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
         for name, value in attributes.items() if name not in _TORCH_OWN
     }  # fmt: skip
 

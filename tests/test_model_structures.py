@@ -239,6 +239,20 @@ class KeepsThings(Base):
         return self.down(self.last)
 
 
+class HooksItself(Base):
+    """Hooks that the first forward adds to a part, which transformers' models do to return hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = False
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.hooked:
+            self.up.register_forward_hook(lambda module, args, output: output * 2)
+            self.hooked = True
+        return self.down(self.up(x))
+
+
 CASES: dict[str, tuple[Callable[[], Base], tuple, dict[str, Any]]] = {
     "Dataclasses": (Dataclasses, (), {"pair": Pair(rows()), "named": Named(rows(2), {"list": [rows(3)], "x": None})}),
     "ByPosition": (ByPosition, (rows(), rows(2), rows(3), rows(4)), {"scale": 0.5, "extra": rows(5)}),
@@ -248,7 +262,7 @@ CASES: dict[str, tuple[Callable[[], Base], tuple, dict[str, Any]]] = {
     "EmptyPart": (EmptyPart, (), {"x": rows(), "before": torch.zeros(ROWS, 0, SIZE)}),
     **{cls.__name__: (cls, (), {"x": rows()}) for cls in (
         ReturnsInputs, ReturnsModelOutput, ReturnsConstants, Lists, Hooks, Parametrised, Frozen, GradModes,
-        Checkpointed, StraightThrough, Vmapped, KeepsThings, Casts, CastsModule)},
+        Checkpointed, StraightThrough, Vmapped, KeepsThings, HooksItself, Casts, CastsModule)},
 }  # fmt: skip
 ROUNDED = {"GradModes": 2**-6, "Casts": 2**-6}
 """How far the cases that round to bfloat16 may be from one device: partial sums round elsewhere."""
@@ -283,6 +297,9 @@ def test_tracing_leaves_attributes_alone():
     plan = autopart.plan(model, "tp2", example_kwargs={"x": rows()})
     assert (model.calls, model.seen, model.positions) == (0, [], None) and not hasattr(model, "last")
     assert [note for note in plan.notes if note.startswith("forward() also sets")]
+    hooked = HooksItself()
+    autopart.plan(hooked, "tp2", example_kwargs={"x": rows()})
+    assert not hooked.hooked and not hooked.up._forward_hooks
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2,tp2"])
