@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch.distributed import pipelining
@@ -21,11 +22,15 @@ MULTI_STAGE_SCHEDULES: dict[str, type] = {
 
 
 class Action(NamedTuple):
-    """`"F"` forward, `"B"` whole backward, `"I"` backward of the inputs, `"W"` of the weights; of one microbatch."""
+    """`"F"` forward, `"B"` whole backward, `"I"` backward of the inputs, `"W"` of the weights; of one microbatch.
+
+    `joined`: torch runs it as one with the next action, and sends what it makes after both (DualPipeV's pairs).
+    """
 
     stage: int
     kind: str
     microbatch: int
+    joined: bool = False
 
 
 @lru_cache(maxsize=256)
@@ -38,7 +43,8 @@ def actions(schedule: str | None, num_stages: int, pp: int, microbatches: int) -
     if schedule is None:
         return (tuple(Action(0, kind, m) for m in range(microbatches) for kind in "FB"),)
     order = pipeline_order((SINGLE_STAGE_SCHEDULES | MULTI_STAGE_SCHEDULES)[schedule], num_stages, pp, microbatches)
-    return tuple(tuple(_plain(order[rank])) for rank in range(pp))
+    number = _numbered if schedule in SINGLE_STAGE_SCHEDULES else tuple
+    return tuple(number(_plain(order[rank])) for rank in range(pp))
 
 
 def _plain(order: list[Any]) -> Iterator[Action]:
@@ -46,9 +52,18 @@ def _plain(order: list[Any]) -> Iterator[Action]:
         if action is None:
             continue
         if action.sub_actions is not None:  # a forward and a backward that overlap: torch runs one after the other
-            yield from _plain(action.sub_actions)
+            *first, last = _plain(action.sub_actions)
+            yield from (a._replace(joined=True) for a in first)
+            yield last
         elif action.computation_type.value in "FBIW":
             yield Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+
+
+def _numbered(order: Iterable[Action]) -> tuple[Action, ...]:
+    """With the microbatches as the step counts them, which is in order: torch's own text of 1F1B numbers the forwards
+    of the last stage from 1."""
+    counts = {kind: count() for kind in "FB"}
+    return tuple(Action(action.stage, action.kind, next(counts[action.kind])) for action in order)
 
 
 class Held(NamedTuple):
