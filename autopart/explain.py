@@ -210,6 +210,9 @@ _SYMBOLS = {
     "C": "bytes sent by a rank per microbatch (mean of the stages)",
     "G": "bytes of gradients sent by a rank per step",
     "B": "bytes/s of a link, by the hardware profile",
+    "C_node": "of those per microbatch, bytes sent to other nodes (C has the others)",
+    "G_node": "of those of gradients, bytes sent to other nodes (G has the others)",
+    "B_node": "bytes/s of a link between nodes, by the hardware profile",
     "m": "microbatches",
     "p": "pipeline ranks",
 }
@@ -251,7 +254,7 @@ def _symbol_values(plan: Plan) -> dict[str, str]:
         values["C"] = quantity(cost["bytes_per_microbatch"] / len(plan.stages), "B")
     if "bytes_per_step" in cost:
         values["G"] = quantity(cost["bytes_per_step"], "B")
-    units = {"F": "FLOP", "C": "B", "G": "B", "X": "FLOP/s", "B": "B/s"}
+    units = {"F": "FLOP", "C": "B", "G": "B", "X": "FLOP/s", "B": "B/s", "C_node": "B", "G_node": "B", "B_node": "B/s"}
     given: Mapping[str, float] = cost.get("values", {})
     return values | {name: quantity(value, units.get(name, "")) for name, value in given.items()}
 

@@ -61,6 +61,14 @@ class Mesh:
     def size(self, axis: str) -> int:
         return self.sizes.get(axis, 1)
 
+    def stride(self, axis: str) -> int:
+        """How far apart in rank numbers neighbours on an axis are.
+
+        >>> [Mesh.parse("pp2,dp3,tp4").stride(axis) for axis in ("tp", "dp", "pp")]
+        [1, 4, 12]
+        """
+        return math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
+
     @cached_property
     def num_ranks(self) -> int:
         return math.prod(self.sizes.values())

@@ -181,7 +181,8 @@ class Programme:
         self._collect(graph)
         self.values = self._find_values()
         # Where values stay whole, latency would make toy sizes choose otherwise than the sizes a model is split for.
-        links = replace(hardware, link_latency_s=0.0) if between == "whole" else hardware
+        at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
+        links = at_once if between == "whole" else hardware
         nodes = list(self.choice_of)
         self.prices = Prices(nodes, num_shards, links, step, between == "whole", not stored)
         self.real_prices = Prices(nodes, num_shards, hardware, step, False, not stored)

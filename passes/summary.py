@@ -11,10 +11,11 @@ import sympy
 import torch
 from torch import fx
 
-from autopart.cost.collectives import wire_bytes
+from autopart.cost.collectives import node_share, wire_bytes
 from autopart.cost.hardware import Hardware
 from autopart.graph import operator_name, pattern_of, size_bytes, source_of, tensor_inputs
 from autopart.layout import DIRECTIONS
+from autopart.mesh import Mesh
 from autopart.plan import Collective
 from autopart.program import Program, Stage
 from autopart.trace import Trace
@@ -210,11 +211,13 @@ def _num_parameters(stage: Stage, program: Program) -> int:
     return sum(_numel(p.shape) for p in program.parameters.values() if stage.index in p.stages)
 
 
-F, X, C, B, G, m, p, v, n = sympy.symbols("F X C B G m p v n", positive=True)
-STEP_TIME = (1 + (p - 1) / (v * m)) * v * (3 * F / (n * X) + C * m / B) + G / B
+F, X, m, p, v, n = sympy.symbols("F X m p v n", positive=True)
+C, G, B, C_node, G_node, B_node = sympy.symbols("C G B C_node G_node B_node", nonnegative=True)
+STEP_TIME = (1 + (p - 1) / (v * m)) * v * (3 * F / (n * X) + C * m / B + C_node * m / B_node) + G / B + G_node / B_node
 """Seconds of a step: `F` forward FLOPs of the heaviest stage over the global batch, `n` ranks that share a stage, `X`
 FLOP/s, `C` bytes a stage sends per microbatch, `G` bytes of gradients per step, `B` bytes/s; `m` microbatches on `p`
-pipeline ranks of `v` stages each (bubble as in PTD-P, Narayanan et al. 2021, section 2.2)."""
+pipeline ranks of `v` stages each (bubble as in PTD-P, Narayanan et al. 2021, section 2.2). `C`, `G` and `B` are those
+inside a node, `C_node`, `G_node` and `B_node` those between nodes."""
 
 
 def cost(trace: Trace, decisions: Decisions, rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...],
@@ -222,18 +225,24 @@ def cost(trace: Trace, decisions: Decisions, rows: tuple[Mapping[str, Any], ...]
     """The predicted cost: a formula, its value, and the parts."""
     mesh, stages = decisions.mesh, decisions.num_stages
     flops = max(row["flops"] for row in rows)
-    per_microbatch = sum(c.bytes for c in moved if c.per == "microbatch")
-    per_step = sum(c.bytes for c in moved if c.per == "step")
+    per_microbatch, between_per_microbatch = _sent(moved, "microbatch", mesh, hardware)
+    per_step, between_per_step = _sent(moved, "step", mesh, hardware)
     values = {
-        F: flops, n: mesh.size("dp") * mesh.size("tp"), X: hardware.matmul_flops_per_s, C: per_microbatch / stages,
-        G: per_step, B: hardware.link_bytes_per_s, m: decisions.microbatches, p: mesh.size("pp"),
-        v: stages // mesh.size("pp"),
+        F: flops, n: mesh.size("dp") * mesh.size("tp"), X: hardware.matmul_flops_per_s,
+        C: (per_microbatch - between_per_microbatch) / stages, G: per_step - between_per_step,
+        B: hardware.link_bytes_per_s, m: decisions.microbatches, p: mesh.size("pp"), v: stages // mesh.size("pp"),
     }  # fmt: skip
+    formula = STEP_TIME.subs({C_node: 0, G_node: 0})
+    if between_per_microbatch or between_per_step:
+        formula = STEP_TIME
+        values |= {
+            C_node: between_per_microbatch / stages, G_node: between_per_step, B_node: hardware.node_link_bytes_per_s,
+        }  # fmt: skip
     bound = partition(trace.graph, stages).lower_bound if stages > 1 else float(flops)
     return {
-        "formula": str(STEP_TIME),
+        "formula": str(formula),
         "values": {str(symbol): value for symbol, value in values.items()},
-        "step_time_s": float(STEP_TIME.subs(values)),
+        "step_time_s": float(formula.subs(values)),
         "forward_flops": int(sum(row["flops"] for row in rows)),
         "heaviest_stage_flops": int(flops),
         "stage_lower_bound_flops": int(bound),
@@ -242,3 +251,12 @@ def cost(trace: Trace, decisions: Decisions, rows: tuple[Mapping[str, Any], ...]
         "bytes_per_step": per_step,
         "bubble_fraction": round((mesh.size("pp") - 1) / decisions.microbatches * mesh.size("pp") / stages, 6),
     }
+
+
+def _sent(moved: tuple[Collective, ...], per: str, mesh: Mesh, hardware: Hardware) -> tuple[int, int]:
+    """Bytes sent per microbatch or step, and how many of them to other nodes, by where the ranks of each axis lie."""
+    rows = [c for c in moved if c.per == per]
+    between = (
+        c.bytes * node_share(c.forward or c.backward, mesh.size(c.axis), hardware, mesh.stride(c.axis)) for c in rows
+    )
+    return sum(c.bytes for c in rows), round(sum(between))

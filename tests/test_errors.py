@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dist import run_ranks
+from hardware_errors import HARDWARE_CASES
 from pin_errors import PIN_CASES
 from rule_errors import RULE_CASES
 from torch import Tensor, nn
@@ -230,8 +231,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
         "sequence_parallel, hardware, pins, zero, memory, rng, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
-        "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-80gb-sxm, h100-80gb-sxm\n  "
-        "try    a name of these, or the path of a JSON file of the same form"),
+        "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "
+        "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path "
+        "of a JSON file of the same form"),
     "microbatches: 0": (plan(microbatches=0), no_whole_number("microbatches", 0)),
     "microbatches: -1": (plan(microbatches=-1), no_whole_number("microbatches", -1)),
     "microbatches: text": (plan(microbatches="2"), no_whole_number("microbatches", "2")),
@@ -301,6 +303,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     **RULE_CASES,
     **PIN_CASES,
     **ZERO_CASES,
+    **HARDWARE_CASES,
     # plans
     "plan: mesh": (plan_of_another("mesh"),
         "PlanError: the plan is for the mesh tp1, not tp2\n  try    parallelize(model, 'tp1', plan=...), or make a "

@@ -1,0 +1,109 @@
+"""The cases of `test_errors.py` about hardware profiles: the call, and the exact text it must give."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zoo import skip_mlp
+
+import autopart
+from autopart.cost import hardware
+from autopart.cost.hardware import Hardware
+
+FILE = Path(tempfile.gettempdir()) / f"autopart-{os.getpid()}.json"
+A100 = json.loads((Path(hardware.__file__).parent / "profiles" / "a100-80gb-sxm.json").read_text())
+WHERE = (
+    f'\n  where  {FILE}\n  try    "name": {{"value": 1.0, "unit": "s", "source": "measured"}} for each, as in '
+    "autopart/cost/profiles"
+)
+
+
+def text(content: str) -> Callable[[], Any]:
+    """A case: plan by a profile whose file holds this."""
+
+    def case() -> Any:
+        FILE.write_text(content)
+        model, batch = skip_mlp()
+        try:
+            return autopart.plan(model, "tp2", example_kwargs=batch, hardware=str(FILE))
+        finally:
+            FILE.unlink()
+
+    return case
+
+
+def edited(**entries: Any) -> Callable[[], Any]:
+    """A case: a profile in which these entries are others; None: left out."""
+    return text(json.dumps({name: entry for name, entry in {**A100, **entries}.items() if entry is not None}))
+
+
+def value(name: str, number: Any) -> Callable[[], Any]:
+    """A case: a profile in which a number is another."""
+    return edited(**{name: {**A100[name], "value": number}})
+
+
+def curve(*points: Any) -> Callable[[], Any]:
+    return value("matmul_efficiency", list(points))
+
+
+PROFILE = "OptionError: the hardware profile "
+
+HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "hardware: no file": (lambda: Hardware.load("none.json"),
+        "OptionError: there is no hardware profile 'none.json'\n  why    the profiles are a100-40gb-sxm, "
+        "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of "
+        "these, or the path of a JSON file of the same form"),
+    "hardware: no JSON": (text("{"),
+        f"{PROFILE}cannot be read\n  why    it is no JSON: Expecting property name enclosed in double quotes: line 1 "
+        f"column 2 (char 1){WHERE}"),
+    "hardware: a list": (text("[]"),
+        f"{PROFILE}cannot be read\n  why    it holds no names and numbers, as {{...}}{WHERE}"),
+    "hardware: missing numbers": (edited(launch_s=None, node_link_latency_s=None),
+        f"{PROFILE}lacks launch_s, node_link_latency_s{WHERE}"),
+    "hardware: a number for a name": (edited(name=3),
+        f"{PROFILE}has no name\n  why    it is 3, not text{WHERE}"),
+    "hardware: no dtypes": (edited(flops_per_s={"fp8": A100["flops_per_s"]["bfloat16"]}),
+        f"{PROFILE}has no peak of matrix work\n  why    flops_per_s has none of bfloat16, float16, float32{WHERE}"),
+    "hardware: one peak for all": (edited(flops_per_s=A100["launch_s"]),
+        f"{PROFILE}has no peak of matrix work\n  why    flops_per_s has none of bfloat16, float16, float32{WHERE}"),
+    "hardware: no unit": (edited(launch_s={"value": 1e-6}),
+        f"{PROFILE}says too little of launch_s\n  why    it lacks unit, source{WHERE}"),
+    "hardware: a bare number": (edited(launch_s=1e-6),
+        f"{PROFILE}says too little of launch_s\n  why    it lacks value, unit, source{WHERE}"),
+    "hardware: text": (value("link_bytes_per_s", "300 GB/s"),
+        f"{PROFILE}has link_bytes_per_s = '300 GB/s'\n  why    that is no number{WHERE}"),
+    "hardware: true": (value("link_bytes_per_s", True),
+        f"{PROFILE}has link_bytes_per_s = True\n  why    that is no number{WHERE}"),
+    "hardware: infinite": (value("link_bytes_per_s", float("inf")),
+        f"{PROFILE}has link_bytes_per_s = inf\n  why    that is no number{WHERE}"),
+    "hardware: zero": (value("node_link_latency_s", 0),
+        f"{PROFILE}has node_link_latency_s = 0\n  why    it is not above zero{WHERE}"),
+    "hardware: negative": (value("memory_bytes", -80e9),
+        f"{PROFILE}has memory_bytes = -80000000000.0\n  why    it is not above zero{WHERE}"),
+    "hardware: zero of a dtype": (
+        edited(flops_per_s={**A100["flops_per_s"], "float32": {**A100["flops_per_s"]["float32"], "value": 0.0}}),
+        f"{PROFILE}has flops_per_s of float32 = 0.0\n  why    it is not above zero{WHERE}"),
+    "hardware: half a device": (value("devices_per_node", 8.5),
+        f"{PROFILE}has devices_per_node = 8.5\n  why    that is no whole number{WHERE}"),
+    "hardware: no curve": (curve(),
+        f"{PROFILE}has matmul_efficiency = []\n  why    it is no list of points [FLOPs, share of peak]{WHERE}"),
+    "hardware: no points": (curve([1e9, 0.5], [1e12]),
+        f"{PROFILE}has matmul_efficiency = [[1000000000.0, 0.5], [1000000000000.0]]\n  why    it is no list of points "
+        f"[FLOPs, share of peak]{WHERE}"),
+    "hardware: per cent": (curve([1e9, 0.5], [1e12, 87.0]),
+        f"{PROFILE}has the point [1000000000000.0, 87.0] in matmul_efficiency\n  why    FLOPs are above zero, a share "
+        f"above 0 and at most 1{WHERE}"),
+    "hardware: points in disorder": (curve([1e12, 0.5], [1e9, 0.8]),
+        f"{PROFILE}has 1e+09 FLOPs after 1e+12 in matmul_efficiency\n  why    FLOPs rise{WHERE}"),
+    "hardware: too steep": (curve([1e9, 0.1], [2e9, 0.9]),
+        f"{PROFILE}has larger products that take less time\n  why    from 1e+09 to 2e+09 FLOPs the share rises from "
+        f"0.1 to 0.9{WHERE}"),
+    "hardware: a dtype it has not": (lambda: Hardware.load("v100-32gb-sxm").matmul_time_s(1e9, 1e6, "bfloat16"),
+        "OptionError: hardware profile 'v100-32gb-sxm' has no peak for bfloat16\n  why    it has float16, float32, "
+        "float64\n  try    one of these, or a copy of the profile with that peak"),
+}  # fmt: skip

@@ -1,0 +1,97 @@
+"""Hardware profiles: every number has a unit and a source, and the time of a matrix product behaves. Their errors are
+in test_errors.py."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopart.cost import hardware
+from autopart.cost.hardware import DEFAULT, Hardware, names
+
+FILES = {path.stem: json.loads(path.read_text()) for path in (Path(hardware.__file__).parent / "profiles").iterdir()}
+PROFILES = {name: Hardware.load(name) for name in names()}
+flops = st.floats(1.0, 1e17)
+bounded = settings(max_examples=200, deadline=None)
+
+
+def test_the_profiles():
+    assert DEFAULT == "a100-80gb-sxm"
+    assert names() == sorted(FILES) == [
+        "a100-40gb-sxm", "a100-80gb-sxm", "b200-180gb-sxm", "cpu-gloo", "h100-80gb-sxm", "h200-141gb-sxm",
+        "v100-32gb-sxm",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_profile_has_nothing_but_numbers_with_units_and_sources(name):
+    data = dict(FILES[name])
+    assert data.keys() == {f.name for f in fields(Hardware)} and data.pop("name") == name
+    entries = {**data, **data.pop("flops_per_s")}
+    del entries["flops_per_s"]
+    for entry in entries.values():
+        assert entry.keys() == {"value", "unit", "source"} and entry["unit"] and entry["source"]
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_node_is_nearer_than_other_nodes(name):
+    profile = PROFILES[name]
+    assert profile.link_bytes_per_s > profile.node_link_bytes_per_s
+    assert profile.link_latency_s < profile.node_link_latency_s
+    assert profile.memory_bytes_per_s > profile.link_bytes_per_s
+
+
+def test_a_profile_can_be_a_key():
+    assert len({Hardware.load(), Hardware.load(), Hardware.load("h100-80gb-sxm")}) == 2
+
+
+def test_matrix_work_is_counted_in_16_bits_where_there_are_any():
+    assert PROFILES["a100-80gb-sxm"].matmul_flops_per_s == PROFILES["a100-80gb-sxm"].flops_per_s["bfloat16"] == 312e12
+    assert PROFILES["v100-32gb-sxm"].matmul_flops_per_s == PROFILES["v100-32gb-sxm"].flops_per_s["float16"]
+    assert PROFILES["cpu-gloo"].matmul_flops_per_s == PROFILES["cpu-gloo"].flops_per_s["float32"]
+
+
+@pytest.mark.parametrize(("name", "reached"), [
+    ("a100-40gb-sxm", 271.2e12), ("a100-80gb-sxm", 271.2e12), ("h100-80gb-sxm", 794.5e12), ("h200-141gb-sxm", 794.5e12),
+    ("b200-180gb-sxm", 1745e12),
+])  # fmt: skip
+def test_the_large_end_is_what_was_measured(name, reached):
+    profile = PROFILES[name]
+    work_s = profile.matmul_time_s(1e15, 0, torch.bfloat16) - profile.launch_s
+    assert 1e15 / work_s == pytest.approx(reached, rel=1e-3)
+
+
+def test_the_efficiency_between_two_points():
+    profile = PROFILES["a100-80gb-sxm"]
+    assert profile.efficiency(1e10) == 0.6 and profile.efficiency(1e11) == 0.78
+    assert profile.efficiency(10**10.5) == pytest.approx(0.69)
+    assert profile.efficiency(1.0) == 0.012 and profile.efficiency(1e20) == 0.869
+
+
+def test_a_product_by_hand():
+    profile = PROFILES["a100-80gb-sxm"]
+    assert profile.matmul_time_s(1e12, 1e9, "bfloat16") == pytest.approx(1e12 / (312e12 * 0.869) + 5e-6)
+    assert profile.matmul_time_s(1e9, 1e9, "float16") == pytest.approx(1e9 / 2e12 + 5e-6)
+    assert profile.matmul_time_s(1e12, 0, "float32") == pytest.approx(1e12 / (19.5e12 * 0.869) + 5e-6)
+
+
+@bounded
+@given(st.sampled_from(sorted(PROFILES)), flops, flops, st.floats(0, 1e12))
+def test_a_larger_product_takes_no_less(name, some, more, size_bytes):
+    profile, (less, more) = PROFILES[name], sorted((some, more))
+    shares = profile.efficiency(less), profile.efficiency(more)
+    assert 0 < shares[0] <= shares[1] <= 1
+    for dtype in profile.flops_per_s:
+        time_s = profile.matmul_time_s(less, size_bytes, dtype)
+        assert time_s <= profile.matmul_time_s(more, size_bytes, dtype) * (1 + 1e-12)
+        assert time_s <= profile.matmul_time_s(less, 2 * size_bytes, dtype)
+        assert time_s >= profile.launch_s + less / profile.flops_per_s[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_a_dtype_or_its_name(dtype):
+    assert PROFILES["h100-80gb-sxm"].matmul_time_s(1e12, 1, dtype) == pytest.approx(1e12 / (989e12 * 0.803) + 5e-6)
