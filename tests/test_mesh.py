@@ -57,6 +57,17 @@ def test_coordinates_are_the_ranks_in_order(sizes):
     assert [tuple(mesh.coordinates(rank).values()) for rank in range(mesh.num_ranks)] == list(expected)
 
 
+@given(SIZES)
+def test_a_stride_is_the_distance_of_neighbours(sizes):
+    mesh = Mesh.parse(sizes)
+    ranks = {tuple(at.items()): rank for rank, at in enumerate(mesh.ranks())}
+    for axis in (axis for axis in sizes if sizes[axis] > 1):
+        for at, rank in ranks.items():
+            if dict(at)[axis] + 1 < sizes[axis]:
+                next_one = {**dict(at), axis: dict(at)[axis] + 1}
+                assert ranks[tuple(next_one.items())] - rank == mesh.stride(axis)
+
+
 def test_ranks_are_those_of_a_device_mesh():
     import torch
 
