@@ -12,6 +12,7 @@
 - `sections`: per dim, the ways of cutting it into sections that some later view or split asks for; `offered`: those in
   which an earlier `cat` joined it.
 - `for_buffers`: it makes new values of buffers and nothing else (these may be used after).
+- `strategies`: what `strategies` has found for it, shared with all nodes of which it reads the same.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -82,6 +83,30 @@ def annotate(trace: Trace) -> None:
         )
     for node in trace.graph.nodes:
         _offer_sections(node)
+    _share_strategies(trace.graph)
+
+
+def _share_strategies(graph: fx.Graph) -> None:
+    """Let nodes of which `strategies` reads the same share what it finds (`meta["strategies"]`)."""
+    shared: dict[Any, dict[Any, Any]] = {}
+    for node in graph.nodes:
+        pattern: Pattern | None = node.meta.get("pattern")
+        if node.op != "call_function":
+            continue
+        if pattern is None:
+            node.meta["strategies"] = {}
+            continue
+        values = [
+            (s.meta["val"].shape, s.meta["needs_grad"], s.meta["atoms"], _frozen(s.meta["sections"]),
+             _frozen(s.meta["offered"])) for s in tensor_inputs(node)
+        ]  # fmt: skip
+        own = node.meta["needs_grad"], node.meta["whole_grads"], node.meta["atoms"], _frozen(node.meta["sections"])
+        made = tuple(v.shape for v in tuple_values(node))
+        node.meta["strategies"] = shared.setdefault((pattern.key, *values, *own, made), {})
+
+
+def _frozen(sections: dict[int, set[Sections]]) -> tuple:
+    return tuple((dim, frozenset(found)) for dim, found in sorted(sections.items()))
 
 
 def batch_size(trace: Trace) -> int:

@@ -354,7 +354,7 @@ def _is_cast(name: str) -> bool:
     return name.rpartition("/")[2].partition("#")[0] in ("to", "_to_copy")
 
 
-def _option(options: list[Strategy], text: str | None, node: fx.Node, plan: Plan, name: str) -> Strategy:
+def _option(options: Sequence[Strategy], text: str | None, node: fx.Node, plan: Plan, name: str) -> Strategy:
     if text is None:
         return options[0]
     for option in options:
@@ -369,7 +369,7 @@ def _option(options: list[Strategy], text: str | None, node: fx.Node, plan: Plan
 def _follow_weights(
     node: fx.Node,
     strategy: Strategy,
-    options: list[Strategy],
+    options: Sequence[Strategy],
     stored: Mapping[str, Placement],
     chosen: Mapping[fx.Node, Strategy],
 ) -> Strategy:

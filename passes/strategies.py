@@ -44,11 +44,18 @@ class Strategy:
         return any(p.is_shard for p in (*self.inputs, *self.outputs))
 
 
-def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[Strategy]:
+def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> tuple[Strategy, ...]:
     """All strategies of `node` on an axis of `num_shards` ranks whose factors may be of these kinds (`FEATURE`, ...).
 
     The first ones are replicated work.
     """
+    known = node.meta["strategies"]  # of all nodes like this one
+    if (num_shards, kinds) not in known:
+        known[num_shards, kinds] = tuple(dict.fromkeys(_strategies(node, num_shards, kinds)))
+    return known[num_shards, kinds]
+
+
+def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[Strategy]:
     sources = tensor_inputs(node)
     num_outputs = len(tuple_values(node))
     grads = [s.meta["needs_grad"] for s in sources]
@@ -62,8 +69,7 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[St
     for linear in pattern.linear:
         inputs = tuple(P if i in linear else (R_GRAD_P if grad else R) for i, grad in enumerate(grads))
         found.append(Strategy(inputs, (P,) * num_outputs))
-    found += _sharded(node, pattern, grads, num_shards, kinds)
-    return list(dict.fromkeys(found))
+    return found + list(_sharded(node, pattern, grads, num_shards, kinds))
 
 
 def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset) -> Iterator[Strategy]:

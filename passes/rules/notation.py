@@ -44,6 +44,12 @@ class Pattern:
         """Every factor, in order of first appearance."""
         return tuple(dict.fromkeys(f for dims in (*self.inputs, *self.outputs) for dim in dims for f in dim))
 
+    @property
+    def key(self) -> tuple:
+        """Equal for equal patterns, and hashable."""
+        sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
+        return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, self.flops, joined
+
 
 @dataclass(frozen=True)
 class Rule:
