@@ -33,7 +33,9 @@ SequenceParallel = bool | Literal["auto"]
 Between = Literal["whole", "cut", "free"]
 """How values lie between matrix products: whole, cut along a dim of no weight wherever they can be, or as is best."""
 
-_TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {True: ("cut",), False: ("whole",), "auto": ("whole", "free")}
+_TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {
+    True: ("cut", "free"), False: ("whole",), "auto": ("whole", "free")
+}  # fmt: skip
 
 ONE_BATCH = Step()
 
@@ -125,11 +127,12 @@ def cheapest(
     """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the programme it solves.
 
     "auto" solves for values whole between matrix products and, unless the model is a toy, for values as they are best,
-    and takes what is faster. `pinned`: what the user's pins leave; raises NoSolution where that is nothing.
+    and takes what is faster. True leaves values as they are best only where not all that can be cut can be together.
+    `pinned`: what the user's pins leave; raises NoSolution where that is nothing.
     """
     best: tuple[Price, Programme, Sharding] | None = None
     for between in _TRIED[sequence_parallel]:
-        if best is not None and is_latency_bound(graph, num_shards, hardware, step):
+        if best is not None and (sequence_parallel is True or is_latency_bound(graph, num_shards, hardware, step)):
             break
         try:
             programme = Programme(graph, num_shards, hardware, {}, {}, pinned, between, step)
