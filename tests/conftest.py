@@ -5,10 +5,13 @@ import random
 from pathlib import Path
 
 import dist
+import hypothesis
 import pytest
 import torch
 
 SEED = 0
+hypothesis.settings.register_profile("suite", derandomize=True)  # always the same examples; `make fuzz` draws others
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser):

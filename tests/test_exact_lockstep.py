@@ -1,14 +1,16 @@
-"""Larger meshes than there are processes for, and sizes that do not divide: all ranks in one process, by `verify`."""
+"""Every model on every kind of mesh, larger ones than there are processes for, and sizes that do not divide: all ranks
+in one process, as by `verify`."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
+from traced import run_of, verified
 
 import autopart
 
-MESHES = ("tp8", "pp8", "dp2,pp2,tp2", "dp2,pp4,tp4")
+MESHES = ("tp2", "tp8", "pp4", "pp8", "dp4", "pp2,tp2", "dp2,pp2,tp2", "dp2,pp4,tp4")
 
 AWKWARD = {  # sizes that tp does not divide: (model, its sizes, mesh)
     "6 heads on tp4": (zoo.gpt2, {"hidden": 24, "heads": 6}, "tp4"),
@@ -39,26 +41,26 @@ AWKWARD = {  # sizes that tp does not divide: (model, its sizes, mesh)
 }
 
 
-def assert_exact(model, batch, mesh, **options):
+def assert_exact(builder, mesh, sizes=None, **options):
     """Right, and not because little was compared: every gradient and every output is there."""
-    found = autopart.verify(model, mesh, example_kwargs=batch, **options)
+    found = verified(run_of(builder, **(sizes or {})), mesh, **options)
     assert found.ok, str(found)
     assert found.max_error < 1e-12 and found.first_mismatch is None
     compared = set(found.errors)
-    _, _, grads = zoo.reference(model, batch)
+    _, _, grads = zoo.reference(*builder(**(sizes or {})))
     assert {name for name, grad in grads.items() if grad is not None} | {"loss", "output 0"} <= compared
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_zoo_model_on_mesh(name, mesh):
-    assert_exact(*zoo.ZOO[name](), mesh)
+    assert_exact(zoo.ZOO[name], mesh)
 
 
 @pytest.mark.parametrize("case", AWKWARD)
 def test_sizes_that_do_not_divide(case):
     builder, sizes, mesh = AWKWARD[case]
-    assert_exact(*builder(**sizes), mesh)
+    assert_exact(builder, mesh, sizes)
 
 
 class WeightTerm(nn.Module):
@@ -96,11 +98,11 @@ def test_a_term_of_weights_alone_counts_once(term, mesh):
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "conv_net"])
 def test_microbatches_without_stages(name, microbatches):
-    assert_exact(*zoo.ZOO[name](), "tp2", microbatches=microbatches)
+    assert_exact(zoo.ZOO[name], "tp2", microbatches=microbatches)
 
 
 def test_deep_model_on_many_stages():
-    assert_exact(*zoo.gpt2(num_layers=8, hidden=16, heads=2), "dp2,pp8,tp2", microbatches=4)
+    assert_exact(zoo.gpt2, "dp2,pp8,tp2", {"num_layers": 8, "hidden": 16, "heads": 2}, microbatches=4)
 
 
 class JoinsWithNothing(nn.Module):

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 import zoo
+from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.compiler import prepare
@@ -110,43 +111,39 @@ def test_plan_shows_the_balance():
 # --- Any cut is legal ----------------------------------------------------------------------------------------------
 
 
-def possible_cuts(model, batch):
+def possible_cuts(graph):
     """The names of all operators before which a stage may begin."""
-    nodes = active_operators(prepare(model, bind_call(model, (), batch)).graph)
+    nodes = active_operators(graph)
     return [n.meta["key"] for n, sent in zip(nodes, crossing_bytes(nodes), strict=True) if math.isfinite(sent)][1:]
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_random_cuts_are_exact(name):
     """Also in the middle of attention, inside a norm, between a skip and what it is added to."""
-    model, batch = zoo.ZOO[name]()
-    keys = possible_cuts(model, batch)
+    run = run_of(zoo.ZOO[name])
+    keys = possible_cuts(run.traced.graph)
     rng = random.Random(name)
-    options = {"example_kwargs": batch, "microbatches": 2, "schedule": "gpipe"}
-    plans = {mesh: autopart.plan(model, mesh, **options) for mesh in ("pp2", "pp4", "pp2,tp2")}
+    plans = {mesh: plan_of(run, mesh, microbatches=2, schedule="gpipe") for mesh in ("pp2", "pp4", "pp2,tp2")}
     for mesh in itertools.islice(itertools.cycle(plans), NUM_RANDOM_CUTS):
         plan, num_stages = plans[mesh], autopart.Mesh.parse(mesh).size("pp")
         cuts = tuple(keys[k] for k in sorted(rng.sample(range(len(keys)), num_stages - 1)))
-        found = autopart.verify(model, mesh, example_kwargs=batch, plan=replace(plan, cuts=cuts))
+        found = verified(run, mesh, replace(plan, cuts=cuts))
         assert found.ok, f"{mesh}, cut before {cuts}\n{found}"
         assert "loss" in found.errors and len(found.errors) > 3
 
 
 def test_values_travel_through_stages_that_do_not_read_them():
     """The last layer of the skip MLP reads the first's output: with a stage per layer it crosses every cut."""
-    model, batch = zoo.skip_mlp()
-    plan = autopart.plan(model, "pp8", example_kwargs=batch)
+    run = run_of(zoo.skip_mlp)
     cuts = tuple(f"layers.{i}/linear" for i in range(1, 8))
-    assert set(cuts) <= set(possible_cuts(model, batch))
-    edited = replace(plan, cuts=cuts)
-    assert autopart.verify(model, "pp8", example_kwargs=batch, plan=edited).ok
+    assert set(cuts) <= set(possible_cuts(run.traced.graph))
+    assert verified(run, "pp8", replace(plan_of(run, "pp8"), cuts=cuts)).ok
 
 
 def test_most_operators_can_begin_a_stage():
     for name, builder in zoo.ZOO.items():
-        model, batch = builder()
-        graph = prepare(model, bind_call(model, (), batch)).graph
-        assert len(possible_cuts(model, batch)) > 0.8 * (len(active_operators(graph)) - 1), name
+        graph = run_of(builder).traced.graph
+        assert len(possible_cuts(graph)) > 0.8 * (len(active_operators(graph)) - 1), name
 
 
 def test_too_many_stages_are_refused():

@@ -1,0 +1,30 @@
+"""Models traced once a process, for tests that arrange one trace in many ways: tracing takes longer than checking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from autopart.compiler import Options, make_plan
+from autopart.mesh import Mesh
+from autopart.plan import Plan
+from autopart.trace import bind_call
+from autopart.verify import Verification, VerificationRun
+
+
+@cache
+def run_of(build: Callable[..., tuple], training: bool = True, **sizes: Any) -> VerificationRun:
+    """The model and batch of a builder, traced in float64: to be read and checked, never written to."""
+    model, batch = build(**sizes)
+    return VerificationRun(model.train(training), bind_call(model, (), batch))
+
+
+def plan_of(run: VerificationRun, mesh: str, **options: Any) -> Plan:
+    """What `autopart.plan` chooses."""
+    return make_plan(run.model, run.traced, Mesh.parse(mesh), Options(**options))
+
+
+def verified(run: VerificationRun, mesh: str, plan: Plan | None = None, **options: Any) -> Verification:
+    """What `autopart.verify` finds."""
+    return run.check(run.arrange(mesh, plan, Options(rng="exact", **options)))
