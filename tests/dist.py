@@ -1,8 +1,8 @@
 """Run a function on several ranks: a pool of long-lived worker processes, gloo on the CPU.
 
 Importing torch and transformers takes seconds and a test takes milliseconds, so the workers stay alive between
-tests. Every rank sees the environment that torchrun gives. The groups made here meet in a file: a TCP store looks
-its clients' names up, which takes seconds where DNS is slow.
+tests, and are forked from a process that has imported both. Every rank sees the environment that torchrun gives. The
+groups made here meet in a file: a TCP store looks its clients' names up, which takes seconds where DNS is slow.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
+PRELOAD = ["torch", "torch.distributed.pipelining", "torch._dynamo", "scipy.optimize", "transformers.modeling_utils"]
 START_S = 120.0  # for workers to import torch on a busy machine
 CLOSE_S = 10.0  # for workers to leave the process group after a task
 GRACE_S = 5.0  # for the other ranks once one of them has failed
@@ -220,7 +221,7 @@ class Pool:
         if not self.workers:
             self.folder = tempfile.mkdtemp(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(PRELOAD)
         new = []
         while len(self.workers) < world_size:
             ours, theirs = context.Pipe()

@@ -8,6 +8,7 @@ import torch
 import zoo
 from random_models import DRAWS, MODELS, RECURRENT, P, around, gpt2, trained
 from torch import nn
+from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.compiler import Options
@@ -45,8 +46,8 @@ def test_dropout_between_recurrent_layers(name):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["tp4", "dp2,tp2", "pp4", "dp2,pp2,tp2"])
 def test_a_model_is_that_of_one_device(name, mesh):
-    model, batch = MODELS[name]()
-    assert autopart.verify(model, mesh, example_kwargs=batch).ok
+    found = verified(run_of(MODELS[name]), mesh)
+    assert found.ok, found
 
 
 def test_an_input_that_is_dropped():
@@ -128,16 +129,16 @@ def called(model, batch):
     return losses
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_training_on_all_axes(name):
-    model, batch = MODELS[name]()
-    plan = autopart.plan(model, "dp2,pp2,tp2", example_kwargs=batch, microbatches=2)  # once, not on every rank
-    dist.run_ranks(trains_alike, 8, name, "dp2,pp2,tp2", plan=plan, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize(("name", "mesh"), [
+    ("conv_net", "dp2,pp2,tp2"), ("vit", "dp2,pp2"), ("t5", "pp2,tp2"), ("gpt2", "dp2,tp2"),
+])  # fmt: skip
+def test_training_on_several_axes(name, mesh):
+    plan = plan_of(run_of(MODELS[name]), mesh, microbatches=2)  # once, not on every rank
+    dist.run_ranks(trains_alike, Mesh.parse(mesh).num_ranks, name, mesh, plan=plan, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(("mesh", "options"), [
     ("tp1", {}),
-    ("dp2,tp2", {"microbatches": 2}),
     ("pp2", {"microbatches": 4, "schedule": "zbv"}),
 ])  # fmt: skip
 def test_training_on_some(mesh, options):
@@ -170,11 +171,10 @@ def test_ranks_whose_generators_differ_are_told():
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_serves_both_modes_and_both_kinds(name, mesh):
     """Of training and eval mode: the same plan in one, and one that the other can run."""
-    model, batch = MODELS[name]()
-    for training in (True, False):
-        plan = autopart.plan(model.train(training), mesh, example_kwargs=batch, microbatches=2)
-        for other in (True, False):
-            assert autopart.verify(model.train(other), mesh, example_kwargs=batch, plan=plan).ok
+    runs = [run_of(MODELS[name], training) for training in (True, False)]
+    for run in runs:
+        plan = plan_of(run, mesh, microbatches=2)
+        assert all(verified(other, mesh, plan).ok for other in runs)
 
 
 def test_an_edited_dropout_runs_as_the_plan_says():
