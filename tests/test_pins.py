@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from test_sharding import flat_cost, least_cost, pairs_of, problems
 from test_stages import every_partition, random_problem
+from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.cli import main
@@ -69,16 +70,16 @@ def stored_in(plan, model):
 )
 def test_a_pinned_plan_is_exact(case, mesh):
     name, pins = LAYOUTS[case]
-    model, batch = zoo.ZOO[name](rows=2, seq=6)
-    free = autopart.plan(model, mesh, example_kwargs=batch)
-    plan = Plan.from_json(autopart.plan(model, mesh, example_kwargs=batch, pins=pins).to_json())
+    run = run_of(zoo.ZOO[name], rows=2, seq=6)
+    free = plan_of(run, mesh)
+    plan = Plan.from_json(plan_of(run, mesh, pins=Pins.parse(pins)).to_json())
     assert plan.pins == pins
-    stored = stored_in(plan, model)
+    stored = stored_in(plan, run.base)
     for pin in Pins.parse(pins).layouts:
         names = [n for n in stored if pin.matches(n)] or (["transformer.wte.weight"] if "lm_head" in pin.name else [])
         assert all(stored[n] == pin.text or (pin.text == "R" and stored[n] == "R(grad P)") for n in names), stored
     assert (plan.parameters, plan.operators) != (free.parameters, free.operators)
-    verification = autopart.verify(model, mesh, example_kwargs=batch, plan=plan)
+    verification = verified(run, mesh, plan)
     assert verification.ok, str(verification)
 
 

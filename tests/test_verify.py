@@ -10,8 +10,10 @@ import pytest
 import torch
 import zoo
 from torch import nn
+from traced import run_of
 
 import autopart
+from autopart.compiler import Options
 
 # --- Faults: each is planted in a program and its ranks' parameters, and planting it again changes nothing -----------
 
@@ -267,10 +269,10 @@ def line_of(mismatch, model):
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_planted_fault_is_found_and_named(case):
     fault = FAULTS[case]
-    model, batch = fault.builder()
-    assert autopart.verify(model, fault.mesh, example_kwargs=batch, **dict(fault.options)).ok
-    options = {"tamper": fault.tamper, "shrink": True, **dict(fault.options)}
-    found = autopart.verify(model, fault.mesh, example_kwargs=batch, **options)
+    run, options = run_of(fault.builder), Options(rng="exact", **dict(fault.options))
+    model = run.base
+    assert run.check(run.arrange(fault.mesh, None, options)).ok
+    found = run.check(run.arrange(fault.mesh, None, options, fault.tamper), shrink=True)
     assert not found.ok and found.max_error > 1e-6
     assert found.smallest is not None and len(found.smallest.operators) <= 2, str(found)
     first = found.first_mismatch
