@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
+from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.calls import MANY_CALLS, Recent, call_key
@@ -38,6 +39,11 @@ def tokens(name, rows, seq):
     return batch
 
 
+def shaped(name, rows, seq):
+    """A language model of the zoo, and a batch of this shape: the model's sizes are those of its own batch."""
+    return BUILDERS[name]()[0], tokens(name, rows, seq)
+
+
 # --- all ranks in one process --------------------------------------------------------------------------------------
 
 SHAPES = [(8, 7), (16, 12), (6, 12), (5, 12), (1, 9), (3, 5), (2, 8)]
@@ -48,10 +54,9 @@ SHAPES = [(8, 7), (16, 12), (6, 12), (5, 12), (1, 9), (3, 5), (2, 8)]
     [*(("gpt2", mesh) for mesh in ("dp2", "tp2", "pp2", "dp4,tp2")), *((name, "dp2,pp2,tp2") for name in BUILDERS)],
 )
 def test_a_plan_serves_other_shapes(name, mesh):
-    model, batch = BUILDERS[name]()
-    plan = autopart.plan(model, mesh, example_kwargs=batch, microbatches=2)
+    plan = plan_of(run_of(BUILDERS[name]), mesh, microbatches=2)
     for rows, seq in SHAPES if mesh == "dp2,pp2,tp2" and name == "gpt2" else SHAPES[::3]:
-        found = autopart.verify(model, mesh, plan=plan, example_kwargs=tokens(name, rows, seq))
+        found = verified(run_of(shaped, name=name, rows=rows, seq=seq), mesh, plan)
         assert found.ok and found.max_error < 1e-12, f"{rows} x {seq}: {found}"
 
 
@@ -159,8 +164,7 @@ def train_on(name, mesh, shapes):
     return traced
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", "dp2"), ("bert", "tp2"), ("gpt2", "pp2"), ("bert", "pp2")])
 def test_a_loop_over_batches_of_other_shapes(name, mesh):
     traced = dist.run_ranks(train_on, 2, name, mesh, LOOP, timeout_s=120.0)
     assert traced == [len(set(LOOP)) - 1] * 2  # the first was traced at construction
@@ -200,7 +204,7 @@ def generate(mesh):
     model.eval()
     pm.eval()
     ids = batch["input_ids"][:2, :1]
-    for _ in range(6):
+    for _ in range(3):
         expected = model(input_ids=ids, use_cache=False)
         with (
             torch.no_grad(),
@@ -209,7 +213,7 @@ def generate(mesh):
             found = pm(input_ids=ids)
         zoo.assert_close_outputs(found, expected)
         ids = torch.cat([ids, found.logits[:, -1:].argmax(-1)], 1)
-    assert ids.shape == (2, 7)
+    assert ids.shape == (2, 4)
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
@@ -229,7 +233,7 @@ def options_and_inputs(mesh):
     zoo.assert_close_outputs(pm(**ids, output_hidden_states=True), hidden)
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_other_options_and_inputs(mesh):
     dist.run_ranks(options_and_inputs, 2, mesh, timeout_s=120.0)
 
