@@ -8,6 +8,7 @@ import pytest
 import random_models
 import torch
 import zoo
+from traced import run_of, verified
 
 import autopart
 from autopart.compiler import Options, make_plan, prepare
@@ -30,8 +31,7 @@ def moved(plan):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", TOKENS)
 def test_exact_along_the_sequence(name, mesh):
-    model, batch = zoo.ZOO[name]()
-    found = autopart.verify(model, mesh, example_kwargs=batch, sequence_parallel=True)
+    found = verified(run_of(zoo.ZOO[name]), mesh, sequence_parallel=True)
     assert found.ok and found.max_error < 1e-12, str(found)
 
 
