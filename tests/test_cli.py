@@ -175,11 +175,10 @@ def test_run_in_one_process(config, rng):
     check_steps(result.stdout, 2)
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
-def test_run_under_torchrun(config, mesh):
+def test_run_under_torchrun(config):
     path = config({**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autopart"]
-    done = process(*command, "run", "--hf-config", path, "--mesh", mesh, "--steps", "2", "--compare", timeout_s=150)
+    done = process(*command, "run", "--hf-config", path, "--mesh", "pp2", "--steps", "2", "--compare", timeout_s=150)
     assert done.returncode == 0, done.stderr
     check_steps(done.stdout, 2)
 

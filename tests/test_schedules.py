@@ -23,7 +23,8 @@ RUNS = [  # schedule, pp, virtual stages, microbatches
     ("1f1b", 4, 1, (4, 8)),
     ("interleaved_1f1b", 4, 2, (4, 8)),
 ]
-MODELS = ("gpt2", "skip_mlp")  # a tied weight on the first and last stage; values that cross several cuts
+MODELS = ("gpt2", "skip_mlp")
+"""A tied weight on the first and last stage, with the most microbatches; values that cross several cuts, with all."""
 
 REFUSED = {  # what cannot run: the call's arguments, and what the error says
     "unknown name": (("zigzag", 2, 2, 4), "unknown schedule 'zigzag'", "gpipe, 1f1b"),
@@ -64,7 +65,9 @@ def same_gradients(name, schedule, pp, virtual_stages, counts):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run[:3])))
 def test_schedule_is_exact(run, name):
-    dist.run_ranks(same_gradients, run[1], name, *run, timeout_s=120.0)
+    *asked, counts = run
+    counts = counts if name == "skip_mlp" else counts[-1:]
+    dist.run_ranks(same_gradients, run[1], name, *asked, counts, timeout_s=120.0)
 
 
 def test_every_schedule_is_run():
