@@ -23,6 +23,7 @@ from autopart.trace import bind_call  # noqa: E402
 from autopart.verify import VerificationRun  # noqa: E402
 
 ALL, TENSOR = ("tp2", "dp2,pp2,tp2"), ("tp4", "dp2")
+MIXED, CUT = ALL[1:], TENSOR[:1]  # of those that take long
 SOME = {
     "gpt2": ALL,  # decoders
     "llama": TENSOR,
@@ -32,17 +33,17 @@ SOME = {
     "opt": TENSOR,
     "deepseek_v3": ALL,  # latent attention, mixture of experts
     "mixtral": ALL,  # mixture of experts
-    "qwen3_next": TENSOR,  # linear attention, mixture of experts
+    "qwen3_next": CUT,  # linear attention, mixture of experts
     "mamba": ALL,  # state space
     "jamba": TENSOR,  # state space, attention, mixture of experts
-    "rwkv": ALL,  # linear attention
+    "rwkv": MIXED,  # linear attention
     "bert": ALL,  # encoders
     "deberta-v2": TENSOR,
     "modernbert": ALL,
     "t5": ALL,  # sequence to sequence
     "bart": TENSOR,
     "vit": ALL,  # vision
-    "swin": TENSOR,
+    "swin": CUT,
     "resnet": ALL,
     "convnext": TENSOR,
     "peft: LoRA on Llama": ALL,  # others
@@ -56,6 +57,8 @@ SOME = {
 @pytest.mark.parametrize("name", SOME)
 def test_exact(name):
     model, inputs = build(name)
+    if name == "rwkv":  # it loops over the tokens
+        inputs = {key: value[:, :6] for key, value in inputs.items()}
     run = VerificationRun(model, bind_call(model, (), inputs))
     for mesh in SOME[name]:
         found = run.check(rows.arrange(run, mesh))
