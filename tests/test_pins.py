@@ -17,7 +17,6 @@ from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.cli import main
-from autopart.compiler import prepare
 from autopart.cost.hardware import Hardware
 from autopart.cost.stages import balance
 from autopart.errors import AutopartError
@@ -28,7 +27,6 @@ from autopart.passes.pins import pinned_layouts, smallest_conflict
 from autopart.passes.shard import Programme
 from autopart.pins import Pins
 from autopart.plan import Plan
-from autopart.trace import bind_call
 
 LAYER, H = "model.layers.*", "transformer.h.*"
 LAYOUTS = {
@@ -48,13 +46,11 @@ LAYOUTS = {
 
 
 def pinned_plan(name, pins, mesh, **options):
-    model, batch = zoo.ZOO[name]()
-    return autopart.plan(model, mesh, example_kwargs=batch, pins=pins, **options)
+    return plan_of(run_of(zoo.ZOO[name]), mesh, pins=Pins.parse(pins), **options)
 
 
 def traced(name, **sizes):
-    model, batch = zoo.ZOO[name](**sizes)
-    return prepare(model, bind_call(model, (), batch))
+    return run_of(zoo.ZOO[name], **sizes).traced
 
 
 def stored_in(plan, model):
@@ -129,7 +125,7 @@ def test_what_is_chosen_anyway_changes_nothing():
     assert (same.parameters, same.operators, same.cost) == (free.parameters, free.operators, free.cost)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_a_problem_without_solution_is_told(problem):
     costs, tables = problem
@@ -147,9 +143,8 @@ def test_a_problem_without_solution_is_told(problem):
 # --- stages --------------------------------------------------------------------------------------------------------
 
 
-def stage_of(plan, model, batch):
+def stage_of(plan, trace):
     """`{module: its stages}`, by the plan's cuts."""
-    trace = prepare(model, bind_call(model, (), batch))
     stage, found = 0, {}
     for node in active_operators(trace.graph):
         stage += node.meta["key"] in plan.cuts
@@ -168,9 +163,9 @@ def stage_of(plan, model, batch):
     ],
 )  # fmt: skip
 def test_pinned_stages_are_kept_and_exact(name, mesh, stages):
-    model, batch = zoo.ZOO[name](rows=4, seq=6)
-    plan = autopart.plan(model, mesh, example_kwargs=batch, pins={"stages": stages})
-    at = stage_of(plan, model, batch)
+    run = run_of(zoo.ZOO[name], rows=4, seq=6)
+    plan = plan_of(run, mesh, pins=Pins.parse({"stages": stages}))
+    at = stage_of(plan, run.traced)
     for cut in stages.get("cut_before", ()):
         assert any(key == cut or key.startswith((f"{cut}.", f"{cut}/")) for key in plan.cuts), plan.cuts
     for names in stages.get("together", ()):
@@ -178,8 +173,8 @@ def test_pinned_stages_are_kept_and_exact(name, mesh, stages):
             wanted = [n.replace("*", number) for n in names]
             inside = [s for module, s in at.items() if any(module == w or module.startswith(w + ".") for w in wanted)]
             assert inside and len(set.union(*inside)) == 1
-    assert autopart.verify(model, mesh, example_kwargs=batch, plan=plan).ok
-    free = autopart.plan(model, mesh, example_kwargs=batch)
+    assert verified(run, mesh, plan).ok
+    free = plan_of(run, mesh)
     assert max(s["flops"] for s in plan.stages) >= 0.98 * max(s["flops"] for s in free.stages)
 
 
