@@ -1,4 +1,4 @@
-"""The command line: `autopart plan | explain | diff | verify | run`, also `python -m autopart`.
+"""The command line: `autopart plan | explain | simulate | diff | verify | run`, also `python -m autopart`.
 
 A model is named `--model package.module:callable` or `--hf-config config.json`. Exit codes: 0 done, 1 a
 difference was found (`verify`, `diff`), 2 a mistake in what was asked, told without a traceback.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from autopart.api import parallelize
 from autopart.api import plan as make_plan
 from autopart.compat import tree_map
+from autopart.cost.simulate import simulate as simulate_plan
 from autopart.errors import AutopartError, InputError, OptionError
 from autopart.mesh import Mesh
 from autopart.model_source import DTYPES, ModelSource, SourceOptions, from_callable, from_hf_config
@@ -226,6 +227,21 @@ def explain(path: str | None, **options: Any) -> None:
         raise OptionError("name a plan or a model, not both", hint=f"autopart explain {path}")
     made = Plan.load(path) if path is not None else _Asked(options).plan()
     click.echo(made.explain(), nl=False)
+
+
+@main.command()
+@click.argument("path", metavar="PLAN.JSON")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
+@_told
+def simulate(path: str, as_json: bool) -> None:
+    """Predict a training step of a plan on its hardware: time, bubble, memory, collectives.
+
+    \b
+    Example:
+      autopart simulate plan.json
+    """
+    found = simulate_plan(Plan.load(path))
+    click.echo(json.dumps(found.as_data()) if as_json else str(found))
 
 
 @main.command()

@@ -33,6 +33,7 @@ from autopart.passes.shard import SequenceParallel
 from autopart.passes.sizes import size_notes
 from autopart.passes.storage import choose_over_dp, storage_notes
 from autopart.passes.summary import collectives, cost, stage_rows
+from autopart.passes.timing import timing
 from autopart.passes.unsharded import unsharded
 from autopart.pins import Pins
 from autopart.plan import MEMORY_KINDS, Plan, Schedule
@@ -111,7 +112,8 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name,
         cost=cost(traced, decisions, rows, moved, hardware) | certificate(solved),
-        memory=tuple(rank.as_row() for rank in memory), notes=notes, pins=options.pins.as_data(),
+        memory=tuple(rank.as_row() for rank in memory), timing=timing(traced, program, schedule, hardware),
+        notes=notes, pins=options.pins.as_data(),
         reasons=Reasons(traced, mesh, program, options.pins, solved),
     )  # fmt: skip
 

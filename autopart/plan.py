@@ -126,6 +126,7 @@ class Plan:
     rules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cost: Mapping[str, Any] = field(default_factory=dict)
     memory: tuple[Mapping[str, Any], ...] = ()
+    timing: Mapping[str, Any] = field(default_factory=dict)
     hardware: str = ""
     notes: tuple[str, ...] = ()
     pins: Mapping[str, Any] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class StageMemory:
 def stage_memory(trace: Trace, program: Program, stage: Stage) -> StageMemory:
     """Follow one microbatch of a stage on its heaviest rank."""
     inputs, input_bytes = _stage_inputs(trace, program, stage)
-    walk = _Walk(trace, program, stage, inputs)
+    walk = Walk(trace, program, stage, inputs)
     walk.run()
     alive = walk.reached()
     saved = {
@@ -98,7 +98,14 @@ def stage_memory(trace: Trace, program: Program, stage: Stage) -> StageMemory:
     return StageMemory(by_node, sent, max(0, most - sum(by_node.values())), delayed, input_bytes, trained)
 
 
-def _forward_peak(walk: _Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
+def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
+    """The values of a stage's nodes on its heaviest rank, for one microbatch."""
+    walk = Walk(trace, program, stage, _stage_inputs(trace, program, stage)[0])
+    walk.run()
+    return walk
+
+
+def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
     """The most that values and what is kept take while the forward runs."""
     nodes = list(walk.values)
     kept = {memory for pieces in saved.values() for memory in pieces}
@@ -121,7 +128,7 @@ def _forward_peak(walk: _Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int
     return most
 
 
-def _backward_peak(walk: _Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
+def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
     """The most that gradients and what is still kept take while the backward runs.
 
     The gradient of a view is a view of the gradient. A parameter's counts until it is added to the others.
@@ -146,7 +153,7 @@ def _backward_peak(walk: _Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Seq
     return most
 
 
-def _delayed_bytes(walk: _Walk, alive: Set[fx.Node]) -> int:
+def _delayed_bytes(walk: Walk, alive: Set[fx.Node]) -> int:
     """The gradients that pipelining keeps for the weights' part of a backward: of all that weights and values make."""
     weights: set[fx.Node] = set()
     found: dict[Memory, int] = {}
@@ -176,7 +183,7 @@ def _sent_bytes(sent: Any, held: set[Memory]) -> int:
 
 
 @dataclass
-class _Walk:
+class Walk:
     """A stage graph run on forms."""
 
     trace: Trace

@@ -34,6 +34,12 @@ def memory_of(trace: Trace, program: Program, schedule: Schedule) -> tuple[RankM
     return tuple(_rank_memory(trace, program, stages, home, order) for order in orders)
 
 
+def homes(program: Program, schedule: Schedule) -> tuple[set[int], ...]:
+    """The stages that the rank at each `pp` coordinate runs."""
+    orders = actions(schedule.name, len(program.stages), program.mesh.size("pp"), program.microbatches)
+    return tuple({action.stage for action in order} for order in orders)
+
+
 def _rank_memory(
     trace: Trace, program: Program, memories: Sequence[StageMemory], home: Mapping[int, int], order: tuple[Action, ...]
 ) -> RankMemory:

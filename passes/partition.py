@@ -20,15 +20,19 @@ from .rules.tables import MOVES
 
 
 def work(node: fx.Node) -> float:
-    """FLOPs of an operator: from its rule products of factor sizes for matrix work, without one what torch counts; one
-    per element for the rest, none for views."""
-    pattern = node.meta["pattern"]
-    flops = pattern.flops if pattern is not None else counted_flops(node)
+    """FLOPs of an operator: of matrix work all, one per element for the rest, none for views."""
+    flops = matrix_work(node)
     if flops:
         return float(flops)
     if operator_name(node) in MOVES:
         return 0.0
     return float(sum(v.numel() for v in tuple_values(node) if hasattr(v, "numel")))
+
+
+def matrix_work(node: fx.Node) -> int:
+    """FLOPs of a matrix product, from its rule, without one what torch counts; 0 for everything else."""
+    pattern = node.meta["pattern"]
+    return pattern.flops if pattern is not None else counted_flops(node)
 
 
 def active_operators(graph: fx.Graph) -> list[fx.Node]:

@@ -12,6 +12,7 @@ import zoo
 from click.testing import CliRunner
 
 import autopart
+from autopart import simulate
 from autopart.cli import main
 from autopart.model_source import SourceOptions, from_hf_config
 from autopart.plan import Plan, schema
@@ -83,6 +84,8 @@ def test_plan_to_a_file_with_options_then_explain(config, tmp_path):
     assert (plan.schedule.name, plan.schedule.microbatches) == ("gpipe", 2)
     assert plan.inputs["labels"]["shape"] == [4, 16]
     assert invoke("explain", path).output == plan.explain()
+    assert invoke("simulate", path).output == f"{simulate(plan)}\n"
+    assert json.loads(invoke("simulate", path, "--json").output) == simulate(plan).as_data()
 
 
 def test_explain_a_model():

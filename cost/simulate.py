@@ -1,0 +1,170 @@
+"""A training step of a plan, simulated: the schedule's own actions on the plan's predicted seconds."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from autopart.errors import PlanError
+from autopart.plan import Plan
+
+from .timeline import Durations, Timeline, timeline
+
+_BACKWARDS = ("input_backward", "weight_backward")
+_PARTS = ("forward", *_BACKWARDS)
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """Collectives of one kind over one axis, in one step of the rank that spends most on them: how many, the bytes it
+    sends, and seconds."""
+
+    axis: str
+    kind: str
+    count: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One training step as predicted, AdamW's update included. Print it for a table.
+
+    Seconds and bytes are of one rank; ranks that differ on `dp` or `tp` alone do the same. `timeline`: when each
+    coordinate of `pp` does what. `peak_memory_bytes`: by stage, the most that the rank which runs it holds at a time.
+    `collectives`: those of a step. `parts`: of the busiest rank, seconds by kind of work, `idle` included.
+    """
+
+    timeline: Timeline
+    num_devices: int
+    model_flops: float
+    peak_flops_per_s: float
+    peak_memory_bytes: tuple[int, ...]
+    collectives: tuple[CollectiveTime, ...]
+    parts: Mapping[str, float] = field(repr=False)
+
+    @cached_property
+    def step_time_s(self) -> float:
+        """Seconds of a step, from its start until the last rank has updated its parameters."""
+        return self.timeline.step_time_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle over busy time of the pipeline, as PTD-P counts it (`Timeline.bubble_fraction`)."""
+        return self.timeline.bubble_fraction
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Matrix work of the model (forward, and twice as much backward) of a device per second, in 10^12 FLOPs."""
+        return self.model_flops / self.num_devices / self.step_time_s / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs as a share of the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+        return self.tflops_per_device * 1e12 / self.peak_flops_per_s
+
+    @property
+    def hfu(self) -> float:
+        """FLOPs that are computed, as a share of the peak: model FLOPs, as nothing is computed twice."""
+        return self.mfu
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything but the timeline, for JSON."""
+        return {
+            "step_time_s": self.step_time_s, "tflops_per_device": self.tflops_per_device, "mfu": self.mfu,
+            "hfu": self.hfu, "bubble_fraction": self.bubble_fraction,
+            "peak_memory_bytes": list(self.peak_memory_bytes), "parts_s": dict(self.parts),
+            "collectives": [asdict(row) for row in self.collectives],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = [
+            ("step", _seconds(self.step_time_s)),
+            ("per device", f"{self.tflops_per_device:.4g} TFLOP/s, {self.mfu:.1%} of its peak"),
+            ("bubble", f"{self.bubble_fraction:.4g} of the busy time"),
+            ("peak memory", ", ".join(f"{size / 1e9:.4g} GB" for size in dict.fromkeys(self.peak_memory_bytes))),
+            *((kind, _seconds(seconds)) for kind, seconds in self.parts.items()),
+            *((f"{row.axis} {row.kind}", f"{row.count} of {row.bytes / max(1, row.count) / 1e6:.4g} MB, "
+               f"{_seconds(row.seconds)}") for row in self.collectives),
+        ]  # fmt: skip
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def simulate(plan: Plan) -> Simulation:
+    """Predict a training step of a plan on the hardware it was made for.
+
+    The schedule's actions are those that the runtime executes; how long each takes is in `plan.timing`. Gradients are
+    summed after the last backward, as the runtime does.
+
+    Raises PlanError for a plan without `timing`.
+
+    Example:
+        >>> plan = autopart.plan(model, "dp8,tp8", example_kwargs=batch)    # doctest: +SKIP
+        >>> print(autopart.simulate(plan))                                  # doctest: +SKIP
+    """
+    if not plan.timing:
+        raise PlanError(
+            "the plan has no 'timing'", why="how long its stages take is part of a plan that autopart has made",
+            hint="autopart.plan(...), or leave the entry in the file",
+        )  # fmt: skip
+    stages, ranks, mesh = plan.timing["stages"], plan.timing["ranks"], plan.mesh_object()
+    seconds = {part: [math.fsum(row[part].values()) for row in stages] for part in _PARTS}
+    whole = [a + b for a, b in zip(*(seconds[part] for part in _BACKWARDS), strict=True)]
+    received = [row["receives_s"] for row in stages[1:]]
+    durations = Durations(
+        seconds["forward"], whole, seconds["input_backward"], seconds["weight_backward"], received, received,
+        [row["gradient_sum_s"] for row in ranks], 0.0, [row["optimizer_s"] for row in ranks],
+    )  # fmt: skip
+    schedule = plan.schedule
+    found = timeline(schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations)
+    home = {span.stage: rank for rank, spans in enumerate(found.spans) for span in spans}
+    return Simulation(
+        found, mesh.num_ranks, 3.0 * plan.timing["forward_flops"], plan.timing["peak_flops_per_s"],
+        tuple(plan.memory[home[stage]]["total"] for stage in range(len(stages))),
+        _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, found, home, schedule.microbatches),
+    )  # fmt: skip
+
+
+def _parts(
+    stages: list[Mapping[str, Any]], ranks: list[Mapping[str, float]], found: Timeline, home: Mapping[int, int],
+    microbatches: int,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of a step by kind, of the rank that computes longest."""
+    busiest = max(range(len(found.spans)), key=found.busy_s.__getitem__)
+    kinds: defaultdict[str, float] = defaultdict(float)
+    for row in stages:
+        if home[row["stage"]] == busiest:
+            for part in _PARTS:
+                for kind, seconds in row[part].items():
+                    kinds[kind] += microbatches * seconds
+    once = ranks[busiest]
+    idle = found.step_time_s - found.busy_s[busiest] - once["gradient_sum_s"] - once["optimizer_s"]
+    last = {"gradient sums": once["gradient_sum_s"], "optimizer": once["optimizer_s"], "idle": max(0.0, idle)}
+    return {kind: seconds for kind, seconds in (kinds | last).items() if seconds}
+
+
+def _collectives(
+    stages: list[Mapping[str, Any]], home: Mapping[int, int], microbatches: int
+) -> tuple[CollectiveTime, ...]:
+    totals: defaultdict[tuple[str, str], defaultdict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(lambda: [0, 0, 0.0])
+    )
+    for row in stages:
+        for moved in row["collectives"]:
+            total = totals[moved["axis"], moved["kind"]][home[row["stage"]]]
+            for i, name in enumerate(("count", "bytes", "seconds")):
+                total[i] += microbatches * moved[name]
+    most = {key: max(by_rank.values(), key=lambda total: total[2]) for key, by_rank in totals.items()}
+    return tuple(CollectiveTime(*key, int(count), int(size), seconds) for key, (count, size, seconds) in most.items())
+
+
+def _seconds(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds / 1e-6:.4g} us"

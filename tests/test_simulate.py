@@ -1,0 +1,157 @@
+"""A simulated step: its work is the plan's, its actions the runtime's, and nothing faster makes it slower."""
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import zoo
+
+import autopart
+from autopart.actions import actions
+from autopart.cost.hardware import Hardware
+from autopart.errors import PlanError
+from autopart.plan import Plan
+
+SECOND = {"value": 1e12, "unit": "1/s", "source": "a device to count on"}
+NOTHING, ENDLESS = {**SECOND, "value": 1e-30}, {**SECOND, "value": 1e30}
+
+
+def profile(folder, **numbers):
+    """A device that does 1e12 FLOP/s whatever the product, and on which nothing else takes time, but for `numbers`."""
+    data = {
+        "name": "counting", "flops_per_s": {d: SECOND for d in ("float32", "float64", "bfloat16")},
+        "matmul_efficiency": {"value": [[1.0, 1.0], [1e15, 1.0]], "unit": "share of peak by FLOPs", "source": "exact"},
+        "launch_s": NOTHING, "memory_bytes": ENDLESS, "memory_bytes_per_s": ENDLESS,
+        "devices_per_node": {"value": 8, "unit": "devices", "source": "a node"},
+        "link_bytes_per_s": ENDLESS, "link_latency_s": NOTHING,
+        "node_link_bytes_per_s": ENDLESS, "node_link_latency_s": NOTHING,
+    }  # fmt: skip
+    data |= {name: {**SECOND, "value": number} for name, number in numbers.items()}
+    path = folder / f"counting{len(list(folder.iterdir()))}.json"
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+def simulated(path, mesh, name="gpt2", **options):
+    model, batch = zoo.ZOO[name]()
+    return autopart.simulate(autopart.plan(model, mesh, example_kwargs=batch, hardware=path, **options))
+
+
+def products(plan, part):
+    """Seconds of matrix products and attention in one microbatch, of all stages together."""
+    return sum(row[part].get("matmul", 0) + row[part].get("attention", 0) for row in plan.timing["stages"])
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "tp2", "tp4", "dp2,tp2", "pp2", "dp2,pp2,tp2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_all_ranks_together_do_the_work_of_the_model(name, mesh, tmp_path):
+    model, batch = zoo.ZOO[name]()
+    plan = autopart.plan(model, mesh, example_kwargs=batch, hardware=profile(tmp_path))
+    ranks = math.prod(size for axis, size in plan.mesh.items() if axis != "pp")
+    forward = products(plan, "forward") * plan.schedule.microbatches * ranks * SECOND["value"]
+    assert forward == pytest.approx(plan.timing["forward_flops"], rel=1e-7)
+
+
+def test_a_backward_takes_two_products_for_one_and_attention_five_for_two(tmp_path):
+    model, batch = zoo.gpt2()
+    (stage,) = autopart.plan(model, "dp1", example_kwargs=batch, hardware=profile(tmp_path)).timing["stages"]
+    backward = stage["input_backward"]["matmul"] + stage["weight_backward"]["matmul"]
+    assert backward == pytest.approx(2 * stage["forward"]["matmul"])
+    assert stage["input_backward"]["attention"] == pytest.approx(2.5 * stage["forward"]["attention"])
+
+
+def test_frozen_weights_have_no_backward(tmp_path):
+    model, batch = zoo.llama()
+    for weight in model.model.parameters():
+        weight.requires_grad_(False)
+    (stage,) = autopart.plan(model, "dp1", example_kwargs=batch, hardware=profile(tmp_path)).timing["stages"]
+    head = 2 * batch["input_ids"].numel() * model.lm_head.weight.numel() / SECOND["value"]
+    assert stage["weight_backward"]["matmul"] == pytest.approx(head)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_equal_stages_idle_as_published(schedule, tmp_path):
+    """(p - 1) / m of PTD-P, for a stack of equal blocks."""
+    model, batch = zoo.transformer_encoder()
+    plan = autopart.plan(
+        model, "pp2", example_kwargs=batch, schedule=schedule, microbatches=4, hardware=profile(tmp_path)
+    )
+    loads = [math.fsum(row["forward"].values()) for row in plan.timing["stages"]]
+    found = autopart.simulate(plan)
+    even = min(loads) / max(loads)
+    assert 1 / 4 - 1e-9 <= found.bubble_fraction <= (1 + 1 / 4) / ((1 + even) / 2) - 1 + 1e-9
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_the_actions_are_those_of_the_runtime(schedule):
+    found = zoo_plan("pp2", schedule=schedule, microbatches=4)
+    stages = len(found.timing["stages"])
+    ran = [[(s.stage, s.kind, s.microbatch) for s in spans] for spans in autopart.simulate(found).timeline.spans]
+    assert ran == [[(a.stage, a.kind, a.microbatch) for a in order] for order in actions(schedule, stages, 2, 4)]
+
+
+@cache
+def zoo_plan(mesh, **options):
+    model, batch = zoo.gpt2(num_layers=4)
+    return autopart.plan(model, mesh, example_kwargs=batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "zero"), [("tp2", "tp", 0), ("dp2,pp2,tp2", "tp", 0), ("dp2", "dp", 3), ("dp2,tp2", "dp", 3)]
+)
+def test_collectives_are_those_of_the_plan(mesh, axis, zero):
+    plan = zoo_plan(mesh, zero=zero)
+    found = autopart.simulate(plan)
+    microbatches, stages = plan.schedule.microbatches, plan.timing["stages"]
+    planned = sum(c.bytes for c in plan.collectives if c.per == "microbatch" and c.axis == axis) * microbatches
+    moved = sum(c["bytes"] for row in stages for c in row["collectives"] if c["axis"] == axis) * microbatches
+    assert moved == pytest.approx(planned, rel=1e-3) and planned > 0
+    most = max(sum(c["bytes"] for c in row["collectives"]) for row in stages) * microbatches
+    assert sum(c.bytes for c in found.collectives) == pytest.approx(most, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["memory_bytes_per_s", "link_bytes_per_s", "launch_s", "link_latency_s"])
+def test_slower_hardware_is_never_faster(name, tmp_path):
+    worse = {"memory_bytes_per_s": (1e9, 1e8), "link_bytes_per_s": (1e9, 1e8), "launch_s": (1e-6, 1e-5),
+             "link_latency_s": (1e-6, 1e-5)}[name]  # fmt: skip
+    times = [simulated(profile(tmp_path, **{name: n}), "dp2,pp2,tp2").step_time_s for n in (None, *worse) if n]
+    assert times[0] < times[1]
+
+
+def test_a_step_is_at_least_its_busiest_rank():
+    found = autopart.simulate(zoo_plan("dp2,pp2,tp2"))
+    assert found.step_time_s >= max(found.timeline.busy_s)
+    assert sum(found.parts.values()) == pytest.approx(found.step_time_s)
+    assert len(found.peak_memory_bytes) == 2
+    assert found.mfu == found.hfu == found.tflops_per_device * 1e12 / Hardware.load().matmul_flops_per_s
+
+
+def test_zero_3_gathers_weights_in_both_directions():
+    plain, cut = (autopart.simulate(zoo_plan("dp2", zero=zero)) for zero in (0, 3))
+    kinds = {(row.axis, row.kind) for row in cut.collectives}
+    assert {("dp", "all_gather"), ("dp", "reduce_scatter")} <= kinds
+    assert not plain.collectives and cut.step_time_s > plain.step_time_s
+
+
+def test_a_dtype_without_a_peak_takes_the_slowest():
+    """A V100 has none for bfloat16."""
+    model, batch = zoo.gpt2()
+    found = {
+        dtype: autopart.simulate(autopart.plan(model.to(dtype), "dp1", example_kwargs=batch, hardware="v100-32gb-sxm"))
+        for dtype in (torch.bfloat16, torch.float64)
+    }
+    assert 0 < found[torch.bfloat16].parts["matmul"] <= found[torch.float64].parts["matmul"]
+
+
+def test_a_plan_from_a_file_says_the_same():
+    plan = zoo_plan("pp2,tp2")
+    read = Plan.from_json(plan.to_json())
+    assert str(autopart.simulate(read)) == str(autopart.simulate(plan))
+
+
+def test_a_plan_without_timing_is_refused():
+    with pytest.raises(PlanError, match=r"the plan has no 'timing'\n.*part of a plan that autopart has made"):
+        autopart.simulate(replace(zoo_plan("tp2"), timing={}))
