@@ -11,7 +11,7 @@ from torch import fx
 from autopart.errors import LayoutError, OptionError
 from autopart.explain import quantity
 from autopart.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
-from autopart.layout import DIRECTIONS, Placement
+from autopart.layout import DIRECTIONS, Placement, R
 from autopart.mesh import Mesh
 from autopart.pins import Pins
 from autopart.plan import Why
@@ -65,19 +65,30 @@ class Reasons:
         nodes = self._named(name)
         subject = ", ".join(dict.fromkeys(pattern_of(name_of(n)) for n in nodes[:1]))
         where = describe(nodes[0]) if nodes[0].op == "call_function" else describe(next(iter(nodes[0].users)))
+        over_dp = self._over_dp(nodes[0])
         if self.solved is None:
-            return Why(subject, "whole", f"the mesh {self.mesh} has no axis tp to cut it over", where=where)
+            reason = f"the mesh {self.mesh} has no axis tp to cut it over"
+            return Why(subject, over_dp[0] or "whole", over_dp[1] or reason, where=where)
         programme, sharding = self.solved
         choice = programme.choice_of[nodes[0]]
-        chosen = choice.options[sharding.options[id(choice)]]
+        chosen = ", ".join(filter(None, (str(choice.options[sharding.options[id(choice)]]), over_dp[0])))
         others = self._others(choice)
         moved = tuple(node.name for node in self._conversions() if node.meta.get("key") in map(name_of, nodes))
         if not others:
             reason = f"there is no other way on tp={self.mesh.size('tp')}{' that the pins leave' * bool(self.pins)}"
-            return Why(subject, str(chosen), reason, collectives=moved, where=where)
+            return Why(subject, chosen, _both(reason, over_dp[1]), collectives=moved, where=where)
         runner_up, price = next(iter(others.items()))
         said = {other: _said(price) for other, price in others.items()}
-        return Why(subject, str(chosen), _reason(price, runner_up), runner_up, price.seconds, said, moved, where)
+        reason = _both(_reason(price, runner_up), over_dp[1])
+        return Why(subject, chosen, reason, runner_up, price.seconds, said, moved, where)
+
+    def _over_dp(self, node: fx.Node) -> tuple[str, str]:
+        """Where a weight is stored in parts over `dp`, and why; empty where it is not."""
+        stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
+        place = stored.layout.get("dp", R) if stored is not None else R
+        if not place.is_shard:
+            return "", ""
+        return f"{place} on dp", f"a rank of dp={self.mesh.size('dp')} stores its part, and gathers it where it is read"
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
         """What another layout of a parameter, module or operator would cost, or why it cannot be."""
@@ -181,6 +192,10 @@ def _more(other: Solved, chosen: Solved) -> Price:
     """How much more one solution costs than another, at the prices that are minimised."""
     price, before = (programme.price(found.options, programme.prices) for programme, found in (other, chosen))
     return price - before
+
+
+def _both(one: str, other: str) -> str:
+    return "; ".join(filter(None, (one, other)))
 
 
 def _lies(place: Placement) -> str:

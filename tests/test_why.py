@@ -94,6 +94,14 @@ def test_without_a_tensor_axis():
     assert found.chosen == "whole" and found.reason == "the mesh dp2 has no axis tp to cut it over"
 
 
+@pytest.mark.parametrize(("mesh", "chosen"), [("dp2", "S(0) on dp"), ("dp2,tp2", "S(1; sections=3), S(0) on dp")])
+def test_a_weight_in_parts(mesh, chosen):
+    model, batch = zoo.gpt2()
+    found = autopart.plan(model, mesh, example_kwargs=batch, zero=3).why("transformer.h.0.attn.c_attn.weight")
+    assert found.chosen == chosen
+    assert found.reason.endswith("a rank of dp=2 stores its part, and gathers it where it is read")
+
+
 def test_a_copy_of_a_plan_says_that_it_cannot_tell(plan):
     for other in (autopart.Plan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert other == plan
