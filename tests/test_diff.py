@@ -86,6 +86,7 @@ def test_every_part_is_compared(plan):
         "stages",
         "unsharded",
         "memory",
+        "timing",
         "notes",
         "pins",
         "text",
