@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -293,6 +294,14 @@ def test_a_loss_function_and_its_target_are_traced_with_the_model():
         assert torch.allclose(loss, F.mse_loss(model(X), target))
         for name, grad in pm.full_grads().items():
             assert torch.allclose(grad, expected * model.get_parameter(name).grad, atol=1e-6), name
+
+
+def test_garbage_is_collected_again_after_a_plan_and_after_an_error():
+    autopart.plan(Block(), "tp2", example_kwargs={"x": rows()})
+    assert gc.isenabled()
+    with pytest.raises(autopart.AutopartError):
+        autopart.plan(Block(), "dp3", example_kwargs={"x": rows()})
+    assert gc.isenabled()
 
 
 def test_tracing_leaves_model_and_inputs_alone():
