@@ -25,6 +25,7 @@ from autopart.mesh import Mesh
 from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
 from autopart.passes.decide import NO_PINS, decide, decided_by, decode, encode, without_microbatches
+from autopart.passes.footprint import Walk, walked
 from autopart.passes.lower import Decisions, lower
 from autopart.passes.memory import cut_again, memory_of
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
@@ -115,7 +116,7 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace."""
     hardware = Hardware.load(options.hardware)
-    options, (schedule, decisions, program, solved), memory = _fitted(traced, mesh, options)
+    options, (schedule, decisions, program, solved, walks), memory = _fitted(traced, mesh, options)
     pinned = pinned_layouts(traced, mesh, options.pins).operators
     notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0))
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
@@ -128,19 +129,21 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name,
         cost=cost(traced, decisions, rows, moved, hardware) | certificate(solved),
-        memory=tuple(rank.as_row() for rank in memory), timing=timing(traced, program, schedule, hardware),
+        memory=tuple(rank.as_row() for rank in memory), timing=timing(traced, program, schedule, hardware, walks),
         notes=notes, pins=options.pins.as_data(),
         reasons=Reasons(traced, mesh, program, options.pins, solved),
     )  # fmt: skip
 
 
 class _Draft(NamedTuple):
-    """What is chosen for a plan, the program of it, and how the tensor axis was solved; None where that was not."""
+    """What is chosen for a plan, the program of it, how the tensor axis was solved (None where that was not), and a
+    walk of every stage of the program."""
 
     schedule: Schedule
     decisions: Decisions
     program: Program
     solved: Solved | None
+    walks: Sequence[Walk]
 
 
 def _drafted(traced: Trace, mesh: Mesh, options: Options, known: _Draft | None = None) -> _Draft:
@@ -159,7 +162,8 @@ def _drafted(traced: Trace, mesh: Mesh, options: Options, known: _Draft | None =
     decisions = replace(decisions, stored_over_dp=over_dp)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False, rng=rng)
-    return _Draft(schedule, decisions, program, solved)
+    walks = [walked(traced, program, stage) for stage in program.stages]
+    return _Draft(schedule, decisions, program, solved, walks)
 
 
 def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, _Draft, Sequence[RankMemory]]:
@@ -178,7 +182,7 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, _Draf
                 raise
             continue  # nothing to cut over dp
         known.setdefault(asked.sequence_parallel, draft)
-        ranks = memory_of(traced, draft.program, draft.schedule)
+        ranks = memory_of(traced, draft.program, draft.schedule, draft.walks)
         if options.memory is None or fullest(ranks).total <= int(options.memory):
             return asked, draft, ranks
         first = first or (draft, ranks)
@@ -188,7 +192,7 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, _Draf
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = other.size("tp") == mesh.size("tp") and "sequence_parallel" not in changed
         found = _drafted(traced, other, replace(options, **changed), draft if same else None)
-        return memory_of(traced, found.program, found.schedule)
+        return memory_of(traced, found.program, found.schedule, found.walks)
 
     rows, given = batch_size(traced), {"zero": options.zero, "sequence_parallel": options.sequence_parallel}
     raise does_not_fit(first[1], int(options.memory), mesh, draft.schedule, rows, estimate, given)

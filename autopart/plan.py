@@ -32,6 +32,9 @@ MEMORY_KINDS = (
 )  # fmt: skip
 """What the rows of `Plan.memory` count, each in bytes; `autopart.cost.memory.RankMemory` says what each is."""
 
+TIMING_PARTS = ("forward", "input_backward", "weight_backward")
+"""What the stages of `Plan.timing` count, each in seconds by kind of work."""
+
 
 @lru_cache(maxsize=1)
 def schema() -> dict[str, Any]:

@@ -12,6 +12,7 @@ one microbatch's rows, a `P` is summed over microbatches. No collective may run 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -82,6 +83,10 @@ class Boundary:
     dtype: torch.dtype
     layout: Layout
     uneven: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def shape_at(self, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, ...]:
         """The local shape on the rank at these coordinates."""

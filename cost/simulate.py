@@ -10,12 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from autopart.errors import PlanError
-from autopart.plan import Plan
+from autopart.plan import TIMING_PARTS, Plan
 
 from .timeline import Durations, Timeline, timeline
 
 _BACKWARDS = ("input_backward", "weight_backward")
-_PARTS = ("forward", *_BACKWARDS)
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def simulate(plan: Plan) -> Simulation:
             hint="autopart.plan(...), or leave the entry in the file",
         )  # fmt: skip
     stages, ranks, mesh = plan.timing["stages"], plan.timing["ranks"], plan.mesh_object()
-    seconds = {part: [math.fsum(row[part].values()) for row in stages] for part in _PARTS}
+    seconds = {part: [math.fsum(row[part].values()) for row in stages] for part in TIMING_PARTS}
     whole = [a + b for a, b in zip(*(seconds[part] for part in _BACKWARDS), strict=True)]
     received = [row["receives_s"] for row in stages[1:]]
     durations = Durations(
@@ -139,7 +138,7 @@ def _parts(
     kinds: defaultdict[str, float] = defaultdict(float)
     for row in stages:
         if home[row["stage"]] == busiest:
-            for part in _PARTS:
+            for part in TIMING_PARTS:
                 for kind, seconds in row[part].items():
                     kinds[kind] += microbatches * seconds
     once = ranks[busiest]

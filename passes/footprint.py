@@ -71,11 +71,9 @@ class StageMemory:
         return self.saved_bytes + self.sent_bytes
 
 
-def stage_memory(trace: Trace, program: Program, stage: Stage) -> StageMemory:
-    """Follow one microbatch of a stage on its heaviest rank."""
-    inputs, input_bytes = _stage_inputs(trace, program, stage)
-    walk = Walk(trace, program, stage, inputs)
-    walk.run()
+def stage_memory(walk: Walk) -> StageMemory:
+    """What one microbatch of a stage holds on its heaviest rank."""
+    stage, program = walk.stage, walk.program
     alive = walk.reached()
     saved = {
         node: [memory for memory in walk.keeps.get(node, ()) if not memory.lives and not memory.again]
@@ -95,12 +93,12 @@ def stage_memory(trace: Trace, program: Program, stage: Stage) -> StageMemory:
     most = max(_forward_peak(walk, saved), _backward_peak(walk, alive, saved))
     trained = frozenset(str(node.target) for node in alive if node.op == "get_attr")
     delayed = _delayed_bytes(walk, alive) if stage.index else 0
-    return StageMemory(by_node, sent, max(0, most - sum(by_node.values())), delayed, input_bytes, trained)
+    return StageMemory(by_node, sent, max(0, most - sum(by_node.values())), delayed, walk.input_bytes, trained)
 
 
 def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
     """The values of a stage's nodes on its heaviest rank, for one microbatch."""
-    walk = Walk(trace, program, stage, _stage_inputs(trace, program, stage)[0])
+    walk = Walk(trace, program, stage, *_stage_inputs(trace, program, stage))
     walk.run()
     return walk
 
@@ -184,12 +182,13 @@ def _sent_bytes(sent: Any, held: set[Memory]) -> int:
 
 @dataclass
 class Walk:
-    """A stage graph run on forms."""
+    """A stage graph run on forms. `input_bytes`: of values of the inputs alone, for all microbatches."""
 
     trace: Trace
     program: Program
     stage: Stage
     inputs: Mapping[str, Any]
+    input_bytes: int
     values: dict[fx.Node, Any] = field(default_factory=dict)
     keeps: dict[fx.Node, list[Memory]] = field(default_factory=dict)
     others: dict[fx.Node, int] = field(default_factory=dict)

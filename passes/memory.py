@@ -20,15 +20,19 @@ from autopart.program import Boundary, Program, StoredTensor
 from autopart.trace import Trace
 
 from .decide import batch_strategies, stages_from_cuts
-from .footprint import StageMemory, stage_memory
+from .footprint import StageMemory, Walk, stage_memory
 from .local_ops import local_shape
 from .lower import Decisions
 from .stage_pins import pinned_partition
 
 
-def memory_of(trace: Trace, program: Program, schedule: Schedule) -> tuple[RankMemory, ...]:
-    """One entry a pipeline coordinate, of its rank that holds the most (the first of each other axis)."""
-    stages = [stage_memory(trace, program, stage) for stage in program.stages]
+def memory_of(trace: Trace, program: Program, schedule: Schedule, walks: Sequence[Walk]) -> tuple[RankMemory, ...]:
+    """One entry a pipeline coordinate, of its rank that holds the most (the first of each other axis).
+
+    Args:
+        walks: one of each stage.
+    """
+    stages = [stage_memory(walk) for walk in walks]
     orders = actions(schedule.name, len(stages), program.mesh.size("pp"), program.microbatches)
     home = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     return tuple(_rank_memory(trace, program, stages, home, order) for order in orders)
@@ -108,7 +112,7 @@ def _pipeline_bytes(program: Program, mine: Sequence[int], home: Mapping[int, in
 
 
 def _bytes(boundaries: Sequence[Boundary]) -> int:
-    return sum(math.prod(b.shape) * b.dtype.itemsize for b in boundaries)
+    return sum(b.size_bytes for b in boundaries)
 
 
 def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, home: Mapping[int, int]) -> int:

@@ -94,7 +94,7 @@ def _module_of(node: fx.Node) -> str:
 def _sends(program: Program) -> list[Collective]:
     rows = []
     for stage in program.stages[1:]:
-        size = sum(_numel(b.shape) * b.dtype.itemsize for b in stage.receives)
+        size = sum(b.size_bytes for b in stage.receives)
         rows.append(Collective(f"into stage {stage.index}", "pp", "send", "send", len(stage.receives), 2 * size))
     return rows
 

@@ -10,7 +10,6 @@ backward reads the gradient of the output and what was kept, and writes the grad
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +24,11 @@ from autopart.cost.memory import BUCKET_BYTES
 from autopart.graph import operator_name, tensor_inputs
 from autopart.layout import DIRECTIONS
 from autopart.mesh import Mesh
-from autopart.plan import Schedule
+from autopart.plan import TIMING_PARTS, Schedule
 from autopart.program import Program, Stage, StoredTensor
 from autopart.trace import Trace
 
-from .footprint import Value, Walk, walked
+from .footprint import Value, Walk
 from .memory import homes, local_bytes
 from .partition import active_operators, matrix_work
 
@@ -76,13 +75,18 @@ class Cost(NamedTuple):
     weight_backward_s: float
 
 
-def timing(trace: Trace, program: Program, schedule: Schedule, hardware: Hardware) -> dict[str, Any]:
+def timing(
+    trace: Trace, program: Program, schedule: Schedule, hardware: Hardware, walks: Sequence[Walk]
+) -> dict[str, Any]:
     """What `autopart.simulate` needs of a plan, as data: the peak of a device, `forward_flops` of the model's matrix
     work on the global batch, `stages`, one row each, and `ranks`, one for each coordinate of `pp`. Seconds are of one
-    microbatch, of ranks of a step."""
+    microbatch, of ranks of a step.
+
+    Args:
+        walks: one of each stage.
+    """
     known: dict[Any, Cost] = {}
-    rows = [_stage_row(stage_time(trace, program, stage, hardware, known), stage, program, hardware)
-            for stage in program.stages]  # fmt: skip
+    rows = [_stage_row(stage_time(walk, hardware, known), walk.stage, program, hardware) for walk in walks]
     flops = sum(matrix_work(node) for node in active_operators(trace.graph))
     return {
         "peak_flops_per_s": hardware.matmul_flops_per_s, "forward_flops": flops, "stages": rows,
@@ -91,31 +95,25 @@ def timing(trace: Trace, program: Program, schedule: Schedule, hardware: Hardwar
 
 
 def _stage_row(found: StageTime, stage: Stage, program: Program, hardware: Hardware) -> dict[str, Any]:
-    size = sum(math.prod(b.shape) * b.dtype.itemsize for b in stage.receives)
+    size = sum(b.size_bytes for b in stage.receives)
     seconds = time_s("send", program.mesh.size("pp"), size, hardware, program.mesh.stride("pp")) if size else 0.0
     moved = [
         {"axis": axis, "kind": kind, "count": count, "bytes": round(sent), "seconds": _digits(seconds)}
         for (axis, kind), (count, sent, seconds) in found.collectives.items()
     ]
-    parts = {part: {kind: _digits(s) for kind, s in getattr(found, part).items() if s} for part in PARTS}
+    parts = {part: {kind: _digits(s) for kind, s in getattr(found, part).items() if s} for part in TIMING_PARTS}
     return {
         "stage": stage.index, **parts, "collectives": moved, "receives_bytes": size, "receives_s": _digits(seconds),
     }  # fmt: skip
 
 
-PARTS = ("forward", "input_backward", "weight_backward")
-
-
-def stage_time(
-    trace: Trace, program: Program, stage: Stage, hardware: Hardware, known: dict[Any, Cost] | None = None
-) -> StageTime:
+def stage_time(walk: Walk, hardware: Hardware, known: dict[Any, Cost]) -> StageTime:
     """The seconds of one microbatch of a stage on its first rank.
 
     Args:
         known: costs of calls, by all that they depend on; repeated blocks are priced once.
     """
-    known = {} if known is None else known
-    walk = walked(trace, program, stage)
+    program = walk.program
     alive, weights = walk.reached(), _of_weights(walk)
     again = {memory for kept in walk.keeps.values() for memory in kept if memory.again}
     found = StageTime()

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zoo import ZOO
 
 import autopart
-from autopart.passes.footprint import stage_memory
+from autopart.passes.footprint import stage_memory, walked
 from autopart.runtime.executable import Executable
 from autopart.runtime.pipeline import StageModule
 
@@ -79,7 +79,7 @@ def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, 
     found = []
     with executable._loaded(inputs):
         for module in executable.modules:
-            estimate = stage_memory(trace, program, module.stage)
+            estimate = stage_memory(walked(trace, program, module.stage))
             found.append((module.stage.index, _saved_of(module), estimate.saved_bytes))
     return found
 
