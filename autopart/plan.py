@@ -32,7 +32,7 @@ MEMORY_KINDS = (
 )  # fmt: skip
 """What the rows of `Plan.memory` count, each in bytes; `autopart.cost.memory.RankMemory` says what each is."""
 
-TIMING_PARTS = ("forward", "input_backward", "weight_backward")
+TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 """What the stages of `Plan.timing` count, each in seconds by kind of work."""
 
 

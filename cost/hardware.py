@@ -59,6 +59,10 @@ class Hardware:
         """The peak of matrix work in the dtype models are trained in: 16 bits where the device has them."""
         return next(self.flops_per_s[dtype] for dtype in _USUAL if dtype in self.flops_per_s)
 
+    def known_dtype(self, dtype: str) -> str:
+        """The dtype, or the slowest that there is a peak for."""
+        return dtype if dtype in self.flops_per_s else min(self.flops_per_s, key=lambda known: self.flops_per_s[known])
+
     def efficiency(self, flops: float) -> float:
         """The share of the peak that one matrix product of so many FLOPs reaches."""
         points = self.matmul_efficiency

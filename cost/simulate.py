@@ -14,7 +14,7 @@ from autopart.plan import TIMING_PARTS, Plan
 
 from .timeline import Durations, Timeline, timeline
 
-_BACKWARDS = ("input_backward", "weight_backward")
+_BACKWARDS = ("recompute", "input_backward", "weight_backward")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Simulation:
     timeline: Timeline
     num_devices: int
     model_flops: float
+    recomputed_flops: float
     peak_flops_per_s: float
     peak_memory_bytes: tuple[int, ...]
     collectives: tuple[CollectiveTime, ...]
@@ -68,8 +69,8 @@ class Simulation:
 
     @property
     def hfu(self) -> float:
-        """FLOPs that are computed, as a share of the peak: model FLOPs, as nothing is computed twice."""
-        return self.mfu
+        """FLOPs that are computed as a share of the peak: those of the model and what is computed again."""
+        return self.mfu * (1 + self.recomputed_flops / self.model_flops) if self.model_flops else 0.0
 
     def as_data(self) -> dict[str, Any]:
         """Everything but the timeline, for JSON."""
@@ -112,18 +113,20 @@ def simulate(plan: Plan) -> Simulation:
             hint="autopart.plan(...), or leave the entry in the file",
         )  # fmt: skip
     stages, ranks, mesh = plan.timing["stages"], plan.timing["ranks"], plan.mesh_object()
-    seconds = {part: [math.fsum(row[part].values()) for row in stages] for part in TIMING_PARTS}
-    whole = [a + b for a, b in zip(*(seconds[part] for part in _BACKWARDS), strict=True)]
+    seconds = {part: [math.fsum(row.get(part, {}).values()) for row in stages] for part in TIMING_PARTS}
+    whole = [math.fsum(parts) for parts in zip(*(seconds[part] for part in _BACKWARDS), strict=True)]
+    inputs = [a + b for a, b in zip(seconds["recompute"], seconds["input_backward"], strict=True)]
     received = [row["receives_s"] for row in stages[1:]]
     durations = Durations(
-        seconds["forward"], whole, seconds["input_backward"], seconds["weight_backward"], received, received,
+        seconds["forward"], whole, inputs, seconds["weight_backward"], received, received,
         [row["gradient_sum_s"] for row in ranks], 0.0, [row["optimizer_s"] for row in ranks],
     )  # fmt: skip
     schedule = plan.schedule
     found = timeline(schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations)
     home = {span.stage: rank for rank, spans in enumerate(found.spans) for span in spans}
     return Simulation(
-        found, mesh.num_ranks, 3.0 * plan.timing["forward_flops"], plan.timing["peak_flops_per_s"],
+        found, mesh.num_ranks, 3.0 * plan.timing["forward_flops"], plan.timing.get("recomputed_flops", 0),
+        plan.timing["peak_flops_per_s"],
         tuple(plan.memory[home[stage]]["total"] for stage in range(len(stages))),
         _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, found, home, schedule.microbatches),
     )  # fmt: skip
@@ -139,7 +142,7 @@ def _parts(
     for row in stages:
         if home[row["stage"]] == busiest:
             for part in TIMING_PARTS:
-                for kind, seconds in row[part].items():
+                for kind, seconds in row.get(part, {}).items():
                     kinds[kind] += microbatches * seconds
     once = ranks[busiest]
     idle = found.step_time_s - found.busy_s[busiest] - once["gradient_sum_s"] - once["optimizer_s"]

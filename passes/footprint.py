@@ -139,7 +139,7 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
     most = now
     grads: set[Memory] = set()
     for node in [node for node in reversed(list(walk.values)) if node in alive and node.op == "call_function"]:
-        fresh = {m for used in (node, *node.all_input_nodes) if _needs_grad(walk.values[used])
+        fresh = {m for used in (node, *node.all_input_nodes) if needs_grad(walk.values[used])
                  for m in _memories(walk.values[used], lasting=True)} - grads  # fmt: skip
         grads |= fresh
         now += sum(memory.size_bytes for memory in fresh)
@@ -153,17 +153,9 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
 
 def _delayed_bytes(walk: Walk, alive: Set[fx.Node]) -> int:
     """The gradients that pipelining keeps for the weights' part of a backward: of all that weights and values make."""
-    weights: set[fx.Node] = set()
-    found: dict[Memory, int] = {}
-    for node in walk.values:
-        if node not in alive:
-            continue
-        grads = [used for used in node.all_input_nodes if _needs_grad(walk.values[used])]
-        if node.op == "get_attr" or (grads and all(used in weights for used in grads)):
-            weights.add(node)
-        elif any(used in weights for used in grads):
-            found |= {memory: memory.size_bytes for memory in _memories(walk.values[node])}
-    return sum(found.values())
+    weights = walk.of_weights(alive)
+    mixed = [n for n in walk.values if n in alive and n not in weights and any(u in weights for u in n.all_input_nodes)]
+    return sum(memory.size_bytes for memory in {m for node in mixed for m in _memories(walk.values[node])})
 
 
 def _memories(found: Any, lasting: bool = False) -> set[Memory]:
@@ -247,10 +239,21 @@ class Walk:
         todo = [node for node in self.outputs if isinstance(node, fx.Node)]
         while todo:
             node = todo.pop()
-            if node not in alive and _needs_grad(self.values[node]):
+            if node not in alive and needs_grad(self.values[node]):
                 alive.add(node)
                 todo.extend(node.all_input_nodes)
         return alive
+
+    def of_weights(self, alive: Set[fx.Node]) -> set[fx.Node]:
+        """Of the nodes that a gradient passes: those that pass it on to weights alone."""
+        weights: set[fx.Node] = set()
+        for node in self.values:
+            if node not in alive:
+                continue
+            grads = [used for used in node.all_input_nodes if needs_grad(self.values[used])]
+            if node.op == "get_attr" or (grads and all(used in weights for used in grads)):
+                weights.add(node)
+        return weights
 
 
 def call(
@@ -297,9 +300,9 @@ def _unknown(node: fx.Node, read: Sequence[Value]) -> Effect:
     return Effect(shown, forms, memory, tuple(f.size_bytes for f in forms), kept)
 
 
-def _needs_grad(found: Any) -> bool:
+def needs_grad(found: Any) -> bool:
     if isinstance(found, tuple):
-        return any(map(_needs_grad, found))
+        return any(map(needs_grad, found))
     return isinstance(found, Value) and found.form.needs_grad
 
 

@@ -1,0 +1,110 @@
+"""What an operator does on a rank, counted so that it can be priced at other sizes and on other devices.
+
+A `Size` is a polynomial in the rows of a microbatch `b`, the tokens of a row `s` and `1 / tp`. A `Work` is one kernel
+or collective: its FLOPs and bytes, both Sizes; a profile (`Hardware`) makes seconds of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from autopart.mesh import Mesh
+
+from .collectives import time_s, wire_bytes
+from .hardware import Hardware
+
+
+class Powers(NamedTuple):
+    """The powers in which a product of dims has `b`, `s` and `1 / tp`."""
+
+    b: int = 0
+    s: int = 0
+    tp: int = 0
+
+
+class Sizes(NamedTuple):
+    """What `b`, `s` and `tp` are: numbers, arrays of them, or symbols."""
+
+    b: Any = 1
+    s: Any = 1
+    tp: Any = 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """A polynomial as its terms' values at the sizes it was counted at, by their powers.
+
+    >>> x = Size.of(12.0, Powers(1, 1, 0)) + Size.of(4.0, Powers(0, 0, 1))
+    >>> x.value, x.at(Sizes(2.0, 3.0, 0.5))
+    (16.0, 80.0)
+    """
+
+    terms: tuple[tuple[Powers, float], ...] = ()
+
+    @staticmethod
+    def of(value: float, powers: Powers) -> Size:
+        """One term of this value."""
+        return Size(((powers, value),)) if value else NOTHING
+
+    @staticmethod
+    def sum(sizes: Iterable[Size]) -> Size:
+        total: dict[Powers, float] = {}
+        for size in sizes:
+            for powers, value in size.terms:
+                total[powers] = total.get(powers, 0) + value
+        return Size(tuple(total.items()))
+
+    @property
+    def value(self) -> float:
+        """At the sizes it was counted at."""
+        return sum(value for _, value in self.terms)
+
+    def at(self, times: Sizes) -> Any:
+        """At other sizes, each given as how many times (`b`, `s`, `tp`) those that it was counted at."""
+        return sum((value * times.b**p.b * times.s**p.s / times.tp**p.tp for p, value in self.terms), 0)
+
+    def __add__(self, other: Size) -> Size:
+        return Size.sum((self, other))
+
+    def __mul__(self, factor: float) -> Size:
+        return Size(tuple((powers, value * factor) for powers, value in self.terms)) if factor else NOTHING
+
+
+NOTHING = Size()
+
+
+class Work(NamedTuple):
+    """One kernel or collective.
+
+    `kind`: "matmul", "attention" or "other" (priced by its memory traffic alone), or the primitive of a collective over
+    `axis`, whose whole array has `size` bytes. `flops`: of a product, in `dtype`. `size`: bytes read and written.
+    `times`: how often; may be a fraction.
+    """
+
+    kind: str
+    size: Size
+    flops: Size = NOTHING
+    dtype: str = ""
+    axis: str = ""
+    times: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """What its seconds are counted under: its kind, for a collective with its axis."""
+        return f"{self.axis} {self.kind}" if self.axis else self.kind
+
+    def seconds(self, hardware: Hardware, mesh: Mesh) -> float:
+        """Of one rank, at the sizes it was counted at."""
+        if self.axis:
+            one = time_s(self.kind, mesh.size(self.axis), self.size.value, hardware, mesh.stride(self.axis))
+        elif self.flops.terms:
+            one = hardware.matmul_time_s(self.flops.value, self.size.value, hardware.known_dtype(self.dtype))
+        else:
+            one = self.size.value / hardware.memory_bytes_per_s + hardware.launch_s
+        return one * self.times
+
+    def sent_bytes(self, mesh: Mesh) -> float:
+        """What a rank sends in a collective."""
+        return wire_bytes(self.kind, mesh.size(self.axis), self.size.value) * self.times if self.axis else 0.0

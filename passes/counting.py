@@ -1,0 +1,178 @@
+"""What every operator of a stage does in a microbatch, from the stage's graph with its local shapes.
+
+The FLOPs of a matrix product are those that torch counts on the local shapes. Everything else is its memory traffic;
+what makes no memory of its own (views) does nothing.
+
+Of a matrix product each operand's gradient takes as long as the product; of fused attention, which computes its scores
+again (Dao et al. 2022, arXiv:2205.14135, section 3.1), five products where the forward has two. Of all others the
+backward reads the gradient of the output and what was kept, and writes the gradients of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from autopart.cost.collectives import PARTS
+from autopart.cost.flops import counted_flops
+from autopart.cost.work import NOTHING, Size, Work
+from autopart.graph import operator_name, tensor_inputs
+from autopart.layout import DIRECTIONS
+from autopart.program import Program
+from autopart.trace import Trace
+
+from .footprint import Value, Walk, needs_grad
+from .powers import Growth
+
+ATTENTION = "aten::scaled_dot_product_attention"
+_ATTENTION_BACKWARD = 2.5
+
+_SUMMED = 3
+"""Values that adding a gradient to the sum of earlier microbatches reads and writes."""
+
+
+class Counted(NamedTuple):
+    """What one operator of a stage does in a microbatch: its forward, the backwards towards what the stage received and
+    towards its weights, what of the forward is run again before them, and adding the gradients of weights that it is the
+    first to read to those of earlier microbatches."""
+
+    node: fx.Node
+    forward: tuple[Work, ...]
+    input_backward: tuple[Work, ...] = ()
+    weight_backward: tuple[Work, ...] = ()
+    recompute: tuple[Work, ...] = ()
+    accumulate: tuple[Work, ...] = ()
+
+
+def counted(trace: Trace, program: Program, walks: Sequence[Walk]) -> list[list[Counted]]:
+    """What the operators of every stage do in a microbatch on the stage's first rank, in their order."""
+    growth = Growth(trace, program)
+    known: dict[Any, Counted] = {}
+    return [_Counter(walk, growth, known).stage() for walk in walks]
+
+
+class _Counter:
+    """One stage. `known`: what calls do, by all that it depends on; repeated blocks are counted once."""
+
+    def __init__(self, walk: Walk, growth: Growth, known: dict[Any, Counted]):
+        self.walk, self.growth, self.known = walk, growth, known
+        self.alive = walk.reached()
+        self.weights = walk.of_weights(self.alive)
+        self.again = {memory for kept in walk.keeps.values() for memory in kept if memory.again}
+
+    def stage(self) -> list[Counted]:
+        """All operators."""
+        rerun = rerun_nodes(self.walk, self.alive)
+        added: set[fx.Node] = set()
+        found = []
+        for node in self.walk.values:
+            if node.op != "call_function":
+                continue
+            one = self._one(node)
+            trained = [n for n in node.all_input_nodes if n.op == "get_attr" and n in self.alive and n not in added]
+            added.update(trained)
+            sums = tuple(Work("other", self.size(weight) * _SUMMED) for weight in trained)
+            found.append(one._replace(recompute=one.forward if node in rerun else (), accumulate=sums))
+        return found
+
+    def size(self, node: fx.Node) -> Size:
+        found = self.walk.values[node]
+        return Size.of(found.form.size_bytes, self.growth.of(node)) if isinstance(found, Value) else NOTHING
+
+    def _one(self, node: fx.Node) -> Counted:
+        name = operator_name(node).removeprefix("autopart::")
+        if name in DIRECTIONS:
+            return self._conversion(node, name)
+        read = [self.walk.values[used] for used in tensor_inputs(node)]
+        forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)
+                      if isinstance(v, Value))  # fmt: skip
+        others = (*(repr(a) for a in node.args if not isinstance(a, fx.Node)), str(node.kwargs))
+        which = tuple(used in self.weights for used in tensor_inputs(node))
+        key = node.target, forms, others, which, node in self.alive, self.growth.of(node)
+        if key not in self.known:
+            self.known[key] = self._call(node, read, which)
+        return self.known[key]._replace(node=node)
+
+    def _conversion(self, node: fx.Node, name: str) -> Counted:
+        forward, backward = DIRECTIONS[name]
+        axis: Any = node.args[1]
+        size = max((self.size(n) for n in (node, node.args[0])), key=lambda size: size.value)  # one side has it whole
+        moved = self._moved(axis, forward, size)
+        if node not in self.alive:
+            return Counted(node, moved)
+        back = self._moved(axis, backward, size)
+        towards, others = (back, ()) if node in self.weights else ((), back)
+        if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
+            others += moved
+        return Counted(node, moved, others, towards)
+
+    def _moved(self, axis: str, kind: str, size: Size) -> tuple[Work, ...]:
+        moves = kind in PARTS and self.walk.program.mesh.size(axis) > 1
+        return (Work(kind, size, axis=axis),) if moves else ()
+
+    def _call(self, node: fx.Node, read: Sequence[Any], of_weights: Sequence[bool]) -> Counted:
+        made, alive = self._made(node), node in self.alive
+        if not made.terms:
+            return Counted(node, ())
+        name = operator_name(node)
+        sizes = [self.size(n) for n in tensor_inputs(node)]
+        flops = 0 if name.startswith("autopart::") else _flops(node)
+        if flops:
+            return self._product(node, flops, Size.sum((*sizes, made)), read, of_weights)
+        # Of a table a row is read for each that is made.
+        size_in = made if name.endswith(("::embedding", "::embedding_shard")) else Size.sum(sizes)
+        forward = (Work("other", size_in + made),)
+        if not alive:
+            return Counted(node, forward)
+        kept = [Size.of(m.size_bytes, self.growth.of(m.made_by)) for m in set(self.walk.keeps.get(node, ()))]
+        grads = [
+            (weight, size) for weight, size, v in zip(of_weights, sizes, read, strict=True) if needs_grad(v)
+        ]  # fmt: skip
+        backward = (Work("other", Size.sum((made, *kept, *(size for _, size in grads)))),)
+        return Counted(node, forward, (), backward) if all(w for w, _ in grads) else Counted(node, forward, backward)
+
+    def _product(
+        self, node: fx.Node, flops: int, traffic: Size, read: Sequence[Any], of_weights: Sequence[bool]
+    ) -> Counted:
+        widest = max((v.form.dtype for v in read if isinstance(v, Value)), key=lambda dtype: dtype.itemsize)
+        dtype = str(widest).removeprefix("torch.")
+        counted = Size.of(float(flops), self.growth.of_product(node))
+        if operator_name(node) == ATTENTION:
+            one = Work("attention", traffic, counted, dtype)
+            back = (one._replace(times=_ATTENTION_BACKWARD),) * (node in self.alive)
+            return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
+        one = Work("matmul", traffic, counted, dtype)
+        parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
+        for weight, v in zip(of_weights, read, strict=True):
+            if node in self.alive and needs_grad(v):
+                # Of a bias: a sum over rows.
+                parts[weight] += (one if len(v.form.shape) > 1 else Work("other", traffic),)
+        return Counted(node, (one,), parts[False], parts[True])
+
+    def _made(self, node: fx.Node) -> Size:
+        """Bytes of new memory that a call writes."""
+        found = self.walk.values[node]
+        values = found if isinstance(found, tuple) else (found,)
+        own = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
+        return Size.of(sum(memory.size_bytes for memory in own), self.growth.of(node))
+
+
+def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:
+    """The operators that the backward runs again: those of each region up to the last of which autograd keeps anything,
+    as `torch.utils.checkpoint` stops there."""
+    last: dict[int, int] = {}
+    nodes = [node for node in walk.values if "region" in node.meta and node.op == "call_function"]
+    for index, node in enumerate(nodes):
+        if node in alive and (walk.keeps.get(node) or walk.others.get(node)):
+            last[node.meta["region"]] = index
+    return {node for index, node in enumerate(nodes) if index <= last.get(node.meta["region"], -1)}
+
+
+def _flops(node: fx.Node) -> int:
+    """Its matrix work on the local shapes; none where that cannot be told without values."""
+    try:
+        return counted_flops(node)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+        return 0

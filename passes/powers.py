@@ -1,0 +1,75 @@
+"""In which powers of the rows of a microbatch, the tokens of a row and `1 / tp` written values and FLOPs grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from autopart.cost.work import Powers
+from autopart.graph import tensor_inputs, value
+from autopart.program import MICROBATCH_AXIS, Program
+from autopart.trace import Trace
+
+from .analyze import BATCH, DATA_DIM, Atom, factor_atoms
+
+
+def tokens(trace: Trace) -> int:
+    """The tokens of a row: the second dim of the first input of whole numbers or of embeddings; else 1."""
+    for node in trace.graph.find_nodes(op="placeholder"):
+        tensor = value(node)
+        if tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.dtype.is_floating_point):
+            return int(tensor.shape[1])
+    return 1
+
+
+class Growth:
+    """The powers of written nodes, from the factors that the dims of the traced values are made of.
+
+    A dim that is a multiple of the tokens of a row, and is no size of a weight, counts tokens.
+    """
+
+    def __init__(self, trace: Trace, program: Program):
+        self._traced = {node.name: node for node in trace.graph.nodes}
+        self._tokens = tokens(trace)
+        sizes = {"dp": program.row_ranks, MICROBATCH_AXIS: program.microbatches}
+        self._row_axes = [axis for axis, size in sizes.items() if size > 1]
+        self._of: dict[fx.Node, Powers] = {}
+        self._traced_of: dict[fx.Node, Powers] = {}
+
+    def of(self, node: fx.Node) -> Powers:
+        """Of a written value's bytes."""
+        if node not in self._of:
+            self._of[node] = self._written(node)
+        return self._of[node]
+
+    def _written(self, node: fx.Node) -> Powers:
+        origin, layout = self._traced.get(node.meta.get("origin", "")), node.meta.get("layout", {})
+        if origin is None:  # one step of several towards a traced value, or a tuple of them
+            parts = [self.of(user) for user in node.users if "origin" in user.meta and user.args[0] is node]
+            return _largest(parts or [self.of(n) for n in tensor_inputs(node)])
+        if origin not in self._traced_of:
+            self._traced_of[origin] = self._count(atom for dim in origin.meta["atoms"] for atom in dim)
+        found, tp = self._traced_of[origin], layout.get("tp")
+        cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
+        return Powers(found.b * cut, found.s, int(tp is not None and tp.is_shard))
+
+    def of_product(self, node: fx.Node) -> Powers:
+        """Of the FLOPs of a written product: those of its factors, each counted once."""
+        largest = _largest([self.of(n) for n in (node, *tensor_inputs(node))])
+        origin = self._traced.get(node.meta.get("origin", ""))
+        pattern = origin.meta.get("pattern") if origin is not None else None
+        if origin is None or pattern is None or not pattern.flops:
+            return largest
+        factors = self._count(atom for atoms in factor_atoms(origin, pattern).values() for atom in atoms)
+        return largest._replace(s=factors.s)
+
+    def _count(self, atoms: Iterable[Atom]) -> Powers:
+        found = list(atoms)
+        rows = any(atom.kind == BATCH for atom in found)
+        counted = [a for a in found if a.kind == DATA_DIM and self._tokens > 1 and a.size % self._tokens == 0]
+        return Powers(int(rows), len(counted))
+
+
+def _largest(powers: list[Powers]) -> Powers:
+    return Powers(*map(max, zip(*powers, strict=True))) if powers else Powers()
