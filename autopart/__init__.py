@@ -1,11 +1,12 @@
 """autopart partitions an unmodified PyTorch model over many devices.
 
 `parallelize(model, mesh)` traces the model with `torch.export`, shards its operators, inserts collectives, cuts it into
-pipeline stages and runs it with `torch.distributed`. `plan` does all but run; `simulate` predicts a training step;
-`verify` proves the result on one CPU.
+pipeline stages and runs it with `torch.distributed`. `plan` does all but run; `simulate` predicts a training step,
+`calibrate` measures the machine for that; `verify` proves the result on one CPU.
 """
 
 from autopart.api import parallelize, plan
+from autopart.calibrate import Calibration, calibrate
 from autopart.cost.simulate import Simulation, simulate
 from autopart.errors import AutopartError
 from autopart.formats import pins_from
@@ -16,7 +17,7 @@ from autopart.runtime.module import ParallelModule
 from autopart.verify import Verification, verify
 
 __all__ = [
-    "AutopartError", "Mesh", "ParallelModule", "Plan", "RuleCheck", "Simulation", "Verification", "check_rule",
-    "parallelize", "pins_from", "plan", "rule", "simulate", "verify",
+    "AutopartError", "Calibration", "Mesh", "ParallelModule", "Plan", "RuleCheck", "Simulation", "Verification",
+    "calibrate", "check_rule", "parallelize", "pins_from", "plan", "rule", "simulate", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"

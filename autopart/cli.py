@@ -1,4 +1,4 @@
-"""The command line: `autopart plan | explain | simulate | diff | verify | run`, also `python -m autopart`.
+"""The command line: `autopart plan | explain | simulate | diff | verify | run | calibrate`, also `python -m autopart`.
 
 A model is named `--model package.module:callable` or `--hf-config config.json`. Exit codes: 0 done, 1 a
 difference was found (`verify`, `diff`), 2 a mistake in what was asked, told without a traceback.
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from autopart.api import parallelize
 from autopart.api import plan as make_plan
+from autopart.calibrate import calibrate as calibrate_machine
 from autopart.compat import tree_map
 from autopart.cost.simulate import simulate as simulate_plan
 from autopart.errors import AutopartError, InputError, OptionError
@@ -369,6 +370,39 @@ def _train(
             line += f"   plain model {expected:.6f}   difference {abs(loss - expected):.1e}"
         if first:
             click.echo(line)
+
+
+@main.command()
+@click.option("--out", "-o", metavar="PATH", help="Where to write the profile, a .json file.  [default: nowhere]")
+@click.option("--name", help="The profile's.  [default: the file's, or the device's]")
+@click.option("--base", metavar="NAME|PATH", help="A profile that has what cannot be measured here.  [default: chosen]")
+@click.option("--quick", is_flag=True, help="Few sizes, once: seconds, and less exact.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
+@_told
+def calibrate(out: str | None, name: str | None, base: str | None, quick: bool, as_json: bool) -> None:
+    """Measure this machine as a hardware profile; predicted against measured.
+
+    Started with torchrun it measures on every process at once, and collectives between them; rank 0 writes and prints.
+
+    \b
+    Example:
+      autopart calibrate --out here.json
+      torchrun --nproc-per-node 2 -m autopart calibrate --out here.json
+      autopart plan --hardware here.json ...
+    """
+    try:
+        found = calibrate_machine(out, name=name, base=base, quick=quick, progress=True)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        click.echo(json.dumps(found.as_data()))
+        return
+    click.echo(str(found))
+    if out is not None:
+        click.echo(f"wrote {out}: autopart plan --hardware {out} ...")
 
 
 class _Plain:

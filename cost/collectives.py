@@ -82,10 +82,7 @@ def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, str
     if kind not in _TIME or num_ranks == 1:
         return 0.0
     inside, nodes = levels(num_ranks, hardware.devices_per_node, stride)
-    return float(_TIME[kind](
-        inside, nodes, size_bytes, hardware.link_bytes_per_s, hardware.link_latency_s, hardware.node_link_bytes_per_s,
-        hardware.node_link_latency_s,
-    ))  # fmt: skip
+    return float(_TIME[kind](inside, nodes, size_bytes, *hardware.links(kind)))
 
 
 def wire_bytes(kind: str, num_ranks: int, size_bytes: float) -> float:

@@ -27,6 +27,10 @@ class Hardware:
     small it is. `memory_bytes`: capacity of a device. `link_`: inside a node, `node_link_`: between nodes; bytes/s per
     device and direction, latency per hop of a ring.
 
+    `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
+    reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.
+    `collectives`: rates and latencies of links, by the same names, where a collective of one kind has its own.
+
     The large end of the curve is measured where its `source` says so, the rest is assumed.
     """
 
@@ -41,6 +45,8 @@ class Hardware:
     link_latency_s: float
     node_link_bytes_per_s: float
     node_link_latency_s: float
+    memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
 
     @staticmethod
     def load(profile: str | Path = DEFAULT) -> Hardware:
@@ -52,12 +58,17 @@ class Hardware:
         if not path.exists():
             raise OptionError(f"there is no hardware profile '{profile}'", why=f"the profiles are {', '.join(names())}",
                               hint="a name of these, or the path of a JSON file of the same form")  # fmt: skip
-        return _File(path).read()
+        return _File(str(path)).read()
+
+    @staticmethod
+    def parse(data: Mapping[str, Any], where: str = "") -> Hardware:
+        """A profile from what its file would hold. Raises OptionError as `load`."""
+        return _File(where).checked(data)
 
     @property
     def matmul_flops_per_s(self) -> float:
         """The peak of matrix work in the dtype models are trained in: 16 bits where the device has them."""
-        return next(self.flops_per_s[dtype] for dtype in _USUAL if dtype in self.flops_per_s)
+        return next(self.flops_per_s[dtype] for dtype in USUAL_DTYPES if dtype in self.flops_per_s)
 
     def known_dtype(self, dtype: str) -> str:
         """The dtype, or the slowest that there is a peak for."""
@@ -65,13 +76,17 @@ class Hardware:
 
     def efficiency(self, flops: float) -> float:
         """The share of the peak that one matrix product of so many FLOPs reaches."""
-        points = self.matmul_efficiency
-        if flops <= points[0][0]:
-            return points[0][1]
-        for (lower, low), (upper, high) in pairwise(points):
-            if flops <= upper:
-                return low + (high - low) * math.log(flops / lower) / math.log(upper / lower)
-        return points[-1][1]
+        return _share(self.matmul_efficiency, flops)
+
+    def traffic_time_s(self, size_bytes: float) -> float:
+        """Seconds of an operator that reads and writes `size_bytes` and computes little; without the launch."""
+        return size_bytes / (self.memory_bytes_per_s * _share(self.memory_efficiency, size_bytes))
+
+    def links(self, kind: str) -> tuple[float, float, float, float]:
+        """Bytes/s and latency inside a node, and between nodes, as collectives of a kind see them."""
+        own = self.collectives.get(kind, {})
+        rates = [own.get(name, getattr(self, name)) for name in LINK_NUMBERS]
+        return rates[0], rates[1], rates[2], rates[3]
 
     def matmul_time_s(self, flops: float, size_bytes: float, dtype: str | torch.dtype) -> float:
         """Seconds of one matrix product that reads and writes `size_bytes`: its work or its memory traffic, whichever
@@ -85,10 +100,21 @@ class Hardware:
                               why=f"it has {', '.join(self.flops_per_s)}",
                               hint="one of these, or a copy of the profile with that peak")  # fmt: skip
         work_s = flops / (self.flops_per_s[dtype] * self.efficiency(flops))
-        return max(work_s, size_bytes / self.memory_bytes_per_s) + self.launch_s
+        return max(work_s, self.traffic_time_s(size_bytes)) + self.launch_s
 
 
-_USUAL = ("bfloat16", "float16", "float32")
+def _share(points: tuple[tuple[float, float], ...], amount: float) -> float:
+    """The share at an amount of work: straight in its logarithm between two points, level outside of them."""
+    if amount <= points[0][0]:
+        return points[0][1]
+    for (lower, low), (upper, high) in pairwise(points):
+        if amount <= upper:
+            return low + (high - low) * math.log(amount / lower) / math.log(upper / lower)
+    return points[-1][1]
+
+
+LINK_NUMBERS = ("link_bytes_per_s", "link_latency_s", "node_link_bytes_per_s", "node_link_latency_s")
+USUAL_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def names() -> list[str]:
@@ -96,34 +122,58 @@ def names() -> list[str]:
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
+OPTIONAL = ("memory_efficiency", "collectives")
+"""What a profile may leave out."""
+
+
 @dataclass(frozen=True)
 class _File:
     """A profile's file. Raises OptionError, with the number and the path, for what is no profile."""
 
-    path: Path
+    where: str
 
     def read(self) -> Hardware:
         try:
-            data = json.loads(self.path.read_text())
+            data = json.loads(Path(self.where).read_text())
         except ValueError as error:
             raise self._error("cannot be read", f"it is no JSON: {error}") from error
+        return self.checked(data)
+
+    def checked(self, data: Any) -> Hardware:
         if not isinstance(data, dict):
             raise self._error("cannot be read", "it holds no names and numbers, as {...}")
-        missing = [f.name for f in fields(Hardware) if f.name not in data]
+        missing = [f.name for f in fields(Hardware) if f.name not in (*data, *OPTIONAL)]
         if missing:
             raise self._error(f"lacks {', '.join(missing)}")
         if not isinstance(data["name"], str):
             raise self._error("has no name", f"it is {data['name']!r}, not text")
-        if not isinstance(data["flops_per_s"], dict) or not any(dtype in data["flops_per_s"] for dtype in _USUAL):
-            raise self._error("has no peak of matrix work", f"flops_per_s has none of {', '.join(_USUAL)}")
+        peaks = data["flops_per_s"]
+        if not isinstance(peaks, dict) or not any(dtype in peaks for dtype in USUAL_DTYPES):
+            raise self._error("has no peak of matrix work", f"flops_per_s has none of {', '.join(USUAL_DTYPES)}")
         values: dict[str, Any] = {
             **{f.name: self._number(f.name, data[f.name]) for f in fields(Hardware) if f.type == "float"},
             "name": data["name"],
-            "flops_per_s": {d: self._number(f"flops_per_s of {d}", entry) for d, entry in data["flops_per_s"].items()},
-            "matmul_efficiency": self._curve(data["matmul_efficiency"]),
+            "flops_per_s": {d: self._number(f"flops_per_s of {d}", entry) for d, entry in peaks.items()},
+            "matmul_efficiency": self._curve("matmul_efficiency", "FLOPs", data["matmul_efficiency"]),
             "devices_per_node": self._count("devices_per_node", data["devices_per_node"]),
         }  # fmt: skip
+        if "memory_efficiency" in data:
+            values["memory_efficiency"] = self._curve("memory_efficiency", "bytes", data["memory_efficiency"], math.inf)
+        if "collectives" in data:
+            values["collectives"] = self._collectives(data["collectives"])
         return Hardware(**values)
+
+    def _collectives(self, entry: Any) -> dict[str, dict[str, float]]:
+        rows = entry if isinstance(entry, dict) else {"": entry}
+        for kind, row in rows.items():
+            if not isinstance(row, dict) or not row.keys() <= set(LINK_NUMBERS):
+                raise self._error(
+                    f"has no rates of links for collectives {kind!r}", f"they are {', '.join(LINK_NUMBERS)}"
+                )
+        return {
+            kind: {name: self._number(f"{name} of {kind}", number) for name, number in row.items()}
+            for kind, row in rows.items()
+        }
 
     def _value(self, name: str, entry: Any) -> Any:
         """What an entry says its value is, which has a unit and a source."""
@@ -146,26 +196,28 @@ class _File:
             raise self._error(f"has {name} = {value!r}", "that is no whole number")
         return int(value)
 
-    def _curve(self, entry: Any) -> tuple[tuple[float, float], ...]:
-        value = self._value("matmul_efficiency", entry)
+    def _curve(self, name: str, unit: str, entry: Any, most: float = 1.0) -> tuple[tuple[float, float], ...]:
+        """Points [amount of work, share of a rate]. `most`: the largest share there can be."""
+        value = self._value(name, entry)
         if not isinstance(value, list) or not value or not all(map(_is_point, value)):
-            raise self._error(f"has matmul_efficiency = {value!r}", "it is no list of points [FLOPs, share of peak]")
-        points = tuple((float(flops), float(share)) for flops, share in value)
-        outside = [list(point) for point in points if point[0] <= 0 or not 0 < point[1] <= 1]
+            raise self._error(f"has {name} = {value!r}", f"it is no list of points [{unit}, share of peak]")
+        points = tuple((float(amount), float(share)) for amount, share in value)
+        outside = [list(point) for point in points if point[0] <= 0 or not 0 < point[1] <= most]
         if outside:
-            raise self._error(f"has the point {outside[0]} in matmul_efficiency",
-                              "FLOPs are above zero, a share above 0 and at most 1")  # fmt: skip
+            limit = " and at most 1" if most == 1 else ""
+            raise self._error(f"has the point {outside[0]} in {name}", f"{unit} are above zero, a share above 0{limit}")
         for (lower, low), (upper, high) in pairwise(points):
             if upper <= lower:
-                raise self._error(f"has {upper:g} FLOPs after {lower:g} in matmul_efficiency", "FLOPs rise")
-            if (high - low) / math.log(upper / lower) > low:  # the time of a product is FLOPs over the share
-                why = f"from {lower:g} to {upper:g} FLOPs the share rises from {low:g} to {high:g}"
-                raise self._error("has larger products that take less time", why)
+                raise self._error(f"has {upper:g} {unit} after {lower:g} in {name}", f"{unit} rise")
+            if (high - low) / math.log(upper / lower) > low:  # the time it takes is the amount over the share
+                why = f"from {lower:g} to {upper:g} {unit} the share rises from {low:g} to {high:g}"
+                larger = "larger products" if unit == "FLOPs" else "operators of more bytes"
+                raise self._error(f"has {larger} that take less time", why)
         return points
 
     def _error(self, what: str, why: str = "") -> OptionError:
         hint = '"name": {"value": 1.0, "unit": "s", "source": "measured"} for each, as in autopart/cost/profiles'
-        return OptionError(f"the hardware profile {what}", why=why, where=str(self.path), hint=hint)
+        return OptionError(f"the hardware profile {what}", why=why, where=self.where, hint=hint)
 
 
 def _is_number(value: Any) -> bool:

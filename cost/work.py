@@ -102,7 +102,7 @@ class Work(NamedTuple):
         elif self.flops.terms:
             one = hardware.matmul_time_s(self.flops.value, self.size.value, hardware.known_dtype(self.dtype))
         else:
-            one = self.size.value / hardware.memory_bytes_per_s + hardware.launch_s
+            one = hardware.traffic_time_s(self.size.value) + hardware.launch_s
         return one * self.times
 
     def sent_bytes(self, mesh: Mesh) -> float:

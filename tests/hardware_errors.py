@@ -103,6 +103,26 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "hardware: too steep": (curve([1e9, 0.1], [2e9, 0.9]),
         f"{PROFILE}has larger products that take less time\n  why    from 1e+09 to 2e+09 FLOPs the share rises from "
         f"0.1 to 0.9{WHERE}"),
+    "hardware: memory rates too steep": (
+        edited(memory_efficiency={**A100["matmul_efficiency"], "value": [[1e3, 0.1], [2e3, 2.0]]}),
+        f"{PROFILE}has operators of more bytes that take less time\n  why    from 1000 to 2000 bytes the share rises "
+        f"from 0.1 to 2{WHERE}"),
+    "hardware: collectives without names": (edited(collectives=A100["launch_s"]),
+        f"{PROFILE}has no rates of links for collectives 'value'\n  why    they are link_bytes_per_s, link_latency_s, "
+        f"node_link_bytes_per_s, node_link_latency_s{WHERE}"),
+    "hardware: a collective's rate of zero": (
+        edited(collectives={"send": {"link_bytes_per_s": {**A100["launch_s"], "value": 0}}}),
+        f"{PROFILE}has link_bytes_per_s of send = 0\n  why    it is not above zero{WHERE}"),
+    "calibrate: no JSON file": (lambda: autopart.calibrate("here.yaml"),
+        "OptionError: a profile cannot be written to here.yaml\n  why    a path of a profile ends in .json\n  try    "
+        "here.json"),
+    "calibrate: no folder": (lambda: autopart.calibrate("/no/such/folder/here.json"),
+        "OptionError: a profile cannot be written to /no/such/folder/here.json\n  why    there is no folder "
+        "/no/such/folder\n  try    a file in a folder that is there"),
+    "calibrate: no base": (lambda: autopart.calibrate(base="none.json"),
+        "OptionError: there is no hardware profile 'none.json'\n  why    the profiles are a100-40gb-sxm, "
+        "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of "
+        "these, or the path of a JSON file of the same form"),
     "hardware: a dtype it has not": (lambda: Hardware.load("v100-32gb-sxm").matmul_time_s(1e9, 1e6, "bfloat16"),
         "OptionError: hardware profile 'v100-32gb-sxm' has no peak for bfloat16\n  why    it has float16, float32, "
         "float64\n  try    one of these, or a copy of the profile with that peak"),

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopart.cost import hardware
-from autopart.cost.hardware import DEFAULT, Hardware, names
+from autopart.cost.collectives import time_s
+from autopart.cost.hardware import DEFAULT, OPTIONAL, Hardware, names
 
 FILES = {path.stem: json.loads(path.read_text()) for path in (Path(hardware.__file__).parent / "profiles").iterdir()}
 PROFILES = {name: Hardware.load(name) for name in names()}
@@ -30,9 +31,9 @@ def test_the_profiles():
 @pytest.mark.parametrize("name", FILES)
 def test_a_profile_has_nothing_but_numbers_with_units_and_sources(name):
     data = dict(FILES[name])
-    assert data.keys() == {f.name for f in fields(Hardware)} and data.pop("name") == name
-    entries = {**data, **data.pop("flops_per_s")}
-    del entries["flops_per_s"]
+    assert data.keys() | OPTIONAL == {f.name for f in fields(Hardware)} and data.pop("name") == name
+    groups = [data.pop("flops_per_s"), *data.pop("collectives", {}).values()]
+    entries = {**data, **{(number, key): group[key] for number, group in enumerate(groups) for key in group}}
     for entry in entries.values():
         assert entry.keys() == {"value", "unit", "source"} and entry["unit"] and entry["source"]
 
@@ -70,6 +71,26 @@ def test_the_efficiency_between_two_points():
     assert profile.efficiency(1e10) == 0.6 and profile.efficiency(1e11) == 0.78
     assert profile.efficiency(10**10.5) == pytest.approx(0.69)
     assert profile.efficiency(1.0) == 0.012 and profile.efficiency(1e20) == 0.869
+
+
+def test_what_a_profile_may_leave_out():
+    """The rate of memory is then one for all, and all collectives see the same links."""
+    data = FILES["a100-80gb-sxm"]
+    assert not set(OPTIONAL) & data.keys()
+    plain = Hardware.parse(data)
+    assert plain.traffic_time_s(1e6) == pytest.approx(1e6 / plain.memory_bytes_per_s)
+    assert plain.links("send") == plain.links("all_reduce")
+    entry = {"unit": "", "source": "said"}
+    own = Hardware.parse({
+        **data, "memory_efficiency": {**entry, "value": [[1e3, 2.0], [1e6, 0.5]]},
+        "collectives": {"send": {"link_latency_s": {**entry, "value": 1.0}}},
+    })  # fmt: skip
+    assert own.traffic_time_s(1e6) == pytest.approx(2 * plain.traffic_time_s(1e6))
+    assert own.traffic_time_s(1e2) == pytest.approx(plain.traffic_time_s(1e2) / 2)
+    assert own.matmul_time_s(1.0, 1e6, "float32") == pytest.approx(own.traffic_time_s(1e6) + own.launch_s)
+    assert own.links("send")[1] == 1.0 and own.links("send")[0] == plain.link_bytes_per_s
+    assert own.links("all_reduce") == plain.links("all_reduce")
+    assert time_s("send", 2, 1e6, own) > 1 > time_s("all_reduce", 2, 1e6, own)
 
 
 def test_a_product_by_hand():

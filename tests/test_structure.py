@@ -20,6 +20,7 @@ ORCHESTRATORS = (
     "__init__",
     "__main__",
     "api",
+    "calibrate",
     "candidates",
     "cli",
     "compiler",

@@ -1,0 +1,275 @@
+"""Measures the machine it runs on: matrix products, memory, the launch of an operator, and collectives where there are
+several ranks, all of which measure at once, as they compute at once in a step.
+
+`torch.utils.benchmark.Timer` times what one rank does alone. Every measurement is made several times, some time apart,
+and the fastest counts: what else runs on the machine can only slow it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from autopart.measurement import Device, Measured
+from autopart.mesh import Mesh
+from autopart.runtime.collectives import PRIMITIVES
+from autopart.runtime.pieces import Cut
+from autopart.runtime.processes import Process, connect
+
+_CHAIN = 100  # operators in a row whose launch is measured
+_CALLS = 4  # of a collective, between two barriers
+_GROUPS = {"link": "tp", "node_link": "dp"}  # the axes of the mesh that stands for nodes of processes
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured, and for how long."""
+
+    widths: tuple[int, ...]
+    """Of square products; others of as many FLOPs are tall, wide and deep."""
+    tensor_bytes: tuple[int, ...]
+    message_bytes: tuple[int, ...]
+    kept_bytes: int
+    """What operators in a row write before anything is freed, as the forward of a training step does."""
+    run_s: float
+    rounds: int
+
+    @staticmethod
+    def of(quick: bool, on_gpu: bool) -> Effort:
+        if quick:
+            return Effort((32, 128, 256), (2**14, 2**18, 2**21), (2**12, 2**16, 2**20), 2**22, 0.002, 1)
+        widths = (32, 64, 128, 256, 512, 1024, 2048)
+        tensors, messages = tuple(2**n for n in range(12, 28, 2)), tuple(2**n for n in range(10, 26, 2))
+        if on_gpu:
+            return Effort((*widths, 4096, 8192), (*tensors, 2**28), (*messages, 2**26, 2**28), 2**31, 0.05, 3)
+        return Effort(widths, tensors, messages, 2**28, 0.05, 3)
+
+
+Task = tuple[Measured, Callable[[], float]]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The device of this rank, and how its work is timed."""
+
+    process: Process
+    effort: Effort
+
+    @property
+    def device(self) -> torch.device:
+        return self.process.device
+
+    def tasks(self) -> list[Task]:
+        """What there is to measure, the same on every rank, and how to measure it once."""
+        return [*self.products(), *self.memory(), *self.launches(), *self.collectives()]
+
+    def alone(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call that no other rank takes part in. All ranks begin at once."""
+        self.barrier()
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=self.effort.run_s).median
+
+    def together(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call that all ranks take part in."""
+        self.barrier()
+        for _ in range(_CALLS):
+            call()
+        self.wait()
+        self.barrier()
+        start_s = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        self.wait()
+        return (time.perf_counter() - start_s) / _CALLS
+
+    def barrier(self) -> None:
+        if self.process.host_group is not None:
+            dist.barrier(group=self.process.host_group)
+
+    def wait(self) -> None:
+        """For what was launched on a GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+    def products(self) -> Iterator[Task]:
+        for dtype in _dtypes(self.device):
+            for width in self.effort.widths:
+                for shape in _shapes(width):
+                    yield (
+                        Measured("matmul", dtype=str(dtype).removeprefix("torch."), shape=shape),
+                        self.product(shape, dtype),
+                    )
+
+    def product(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], float]:
+        def run() -> float:
+            rows, inner, columns = shape
+            x, weight = self.random(rows, inner, dtype=dtype), self.random(columns, inner, dtype=dtype)
+            weight.requires_grad_()  # as a step records it
+            return self.alone(lambda: F.linear(x, weight))
+
+        return run
+
+    def memory(self) -> Iterator[Task]:
+        for size in self.effort.tensor_bytes:
+            yield Measured("memory", size_bytes=2.5 * size), self.fresh(size)
+        size = self.effort.tensor_bytes[-1]
+        yield Measured("memory in place", size_bytes=3.0 * size), self.in_place(size)
+
+    def fresh(self, size: int) -> Callable[[], float]:
+        """Products with a number and sums of two tensors, 2.5 values read or written on average, whose results are kept
+        as a forward keeps them."""
+        count = 2 * max(1, min(500, self.effort.kept_bytes // size // 2))
+
+        def run() -> float:
+            x = self.random(size // 4)
+
+            def chain() -> None:
+                kept = [x]
+                for _ in range(count // 2):
+                    kept.append(kept[-1] * 0.5)
+                    kept.append(kept[-1] + x)
+
+            return self.alone(chain) / count
+
+        return run
+
+    def in_place(self, size: int) -> Callable[[], float]:
+        def run() -> float:
+            x, y = self.random(size // 4), self.random(size // 4)
+            return self.alone(lambda: torch.add(x, y, out=y))
+
+        return run
+
+    def launches(self) -> Iterator[Task]:
+        """An operator on one value, forward and backward, as autograd issues them."""
+
+        def run() -> float:
+            x = torch.ones(1, device=self.device, requires_grad=True)
+
+            def chain() -> None:
+                y = x
+                for _ in range(_CHAIN):
+                    y = y * 0.5
+                y.backward()
+                x.grad = None
+
+            return self.alone(chain) / (2 * _CHAIN)
+
+        yield Measured("launch"), run
+
+    def collectives(self) -> Iterator[Task]:
+        for link, axis in _GROUPS.items():
+            if axis not in self.process.groups:
+                continue
+            group = self.process.groups[axis]
+            for kind in ("all_reduce", "all_gather", "reduce_scatter", "send"):
+                for size in self.effort.message_bytes:
+                    call = self.exchange(size, group) if kind == "send" else self.collective(kind, size, group)
+                    yield Measured(kind, size_bytes=size, link=link, num_ranks=group.size()), call
+
+    def collective(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
+        """A collective over an array of `size` bytes, as programs run it."""
+
+        def run() -> float:
+            count = size // 4 // group.size() * group.size()
+            x = self.random(count // group.size() if kind == "all_gather" else count)
+            cuts = () if kind == "all_reduce" else (Cut(0, count, (), group.size()),)
+            return self.together(lambda: PRIMITIVES[kind](x, group.group_name, *cuts))
+
+        return run
+
+    def exchange(self, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
+        """There and back between neighbours, half of which is one send."""
+
+        def run() -> float:
+            x, rank = self.random(size // 4), group.rank()
+            peer = rank ^ 1
+
+            def call() -> None:
+                if peer >= group.size():
+                    return
+                first, second = (dist.send, dist.recv) if rank < peer else (dist.recv, dist.send)
+                for move in (first, second):
+                    move(x, group=group, **{"group_dst" if move is dist.send else "group_src": peer})
+
+            return self.together(call) / 2
+
+        return run
+
+
+def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, list[Measured]]:
+    """Measures this machine: alone, or on every process that torchrun has started, which then all get the same figures,
+    means over the ranks.
+
+    Args:
+        quick: few sizes, once.
+        progress: wraps the measurements that are to be made, in their order, as tqdm does.
+    """
+    process = connect(_nodes(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    effort = Effort.of(quick, process.device.type == "cuda")
+    tasks = Bench(process, effort).tasks()
+    times: dict[Measured, float] = {}
+    for what, run in progress(tasks * effort.rounds):
+        times[what] = min(run(), times.get(what, float("inf")))
+    found = torch.tensor(list(times.values()), dtype=torch.float64)
+    if process.host_group is not None:
+        dist.all_reduce(found, group=process.host_group)
+        found /= dist.get_world_size(process.host_group)
+    return device_of(process), [replace(what, time_s=s) for what, s in zip(times, found.tolist(), strict=True)]
+
+
+def device_of(process: Process) -> Device:
+    """What there is to say of this rank's device."""
+    local = process.mesh.size("tp")
+    if process.device.type == "cuda":
+        found = torch.cuda.get_device_properties(process.device)
+        software = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+        return Device(found.name, "cuda", software, found.total_memory, local, process.mesh.num_ranks, process.rank)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    threads = torch.get_num_threads()
+    software = f"torch {torch.__version__}, {threads} thread{'s' * (threads > 1)} a process, {os.cpu_count()} cores"
+    return Device(_cpu_name(), "cpu", software, memory / local, local, process.mesh.num_ranks, process.rank)
+
+
+def _nodes() -> Mesh:
+    """The processes of torchrun as a mesh: those of one node on `tp`, nodes on `dp`."""
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    return Mesh.parse({"dp": ranks // local, "tp": local})
+
+
+def _shapes(width: int) -> list[tuple[int, int, int]]:
+    """Of as many FLOPs: square, tall, wide, deep."""
+    half, four = width // 2, 4 * width
+    return [(width, width, width), (four, half, half), (half, half, four), (half, four, half)]
+
+
+def _dtypes(device: torch.device) -> list[torch.dtype]:
+    """What the device has units for. On CPUs 16 bits are often emulated, so they are left out."""
+    if device.type != "cuda":
+        return [torch.float32, torch.float64]
+    bfloat16 = [torch.bfloat16] if torch.cuda.is_bf16_supported(including_emulation=False) else []
+    return [*bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

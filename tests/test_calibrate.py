@@ -1,0 +1,156 @@
+"""`autopart calibrate`: what is measured becomes a profile that is read again, and is predicted by it."""
+
+import json
+import math
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+from click.testing import CliRunner
+from dist import run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autopart
+from autopart.cli import main
+from autopart.cost.calibration import predicted_s, profile
+from autopart.cost.collectives import time_s
+from autopart.cost.hardware import Hardware
+from autopart.measurement import Device, Measured
+
+BASE = Hardware.load("cpu-gloo")
+DEVICE = Device("a device", "cpu", "torch 2", memory_bytes=1e9, local_ranks=2, num_ranks=2)
+WIDTHS, SIZES = (32, 128, 512), (1e4, 1e6, 1e8)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+
+
+def made(rates, memory_rates, launch_s=1e-6, links=None):
+    """Measurements of a device with these rates of products and of memory, by size."""
+    rows = [Measured("launch", launch_s), Measured("memory in place", 0.01, size_bytes=1e8)]
+    for width, rate in zip(WIDTHS, rates, strict=True):
+        for dtype, slower in (("float32", 1), ("float64", 2)):
+            time = 2 * width**3 / rate * slower
+            rows.append(Measured("matmul", time + launch_s, dtype, (width, width, width)))
+    rows += [
+        Measured("memory", size / rate + launch_s, size_bytes=size)
+        for size, rate in zip(SIZES, memory_rates, strict=True)
+    ]
+    for link, hardware in (links or {}).items():
+        stride = 1 if link == "link" else hardware.devices_per_node
+        for kind in KINDS:
+            for size in SIZES:
+                row = Measured(kind, time_s(kind, 2, size, hardware, stride), size_bytes=size, link=link, num_ranks=2)
+                rows.append(row)
+    return rows
+
+
+def fitted(rows):
+    return Hardware.parse(profile("made", DEVICE, rows, "2026-01-01", BASE))
+
+
+def test_what_follows_the_model_is_predicted():
+    rows = made((1e10, 5e10, 1e11), (5e9, 1e10, 4e9), links={"link": BASE})
+    found = fitted(rows)
+    for row in rows:
+        assert predicted_s(row, found) == pytest.approx(row.time_s, rel=2e-2), row
+    assert found.flops_per_s["float32"] == pytest.approx(1e11, rel=1e-2)
+    assert found.flops_per_s["float64"] == pytest.approx(5e10, rel=1e-2)
+    assert found.devices_per_node == 2
+
+
+@pytest.mark.parametrize("link", ["link", "node_link"])
+def test_links_are_fitted(link):
+    """Latency and rate come back, for all kinds together and each by itself; the other link is the base's."""
+    found = fitted(made((1e10, 5e10, 1e11), (1e9, 1e9, 1e9), links={link: BASE}))
+    for name in ("link_bytes_per_s", "link_latency_s", "node_link_bytes_per_s", "node_link_latency_s"):
+        assert getattr(found, name) == pytest.approx(getattr(BASE, name), rel=1e-3)
+    assert found.collectives.keys() == set(KINDS)
+    for kind in KINDS:
+        assert found.links(kind) == pytest.approx(BASE.links(kind), rel=1e-3)
+
+
+def test_what_was_not_measured_says_so():
+    data = profile("made", DEVICE, made((1e10, 5e10, 1e11), (1e9, 1e9, 1e9)), "2026-01-01", BASE)
+    for name in ("link_bytes_per_s", "node_link_latency_s"):
+        assert data[name]["source"] == "not measured: from profile cpu-gloo"
+        assert data[name]["value"] == getattr(BASE, name)
+    assert "collectives" not in data
+    assert data["launch_s"]["source"].startswith("measured on a device, torch 2, 2 processes at once, 2026-01-01")
+
+
+RATE = st.floats(1e3, 1e15)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(RATE, min_size=3, max_size=3), st.lists(RATE, min_size=3, max_size=3), st.floats(1e-9, 1.0))
+def test_whatever_was_measured_is_a_profile(rates, memory_rates, launch_s):
+    """Also where larger products took less time: noise makes no profile that is refused."""
+    found = fitted(made(rates, memory_rates, launch_s))
+    flops = [2 * width**3 for width in WIDTHS]
+    times = [found.matmul_time_s(f, 0, "float32") for f in flops]
+    assert times == sorted(times)
+    traffic = [found.traffic_time_s(size) for size in SIZES]
+    assert all(a <= b * (1 + 1e-3) for a, b in pairwise(traffic))
+
+
+def test_quick_and_alone(tmp_path):
+    path = tmp_path / "here.json"
+    found = autopart.calibrate(path, quick=True)
+    assert Hardware.load(path) == found.hardware and found.hardware.name == "here"
+    assert {"float32", "float64"} <= found.hardware.flops_per_s.keys()
+    entries = json.loads(path.read_text())
+    assert torch.__version__ in entries["launch_s"]["source"] and "one process" in entries["launch_s"]["source"]
+    rows = found.rows()
+    assert {row["kind"] for row in rows} == {"matmul", "memory", "memory in place", "launch"}
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 and math.isfinite(row["error"]) for row in rows)
+    for kind, error in found.errors().items():
+        assert 0 <= error["mean"] <= error["worst"] == max(abs(r["error"]) for r in rows if r["kind"] == kind)
+    text = str(found)
+    assert "off by" in text and "float32 256 x 256 x 256" in text and max(map(len, text.splitlines())) <= 120
+
+
+def test_a_plan_is_priced_by_it(tmp_path):
+    from zoo import gpt2
+
+    path = tmp_path / "here.json"
+    autopart.calibrate(path, quick=True)
+    model, batch = gpt2()
+    plan = autopart.plan(model, "tp2", example_kwargs=batch, hardware=str(path))
+    assert autopart.simulate(plan).step_time_s > 0
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "here.json"
+    result = CliRunner().invoke(main, ["calibrate", "--quick", "--out", str(path), "--name", "mine", "--json"])
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data.keys() == {"profile", "rows", "errors"} and data["profile"] == json.loads(path.read_text())
+    assert Hardware.load(path).name == data["profile"]["name"] == "mine"
+    assert not result.stderr  # no bar where there is no terminal
+
+
+def test_a_path_that_cannot_be(tmp_path):
+    """Told before anything is measured."""
+    result = CliRunner().invoke(main, ["calibrate", "--out", str(tmp_path / "none" / "here.json")])
+    assert result.exit_code == 2 and "there is no folder" in result.stderr
+
+
+def on_ranks(folder, local_ranks):
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_ranks)
+    path = f"{folder}/rank0.json"
+    found = autopart.calibrate(path, quick=True)
+    return found.device.rank, found.profile, {(row.kind, row.link) for row in found.measured if row.link}
+
+
+@pytest.mark.parametrize(("local_ranks", "link", "other"), [(2, "link", "node_link"), (1, "node_link", "link")])
+def test_on_two_processes(tmp_path, local_ranks, link, other):
+    """Of one node, or of two as torchrun would tell it. All get the same figures, and the first writes them."""
+    (_, first, measured), (rank, second, _) = run_ranks(on_ranks, 2, str(tmp_path), local_ranks, timeout_s=120)
+    assert rank == 1 and first == second == json.loads((tmp_path / "rank0.json").read_text())
+    assert measured == {(kind, link) for kind in KINDS}
+    assert first["collectives"].keys() == set(KINDS)
+    assert "2 processes at once" in first[f"{link}_bytes_per_s"]["source"]
+    assert first[f"{other}_bytes_per_s"]["source"] == "not measured: from profile cpu-gloo"
+    assert first["devices_per_node"]["value"] == local_ranks
+    Hardware.load(tmp_path / "rank0.json")
