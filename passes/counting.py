@@ -35,8 +35,8 @@ _SUMMED = 3
 
 class Counted(NamedTuple):
     """What one operator of a stage does in a microbatch: its forward, the backwards towards what the stage received and
-    towards its weights, what of the forward is run again before them, and adding the gradients of weights that it is the
-    first to read to those of earlier microbatches."""
+    towards its weights, what of the forward is run again before them, and adding the gradients of weights, which it is
+    the first to read, to those of earlier microbatches."""
 
     node: fx.Node
     forward: tuple[Work, ...]
