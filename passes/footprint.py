@@ -75,18 +75,10 @@ def stage_memory(walk: Walk) -> StageMemory:
     """What one microbatch of a stage holds on its heaviest rank."""
     stage, program = walk.stage, walk.program
     alive = walk.reached()
-    saved = {
-        node: [memory for memory in walk.keeps.get(node, ()) if not memory.lives and not memory.again]
-        for node in walk.values if node in alive
-    }  # fmt: skip
-    by_node: dict[fx.Node, int] = {}
-    held: set[Memory] = set()
-    for node, pieces in saved.items():
-        fresh = {memory for memory in pieces if memory not in held}
-        held |= fresh
-        size = sum(memory.size_bytes for memory in fresh) + walk.others.get(node, 0)
-        if size:
-            by_node[node] = size
+    saved = saved_memory(walk, alive)
+    by_node = {node: size for node, pieces in saved.items()
+               if (size := sum(memory.size_bytes for memory in pieces) + saved_others(walk, node))}  # fmt: skip
+    held = {memory for pieces in saved.values() for memory in pieces}
     is_last = stage.index == len(program.stages) - 1
     sends = [] if is_last else [walk.values[node] for node in walk.outputs[: len(stage.sends)]]
     sent = sum(_sent_bytes(value, held) for value in sends)
@@ -94,6 +86,42 @@ def stage_memory(walk: Walk) -> StageMemory:
     trained = frozenset(str(node.target) for node in alive if node.op == "get_attr")
     delayed = _delayed_bytes(walk, alive) if stage.index else 0
     return StageMemory(by_node, sent, max(0, most - sum(by_node.values())), delayed, walk.input_bytes, trained)
+
+
+def saved_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, list[Memory]]:
+    """What autograd keeps, by the node that keeps it first. Of a region that is run again that is what the region
+    reads, kept by its first node."""
+    held: set[Memory] = set()
+    saved: dict[fx.Node, list[Memory]] = {}
+    entered: set[int] = set()
+    regions = walk.regions(alive)
+    for node in walk.values:
+        region = node.meta.get("region")
+        if region in regions:
+            pieces = [] if region in entered else walk.read_by(regions[region])
+            entered.add(region)
+        else:
+            pieces = walk.keeps.get(node, []) if node in alive else []
+        fresh = [m for m in dict.fromkeys(pieces) if not (m.lives or m.again or m in held)]
+        held |= set(fresh)
+        if node in alive or fresh:
+            saved[node] = fresh
+    return saved
+
+
+def saved_others(walk: Walk, node: fx.Node) -> int:
+    """Bytes that a node keeps of its own, until its backward."""
+    return 0 if "region" in node.meta else walk.others.get(node, 0)
+
+
+def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, int]:
+    """What each region keeps while its backward runs, beside what is kept anyway."""
+    kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces}
+    sizes = {}
+    for region, nodes in walk.regions(alive).items():
+        inner = {m for n in nodes if n in alive for m in walk.keeps.get(n, ()) if not m.lives and not m.again} - kept
+        sizes[region] = sum(m.size_bytes for m in inner) + sum(walk.others.get(n, 0) for n in nodes if n in alive)
+    return sizes
 
 
 def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
@@ -120,7 +148,7 @@ def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
     for index, node in enumerate(nodes):
         fresh = {memory for memory in _memories(walk.values[node]) if memory not in seen}
         seen |= fresh
-        now += sum(memory.size_bytes for memory in fresh) + (walk.others.get(node, 0) if node in saved else 0)
+        now += sum(memory.size_bytes for memory in fresh) + (saved_others(walk, node) if node in saved else 0)
         most = max(most, now)
         now -= ends[index]
     return most
@@ -131,14 +159,15 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
 
     The gradient of a view is a view of the gradient. A parameter's counts until it is added to the others.
     """
-    until: dict[Memory, fx.Node] = {}
-    for node, pieces in saved.items():
-        for memory in pieces:
-            until.setdefault(memory, node)
-    now = sum(memory.size_bytes for memory in until) + sum(walk.others.get(node, 0) for node in saved)
+    now = sum(memory.size_bytes for pieces in saved.values() for memory in pieces)
+    now += sum(saved_others(walk, node) for node in saved)
     most = now
     grads: set[Memory] = set()
+    whole = rerun_bytes(walk, alive)
+    rerun = dict(whole)
+    begins = {region: next(n for n in nodes if n in alive) for region, nodes in walk.regions(alive).items()}
     for node in [node for node in reversed(list(walk.values)) if node in alive and node.op == "call_function"]:
+        now += rerun.pop(region := node.meta.get("region", -1), 0)
         fresh = {m for used in (node, *node.all_input_nodes) if needs_grad(walk.values[used])
                  for m in _memories(walk.values[used], lasting=True)} - grads  # fmt: skip
         grads |= fresh
@@ -146,8 +175,10 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
         most = max(most, now + sum(m.size_bytes for m in set(walk.keeps.get(node, ())) if m.again))
         done = {m for m in grads if m.made_by is node or m.made_by.op == "get_attr"}
         grads -= done
-        now -= sum(memory.size_bytes for memory in done) + walk.others.get(node, 0)
-        now -= sum(memory.size_bytes for memory in set(saved[node]) if until[memory] is node)
+        now -= sum(memory.size_bytes for memory in done) + saved_others(walk, node)
+        now -= sum(memory.size_bytes for memory in saved.get(node, ()))
+        if begins.get(region) is node:
+            now -= whole[region]
     return most
 
 
@@ -243,6 +274,20 @@ class Walk:
                 alive.add(node)
                 todo.extend(node.all_input_nodes)
         return alive
+
+    def regions(self, alive: Set[fx.Node]) -> dict[int, list[fx.Node]]:
+        """The operators of every region that is run again in the backward (`passes.recompute`)."""
+        found: dict[int, list[fx.Node]] = {}
+        for node in self.values:
+            if "region" in node.meta and node.op == "call_function":
+                found.setdefault(node.meta["region"], []).append(node)
+        return {region: nodes for region, nodes in found.items() if any(node in alive for node in nodes)}
+
+    def read_by(self, nodes: Sequence[fx.Node]) -> list[Memory]:
+        """The memory that operators read and do not make."""
+        own = set(nodes)
+        read = [used for node in nodes for used in node.all_input_nodes if used not in own]
+        return [memory for used in dict.fromkeys(read) for memory in _memories(self.values[used])]
 
     def of_weights(self, alive: Set[fx.Node]) -> set[fx.Node]:
         """Of the nodes that a gradient passes: those that pass it on to weights alone."""
