@@ -14,7 +14,7 @@ from autopart.mesh import Mesh
 from autopart.passes.shard import SequenceParallel
 from autopart.pins import Pins
 from autopart.plan import Plan
-from autopart.program import Rng
+from autopart.program import Recompute, Rng
 from autopart.runtime.module import ParallelModule
 from autopart.trace import bind_call
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NOT_BUILT = {
-    "recompute": "activation recomputation",
     "precision": "mixed precision",
 }
 
@@ -42,6 +41,7 @@ def parallelize(
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     zero: int | None = None,
     memory: int | str | None = None,
+    recompute: Recompute | None = None,
     rng: Rng = "fast",
     **unknown: Any,
 ) -> ParallelModule:
@@ -58,24 +58,23 @@ def parallelize(
         microbatches, virtual_stages: parts that a step cuts a rank's rows into; pipeline stages per rank.
         sequence_parallel: whether what lies between matrix products is cut along the sequence; "auto": where faster.
         hardware: the profile that prices choices, a name or a path.
-        pins: what is fixed before the rest is chosen, or a JSON file that says it: `{"h.*.up.weight": {"tp": "S(0)"},
-            "h.*.attn": {"tp": "R"}, "stages": {"cut_before": ["h.16"]}}`; `autopart.pins` has all forms.
+        pins: what is fixed before the rest is chosen, or a JSON file that says it, such as
+            `{"h.*.up.weight": {"tp": "S(0)"}, "stages": {"cut_before": ["h.16"]}}`; `autopart.pins` has all forms.
         zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it.
         memory: what a rank has, "80GB", "24GiB" or bytes: `sequence_parallel` and `zero` are then chosen to fit.
+        recompute: what the backward computes again: "none"; "selective", the core of attention; "full", repeated blocks.
         rng: "fast": each rank draws the masks of dropout of what it holds. "exact": all random numbers are those of one
             device after the same `torch.manual_seed`, which every rank must call; it draws whole masks.
-    Returns:
-        A ParallelModule: call it like the model, or train with `pm.step(**batch)`.
-    Raises:
-        AutopartError: one of its kinds in `autopart.errors`, each with what, why, where and what to try.
+    Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
+    Raises AutopartError: one of its kinds in `autopart.errors`, each with what, why, where and what to try.
 
     Example (under `torchrun --nproc-per-node 4`):
         >>> pm = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
         >>> loss = pm.step(**batch)                                             # doctest: +SKIP
     """
     options = read_options(
-        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins, zero=zero, memory=memory,
+        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, hardware=hardware,
+        rng=rng, sequence_parallel=sequence_parallel, pins=pins, zero=zero, memory=memory, recompute=recompute,
     )  # fmt: skip
     sizes = Mesh.parse(mesh)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -103,6 +102,7 @@ def plan(
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     zero: int | None = None,
     memory: int | str | None = None,
+    recompute: Recompute | None = None,
     **unknown: Any,
 ) -> Plan:
     """Choose a plan without running anything: no process group, no GPU, the model may be on `meta`.
@@ -115,8 +115,8 @@ def plan(
         >>> print(autopart.plan(model, "dp8,tp8", example_kwargs=batch).explain())    # doctest: +SKIP
     """
     options = read_options(
-        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        sequence_parallel=sequence_parallel, hardware=hardware, pins=pins, zero=zero, memory=memory,
+        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, hardware=hardware,
+        sequence_parallel=sequence_parallel, pins=pins, zero=zero, memory=memory, recompute=recompute,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("plan() needs an example call", why="the model is traced on it",
@@ -139,7 +139,7 @@ def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:
         raise OptionError(
             f"unknown option {name}=",
             hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, "
-            "memory, rng, example_args, example_kwargs",
+            "memory, recompute, rng, example_args, example_kwargs",
         )
     if given.get("pins") is not None:
         given["pins"] = Pins.parse(given["pins"])

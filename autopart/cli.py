@@ -28,7 +28,7 @@ from autopart.errors import AutopartError, InputError, OptionError
 from autopart.mesh import Mesh
 from autopart.model_source import DTYPES, ModelSource, SourceOptions, from_callable, from_hf_config
 from autopart.plan import Plan, schema
-from autopart.program import Rng
+from autopart.program import Recompute, Rng
 from autopart.verify import TOLERANCE
 from autopart.verify import verify as verify_model
 
@@ -82,6 +82,11 @@ _SCHEDULE = _options(
     click.option("--zero", type=int, help="3: parameters are cut over dp, and gathered where read.  [default: 0]"),
     click.option(
         "--memory", metavar="SIZE", help="What a rank has, for example 80GB: a plan is chosen to fit, or refused."
+    ),
+    click.option(
+        "--recompute",
+        type=click.Choice(get_args(Recompute)),
+        help="What the backward computes again: the core of attention, or every repeated block.  [default: none]",
     ),
 )
 _PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")
@@ -144,6 +149,7 @@ class _Asked:
             "pins",
             "zero",
             "memory",
+            "recompute",
         )
         return {name: self.values[name] for name in shared}
 

@@ -31,6 +31,7 @@ from autopart.passes.memory import cut_again, memory_of
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
 from autopart.passes.pins import pinned_layouts
 from autopart.passes.reasons import Reasons, Solved, certificate
+from autopart.passes.recompute import recompute_notes
 from autopart.passes.shard import SequenceParallel
 from autopart.passes.sizes import size_notes
 from autopart.passes.storage import choose_over_dp, storage_notes
@@ -39,7 +40,7 @@ from autopart.passes.timing import timing
 from autopart.passes.unsharded import unsharded
 from autopart.pins import Pins
 from autopart.plan import MEMORY_KINDS, Plan, Schedule
-from autopart.program import SEEDS, Program, Rng
+from autopart.program import SEEDS, Program, Recompute, Rng
 from autopart.schedules import check_schedule
 from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, trace
 
@@ -63,6 +64,7 @@ class Options:
     pins: Pins = NO_PINS
     zero: int | None = None
     memory: int | str | None = None
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
         if self.zero in (1, 2) and not isinstance(self.zero, bool):
@@ -73,6 +75,9 @@ class Options:
             raise OptionError(f"unknown zero={self.zero!r}", hint="0 (parameters whole on dp) or 3 (cut over dp)")
         if self.rng not in get_args(Rng):
             raise OptionError(f"unknown rng={self.rng!r}", hint="rng='fast', or rng='exact'")
+        if self.recompute not in (None, *get_args(Recompute)):
+            hint = "recompute='none', 'selective' (the core of attention) or 'full' (every repeated block)"
+            raise OptionError(f"unknown recompute={self.recompute!r}", hint=hint)
         if self.sequence_parallel not in (True, False, "auto"):
             raise OptionError(f"unknown sequence_parallel={self.sequence_parallel!r}", hint="True, False or 'auto'")
         if self.memory is not None:
@@ -118,7 +123,8 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     hardware = Hardware.load(options.hardware)
     options, (schedule, decisions, program, solved, walks), memory = _fitted(traced, mesh, options)
     pinned = pinned_layouts(traced, mesh, options.pins).operators
-    notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0))
+    notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0),
+             *recompute_notes(traced.graph, decisions.recompute))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": type(_inner(model)).__name__, **identity_of(traced.parameters), "mode": traced.mode}
     inputs = {
@@ -159,7 +165,7 @@ def _drafted(traced: Trace, mesh: Mesh, options: Options, known: _Draft | None =
         decisions = cut_again(traced, known.decisions, mesh, microbatches, stages, options.pins)
         solved = known.solved
     over_dp = choose_over_dp(traced, mesh, options.zero or 0, decisions.stored, options.pins)
-    decisions = replace(decisions, stored_over_dp=over_dp)
+    decisions = replace(decisions, stored_over_dp=over_dp, recompute=options.recompute or "none")
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False, rng=rng)
     walks = [walked(traced, program, stage) for stage in program.stages]
@@ -431,6 +437,11 @@ def check_plan_options(options: Options, plan: Plan) -> None:
                 f"{name}={asked!r} contradicts the plan, which says {planned!r}",
                 where=plan.where("schedule"), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
+    if options.recompute not in (None, plan.recompute):
+        raise OptionError(
+            f"recompute={options.recompute!r} contradicts the plan, which says {plan.recompute!r}",
+            where=plan.where("recompute"), hint="leave recompute out, or edit the plan",
+        )  # fmt: skip
     over_dp = any(entry.get("dp", "R").startswith("S") for entry in plan.parameters.values())
     pinned = any("dp" in places for name, places in plan.pins.items() if name != "stages")
     if (options.zero and not over_dp) or (options.zero == 0 and over_dp and not pinned):

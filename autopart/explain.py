@@ -81,6 +81,7 @@ def _header(plan: Plan) -> str:
         ("inputs", inputs),
         ("mesh", f"{Mesh.parse(plan.mesh)} ({ranks} rank{'s' * (ranks > 1)})"),
         ("schedule", run),
+        ("recompute", plan.recompute if plan.recompute != "none" else ""),
         ("hardware", plan.hardware),
         ("pins", _pins(plan.pins)),
         *(("note", note) for note in plan.notes),

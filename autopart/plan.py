@@ -21,6 +21,7 @@ from torch import nn
 from autopart.errors import PlanError
 from autopart.graph import pattern_of
 from autopart.mesh import Mesh
+from autopart.program import Recompute
 
 if TYPE_CHECKING:
     from autopart.diff import Difference
@@ -123,6 +124,7 @@ class Plan:
     parameters: Mapping[str, Mapping[str, str]]
     operators: Mapping[str, Mapping[str, Any]]
     cuts: tuple[str, ...] = ()
+    recompute: Recompute = "none"
     stages: tuple[Mapping[str, Any], ...] = ()
     collectives: tuple[Collective, ...] = ()
     unsharded: tuple[Mapping[str, Any], ...] = ()

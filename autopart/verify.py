@@ -45,7 +45,7 @@ from autopart.passes.decide import decode
 from autopart.passes.shard import SequenceParallel
 from autopart.pins import Pins
 from autopart.plan import Plan
-from autopart.program import Rng
+from autopart.program import Recompute, Rng
 from autopart.runtime.placement import placement_of
 from autopart.scale import ScaledCopy, fits, scaled_copy
 from autopart.shrink import smallest_failing
@@ -112,6 +112,7 @@ def verify(
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     zero: int | None = None,
     memory: int | str | None = None,
+    recompute: Recompute | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
     rng: Rng = "exact",
@@ -128,7 +129,7 @@ def verify(
 
     Args:
         model, mesh, example_args, example_kwargs, plan, schedule, microbatches, virtual_stages, sequence_parallel,
-            hardware, pins, zero, memory: as `parallelize`; memory in the model's own dtype, not in float64.
+            hardware, pins, zero, memory, recompute: as `parallelize`; memory in the model's own dtype, not in float64.
         loss_fn, target: for a model that returns no loss, as `ParallelModule.step`. Without either, gradients are
             compared for a fixed random weighting of the outputs.
         rng: "exact", or "fast" to switch dropout off (eval mode), for models of which no draw can be repeated exactly.
@@ -137,15 +138,14 @@ def verify(
         scaled: verify a copy with two of every run of equal blocks (True), the model itself (False), or the copy where
             the model does not fit into memory in float64 or has no weights ("auto"). A plan of the model is followed.
         tamper: called with the program and the ranks' parameters before the run, to plant a fault.
-    Raises:
-        As `plan`.
+    Raises as `plan`.
 
     Example:
         >>> assert autopart.verify(model, "dp2,pp4,tp4", example_kwargs=batch).ok    # doctest: +SKIP
     """
     options = read_options(
-        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages,
-        sequence_parallel=sequence_parallel, hardware=hardware, rng=rng, pins=pins, zero=zero, memory=memory,
+        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, hardware=hardware,
+        rng=rng, sequence_parallel=sequence_parallel, pins=pins, zero=zero, memory=memory, recompute=recompute,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")

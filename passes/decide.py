@@ -164,7 +164,7 @@ def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int, pin
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
-    """The plan entries `parameters`, `operators`, `cuts` and `rules` that hold these decisions."""
+    """The plan entries `parameters`, `operators`, `cuts`, `rules` and `recompute` that hold these decisions."""
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
     nodes = {node.meta["key"]: node for node in operators(trace.graph) if node in decisions.tensor}
@@ -182,7 +182,8 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     }  # fmt: skip
     names = sorted({operator_name(node) for node in operators(trace.graph)} & REGISTERED.keys())
     rules = {name: as_data(REGISTERED[name]) for name in names}
-    return {"parameters": parameters, "operators": operators_, "cuts": _starts(trace, decisions), "rules": rules}
+    cuts, recompute = _starts(trace, decisions), decisions.recompute
+    return {"parameters": parameters, "operators": operators_, "cuts": cuts, "rules": rules, "recompute": recompute}
 
 
 def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...]:
@@ -243,7 +244,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, str] | No
     over_dp = _read_stored(trace, plan, mesh, "dp", stored) if mesh.size("dp") > 1 else {}
     return Decisions(
         mesh, rows.microbatches, rows.strategies, tensor, stored, stages_from_cuts(trace, cuts), num_stages,
-        rows.copied, {name: place for name, place in over_dp.items() if place.is_shard},
+        rows.copied, {name: place for name, place in over_dp.items() if place.is_shard}, plan.recompute,
     )  # fmt: skip
 
 

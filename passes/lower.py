@@ -36,6 +36,7 @@ from autopart.program import (
     BufferUpdate,
     Output,
     Program,
+    Recompute,
     Rng,
     StageInput,
 )
@@ -43,6 +44,7 @@ from autopart.trace import Trace
 
 from .analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
 from .local_ops import LocalCall, autopart_ops, local_shape, local_value, operator_name_of, write_local
+from .recompute import mark_regions
 from .stage_draft import Key, StageDraft, parameter_stages
 from .storage import stored_tensors
 from .strategies import Strategy, strategies
@@ -70,6 +72,7 @@ class Decisions:
     num_stages: int
     copied: bool = False
     stored_over_dp: Mapping[str, Placement] = field(default_factory=dict)
+    recompute: Recompute = "none"
 
 
 def lower(
@@ -450,6 +453,7 @@ class _Writer:
         last.output([made for _, _, made in nodes])
         last.sends = [(node, layout) for node, layout, _ in nodes]
         stages = tuple(stage.finish(self.trace, self.sizes) for stage in self.stages)
+        mark_regions(self.trace.graph, [stage.graph.graph for stage in stages], self.decisions.recompute)
         names = (*self.trace.call.names, SEEDS) if self.has_seeds else self.trace.call.names
         return Program(
             self.decisions.mesh, self.decisions.microbatches, names, stages,

@@ -75,6 +75,7 @@ def test_every_part_is_compared(plan):
         "schedule": {"schedule": dataclasses.replace(plan.schedule, microbatches=2)},
         "parameters": {"parameters": {**plan.parameters, "model.norm.weight": {"tp": "S(0)"}}},
         "operators": {"operators": {**plan.operators, "lm_head/linear": {"tp": "R, R -> R"}}},
+        "recompute": {"recompute": "full"},
         "cuts": {"cuts": ("model.layers.1.mlp/mul",)},
         "collectives": {"collectives": (dataclasses.replace(first, count=first.count + 1), *rest)},
         "rules": {"rules": {"mylib::op": {"lines": ["a -> a"]}}},

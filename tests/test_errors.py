@@ -218,7 +218,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: the model has nothing to partition\n  why    none of its operators depends on a parameter\n  "
         "try    run it as it is"),
     # options
-    "recompute": (plan(recompute="full"), not_built("recompute", "activation recomputation")),
+    "recompute": (plan(recompute="everything"), "OptionError: unknown recompute='everything'\n"
+        "  try    recompute='none', 'selective' (the core of attention) or 'full' (every repeated block)"),
     "precision": (plan(precision="bf16"), not_built("precision", "mixed precision")),
     "memory: no size": (plan(memory="lots"),
         "OptionError: memory='lots' is no size\n  try    memory='80GB', memory='24GiB', or a whole number of bytes"),
@@ -229,7 +230,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
-        "sequence_parallel, hardware, pins, zero, memory, rng, example_args, example_kwargs"),
+        "sequence_parallel, hardware, pins, zero, memory, recompute, rng, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "
         "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path "
@@ -285,8 +286,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         " load the model's weights first; plan() needs none, verify() does"),
     "verify: scaled": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), scaled="yes"),
         "OptionError: scaled='yes' is no choice\n  try    True, False or \"auto\""),
-    "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), recompute="full"),
-        not_built("recompute", "activation recomputation")),
+    "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), precision="bf16"),
+        not_built("precision", "mixed precision")),
     "verify: memory": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), memory=400),
         "MemoryLimitError: the plan needs 480 B on a rank, and memory is 400 B\n"
         "  why    temporary values 192 B, inputs 128 B, optimizer state 80 B, parameters 40 B, gradients 40 B\n"

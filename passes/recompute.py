@@ -1,0 +1,245 @@
+"""What the backward computes again in place of keeping it: the regions of stage graphs, found from the graph alone.
+
+`"full"` (Chen et al. 2016, arXiv:1604.06174): every repeated block in a stage is a region, whose inputs are kept.
+`"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): the core of attention is, which takes much memory
+and little work: from one product of two activations (queries and keys) over everything that follows without a weight
+(scale, mask, softmax, dropout) to the next (times values). Attention that is one operator keeps none of that.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+from torch import fx
+
+from autopart.graph import (
+    is_floating,
+    operator_name,
+    operators,
+    parents,
+    short_name,
+    size_bytes,
+    source_of,
+    tensor_inputs,
+)
+from autopart.layout import CONVERSIONS
+from autopart.program import Recompute
+
+from .analyze import ACTIVE, PARAMETER, WEIGHT
+from .partition import active_operators, matrix_work
+
+Groups = Mapping[str, str]
+"""{key of an operator: the group of operators that is computed again together}"""
+
+Region = list[fx.Node]
+
+_CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS.values()}
+
+
+def mark_regions(traced: fx.Graph, stages: Iterable[fx.Graph], recompute: Recompute) -> None:
+    """Write `meta["region"]` on the calls of stage graphs that are run again: a number, from 0 in every stage.
+
+    A region is convex: nothing outside it lies between two of its nodes, so that it can be run as one call.
+    """
+    if recompute == "none":
+        return
+    find, groups = (_block_regions, blocks(traced)) if recompute == "full" else (_core_regions, cores(traced))
+    for graph in stages:
+        regions = [region for region in find(graph, groups) if len(region) > 1]
+        for number, region in enumerate(regions):
+            for node in region:
+                node.meta["region"] = number
+
+
+def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
+    """Why a plan that asks for recomputation recomputes nothing, if so."""
+    if recompute == "full" and not any(blocks(traced).values()):
+        return ("recompute='full' changes nothing: the model has no repeated blocks",)
+    if recompute == "selective" and not cores(traced):
+        weights = _weights(traced)
+        fused = [short_name(n) for n in active_operators(traced) if len(_activations(n, weights)) > 2]
+        why = "no product of two activations leads to another without a weight between"
+        if fused:
+            why = f"attention is one operator ({fused[0]}), which keeps nothing between its products"
+        return (f"recompute='selective' changes nothing: {why}",)
+    return ()
+
+
+# Repeated blocks
+
+
+def blocks(traced: fx.Graph) -> dict[str, str]:
+    """{key of an operator that depends on parameters: the module path of its repeated block, "" for none}.
+
+    A block is a module whose path ends in a number and which has at least half of its operators in common with another
+    number; where blocks are in blocks, the outermost.
+    """
+    keys = [node.meta["key"] for node in operators(traced) if node.meta["role"] in (ACTIVE, WEIGHT)]
+    inside: dict[str, set[str]] = defaultdict(set)
+    for key in keys:
+        for path in _numbered(key):
+            inside[path].add(key.removeprefix(path))
+    siblings: dict[str, list[str]] = defaultdict(list)
+    for path in inside:
+        siblings[path.rpartition(".")[0]].append(path)
+
+    def repeats(path: str) -> bool:
+        others = (inside[other] for other in siblings[path.rpartition(".")[0]] if other != path)
+        return any(2 * len(inside[path] & other) >= len(inside[path]) for other in others)
+
+    repeated = {path for path in inside if repeats(path)}
+    return {key: next((path for path in _numbered(key) if path in repeated), "") for key in keys}
+
+
+def _numbered(key: str) -> list[str]:
+    return [path for path in parents(key) if path.rpartition(".")[2].isdigit()]
+
+
+def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
+    """The runs of the stage's calls that are in one block, with what gathers a run's own inputs."""
+    runs: list[tuple[list[fx.Node], Region]] = []
+    current, between = "", list[fx.Node]()
+    for node in _calls(graph):
+        key = _key(node)
+        if key not in block_of:  # a conversion, or made from the inputs alone: it belongs where it is
+            between.append(node)
+            continue
+        if block_of[key] and block_of[key] == current:
+            runs[-1][1].extend([*between, node])
+        elif block_of[key]:
+            runs.append((between, [node]))
+        current, between = block_of[key], []
+    return [[*_gathered_for(run, before), *run] for before, run in runs]
+
+
+def _gathered_for(run: Region, before: Sequence[fx.Node]) -> Region:
+    """Of the calls before a run those that only it reads and that make more than they read: they need not be kept."""
+    members = set(run)
+    found: Region = []
+    for node in reversed(before):
+        if members.issuperset(node.users) and size_bytes(node) > sum(map(size_bytes, node.all_input_nodes)):
+            members.add(node)
+            found.insert(0, node)
+    return found
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def _key(node: fx.Node) -> str:
+    """The operator that a written call belongs to; "" for a conversion between operators."""
+    source, _ = source_of(node)
+    return "" if operator_name(source) in _CONVERSIONS else source.meta.get("key", "")
+
+
+# The core of attention
+
+
+def cores(traced: fx.Graph) -> dict[str, str]:
+    """{key of an operator: the first operator of its core}, of what lies between two products of activations in one
+    block, these included."""
+    weights, block_of = _weights(traced), blocks(traced)
+    products = {node for node in active_operators(traced) if matrix_work(node)}
+    starts = [node for node in traced.nodes if node in products and len(_activations(node, weights)) > 1]
+    core_of: dict[fx.Node, list[fx.Node]] = {}
+    for start in starts:
+        after = _reached(start, products)
+        block = block_of[start.meta["key"]]
+        ends = [n for n in starts if n in after and n is not start and block_of[n.meta["key"]] == block]
+        if not ends:
+            continue
+        joined = list(dict.fromkeys(m for n in _leading_to(ends, after) for m in core_of.get(n, [n])))
+        for node in joined:
+            core_of[node] = joined
+    return {node.meta["key"]: core[0].meta["key"] for node, core in core_of.items() if "key" in node.meta}
+
+
+def _weights(traced: fx.Graph) -> set[fx.Node]:
+    """Parameters, and what is made from these alone, such as rows picked from one."""
+    found: set[fx.Node] = set()
+    for node in traced.nodes:
+        read = [n for n in node.all_input_nodes if is_floating(n) or node.target is operator.getitem]
+        made = node.op == "call_function" and bool(read) and found.issuperset(read)
+        product = made and node.target is not operator.getitem and matrix_work(node) > 0
+        if node.meta.get("role") in (PARAMETER, WEIGHT) or (made and not product):
+            found.add(node)
+    return found
+
+
+def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
+    """What a matrix product multiplies, where none of it is a weight."""
+    read = [n for n in tensor_inputs(node) if n.meta["role"] in (ACTIVE, PARAMETER, WEIGHT)]
+    return read if matrix_work(node) and weights.isdisjoint(read) else []
+
+
+def _reached(start: fx.Node, products: set[fx.Node]) -> set[fx.Node]:
+    """The start, and what depends on it with no product between."""
+    seen, todo = {start}, [start]
+    while todo:
+        for user in todo.pop().users:
+            if user not in seen and user.op == "call_function":
+                seen.add(user)
+                todo += [user] if user not in products else []
+    return seen
+
+
+def _leading_to(ends: Sequence[fx.Node], among: set[fx.Node]) -> list[fx.Node]:
+    """The ends, and those among some nodes that lead to one."""
+    seen, todo = dict.fromkeys(ends), list(ends)
+    while todo:
+        for used in todo.pop().all_input_nodes:
+            if used in among and used not in seen:
+                seen[used] = None
+                todo.append(used)
+    return list(seen)
+
+
+def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
+    """The calls of every core in the stage, with what was written between them, such as collectives."""
+    calls = _calls(graph)
+    members: dict[str, list[int]] = defaultdict(list)
+    for position, node in enumerate(calls):
+        if _key(node) in core_of:
+            members[core_of[_key(node)]].append(position)
+    regions: list[Region] = []
+    for positions in members.values():
+        region = _closed([calls[i] for i in positions], calls[positions[0] : positions[-1] + 1])
+        if not any(set(region) & set(other) for other in regions):
+            regions.append(region)
+    return _in_an_order(graph, regions)
+
+
+def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
+    """The nodes, and what of a span lies between two of them."""
+    after, before = set(nodes), set(nodes)
+    for node in span:
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    for node in reversed(span):
+        if not before.isdisjoint(node.users):
+            before.add(node)
+    return [node for node in span if node in after and node in before]
+
+
+def _in_an_order(graph: fx.Graph, regions: Sequence[Region]) -> list[Region]:
+    """The regions without those that wait for each other: every other can be run as one call."""
+    whole = {node: (number,) for number, region in enumerate(regions) for node in region}
+    waits: dict[Hashable, set[Hashable]] = defaultdict(set)
+    for node in graph.nodes:
+        own = whole.get(node, node)
+        waits[own] |= {whole.get(used, used) for used in node.all_input_nodes} - {own}
+    users: dict[Hashable, list[Hashable]] = defaultdict(list)
+    for own, used in waits.items():
+        for one in used:
+            users[one].append(own)
+    ready, done = [own for own, used in waits.items() if not used], set()
+    while ready:
+        own = ready.pop()
+        done.add(own)
+        for user in users[own]:
+            waits[user].discard(own)
+            ready += [user] if not waits[user] else []
+    return [region for number, region in enumerate(regions) if (number,) in done]
