@@ -62,7 +62,7 @@ def parallelize(
             `{"h.*.up.weight": {"tp": "S(0)"}, "stages": {"cut_before": ["h.16"]}}`; `autopart.pins` has all forms.
         zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it.
         memory: what a rank has, "80GB", "24GiB" or bytes: `sequence_parallel` and `zero` are then chosen to fit.
-        recompute: what the backward computes again: "none"; "selective", the core of attention; "full", repeated blocks.
+        recompute: what the backward computes again: "none"; "selective", the core of attention; "full", every block.
         rng: "fast": each rank draws the masks of dropout of what it holds. "exact": all random numbers are those of one
             device after the same `torch.manual_seed`, which every rank must call; it draws whole masks.
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
