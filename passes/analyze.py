@@ -13,13 +13,15 @@
   which an earlier `cat` joined it.
 - `for_buffers`: it makes new values of buffers and nothing else (these may be used after).
 - `strategies`: what `strategies` has found for it, shared with all nodes of which it reads the same.
+- `place`: of operators on weights and of parameters, where in which repeated block they are (`blocks.Place`).
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +35,17 @@ from autopart.graph import (
     is_floating,
     is_tensor,
     operator_name,
+    operators,
     shape,
     short_name,
+    source_of,
     tensor_inputs,
     value,
 )
 from autopart.layout import Sections
 from autopart.trace import Trace
 
+from .blocks import Place, places
 from .rules import Pattern, pattern_for
 from .rules.functions import backward_is_linear
 
@@ -84,6 +89,7 @@ def annotate(trace: Trace) -> None:
     for node in trace.graph.nodes:
         _offer_sections(node)
     _share_strategies(trace.graph)
+    _find_places(trace.graph)
 
 
 def _share_strategies(graph: fx.Graph) -> None:
@@ -96,13 +102,48 @@ def _share_strategies(graph: fx.Graph) -> None:
         if pattern is None:
             node.meta["strategies"] = {}
             continue
-        values = [
-            (s.meta["val"].shape, s.meta["needs_grad"], s.meta["atoms"], _frozen(s.meta["sections"]),
-             _frozen(s.meta["offered"])) for s in tensor_inputs(node)
-        ]  # fmt: skip
-        own = node.meta["needs_grad"], node.meta["whole_grads"], node.meta["atoms"], _frozen(node.meta["sections"])
-        made = tuple(v.shape for v in tuple_values(node))
-        node.meta["strategies"] = shared.setdefault((pattern.key, *values, *own, made), {})
+        node.meta["strategies"] = shared.setdefault((pattern.key, _read(node)), {})
+
+
+def _read(node: fx.Node) -> Hashable:
+    """What `strategies` reads of a call, beside its rule."""
+    values = tuple(
+        (_shapes(s), s.meta["needs_grad"], s.meta["atoms"], _frozen(s.meta["sections"]), _frozen(s.meta["offered"]))
+        for s in tensor_inputs(node)
+    )
+    own = node.meta["needs_grad"], node.meta["whole_grads"], node.meta["atoms"], _frozen(node.meta["sections"])
+    return values, own, _shapes(node)
+
+
+def _shapes(node: fx.Node) -> tuple:
+    return tuple(getattr(v, "shape", None) for v in tuple_values(node))
+
+
+def _find_places(graph: fx.Graph) -> None:
+    """Write `place` on the operators on weights, in their order, and on the parameters that they read."""
+    nodes = [n for n in operators(graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
+    position = {node: i for i, node in enumerate(nodes)}
+    sources = [[source_of(used)[0] for used in tensor_inputs(node)] for node in nodes]
+    kinds = [
+        (
+            n.target,
+            n.meta["pattern"] and n.meta["pattern"].key,
+            tuple(s.meta["role"] for s in tensor_inputs(n)),
+            _read(n),
+        )
+        for n in nodes
+    ]
+    reads = [[position[s] for s in found if s in position] for found in sources]
+    readers: dict[fx.Node, list[tuple[Place, int]]] = defaultdict(list)
+    for node, found, place in zip(nodes, sources, places(kinds, reads), strict=True):
+        node.meta["place"] = place
+        for i, source in enumerate(found):
+            if source.meta["role"] == PARAMETER:
+                readers[source].append((place, i))
+    for parameter, read in readers.items():
+        like = tuple((place.like, i) for place, i in read)
+        is_inside = len({place.block for place, _ in read}) == 1
+        parameter.meta["place"] = read[0][0]._replace(like=like) if is_inside else Place(parameter.target)
 
 
 def _frozen(sections: dict[int, set[Sections]]) -> tuple:

@@ -7,16 +7,15 @@ and stays dropped while the others still cannot hold.
 from __future__ import annotations
 
 import difflib
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.graph import describe, name_of, operators, parents, pattern_of, tensor_inputs
+from autopart.graph import describe, operators, parents, pattern_of, tensor_inputs
 from autopart.layout import Placement, cannot_store
 from autopart.mesh import Mesh
 from autopart.pins import LayoutPin, Pin, Pins
@@ -31,12 +30,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pinned:
-    """Layout pins by what they hold for on the tensor axis. `variants`: the pins of every numbered block, so that only
-    blocks with the same pins share their choices."""
+    """Layout pins by what they hold for on the tensor axis. `variants`: the pins in every repeated block (by
+    `Place.block`), so that only blocks with the same pins share their choices."""
 
     parameters: Mapping[str, tuple[LayoutPin, ...]] = field(default_factory=dict)
     operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
-    variants: Mapping[str, frozenset[tuple[str, str]]] = field(default_factory=dict)
+    variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str]]] = field(default_factory=dict)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
         """The options that the pins of an operator leave."""
@@ -49,22 +48,8 @@ class Pinned:
         asked = [Placement.parse(pin.text) for pin in pins]
         return [place for place in dict.fromkeys([*options, *asked]) if all(_lies_as(place, pin) for pin in pins)]
 
-    def variant(self, node: fx.Node) -> frozenset[tuple[str, str]]:
-        """What sets the block of a node apart from the other repeated ones; empty for most."""
-        return self.variants.get(block_prefix(name_of(node)), frozenset())
-
 
 FREE = Pinned()
-
-
-def block_prefix(name: str) -> str:
-    """The outermost numbered block a name is in.
-
-    >>> block_prefix("model.layers.3.mlp.2.weight"), block_prefix("lm_head.weight")
-    ('model.layers.3', '')
-    """
-    found = re.match(r"(?:[^./]+\.)*?\d+(?=[./]|$)", name)
-    return found[0] if found else ""
 
 
 def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
@@ -114,7 +99,7 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins) -> Pinned:
         if _check_axis(pin, mesh, pins):
             parameters.update({name: (*parameters[name], pin) for name in names})
             nodes.update({node: (*nodes[node], pin) for node in found})
-    return Pinned(parameters, nodes, _variants(parameters, nodes))
+    return Pinned(parameters, nodes, _variants(trace, parameters, nodes))
 
 
 def pinned_over_dp(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
@@ -128,13 +113,15 @@ def pinned_over_dp(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[Layou
 
 
 def _variants(
-    parameters: Mapping[str, tuple[LayoutPin, ...]], nodes: Mapping[fx.Node, tuple[LayoutPin, ...]]
-) -> dict[str, frozenset[tuple[str, str]]]:
-    found: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for name, pins in [*parameters.items(), *((node.meta["key"], pins) for node, pins in nodes.items())]:
-        prefix = block_prefix(name)
-        found[prefix] |= {(name.removeprefix(prefix), pin.text) for pin in pins}
-    return {prefix: frozenset(pins) for prefix, pins in found.items() if prefix}
+    trace: Trace, parameters: Mapping[str, tuple[LayoutPin, ...]], nodes: Mapping[fx.Node, tuple[LayoutPin, ...]]
+) -> dict[tuple[int, int] | None, frozenset[tuple[Hashable, str]]]:
+    found: dict[tuple[int, int] | None, set[tuple[Hashable, str]]] = defaultdict(set)
+    stored = [(node, parameters.get(node.target, ())) for node in trace.graph.find_nodes(op="get_attr")]
+    for node, pins in [*stored, *nodes.items()]:
+        place = node.meta.get("place")
+        if place is not None and place.block is not None:
+            found[place.block] |= {(place.like, pin.text) for pin in pins}
+    return {block: frozenset(pins) for block, pins in found.items() if pins}
 
 
 class _Names:

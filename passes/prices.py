@@ -7,6 +7,7 @@ the sums of gradients once a step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -119,6 +120,7 @@ class Prices:
         self.avoid_scatters, self.weights_chosen = avoid_scatters, weights_chosen
         active = [n for n in nodes if n.op == "call_function" and n.meta["role"] == ACTIVE]
         self.scale = max(1e-12, step.microbatches * sum(self._time_s("all_reduce", self.bytes(n)) for n in active))
+        self.copies = Counter(n.meta["place"].like for n in nodes if n.op == "get_attr")
         self.flops = sum(_flops(n) for n in nodes) or 1
         self.table = sum(_weight_bytes(n) for n in nodes) or 1
 
@@ -130,10 +132,10 @@ class Prices:
         """Bytes of a value for one microbatch of one rank of `dp`."""
         return size_bytes(node) / _row_shards(node, self.step)
 
-    def option(self, node: fx.Node, option: Strategy | Placement, members: Sequence[fx.Node]) -> Price:
-        """The price of an option for one of the `members` that share it, conversions left out."""
+    def option(self, node: fx.Node, option: Strategy | Placement) -> Price:
+        """The price of an option, conversions left out."""
         if option == R_GRAD_P:
-            return Price(gradient_sync_s=self._sync_s(node, len(members)))
+            return Price(gradient_sync_s=self._sync_s(node))
         if not isinstance(option, Strategy):
             return Price()
         work, weights = self._undivided(node, option)
@@ -175,10 +177,11 @@ class Prices:
         size = first.numel() * first.element_size() / _row_shards(node, self.step)
         return self.step.microbatches * 3 * self._time_s("all_reduce", size)
 
-    def _sync_s(self, node: fx.Node, num_members: int) -> float:
+    def _sync_s(self, node: fx.Node) -> float:
         """Seconds of summing a gradient once a step, in one bucket with those of all repeated blocks, and maybe others:
         a little less than a collective."""
-        return 0.99 * self._time_s("all_reduce", num_members * size_bytes(node)) / num_members
+        copies = self.copies[node.meta["place"].like]
+        return 0.99 * self._time_s("all_reduce", copies * size_bytes(node)) / copies
 
     def _conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         grad = used.meta["needs_grad"]

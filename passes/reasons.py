@@ -32,8 +32,8 @@ _DIGITS = 6
 def certificate(solved: Solved | None) -> dict[str, float]:
     """What a plan says of its layouts: the objective, its proven lower bound and the gap, and the parts of the price.
 
-    `sharing_costs`: how much less, relatively, the objective would be if the first repeated blocks chose for
-    themselves.
+    `sharing_costs`: how much less, relatively, the objective would be if the first and the last repeated blocks chose
+    for themselves.
     """
     if solved is None:  # weights lie whole on every rank: there is nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
@@ -144,7 +144,7 @@ class Reasons:
         """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
         assert self.solved is not None
         programme = self.solved[0]
-        value = next((value for value in programme.values if value.is_of(made, programme.choice_of)), None)
+        value = next((value for value in programme.values if value.is_of(made)), None)
         try:
             return programme.solve(forbidden=Conversion(value, source, target)) if value is not None else None
         except NoSolution:

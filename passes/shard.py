@@ -17,12 +17,12 @@ import numpy as np
 from torch import fx
 
 from autopart.cost.hardware import Hardware
-from autopart.graph import operators, pattern_of, shape, size_bytes, source_of, tensor_inputs
+from autopart.graph import operators, source_of, tensor_inputs
 from autopart.layout import R_GRAD_P, P, Placement, R
 
 from .analyze import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT
+from .blocks import Place
 from .pairs import NoSolution, Pairs
-from .partition import block_number
 from .pins import FREE, Pinned
 from .prices import Price, Prices, Step, is_latency_bound
 from .strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, strategies
@@ -39,8 +39,8 @@ _TRIED: Mapping[SequenceParallel, tuple[Between, ...]] = {
 
 ONE_BATCH = Step()
 
-_FREE_BLOCKS = 4
-"""How many repeated blocks choose for themselves where it is asked whether sharing their choices loses anything."""
+_FREE_BLOCKS = 2
+"""How many repeated blocks at either end choose for themselves where it is asked whether sharing loses anything."""
 
 
 @dataclass
@@ -70,17 +70,19 @@ class _Uses:
 
 @dataclass
 class _Value:
-    """Output `index` of a choice, `node` being one that reads it, with its consumers."""
+    """Output `index` of those members of a choice that have the same consumers, `node` being one of them as it is
+    read."""
 
     node: fx.Node
     producer: Choice
     index: int
     uses: dict[int, _Uses] = field(default_factory=dict)
+    members: list[fx.Node] = field(default_factory=list)
 
-    def is_of(self, node: fx.Node, choice_of: Mapping[fx.Node, Choice]) -> bool:
+    def is_of(self, node: fx.Node) -> bool:
         """Whether it is this value of the trace, in one of the repeated blocks."""
         source, index = source_of(node)
-        return choice_of.get(source) is self.producer and index == self.index
+        return source in self.members and index == self.index
 
     def places(self) -> list[Placement]:
         """By option of the producer: where it leaves the value."""
@@ -191,7 +193,7 @@ class Programme:
         self.real_prices = Prices(nodes, num_shards, hardware, step, False, not stored)
         for choice in self.choices.values():
             ties = 1e-9 * self.prices.scale * len(choice.members)
-            prices = [self.prices.option(choice.node, o, choice.members) for o in choice.options]
+            prices = [self.prices.option(choice.node, o) for o in choice.options]
             choice.costs = [len(choice.members) * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: Pinned) -> Programme:
@@ -199,8 +201,8 @@ class Programme:
         return self._again(pinned, self.is_shared)
 
     def sharing_costs(self, shared: Sharding) -> float:
-        """By how much, relative to its objective, a solution would cost less if the first repeated blocks chose for
-        themselves."""
+        """By how much, relative to its objective, a solution would cost less if the first and the last repeated blocks
+        chose for themselves."""
         saved = 1 - self._again(self.pinned, False).solve().cost / shared.cost if shared.cost else 0.0
         return max(0.0, round(saved, 6))  # less is what breaks ties
 
@@ -215,13 +217,12 @@ class Programme:
         for node in operators(graph):
             if node.meta["role"] not in (ACTIVE, WEIGHT):
                 continue
-            sources = tensor_inputs(node)
-            free = [s.meta["role"] in (INPUT, DATA) for s in sources]
+            free = [s.meta["role"] in (INPUT, DATA) for s in tensor_inputs(node)]
             options = [self.fixed[node]] if node in self.fixed else [
                 s for s in self._options(node)
                 if not any(f and p == P for f, p in zip(free, s.inputs, strict=True))
             ]  # fmt: skip
-            self._join((node.meta["group"], tuple(options), tuple(map(size_bytes, sources))), node, options)
+            self._join(node.meta["place"], node, options)
         wanted: dict[fx.Node, dict[Placement, None]] = {}
         for node, choice in list(self.choice_of.items()):
             for i, source in enumerate(tensor_inputs(node)):
@@ -229,12 +230,12 @@ class Programme:
                     wanted.setdefault(source, {}).update({s.inputs[i]: None for s in choice.options})
         for node in graph.find_nodes(op="placeholder"):
             if node.meta["role"] == ACTIVE:
-                self._join(node, node, [R])
+                self._join(Place(node), node, [R])
         for node, placements in wanted.items():
             places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *(p for p in placements if p.is_shard)]
             pinned = self.pinned.placements(node.target, places)
             places = [self.stored[node.target]] if node.target in self.stored else pinned
-            self._join((pattern_of(node.target), tuple(places), shape(node)), node, places)
+            self._join(node.meta["place"], node, places)
 
     def _options(self, node: fx.Node) -> list[Strategy]:
         """What an operator may do; where values are to be cut, not whole what can be cut along a dim of no weight."""
@@ -247,31 +248,38 @@ class Programme:
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
         return cut if cut and len(found) > len(strategies(node, self.num_shards, TENSOR_KINDS)) else left
 
-    def _join(self, key: object, node: fx.Node, options: list) -> None:
+    def _join(self, place: Place, node: fx.Node, options: list) -> None:
         if not options:
             raise NoSolution
-        block = None if self.is_shared else min(block_number(node) or 0, _FREE_BLOCKS)
-        choice = self.choices.setdefault((key, self.pinned.variant(node), block), Choice(options))
+        block = None if self.is_shared else place.end(_FREE_BLOCKS)
+        key = place.like, tuple(options), self.pinned.variants.get(place.block), block
+        choice = self.choices.setdefault(key, Choice(options))
         choice.members.append(node)
         self.choice_of[node] = choice
 
     def _find_values(self) -> list[_Value]:
         """Every value that goes from one choice to others."""
-        found: dict[tuple[int, int], _Value] = {}
+        reads: dict[tuple[fx.Node, int], list[tuple[fx.Node, Choice, int]]] = {}
         for node, choice in self.choice_of.items():
             if node.op != "call_function":
                 continue
             for i, used in enumerate(tensor_inputs(node)):
                 source, index = source_of(used)
                 if source in self.choice_of:
-                    producer = self.choice_of[source]
-                    value = found.setdefault((id(producer), index), _Value(used, producer, index))
-                    value.uses.setdefault(id(choice), _Uses(choice)).inputs.add(i)
+                    reads.setdefault((source, index), []).append((used, choice, i))
+        found: dict[object, _Value] = {}
+        for (source, index), readers in reads.items():
+            producer = self.choice_of[source]
+            key = id(producer), index, frozenset((id(choice), i) for _, choice, i in readers)
+            value = found.setdefault(key, _Value(readers[0][0], producer, index))
+            value.members.append(source)
+            for _, choice, i in readers:
+                value.uses.setdefault(id(choice), _Uses(choice)).inputs.add(i)
         return list(found.values())
 
     def conversion_costs(self, value: _Value, targets: Sequence[Placement]) -> np.ndarray:
         """The cost of bringing a value from every option of its producer to every target."""
-        times, node = len(value.producer.members), value.node
+        times, node = len(value.members), value.node
         return np.array([
             [times * self.prices.conversion_s(place, target, node) for target in targets]
             for place in value.places()
@@ -313,12 +321,12 @@ class Programme:
         total = Price()
         for choice in self.choices.values():
             option = choice.options[options[id(choice)]]
-            total += prices.option(choice.node, option, choice.members) * len(choice.members)
+            total += prices.option(choice.node, option) * len(choice.members)
         for value in self.values:
             place = value.places()[options[id(value.producer)]]
             for target in {p for use in value.uses.values() for p in use.wanted()[options[id(use.choice)]]}:
                 seconds = prices.conversion_s(place, target, value.node)
-                total += Price(communication_s=seconds * len(value.producer.members))
+                total += Price(communication_s=seconds * len(value.members))
         return total
 
     def _add_value(

@@ -1,0 +1,104 @@
+"""Blocks that repeat, found in a sequence of operators: by what each is and which it reads, never by a name.
+
+A block is a stretch of operators that comes again, kind for kind, right behind itself, where every copy reads something
+that the one before made: layers of a model, not its q, k and v. What the first copy reads, and who reads the last, may
+be anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Place(NamedTuple):
+    """Where an operator or a parameter is. `like`: the same for what is the same in every copy of a block. `block`:
+    where the copies begin, and which one it is in; None outside of blocks that repeat. `times`: how many there are."""
+
+    like: Hashable
+    block: tuple[int, int] | None = None
+    times: int = 1
+
+    def end(self, number: int) -> int | None:
+        """Which of so many copies at either end it is in, from the end if negative; None between them or outside."""
+        if self.block is None:
+            return None
+        _, copy = self.block
+        if copy < number:
+            return copy
+        return copy - self.times if copy >= self.times - number else None
+
+
+class _Run(NamedTuple):
+    start: int
+    period: int
+    times: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.period * self.times
+
+
+def places(kinds: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> list[Place]:
+    """The place of every operator, by their kinds and the positions of those that each reads.
+
+    >>> places(["embed", "linear", "relu", "linear", "relu", "head"], [[], [0], [1], [2], [3], [4]])[3:]
+    [Place(like=1, block=(1, 1), times=2), Place(like=2, block=(1, 1), times=2), Place(like=5, block=None, times=1)]
+    """
+    found = [Place(i) for i in range(len(kinds))]
+    numbers: dict[Hashable, int] = {}
+    sequence = np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds], dtype=np.int64)
+    crossing = _crossing(reads)
+    left = [(0, len(kinds))]
+    while left:
+        start, stop = left.pop()
+        run = _longest(sequence, reads, crossing, start, stop)
+        if run is None:
+            continue
+        left += [(start, run.start), (run.stop, stop)]
+        for i in range(run.start, run.stop):
+            copy, offset = divmod(i - run.start, run.period)
+            found[i] = Place(run.start + offset, (run.start, copy), run.times)
+    return found
+
+
+def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
+    """How many values are made before every position and read there or later."""
+    last = {source: i for i, sources in enumerate(reads) for source in sources}
+    change = np.zeros(len(reads) + 1, dtype=np.int64)
+    for made, read in last.items():
+        change[made + 1] += 1
+        change[read + 1] -= 1
+    return np.cumsum(change)
+
+
+def _longest(
+    kinds: np.ndarray, reads: Sequence[Sequence[int]], crossing: np.ndarray, start: int, stop: int
+) -> _Run | None:
+    """The repeats of a block that hold the most operators; of as many, those of the smallest block."""
+    found: list[tuple[int, int, int, int]] = []
+    for period in range(1, (stop - start) // 2 + 1):
+        same = kinds[start + period : stop] == kinds[start : stop - period]
+        if np.count_nonzero(same) < period:
+            continue
+        edges = np.flatnonzero(np.diff(same, prepend=False, append=False)).reshape(-1, 2) + start
+        for first, last in edges[edges[:, 1] - edges[:, 0] >= period].tolist():
+            size = (last - first) // period * period + period
+            found.append((-size, period, first, last + period - size))
+    for size, period, first, last in sorted(found):
+        # A block begins where the fewest values cross from one copy to the next.
+        _, begin = min((crossing[i + period : i - size : period].sum(), -i) for i in range(first, last + 1))
+        run = _Run(-begin, period, -size // period)
+        if _is_chain(run, reads):
+            return run
+    return None
+
+
+def _is_chain(run: _Run, reads: Sequence[Sequence[int]]) -> bool:
+    """Whether every copy reads something that the copy before it made."""
+    return all(
+        any(begin - run.period <= source < begin for i in range(begin, begin + run.period) for source in reads[i])
+        for begin in range(run.start + run.period, run.stop, run.period)
+    )
