@@ -44,7 +44,7 @@ from autopart.trace import Trace
 
 from .analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
 from .local_ops import LocalCall, autopart_ops, local_shape, local_value, operator_name_of, write_local
-from .recompute import mark_regions
+from .recompute import region_marker
 from .stage_draft import Key, StageDraft, parameter_stages
 from .storage import stored_tensors
 from .strategies import Strategy, strategies
@@ -452,8 +452,8 @@ class _Writer:
             stage.output([stage.made[send] for send in stage.sends])
         last.output([made for _, _, made in nodes])
         last.sends = [(node, layout) for node, layout, _ in nodes]
-        stages = tuple(stage.finish(self.trace, self.sizes) for stage in self.stages)
-        mark_regions(self.trace.graph, [stage.graph.graph for stage in stages], self.decisions.recompute)
+        mark = region_marker(self.trace.graph, self.decisions.recompute)
+        stages = tuple(stage.finish(self.trace, self.sizes, mark) for stage in self.stages)
         names = (*self.trace.call.names, SEEDS) if self.has_seeds else self.trace.call.names
         return Program(
             self.decisions.mesh, self.decisions.microbatches, names, stages,

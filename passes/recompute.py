@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 
 from torch import fx
 
@@ -38,19 +40,22 @@ Region = list[fx.Node]
 _CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS.values()}
 
 
-def mark_regions(traced: fx.Graph, stages: Iterable[fx.Graph], recompute: Recompute) -> None:
-    """Write `meta["region"]` on the calls of stage graphs that are run again: a number, from 0 in every stage.
+def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph], None]:
+    """What writes `meta["region"]` on the calls of a stage graph that are run again: a number, from 0 in every stage.
 
-    A region is convex: nothing outside it lies between two of its nodes, so that it can be run as one call.
+    A region can be run as one call: nothing outside it lies between two of its nodes, and it is in one piece, for
+    which nodes of the graph are moved.
     """
-    if recompute == "none":
-        return
-    find, groups = (_block_regions, blocks(traced)) if recompute == "full" else (_core_regions, cores(traced))
-    for graph in stages:
-        regions = [region for region in find(graph, groups) if len(region) > 1]
-        for number, region in enumerate(regions):
+    find, groups = _REGIONS[recompute]
+    group_of = groups(traced)
+
+    def mark(graph: fx.Graph) -> None:
+        regions = [region for region in find(graph, group_of) if len(region) > 1]
+        for number, region in enumerate(_in_one_piece(graph, regions)):
             for node in region:
                 node.meta["region"] = number
+
+    return mark
 
 
 def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
@@ -98,31 +103,36 @@ def _numbered(key: str) -> list[str]:
 
 
 def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
-    """The runs of the stage's calls that are in one block, with what gathers a run's own inputs."""
-    runs: list[tuple[list[fx.Node], Region]] = []
+    """The runs of the stage's calls that are in one block."""
+    runs: list[Region] = []
+    own: set[fx.Node] = set()
     current, between = "", list[fx.Node]()
     for node in _calls(graph):
         key = _key(node)
-        if key not in block_of:  # a conversion, or made from the inputs alone: it belongs where it is
+        if key not in block_of:  # a conversion, or made from the inputs alone: written where it is first read
             between.append(node)
             continue
+        own.add(node)
         if block_of[key] and block_of[key] == current:
-            runs[-1][1].extend([*between, node])
+            runs[-1] += [*between, node]
         elif block_of[key]:
-            runs.append((between, [node]))
+            runs.append([*between, node])
         current, between = block_of[key], []
-    return [[*_gathered_for(run, before), *run] for before, run in runs]
+    return [_of_the_block(run, own) for run in runs]
 
 
-def _gathered_for(run: Region, before: Sequence[fx.Node]) -> Region:
-    """Of the calls before a run those that only it reads and that make more than they read: they need not be kept."""
-    members = set(run)
-    found: Region = []
-    for node in reversed(before):
-        if members.issuperset(node.users) and size_bytes(node) > sum(map(size_bytes, node.all_input_nodes)):
+def _of_the_block(run: Region, own: set[fx.Node]) -> Region:
+    """A run without what does not depend on the block: it is kept for the region, which need not make it again; but for
+    what is larger than what it is made of, and read here alone, such as a gathered weight."""
+    members = own.intersection(run)
+    for node in run:
+        if not members.isdisjoint(node.all_input_nodes):
             members.add(node)
-            found.insert(0, node)
-    return found
+    for node in reversed(run):
+        grows = size_bytes(node) > sum(map(size_bytes, node.all_input_nodes))
+        if grows and members.issuperset(node.users):
+            members.add(node)
+    return [node for node in run if node in members]
 
 
 def _calls(graph: fx.Graph) -> list[fx.Node]:
@@ -209,7 +219,7 @@ def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
         region = _closed([calls[i] for i in positions], calls[positions[0] : positions[-1] + 1])
         if not any(set(region) & set(other) for other in regions):
             regions.append(region)
-    return _in_an_order(graph, regions)
+    return regions
 
 
 def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
@@ -224,22 +234,35 @@ def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
     return [node for node in span if node in after and node in before]
 
 
-def _in_an_order(graph: fx.Graph, regions: Sequence[Region]) -> list[Region]:
-    """The regions without those that wait for each other: every other can be run as one call."""
-    whole = {node: (number,) for number, region in enumerate(regions) for node in region}
-    waits: dict[Hashable, set[Hashable]] = defaultdict(set)
-    for node in graph.nodes:
-        own = whole.get(node, node)
-        waits[own] |= {whole.get(used, used) for used in node.all_input_nodes} - {own}
-    users: dict[Hashable, list[Hashable]] = defaultdict(list)
-    for own, used in waits.items():
-        for one in used:
-            users[one].append(own)
-    ready, done = [own for own, used in waits.items() if not used], set()
-    while ready:
-        own = ready.pop()
-        done.add(own)
-        for user in users[own]:
-            waits[user].discard(own)
-            ready += [user] if not waits[user] else []
-    return [region for number, region in enumerate(regions) if (number,) in done]
+def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
+    """The regions without those that wait for each other; the graph gets an order in which each is in one piece."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    unit = place | {node: place[region[0]] for region in regions for node in region}
+    members: dict[int, list[fx.Node]] = defaultdict(list)
+    waits: dict[int, set[int]] = defaultdict(set)
+    for node, number in unit.items():
+        members[number].append(node)
+        waits[number] |= {unit[used] for used in node.all_input_nodes} - {number}
+    sorter = TopologicalSorter(waits)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return _in_one_piece(graph, [region for region in regions if place[region[0]] not in error.args[1]])
+    ready: list[int] = []
+    output = graph.output_node()
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heappush(ready, number)
+        first = heappop(ready)  # what was first stays first
+        for node in members[first]:
+            if node is not output:
+                output.prepend(node)
+        sorter.done(first)
+    return regions
+
+
+_REGIONS: dict[Recompute, tuple[Callable[[fx.Graph, Groups], list[Region]], Callable[[fx.Graph], Groups]]] = {
+    "none": (lambda graph, groups: [], lambda traced: {}),
+    "selective": (_core_regions, cores),
+    "full": (_block_regions, blocks),
+}

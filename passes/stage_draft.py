@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +55,9 @@ class StageDraft:
         self.graph.output((*values, *made[False]))
         self.prologue.output((*self.prologue_outputs, *made[True]))
 
-    def finish(self, trace: Trace, sizes: Mapping[str, int]) -> Stage:
-        """The stage, its graphs having their outputs; `sizes` are those of the mesh axes."""
+    def finish(self, trace: Trace, sizes: Mapping[str, int], mark: Callable[[fx.Graph], None]) -> Stage:
+        """The stage, its graphs having their outputs; `sizes` are those of the mesh axes. `mark` may write on its graph
+        and order it otherwise."""
         keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.received]
         for placeholder in reversed([*self.received, *keywords]):  # received values come first
             next(iter(self.graph.nodes)).prepend(placeholder)
@@ -64,6 +65,7 @@ class StageDraft:
         for graph in (self.graph, self.prologue):
             eliminate_dead_code(graph)
             graph.lint()
+        mark(self.graph)
         return Stage(
             self.index, _module(self.prologue, trace), tuple(self.inputs), _module(self.graph, trace),
             tuple(_boundary(n, k, sizes) for n, k in self.receives),

@@ -8,7 +8,9 @@ all ranks gives every rank's gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from autopart.runtime.collectives import OPERATORS, attribute, axis_of, conversi
 from autopart.runtime.draws import one_stream
 from autopart.runtime.pieces import Cut
 from autopart.runtime.placement import groups_along, stage_ranks
+from autopart.runtime.recompute import run_again
 
 PerRank = dict[int, Any]
 """A value of a stage: {rank: the rank's local value}, over the ranks that run the stage."""
@@ -33,6 +36,8 @@ Primitives = Mapping[str, Callable[..., list[Tensor]]]
 
 OnValue = Callable[[int, int, fx.Node, PerRank], None]
 """Called as on_value(stage index, microbatch, node, {rank: value}) after every node."""
+
+Seen = Callable[[fx.Node, PerRank], None]
 
 
 def run_lockstep(
@@ -158,27 +163,49 @@ class _StageRun:
         values: dict[fx.Node, PerRank] = {}
         positional = iter(received)
         names = {stage_input.name for stage_input in self.stage.inputs}
-        for node in self.stage.graph.graph.nodes:
-            if node.op == "output":
-                outputs = [
-                    {rank: values[a][rank] if isinstance(a, fx.Node) else a for rank in self.ranks}
-                    for a in node.args[0]
-                ]
-                count = len(self.stage.sends)
-                self.graph_updates.append(outputs[count:])
-                return outputs[:count]
-            if node.op != "placeholder":
-                value = self._evaluate(node, values)
-            elif node.target in names:
-                value = {rank: self.keywords[rank][microbatch][node.target] for rank in self.ranks}
-            else:
-                value = next(positional)
-            values[node] = value
-            if on_value is not None:
-                on_value(self.stage.index, microbatch, node, value)
-            for used in self.last_uses.get(node, ()):
-                del values[used]
+        seen = partial(on_value, self.stage.index, microbatch) if on_value is not None else _unseen
+        for region, members in groupby(self.stage.graph.graph.nodes, lambda node: node.meta.get("region")):
+            nodes = list(members)
+            if region is not None:
+                values.update(self._region(nodes, values, seen))
+            for node in nodes:
+                if node.op == "output":
+                    outputs = [{rank: values[a][rank] if isinstance(a, fx.Node) else a for rank in self.ranks}
+                               for a in node.args[0]]  # fmt: skip
+                    count = len(self.stage.sends)
+                    self.graph_updates.append(outputs[count:])
+                    return outputs[:count]
+                if region is None:
+                    values[node] = self._value(node, values, positional, names, microbatch)
+                    seen(node, values[node])
+                for used in self.last_uses.get(node, ()):
+                    values.pop(used, None)
         raise AssertionError("a graph without an output")
+
+    def _value(
+        self, node: fx.Node, values: Mapping[fx.Node, PerRank], received: Iterator[PerRank], names: set[str],
+        microbatch: int,
+    ) -> PerRank:  # fmt: skip
+        if node.op != "placeholder":
+            return self._evaluate(node, values)
+        if node.target in names:
+            return {rank: self.keywords[rank][microbatch][node.target] for rank in self.ranks}
+        return next(received)
+
+    def _region(self, nodes: list[fx.Node], values: Mapping[fx.Node, PerRank], seen: Seen) -> dict[fx.Node, PerRank]:
+        """What a region makes for others on all ranks; it is run again in the backward, and then not seen."""
+        members = set(nodes)
+        read = {used: values[used] for node in nodes for used in node.all_input_nodes if used not in members}
+        runs = iter([seen])
+
+        def run() -> dict[fx.Node, PerRank]:
+            local, show = dict(read), next(runs, _unseen)
+            for node in nodes:
+                local[node] = self._evaluate(node, local)
+                show(node, local[node])
+            return {node: local[node] for node in nodes if not members.issuperset(node.users)}
+
+        return run_again(run)
 
     def new_buffers(self, program: Program, rank: int) -> Made:
         """{buffer: its new value} of what this stage made on a rank."""
@@ -210,6 +237,10 @@ class _StageRun:
             converted = convert_list(name, [value[rank] for rank in group], *arguments, primitives=self.primitives)
             result.update(zip(group, converted, strict=True))
         return {rank: result[rank] for rank in self.ranks}
+
+
+def _unseen(node: fx.Node, value: PerRank) -> None:
+    """In the place of an `on_value`."""
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

@@ -19,6 +19,7 @@ from autopart.runtime.buffers import Made, made_by
 from autopart.runtime.collectives import axis_of, bind
 from autopart.runtime.placement import placement_of, stage_coordinate
 from autopart.runtime.processes import Process
+from autopart.runtime.recompute import has_regions, with_regions
 from autopart.runtime.regather import note_gathers
 from autopart.schedules import check_schedule, schedule_for
 
@@ -43,6 +44,7 @@ class StageModule(nn.Module):
         self.stage, self.program, self.process = stage, program, process
         self.graph = bind(stage.graph, process.groups, process.coordinates, process.device, tensors)
         self.gathered = note_gathers(self.graph, process.groups["dp"].group_name) if "dp" in process.groups else None
+        self.graph = with_regions(self.graph)
         prologue = bind(stage.prologue, process.groups, process.coordinates, process.device, tensors)
         self.prologue = prologue.forward  # not a submodule: it holds nothing that is trained
         keywords = {stage_input.name for stage_input in stage.inputs}
@@ -51,6 +53,12 @@ class StageModule(nn.Module):
         self.arguments: list[Arguments] = []
         self.prologue_updates: Sequence[Tensor] = ()
         self.graph_updates: list[Sequence[Tensor]] = []
+
+    @property
+    def backward_is_whole(self) -> bool:
+        """Whether the backward is not to be split into one of the inputs and one of the weights: either would run the
+        regions again, the second every one once for each weight."""
+        return has_regions(self.stage.graph.graph) or (self.reads_twice and split_backward_counts_twice())
 
     @property
     def reads_twice(self) -> bool:
@@ -161,7 +169,7 @@ class Pipeline:
             input_args=_examples(module.stage.receives, self.process),
             output_args=_examples(module.stage.sends, self.process),
             group=self.process.groups["pp"],
-            dw_builder=_nothing_left if module.reads_twice and split_backward_counts_twice() else None,
+            dw_builder=_nothing_left if module.backward_is_whole else None,
         )
 
     @property

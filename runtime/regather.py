@@ -26,7 +26,8 @@ def note_gathers(module: fx.GraphModule, group_name: str) -> Gathered | None:
     """Lets a stage's bound graph note the weights that it gathers over this group; None where there are none."""
     gathered = Gathered()
     nodes = [n for n in module.graph.nodes if operator_name(n) in GATHERS and n.args[1] == group_name]
-    nodes = [node for node in nodes if node.args[0].op == "get_attr"]
+    # What a region that is run again gathers is not kept anyway.
+    nodes = [node for node in nodes if node.args[0].op == "get_attr" and "region" not in node.meta]
     for node in nodes:
         part, *arguments = node.args
         name = f"gathered_{node.name}"

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
+from contextlib import nullcontext
+from unittest import mock
 
+import dist
+import held
 import pytest
 import torch
 import zoo
 from torch import nn
-from traced import plan_of, run_of
+from traced import plan_of, run_of, verified
 
+import autopart
 from autopart.mesh import Mesh
 from autopart.passes.decide import decode
 from autopart.plan import Plan
 from autopart.program import Program
+from autopart.runtime import lockstep
+from autopart.runtime import recompute as regions
+from autopart.schedules import SCHEDULES, SINGLE_STAGE
 
 
 @functools.cache
@@ -29,6 +38,9 @@ def eager(build):
         return model, batch
 
     return built
+
+
+RUN_AGAIN = regions.run_again
 
 
 def program_of(build, mesh: str, recompute: str) -> tuple[Plan, Program]:
@@ -58,13 +70,13 @@ def names(nodes) -> list[str]:
 def test_full_recomputes_every_block(name, mesh):
     plan, program = program_of(zoo.ZOO[name], mesh, "full")
     assert plan.recompute == "full" and not [n for n in plan.notes if "recompute" in n]
-    for stage, regions in zip(program.stages, regions_of(program), strict=True):
+    for stage, found in zip(program.stages, regions_of(program), strict=True):
         calls = [node for node in stage.graph.graph.nodes if node.op == "call_function"]
-        for nodes in regions.values():
+        for nodes in found.values():
             places = [calls.index(node) for node in nodes]
             assert places == list(range(places[0], places[-1] + 1)), "a block is one run of the graph"
         left = {node.meta["key"] for node in calls if node.target is torch.ops.aten.linear.default} - {
-            node.meta["key"] for nodes in regions.values() for node in nodes if "key" in node.meta
+            node.meta["key"] for nodes in found.values() for node in nodes if "key" in node.meta
         }
         assert not [key for key in left if re.search(r"\.\d+\.", key)], left
 
@@ -137,3 +149,234 @@ def entangled():
 def test_regions_that_wait_for_each_other_are_left_alone():
     _, program = program_of(entangled, "dp2", "selective")
     assert regions_of(program) == [{}]
+
+
+# --- exact -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, shared: nn.Linear, first: bool):
+        super().__init__()
+        self.up, self.down, self.shared, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), shared, nn.Dropout(0.2)
+        self.scale = nn.Parameter(torch.randn(16)) if first else None
+
+    def forward(self, x, scale):
+        scale = scale if self.scale is None else torch.sin(self.scale)
+        return x + self.drop(self.shared(self.down(torch.tanh(self.up(x))))) * scale, scale
+
+
+class Blocks(nn.Module):
+    """Blocks that share a weight, and read what the first has made."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        shared = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block(shared, i == 0) for i in range(4))
+
+    def forward(self, x, y):
+        scale = None
+        for block in self.blocks:
+            x, scale = block(x, scale)
+        return nn.functional.mse_loss(x, y)
+
+
+def shared_blocks():
+    return Blocks().double(), {name: torch.randn(8, 6, 16, dtype=torch.float64) for name in "xy"}
+
+
+class Norms(nn.Module):
+    """Blocks that update statistics."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2))
+        )
+
+    def forward(self, x):
+        return self.blocks(x).square().mean()
+
+
+def batch_norms():
+    return Norms().double(), {"x": torch.randn(8, 8, dtype=torch.float64)}
+
+
+@functools.cache
+def dropping(build):
+    """A builder of a model that drops a tenth."""
+
+    def built():
+        model, batch = build()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.1
+        return model, batch
+
+    return built
+
+
+ALL_AXES = "dp2,pp2,tp2"
+EXACT = [  # model, mesh, recompute, other options
+    (zoo.gpt2, "tp2", "full", {}),
+    (zoo.gpt2, ALL_AXES, "full", {}),
+    (dropping(eager(zoo.gpt2)), ALL_AXES, "selective", {}),
+    (eager(zoo.llama), "tp2", "selective", {"sequence_parallel": True}),
+    (eager(zoo.llama), "dp2", "full", {"zero": 3}),
+    (eager(zoo.llama), ALL_AXES, "full", {"sequence_parallel": True, "zero": 3}),
+    (dropping(eager(zoo.t5)), "pp2", "full", {}),
+    (dropping(eager(zoo.t5)), "tp2", "full", {}),
+    (dropping(eager(zoo.t5)), ALL_AXES, "selective", {"zero": 3}),
+    (dropping(zoo.bert), "dp2", "full", {"zero": 3}),
+    (dropping(zoo.bert), ALL_AXES, "full", {}),
+    (dropping(zoo.bert), "pp2", "selective", {}),
+    (shared_blocks, ALL_AXES, "full", {}),
+    (shared_blocks, "dp2,tp2", "full", {"zero": 3}),
+    (batch_norms, "dp2,tp2", "full", {}),
+]
+
+
+@pytest.mark.parametrize(("build", "mesh", "recompute", "options"), EXACT)
+def test_what_is_recomputed_is_exact(build, mesh, recompute, options, monkeypatch):
+    """Loss, gradients and buffers, with dropout as one device draws it; and it is recomputed, on all ranks."""
+    again: list[int] = []
+    monkeypatch.setattr(lockstep, "run_again", counting(again))
+    found = verified(run_of(build), mesh, recompute=recompute, **options)
+    assert found.ok and found.max_error < 1e-10, str(found)
+    assert again and set(again) == {2}
+
+
+def counting(again: list[int]):
+    """`run_again` that counts how often what runs with gradients is run."""
+
+    def counted(function, *arguments):
+        if not torch.is_grad_enabled():
+            return function(*arguments)
+        number = len(again)
+        again.append(0)
+
+        def run(*arguments):
+            again[number] += 1
+            return function(*arguments)
+
+        return RUN_AGAIN(run, *arguments)
+
+    return counted
+
+
+def test_a_second_run_that_differs_is_found(monkeypatch):
+    """What is verified is what is recomputed: here the second run's all-reduces are wrong."""
+    again: list[bool] = []
+
+    def noted(function, *arguments):
+        runs = iter([False])
+
+        def run(*arguments):
+            again[:] = [next(runs, True)]
+            try:
+                return function(*arguments)
+            finally:
+                again.clear()
+
+        return RUN_AGAIN(run, *arguments)
+
+    right = lockstep.LIST_PRIMITIVES["all_reduce"]
+    wrong = {**lockstep.LIST_PRIMITIVES, "all_reduce": lambda x: [v * (2 if any(again) else 1) for v in right(x)]}
+    monkeypatch.setattr(lockstep, "run_again", noted)
+    monkeypatch.setattr(lockstep, "LIST_PRIMITIVES", wrong)
+    assert not verified(run_of(zoo.gpt2), "tp2", recompute="full").ok
+    assert verified(run_of(zoo.gpt2), "tp2").ok
+
+
+# --- on processes ----------------------------------------------------------------------------------------------------
+
+
+BUILT = {"gpt2": zoo.gpt2, "eager": eager(zoo.gpt2), "shared": shared_blocks}
+
+
+def saved(build: str, mesh: str, options: dict) -> dict[str, list[tuple[int, int, int]]]:
+    """What `held.saved_on_a_rank` finds; "ignored": where regions are run as any other operators."""
+    as_ever = mock.patch.object(regions, "run_again", lambda function, *arguments: function(*arguments))
+    found = {}
+    for how in ("none", "selective", "full", "ignored"):
+        asked = {**options, "recompute": "full" if how == "ignored" else how}
+        with mock.patch.dict(held.ZOO, {"it": BUILT[build]}), as_ever if how == "ignored" else nullcontext():
+            found[how] = held.saved_on_a_rank("it", mesh, 0.1, asked)
+    return found
+
+
+@pytest.mark.parametrize(("build", "mesh", "options"), [
+    ("eager", "tp2", {}), ("shared", "pp2", {}), ("shared", "dp2", {"zero": 3}),
+])  # fmt: skip
+def test_only_what_regions_read_is_held(build, mesh, options):
+    """After a forward, to the byte as estimated; and where regions are ignored it is not less than without them."""
+    for rank in dist.run_ranks(saved, 2, build, mesh, options):
+        for none, selective, full, ignored in zip(*rank.values(), strict=True):
+            sizes = [size for _, size, _ in (none, selective, full)]
+            assert sizes == [estimated for *_, estimated in (none, selective, full)]
+            assert sizes[2] < 0.3 * sizes[0] and (sizes[2] < sizes[1] < sizes[0] or build != "eager")
+            assert ignored[1] == none[1] if not options else ignored[1] > none[1], "gathered weights are then held too"
+
+
+def same_step(build, mesh, how, **options):
+    """Twice: a program can be run again, and adds to `.grad`."""
+    model, batch = BUILT[build]()
+    model.eval() if build == "shared" else model.train()
+    outputs, loss, grads = zoo.reference(model, batch)
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, recompute=how, **options)
+    assert pm.plan.recompute == how
+    for times in (1, 2):
+        zoo.assert_close_outputs(pm.step(**batch), loss)
+        zoo.assert_same_grads(pm.full_grads(), {n: None if g is None else g * times for n, g in grads.items()})
+    with torch.no_grad():
+        zoo.assert_close_outputs(pm(**batch), outputs)
+    if Mesh.parse(mesh).size("pp") == 1:  # a loop of the user's, where others stand in for the parameters
+        pm.zero_grad()
+        found = pm(**batch)
+        loss = found.loss if hasattr(found, "loss") else found
+        with torch.autocast("cpu", torch.bfloat16):  # of the backward: what is run again is run as it was
+            loss.backward()
+        zoo.assert_same_grads(pm.full_grads(), grads)
+    assert all(node.op != "call_module" for node in pm.graph().graph.nodes), "the graph reads as ever"
+
+
+@pytest.mark.parametrize(("build", "mesh", "how", "options"), [
+    ("gpt2", "tp2", "full", {}), ("eager", "dp2", "selective", {"zero": 3}), ("shared", "dp2,tp2", "full", {"zero": 3}),
+])  # fmt: skip
+def test_processes_recompute(build, mesh, how, options):
+    dist.run_ranks(same_step, Mesh.parse(mesh).num_ranks, build, mesh, how, **options)
+
+
+def every_schedule(counted):
+    for schedule in SCHEDULES:
+        runs: list[int] = []
+        virtual = 1 if schedule in SINGLE_STAGE else 2
+        with mock.patch.object(regions, "run_again", counting(runs)):
+            same_step("shared", "pp2", "full", schedule=schedule, microbatches=4, virtual_stages=virtual)
+        counted[schedule] = set(runs)
+    return counted
+
+
+def test_every_schedule_recomputes_once():
+    """Also those that split the backward, which then do all of it in its first part."""
+    for rank in dist.run_ranks(every_schedule, 2, {}, timeout_s=120.0):
+        assert rank == {schedule: {2} for schedule in SCHEDULES}
+
+
+def dropped_in_place(mesh, how):
+    model, batch = BUILT["shared"]()
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, recompute=how)
+    loss = pm.step(**batch)
+    return loss, pm.full_grads()
+
+
+def same_dropout(mesh):
+    (loss, grads), (again, found) = (dropped_in_place(mesh, how) for how in ("none", "full"))
+    zoo.assert_close_outputs(again, loss)
+    zoo.assert_same_grads(found, grads)
+
+
+def test_masks_are_the_same_both_times():
+    """With rng="fast", where every rank draws its own."""
+    dist.run_ranks(same_dropout, 2, "tp2")
