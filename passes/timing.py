@@ -23,8 +23,8 @@ from .partition import active_operators, matrix_work
 _OPTIMIZER_TRAFFIC = 7
 """Values that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient), per parameter."""
 
-_BUCKET_COPIES = 4
-"""How often a gradient is read or written to be put into a flat bucket, and taken out again."""
+_BUCKET_COPIES = 2
+"""A gradient is copied into a flat bucket, and out of it again; each reads and writes it."""
 
 
 def timing(
@@ -111,7 +111,7 @@ def _sum_s(size: int, groups: Sequence[tuple[str, int, int]], hardware: Hardware
     """Seconds of summing gradients of `size` bytes, in buckets that are copied together and apart again."""
     buckets = [min(size - at, BUCKET_BYTES) for at in range(0, size, BUCKET_BYTES)]
     moved = sum(time_s("all_reduce", n, b, hardware, stride) for _, n, stride in groups for b in buckets)
-    return moved + _BUCKET_COPIES * size / hardware.memory_bytes_per_s
+    return moved + _BUCKET_COPIES * sum(hardware.traffic_time_s(2 * b) for b in buckets)
 
 
 def _digits(seconds: float) -> float:

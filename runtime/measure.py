@@ -1,8 +1,9 @@
 """Measures the machine it runs on: matrix products, memory, the launch of an operator, and collectives where there are
 several ranks, all of which measure at once, as they compute at once in a step.
 
-`torch.utils.benchmark.Timer` times what one rank does alone. Every measurement is made several times, some time apart,
-and the fastest counts: what else runs on the machine can only slow it.
+`torch.utils.benchmark.Timer` times what one rank does alone: on a CPU with one thread by that thread's processor time,
+from which what else runs on the machine takes nothing. Every measurement is made several times, some time apart, and
+the fastest counts: other work can only slow it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as default_timer
 
 from autopart.measurement import Device, Measured
 from autopart.mesh import Mesh
@@ -44,16 +46,18 @@ class Effort:
     """What operators in a row write before anything is freed, as the forward of a training step does."""
     run_s: float
     rounds: int
+    repeats: int
+    """Of a collective in a round."""
 
     @staticmethod
     def of(quick: bool, on_gpu: bool) -> Effort:
         if quick:
-            return Effort((32, 128, 256), (2**14, 2**18, 2**21), (2**12, 2**16, 2**20), 2**22, 0.002, 1)
+            return Effort((32, 128, 256), (2**14, 2**18, 2**21), (2**12, 2**16, 2**20), 2**22, 0.002, 1, 1)
         widths = (32, 64, 128, 256, 512, 1024, 2048)
         tensors, messages = tuple(2**n for n in range(12, 28, 2)), tuple(2**n for n in range(10, 26, 2))
         if on_gpu:
-            return Effort((*widths, 4096, 8192), (*tensors, 2**28), (*messages, 2**26, 2**28), 2**31, 0.05, 3)
-        return Effort(widths, tensors, messages, 2**28, 0.05, 3)
+            return Effort((*widths, 4096, 8192), (*tensors, 2**28), (*messages, 2**26, 2**28), 2**31, 0.05, 3, 5)
+        return Effort(widths, tensors, messages, 2**28, 0.05, 3, 5)
 
 
 Task = tuple[Measured, Callable[[], float]]
@@ -77,14 +81,17 @@ class Bench:
     def alone(self, call: Callable[[], Any]) -> float:
         """Seconds of a call that no other rank takes part in. All ranks begin at once."""
         self.barrier()
-        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        threads = torch.get_num_threads()
+        clock = time.thread_time if self.device.type == "cpu" and threads == 1 else default_timer
+        timer = Timer("call()", globals={"call": call}, num_threads=threads, timer=clock)
         return timer.blocked_autorange(min_run_time=self.effort.run_s).median
 
     def together(self, call: Callable[[], Any]) -> float:
         """Seconds of a call that all ranks take part in."""
-        self.barrier()
-        for _ in range(_CALLS):
-            call()
+        return min(self._together_once(call) for _ in range(self.effort.repeats))
+
+    def _together_once(self, call: Callable[[], Any]) -> float:
+        call()
         self.wait()
         self.barrier()
         start_s = time.perf_counter()

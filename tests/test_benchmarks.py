@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-TIME_LIMIT_S = 120
+TIME_LIMIT_S = 240
 
 
 def figures(name):
@@ -39,3 +39,11 @@ def test_overhead():
     found = figures("overhead.py")
     assert all(median["wall_s"] > 0 for median in found["median"].values())
     assert {"autopart-tp/dtensor-tp", "autopart-pp/hand-pp"} <= set(found["ratio"])
+
+
+def test_predicted():
+    (row,) = figures("predicted.py")["meshes"].values()
+    assert row["predicted_s"] > 0 and 0 < row["min_s"] <= row["median_s"]
+    for rank, predicted in zip(row["ranks"], row["predicted_peak_bytes"], strict=True):
+        assert predicted == pytest.approx(rank["peak_bytes"], rel=0.15)
+        assert {"matmul", "attention", "optimizer", "other"} <= rank["kinds_s"].keys() and rank["thread_s"] > 0
