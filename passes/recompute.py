@@ -76,14 +76,15 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
 
 
 def blocks(traced: fx.Graph) -> dict[str, str]:
-    """{key of an operator that depends on parameters: the module path of its repeated block, "" for none}.
+    """{key of an operator that depends on parameters: its repeated block, "" for none}.
 
     A block is a module whose path ends in a number and which has at least half of its operators in common with another
-    number; where blocks are in blocks, the outermost.
+    number; where blocks are in blocks, the outermost. Without any, it is a stretch of operators that comes again and
+    again (`blocks.Place`), such as one layer called many times.
     """
-    keys = [node.meta["key"] for node in operators(traced) if node.meta["role"] in (ACTIVE, WEIGHT)]
+    nodes = {node.meta["key"]: node for node in operators(traced) if node.meta["role"] in (ACTIVE, WEIGHT)}
     inside: dict[str, set[str]] = defaultdict(set)
-    for key in keys:
+    for key in nodes:
         for path in _numbered(key):
             inside[path].add(key.removeprefix(path))
     siblings: dict[str, list[str]] = defaultdict(list)
@@ -95,7 +96,9 @@ def blocks(traced: fx.Graph) -> dict[str, str]:
         return any(2 * len(inside[path] & other) >= len(inside[path]) for other in others)
 
     repeated = {path for path in inside if repeats(path)}
-    return {key: next((path for path in _numbered(key) if path in repeated), "") for key in keys}
+    if not repeated:
+        return {key: str(node.meta["place"].block or "") for key, node in nodes.items()}
+    return {key: next((path for path in _numbered(key) if path in repeated), "") for key in nodes}
 
 
 def _numbered(key: str) -> list[str]:
