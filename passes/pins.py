@@ -1,41 +1,44 @@
 """What layout pins mean for one traced model: which options they leave to parameters and operators.
 
-Each pin is checked alone first. Pins that cannot hold together are reported as a smallest set: each is dropped in turn,
-and stays dropped while the others still cannot hold.
+Each pin is checked alone first. Of pins that cannot hold together as few are reported as clash: each is dropped in turn
+and stays dropped while the others still cannot hold; where several are left, single pins and pairs are tried too. With
+them goes the fact at which they meet: one weight (maybe under two names), one operator, a dim that one axis cuts.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.graph import describe, operators, parents, pattern_of, tensor_inputs
-from autopart.layout import Placement, cannot_store
+from autopart.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs
+from autopart.layout import Placement, R, cannot_store
 from autopart.mesh import Mesh
 from autopart.pins import LayoutPin, Pin, Pins
 from autopart.trace import Trace
 
-from .analyze import ACTIVE, WEIGHT
+from .analyze import ACTIVE, BATCH, DATA_DIM, PARAMETER, WEIGHT, Atom, tuple_values
 from .pairs import NoSolution
-from .strategies import TENSOR_KINDS, Strategy, strategies
+from .strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, output_atoms, possible, strategies
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Pinned:
-    """Layout pins by what they hold for on the tensor axis. `variants`: the pins in every repeated block (by
-    `Place.block`), so that only blocks with the same pins share their choices."""
+    """Layout pins by what they hold for on the tensor axis, with those that cut a parameter over `dp`: a dim is cut by
+    one axis alone. `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same
+    pins share their choices."""
 
     parameters: Mapping[str, tuple[LayoutPin, ...]] = field(default_factory=dict)
     operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
-    variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str]]] = field(default_factory=dict)
+    variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]] = field(default_factory=dict)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
         """The options that the pins of an operator leave."""
@@ -45,11 +48,13 @@ class Pinned:
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
         """The options that the pins of a parameter leave, and what they ask for themselves."""
         pins = self.parameters.get(name, ())
-        asked = [Placement.parse(pin.text) for pin in pins]
+        asked = [Placement.parse(pin.text) for pin in pins if pin.axis == "tp"]
         return [place for place in dict.fromkeys([*options, *asked]) if all(_lies_as(place, pin) for pin in pins)]
 
 
 FREE = Pinned()
+
+_LEAVE = "leave it out, or another name or layout", "leave one of them out"
 
 
 def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
@@ -59,11 +64,14 @@ def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
 
 
 def _lies_as(place: Placement, pin: LayoutPin) -> bool:
+    if pin.axis == "dp":
+        return not place.is_shard or place.dim != Placement.parse(pin.text).dim
     return place.is_replicated if pin.is_replicated else str(place) == pin.text
 
 
 def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) -> list[T]:
-    """A set of pins that cannot hold together, none of which can be left out. `hold`: whether some can.
+    """A set of pins that cannot hold together, none of which can be left out; of one or two where there are so few.
+    `hold`: whether some pins can.
 
     >>> smallest_conflict([1, 2, 3, 4], lambda left: not {2, 4} <= set(left))
     [2, 4]
@@ -73,7 +81,8 @@ def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) ->
         fewer = [other for other in left if other is not pin]
         if not hold(fewer):
             left = fewer
-    return left
+    fewest = (few for size in range(1, min(len(left), 3)) for few in itertools.combinations(pins, size))
+    return next((list(few) for few in fewest if not hold(few)), left)
 
 
 def cannot_hold(found: Sequence[Pin]) -> str:
@@ -96,8 +105,10 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins) -> Pinned:
             _check_parameter(trace, mesh, pin, name, pins)
         for node in found:
             _check_operator(node, mesh, pin, pins)
-        if _check_axis(pin, mesh, pins):
+        is_solved = _check_axis(pin, mesh, pins)
+        if is_solved or (pin.axis == "dp" and mesh.size("dp") > 1 and not pin.is_replicated):
             parameters.update({name: (*parameters[name], pin) for name in names})
+        if is_solved:
             nodes.update({node: (*nodes[node], pin) for node in found})
     return Pinned(parameters, nodes, _variants(trace, parameters, nodes))
 
@@ -114,13 +125,13 @@ def pinned_over_dp(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[Layou
 
 def _variants(
     trace: Trace, parameters: Mapping[str, tuple[LayoutPin, ...]], nodes: Mapping[fx.Node, tuple[LayoutPin, ...]]
-) -> dict[tuple[int, int] | None, frozenset[tuple[Hashable, str]]]:
-    found: dict[tuple[int, int] | None, set[tuple[Hashable, str]]] = defaultdict(set)
+) -> dict[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]]:
+    found: dict[tuple[int, int] | None, set[tuple[Hashable, str, str]]] = defaultdict(set)
     stored = [(node, parameters.get(node.target, ())) for node in trace.graph.find_nodes(op="get_attr")]
     for node, pins in [*stored, *nodes.items()]:
         place = node.meta.get("place")
         if place is not None and place.block is not None:
-            found[place.block] |= {(place.like, pin.text) for pin in pins}
+            found[place.block] |= {(place.like, pin.axis, pin.text) for pin in pins}
     return {block: frozenset(pins) for block, pins in found.items() if pins}
 
 
@@ -205,14 +216,32 @@ def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: 
 def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> None:
     if pin.axis != "tp" or mesh.size("tp") < 2:
         return
-    options = strategies(node, mesh.size("tp"), TENSOR_KINDS)
+    options = possible(node, strategies(node, mesh.size("tp"), ALL_TENSOR_KINDS))
     if any(_runs_as(option, pin) for option in options):
         return
     outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
     raise LayoutError(
-        f"cannot pin {pin}", why=f"{describe(node)} has no such way to run on tp={mesh.size('tp')}",
-        where=pins.where(pin), hint=" | ".join(list(outputs)[:8]),
+        f"cannot pin {pin}", why=_why_not_so(node, pin, mesh.size("tp")), where=pins.where(pin),
+        hint=" | ".join(list(outputs)[:8]),
     )  # fmt: skip
+
+
+def _why_not_so(node: fx.Node, pin: LayoutPin, tp: int) -> str:
+    """Why an operator cannot run as a pin asks: what its output is made of, or its rule."""
+    place = R if "->" in pin.text else Placement.parse(pin.text)
+    shape = tuple_values(node)[0].shape
+    if place.is_shard and place.dim >= len(shape):
+        return f"{describe(node)}: its output has shape {list(shape)}, no dim {place.dim}"
+    if place.is_shard:
+        atoms = output_atoms(node)[place.dim] or (Atom(1, DATA_DIM),)
+        made = f"{describe(node)}: dim {place.dim} of its output"
+        if atoms[0].kind == BATCH:
+            return f"{made} is rows of the batch, which dp cuts"
+        if len(atoms) == 1 and atoms[0].size % tp:
+            return f"{made} has size {atoms[0].size}, which tp={tp} does not divide"
+        if atoms[0].size % tp:
+            return f"{made} is {' x '.join(str(a.size) for a in atoms)}, and tp={tp} does not divide {atoms[0].size}"
+    return f"{describe(node)} has no such way to run on tp={tp}"
 
 
 def solve_pinned(trace: Trace, mesh: Mesh, pins: Pins, solve: Callable[[Pinned], T]) -> T:
@@ -239,26 +268,56 @@ def layout_conflict(trace: Trace, mesh: Mesh, pins: Pins, hold: Callable[[Pinned
 
     found = smallest_conflict(pins.layouts, together)
     where = ", ".join(dict.fromkeys(filter(None, map(pins.where, found))))
-    return LayoutError(
-        cannot_hold(found), where=where, hint="leave one of them out",
-        why=_why_not_together(pinned_layouts(trace, mesh, Pins(tuple(found))), mesh.size("tp")),
-    )  # fmt: skip
+    pinned, tp = pinned_layouts(trace, mesh, Pins(tuple(found))), mesh.size("tp")
+    if len(found) == 1:
+        for node in pinned.operators:
+            if not pinned.strategies(node, strategies(node, tp, TENSOR_KINDS)):
+                why = f"{describe(node)} runs so with sequence parallelism only"
+                return LayoutError(cannot_hold(found), why=why, where=where, hint="sequence_parallel='auto' or True")
+    why = _where_they_meet(trace, pinned, tp)
+    return LayoutError(cannot_hold(found), why=why, where=where, hint=_LEAVE[len(found) > 1])
 
 
-def _why_not_together(pinned: Pinned, tp: int) -> str:
-    """The first thing in the model that several pins of a smallest conflict meet at."""
+def _where_they_meet(trace: Trace, pinned: Pinned, tp: int) -> str:
+    """The first thing in the model at which the pins of a conflict meet."""
     for name, pins in pinned.parameters.items():
-        if len({pin.text for pin in pins}) > 1:
-            return f"{name} lies in one way"
+        if len({pin.text for pin in pins if pin.axis == "tp"}) > 1:
+            return f"{_every_name(trace, name)} lies in one way"
+        if len({pin.axis for pin in pins}) > 1:
+            return f"{_every_name(trace, name)}: a dim is cut by one axis alone"
+    taken: dict[str, list[str]] = defaultdict(list)
     for node in pinned.operators:
-        options = pinned.strategies(node, strategies(node, tp, TENSOR_KINDS))
+        options = pinned.strategies(node, strategies(node, tp, ALL_TENSOR_KINDS))
         if not options:
             return f"{describe(node)} runs in one way"
-        for used in (n for n in node.all_input_nodes if n.op == "get_attr" and n.target in pinned.parameters):
-            at = [i for i, n in enumerate(tensor_inputs(node)) if n is used]
-            taken = dict.fromkeys(str(option.inputs[i]) for option in options for i in at)
-            return (
-                f"{describe(node)} then takes {used.target} as {' or '.join(taken)}, and a weight is used as it is "
-                "stored, or whole"
-            )
+        for weight, how in _on_weights(trace, node, options):
+            taken[weight].append(how)
+    for weight, said in taken.items():
+        if weight in pinned.parameters or len(said) > 1:
+            return f"{', '.join(said[:2])}, and a weight is used as it is stored, or whole"
     return "no choice for the operators between them fits all"
+
+
+def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:
+    """The weights that an operator reads or views, and how it does by these options."""
+    for i, used in enumerate(tensor_inputs(node)):
+        for weight in _weights_of(used):
+            is_view = node.meta["role"] == WEIGHT
+            places = " or ".join(dict.fromkeys(str(o.outputs[0] if is_view else o.inputs[i]) for o in options))
+            seen = "" if used.op == "get_attr" else f", seen through {short_name(used)},"
+            does = "gives" if is_view else "takes"
+            yield weight, f"{describe(node)} then {does} {_every_name(trace, weight)}{seen} as {places}"
+
+
+def _every_name(trace: Trace, name: str) -> str:
+    """A parameter, with the other names under which the model has it."""
+    others = trace.aliases.get(name, ())
+    return f"{name} (tied: one weight with {', '.join(others)})" if others else name
+
+
+def _weights_of(used: fx.Node) -> list[str]:
+    """The parameters that a value is, or is a view of."""
+    if used.meta["role"] == PARAMETER:
+        return [str(used.target)]
+    inputs = used.all_input_nodes if used.meta["role"] == WEIGHT else []
+    return [name for node in inputs for name in _weights_of(node)]

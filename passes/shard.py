@@ -20,12 +20,12 @@ from autopart.cost.hardware import Hardware
 from autopart.graph import operators, source_of, tensor_inputs
 from autopart.layout import R_GRAD_P, P, Placement, R
 
-from .analyze import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT
+from .analyze import ACTIVE, PARAMETER, WEIGHT
 from .blocks import Place
 from .pairs import NoSolution, Pairs
 from .pins import FREE, Pinned
 from .prices import Price, Prices, Step, is_latency_bound
-from .strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, strategies
+from .strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, possible, strategies
 
 SequenceParallel = bool | Literal["auto"]
 """Whether values are cut along dims that no weight has: wherever they can be, never, or where that is faster."""
@@ -217,11 +217,7 @@ class Programme:
         for node in operators(graph):
             if node.meta["role"] not in (ACTIVE, WEIGHT):
                 continue
-            free = [s.meta["role"] in (INPUT, DATA) for s in tensor_inputs(node)]
-            options = [self.fixed[node]] if node in self.fixed else [
-                s for s in self._options(node)
-                if not any(f and p == P for f, p in zip(free, s.inputs, strict=True))
-            ]  # fmt: skip
+            options = [self.fixed[node]] if node in self.fixed else possible(node, self._options(node))
             self._join(node.meta["place"], node, options)
         wanted: dict[fx.Node, dict[Placement, None]] = {}
         for node, choice in list(self.choice_of.items()):

@@ -96,6 +96,14 @@ def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pi
     return first
 
 
+def _why_inside(nodes: list[fx.Node], position: int, found: Sequence[StagePin], pins: Pins) -> str:
+    for pin in found:
+        for name in pin.names if isinstance(pin, TogetherPin) else ():
+            if any(position in at for at in _cases(nodes, pin, name, pins).values()):
+                return "is kept together with what runs before it"
+    return "runs between modules that are kept together, and is kept with them"
+
+
 def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
     def hold(some: Sequence[StagePin]) -> bool:
         return _partition(nodes, num_stages, _positions(nodes, some, pins)) is not None
@@ -105,7 +113,7 @@ def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
     pinned = _positions(nodes, found, pins)
     stages = f"{num_stages} stage{'s' * (num_stages > 1)} (pp times virtual_stages)"
     if both := pinned.begins & pinned.inside:
-        why = f"{describe(nodes[min(both)])} is inside what is kept together"
+        why = f"{describe(nodes[min(both)])} {_why_inside(nodes, min(both), found, pins)}"
     elif len(pinned.begins) >= num_stages:
         why = f"they ask for {len(pinned.begins)} cuts; {stages} have {num_stages - 1}"
     else:

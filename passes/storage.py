@@ -19,7 +19,7 @@ from autopart.pins import LayoutPin, Pins
 from autopart.program import StoredTensor
 from autopart.trace import Trace
 
-from .pins import cannot_hold, pinned_over_dp
+from .pins import cannot_hold, pinned_over_dp, smallest_conflict
 
 if TYPE_CHECKING:
     from .lower import Decisions
@@ -74,13 +74,13 @@ def _pinned(
     name: str, sizes: Sequence[int], dp: int, tensor: Placement, found: Sequence[LayoutPin], pins: Pins
 ) -> Placement | None:
     """What the pins of a parameter say; None: whole. Raises LayoutError where it cannot be."""
-    places = {pin.text: Placement.parse(pin.text) for pin in found}
-    if len({place if place.is_shard else R for place in places.values()}) > 1:
+    if not _agree(found):
+        clash = smallest_conflict(found, _agree)
         raise LayoutError(
-            cannot_hold(found), why=f"{name} lies in one way",
-            where=", ".join(filter(None, map(pins.where, found))), hint="leave one of them out",
+            cannot_hold(clash), why=f"{name} lies in one way",
+            where=", ".join(filter(None, map(pins.where, clash))), hint="leave one of them out",
         )  # fmt: skip
-    place = places[found[0].text]
+    place = Placement.parse(found[0].text)
     why = cannot_store_over_dp(place, sizes, dp, tensor)
     if why:
         raise LayoutError(
@@ -88,6 +88,11 @@ def _pinned(
             hint=fitting_over_dp(sizes, dp, tensor),
         )  # fmt: skip
     return place if place.is_shard else None
+
+
+def _agree(pins: Sequence[LayoutPin]) -> bool:
+    places = [Placement.parse(pin.text) for pin in pins]
+    return len({place if place.is_shard else R for place in places}) <= 1
 
 
 def fitting_over_dp(sizes: Sequence[int], dp: int, tensor: Placement) -> str:

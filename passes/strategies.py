@@ -12,7 +12,7 @@ A `Strategy` gives the placement of every tensor input and every output on one a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -20,7 +20,7 @@ from torch import fx
 from autopart.graph import is_tensor, tensor_inputs
 from autopart.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
 
-from .analyze import BATCH, DATA_DIM, FEATURE, Atom, Atoms, factor_atoms, tuple_values
+from .analyze import BATCH, DATA, DATA_DIM, FEATURE, INPUT, Atom, Atoms, factor_atoms, tuple_values
 from .rules import Pattern
 
 TENSOR_KINDS = frozenset({FEATURE})
@@ -55,6 +55,12 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> tuple[S
     return known[num_shards, kinds]
 
 
+def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
+    """Without those that take a partial sum of what is computed from inputs alone: there is none."""
+    data = [source.meta["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
+    return [o for o in options if not any(d and place == P for d, place in zip(data, o.inputs, strict=True))]
+
+
 def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[Strategy]:
     sources = tensor_inputs(node)
     num_outputs = len(tuple_values(node))
@@ -75,7 +81,7 @@ def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[S
 def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset) -> Iterator[Strategy]:
     atoms = factor_atoms(node, pattern)
     for dims in pattern.outputs:  # a factor that only the output has (`expand`) carries the atoms made for it
-        for dim, found in zip(dims, _output_atoms(node), strict=True):
+        for dim, found in zip(dims, output_atoms(node), strict=True):
             if len(dim) == 1:
                 atoms.setdefault(dim[0], found)
         break
@@ -97,7 +103,8 @@ def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kind
             )
 
 
-def _output_atoms(node: fx.Node) -> tuple:
+def output_atoms(node: fx.Node) -> tuple:
+    """The atoms of every dim of the first output."""
     atoms = node.meta["atoms"]
     return atoms if is_tensor(node) else atoms[0]
 

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from zoo import SkipMLP, llama, skip_mlp
+from zoo import SkipMLP, gpt2, llama, skip_mlp
 
 import autopart
 
 FORM = "'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {'cut_before': ['model.layers.16']}}"
 STAGES = "'stages': {'cut_before': ['model.layers.16'], 'together': [['model.norm', 'lm_head']]}"
 LINEAR = "linear at zoo.py:{skip_line}"
+H, WTE, FC = "transformer.h.*", "transformer.wte.weight", "transformer.h.0.mlp.c_fc"
+TIED = f"{WTE} (tied: one weight with lm_head.weight)"
+AS_STORED = "and a weight is used as it is stored, or whole\n  try    leave one of them out"
 UP, DOWN = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
 
 
@@ -92,8 +95,26 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: cannot pin the module 'head' as S(0) on tp\n  why    only R says the same of all its weights and "
         "operators\n  try    pin 'head.weight', 'head.bias', 'head/linear', 'head/add'"),
     "pins: not in the rule": (pinned({"layers.3/linear": {"tp": "S(0)"}}),
-        f"LayoutError: cannot pin 'layers.3/linear' as S(0) on tp\n  why    {LINEAR} (layers.3) has no such way to run "
-        "on tp=2\n  try    R | R(grad P) | P | S(1)"),
+        f"LayoutError: cannot pin 'layers.3/linear' as S(0) on tp\n  why    {LINEAR} (layers.3): dim 0 of its "
+        "output is rows of the batch, which dp cuts\n  try    R | R(grad P) | P | S(1)"),
+    "pins: an operator has no dim": (pinned({"head/linear": {"tp": "S(3)"}}),
+        "LayoutError: cannot pin 'head/linear' as S(3) on tp\n  why    linear at zoo.py:{skip_head_line} (head): its "
+        "output has shape [8, 32], no dim 3\n  try    R | R(grad P) | P | S(1)"),
+    "pins: kv heads": (pinned({"model.layers.*.self_attn/transpose#1": {"tp": "S(1)"}}, "tp4", llama),
+        "LayoutError: cannot pin 'model.layers.*.self_attn/transpose#1' as S(1) on tp\n  why    transpose at "
+        "modeling_llama.py:{key_line} (model.layers.0.self_attn): dim 1 of its output has size 2, which tp=4 does not "
+        "divide\n  try    R | R(grad P) | P | S(2) | S(3) | S(3; sections=2)"),
+    "pins: not in its rule": (pinned({f"{UP}.weight": {"tp": "S(0)"}, "model.layers.*.mlp/mul": {"tp": "P, P -> P"}},
+                                     build=llama),
+        "LayoutError: cannot pin 'model.layers.*.mlp/mul' as P, P -> P on tp\n  why    mul at "
+        "modeling_llama.py:{gated_line} (model.layers.0.mlp) has no such way to run on tp=2\n  try    R, R -> R | "
+        "R(grad P), R(grad P) -> R(grad P) | P, R(grad P) -> P | R(grad P), P -> P | S(1), S(1) -> S(1) | "
+        "S(2), S(2) -> S(2)"),
+    "pins: sequence parallelism": (
+        pinned({f"{H}.ln_2/layer_norm": {"tp": "S(1)"}}, build=gpt2, sequence_parallel=False),
+        "LayoutError: this pin cannot hold: 'transformer.h.*.ln_2/layer_norm' as S(1) on tp\n  why    layer_norm at "
+        "modeling_gpt2.py:{norm_line} (transformer.h.0.ln_2) runs so with sequence parallelism only\n  try    "
+        "sequence_parallel='auto' or True"),
     "pins: cut at the start": (pinned({"stages": {"cut_before": ["layers.0"]}}, "pp2"),
         f"StageError: cannot cut_before 'layers.0'\n  why    the model begins with it: a stage would be empty\n  where "
         f" {LINEAR} (layers.0)\n  try    a cut a few operators later"),
@@ -112,6 +133,32 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "modeling_llama.py:{llama_line} (model.layers.0.mlp.down_proj) then takes "
         "model.layers.0.mlp.down_proj.weight as S(1), and a weight is used as it is stored, or whole\n  try    leave "
         "one of them out"),
+    "pins: a tied weight": (pinned({"lm_head.weight": {"tp": "S(1)"}, WTE: {"tp": "S(0)"}}, build=gpt2),
+        "LayoutError: these pins cannot hold together: 'lm_head.weight' as S(1) on tp; 'transformer.wte.weight' as "
+        f"S(0) on tp\n  why    {TIED} lies in one way\n  try    leave one of them out"),
+    "pins: a tied weight and an operator": (pinned({"lm_head/linear": {"tp": "S(2)"}, WTE: {"tp": "S(1)"}}, build=gpt2),
+        "LayoutError: these pins cannot hold together: 'lm_head/linear' as S(2) on tp; 'transformer.wte.weight' as "
+        f"S(1) on tp\n  why    linear at modeling_gpt2.py:{{head_line}} (lm_head) then takes {TIED} as S(0), "
+        f"{AS_STORED}"),
+    "pins: two of one operator": (
+        pinned({"model.layers.*.mlp/mul": {"tp": "S(2)"}, "model.layers.1.mlp": {"tp": "R"}, "lm_head": {"tp": "R"}},
+               build=llama),
+        "LayoutError: these pins cannot hold together: 'model.layers.*.mlp/mul' as S(2) on tp; 'model.layers.1.mlp' as "
+        "R on tp\n  why    mul at modeling_llama.py:{gated_line} (model.layers.1.mlp) runs in one way\n  try    leave "
+        "one of them out"),
+    "pins: two of six": (
+        pinned({"transformer.ln_f": {"tp": "R"}, f"{H}.mlp.c_fc.weight": {"tp": "S(0)"}, WTE: {"tp": "S(0)"},
+                f"{H}.mlp.c_proj.weight": {"tp": "S(0)"}, f"{H}.mlp.c_fc/linear": {"tp": "S(2)"},
+                "transformer.h.1.attn": {"tp": "R"}}, build=gpt2),
+        "LayoutError: these pins cannot hold together: 'transformer.h.*.mlp.c_fc.weight' as S(0) on tp; "
+        "'transformer.h.*.mlp.c_fc/linear' as S(2) on tp\n  why    linear at pytorch_utils.py:{conv1d_line} "
+        f"({FC}) then takes {FC}.weight, seen through t, as S(0), {AS_STORED}"),
+    "pins: a view of a weight": (
+        pinned({f"{H}.mlp.c_fc/t": {"tp": "S(1)"}, f"{H}.mlp.c_fc/linear": {"tp": "S(2)"}}, build=gpt2),
+        "LayoutError: these pins cannot hold together: 'transformer.h.*.mlp.c_fc/t' as S(1) on tp; "
+        f"'transformer.h.*.mlp.c_fc/linear' as S(2) on tp\n  why    t at pytorch_utils.py:{{conv1d_line}} ({FC}) then "
+        f"gives {FC}.weight as S(1), linear at pytorch_utils.py:{{conv1d_line}} ({FC}) then takes {FC}.weight, seen "
+        f"through t, as S(0), {AS_STORED}"),
     "pins: more cuts than stages": (pinned({"stages": {"cut_before": ["layers.2", "layers.3", "layers.4"]}}, "pp3"),
         "StageError: these pins cannot hold together: cut_before 'layers.2'; cut_before 'layers.3'; cut_before "
         "'layers.4'\n  why    they ask for 3 cuts; 3 stages (pp times virtual_stages) have 2\n  try    leave one of "
@@ -119,7 +166,19 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: a cut within": (
         pinned({"stages": {"cut_before": ["layers.2", "layers.3"], "together": [["layers.2", "layers.5"]]}}, "pp4"),
         "StageError: these pins cannot hold together: cut_before 'layers.3'; together 'layers.2', 'layers.5'\n  why    "
-        f"{LINEAR} (layers.3) is inside what is kept together\n  try    leave one of them out"),
+        f"{LINEAR} (layers.3) runs between modules that are kept together, and is kept with them\n  try    leave one "
+        "of them out"),
+    "pins: a cut between": (
+        pinned({"stages": {"cut_before": ["transformer.h.1"], "together": [["transformer.wte", "lm_head"]]}}, "pp2",
+               gpt2),
+        "StageError: these pins cannot hold together: cut_before 'transformer.h.1'; together 'transformer.wte', "
+        "'lm_head'\n  why    layer_norm at modeling_gpt2.py:{begin_line} (transformer.h.1.ln_1) runs between modules "
+        "that are kept together, and is kept with them\n  try    leave one of them out"),
+    "pins: the fewest": (
+        pinned({"stages": {"cut_before": ["layers.3", "layers.4", "layers.5"], "together": [["layers.2", "layers.3"]]}},
+               "pp3"),
+        "StageError: these pins cannot hold together: cut_before 'layers.3'; together 'layers.2', 'layers.3'\n  why    "
+        f"{LINEAR} (layers.3) is kept together with what runs before it\n  try    leave one of them out"),
     "pins: all together": (pinned({"stages": {"together": [["layers.0", "head"]]}}, "pp6"),
         "StageError: this pin cannot hold: together 'layers.0', 'head'\n  why    what runs between modules that are "
         "kept together is kept with them; places left to cut: 3, and 6 stages (pp times virtual_stages) need 5\n  try  "

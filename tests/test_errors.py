@@ -352,14 +352,20 @@ def line_in(cls: type, text: str) -> str:
 
 def expected_text(text: str) -> str:
     from custom_ops import CustomModel
-    from transformers.models.llama.modeling_llama import LlamaMLP
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2LMHeadModel
+    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+    from transformers.pytorch_utils import Conv1D
 
     lines = {
-        "{skip_line}": line_in(SkipMLP, "torch.tanh(layer"), "{counts_line}": line_in(Counts, "poisson"),
+        "{skip_line}": line_in(SkipMLP, "torch.tanh(layer"), "{skip_head_line}": line_in(SkipMLP, "self.head("),
+        "{counts_line}": line_in(Counts, "poisson"),
         "{leaky_line}": line_in(Leaky, "self.leak("),
         "{batch_norm_line}": line_in(nn.modules.batchnorm._BatchNorm, "return F.batch_norm("),
         "{contrast_line}": line_in(Contrast, "z @ z.t()"), "{linear_line}": line_in(Contrast, "self.linear(x)"),
         "{custom_line}": line_in(CustomModel, "= scaled_mm("), "{llama_line}": line_in(LlamaMLP, "self.down_proj("),
+        "{key_line}": line_in(LlamaAttention, "self.k_proj("), "{head_line}": line_in(GPT2LMHeadModel, "self.lm_head("),
+        "{conv1d_line}": line_in(Conv1D, "torch.addmm("), "{norm_line}": line_in(GPT2Block, "self.ln_2("),
+        "{begin_line}": line_in(GPT2Block, "self.ln_1("), "{gated_line}": line_in(LlamaMLP, "self.act_fn("),
     }  # fmt: skip
     for name, number in lines.items():
         text = text.replace(name, number)

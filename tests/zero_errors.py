@@ -93,8 +93,8 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: these pins cannot hold together: 'head.*' as S(0) on dp; '*.weight' as R on dp\n  why    "
         "head.weight lies in one way\n  try    leave one of them out"),
     "zero: pinned where tp cuts": (pinned({"head.weight": {"dp": "S(1)", "tp": "S(1)"}}, "dp2,tp2"),
-        "LayoutError: cannot pin 'head.weight' as S(1) on dp\n  why    head.weight: tp cuts dim 1 already\n  try    "
-        "S(0) or R"),
+        "LayoutError: these pins cannot hold together: 'head.weight' as S(1) on dp; 'head.weight' as S(1) on tp\n  "
+        "why    head.weight: a dim is cut by one axis alone\n  try    leave one of them out"),
     "zero: a pinned module": (pinned({"head": {"dp": "S(0)"}}, "dp2"),
         "LayoutError: cannot pin the module 'head' as S(0) on dp\n  why    only R says the same of all its weights and "
         "operators\n  try    pin 'head.weight', 'head.bias', 'head/linear', 'head/add'"),
