@@ -80,7 +80,7 @@ class Work(NamedTuple):
 
     `kind`: "matmul", "attention" or "other" (priced by its memory traffic alone), or the primitive of a collective over
     `axis`, whose whole array has `size` bytes. `flops`: of a product, in `dtype`. `size`: bytes read and written.
-    `times`: how often; may be a fraction.
+    `times`: how often; may be a fraction. `in_place`: it writes to no new memory.
     """
 
     kind: str
@@ -89,6 +89,7 @@ class Work(NamedTuple):
     dtype: str = ""
     axis: str = ""
     times: float = 1.0
+    in_place: bool = False
 
     @property
     def name(self) -> str:
@@ -101,6 +102,8 @@ class Work(NamedTuple):
             one = time_s(self.kind, mesh.size(self.axis), self.size.value, hardware, mesh.stride(self.axis))
         elif self.flops.terms:
             one = hardware.matmul_time_s(self.flops.value, self.size.value, hardware.known_dtype(self.dtype))
+        elif self.in_place:
+            one = self.size.value / hardware.memory_bytes_per_s + hardware.launch_s
         else:
             one = hardware.traffic_time_s(self.size.value) + hardware.launch_s
         return one * self.times

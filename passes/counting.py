@@ -73,7 +73,7 @@ class _Counter:
             one = self._one(node)
             trained = [n for n in node.all_input_nodes if n.op == "get_attr" and n in self.alive and n not in added]
             added.update(trained)
-            sums = tuple(Work("other", self.size(weight) * _SUMMED) for weight in trained)
+            sums = tuple(Work("other", self.size(weight) * _SUMMED, in_place=True) for weight in trained)
             found.append(one._replace(recompute=one.forward if node in rerun else (), accumulate=sums))
         return found
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from autopart.cost import hardware
 from autopart.cost.collectives import time_s
 from autopart.cost.hardware import DEFAULT, OPTIONAL, Hardware, names
+from autopart.cost.work import Powers, Size, Work
+from autopart.mesh import Mesh
 
 FILES = {path.stem: json.loads(path.read_text()) for path in (Path(hardware.__file__).parent / "profiles").iterdir()}
 PROFILES = {name: Hardware.load(name) for name in names()}
@@ -87,6 +89,10 @@ def test_what_a_profile_may_leave_out():
     })  # fmt: skip
     assert own.traffic_time_s(1e6) == pytest.approx(2 * plain.traffic_time_s(1e6))
     assert own.traffic_time_s(1e2) == pytest.approx(plain.traffic_time_s(1e2) / 2)
+    work = Work("other", Size.of(1e6, Powers()))
+    assert work.seconds(own, Mesh.parse("dp1")) == pytest.approx(own.traffic_time_s(1e6) + own.launch_s)
+    in_place = work._replace(in_place=True).seconds(own, Mesh.parse("dp1"))
+    assert in_place == pytest.approx(1e6 / own.memory_bytes_per_s + own.launch_s)
     assert own.matmul_time_s(1.0, 1e6, "float32") == pytest.approx(own.traffic_time_s(1e6) + own.launch_s)
     assert own.links("send")[1] == 1.0 and own.links("send")[0] == plain.link_bytes_per_s
     assert own.links("all_reduce") == plain.links("all_reduce")
