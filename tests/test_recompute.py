@@ -40,6 +40,20 @@ def eager(build):
     return built
 
 
+@functools.cache
+def dropping(build):
+    """A builder of a model that drops a tenth."""
+
+    def built():
+        model, batch = build()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.1
+        return model, batch
+
+    return built
+
+
 RUN_AGAIN = regions.run_again
 
 
@@ -66,7 +80,7 @@ def names(nodes) -> list[str]:
     return [node.target.__name__.removesuffix(".default") for node in nodes]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("gpt2", "tp2"), ("llama", "pp2"), ("bert", "dp2"), ("t5", "pp2,tp2")])
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", "tp2"), ("bert", "dp2")])
 def test_full_recomputes_every_block(name, mesh):
     plan, program = program_of(zoo.ZOO[name], mesh, "full")
     assert plan.recompute == "full" and not [n for n in plan.notes if "recompute" in n]
@@ -83,17 +97,19 @@ def test_full_recomputes_every_block(name, mesh):
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2"])
 def test_selective_recomputes_the_core_of_attention(mesh):
-    _, program = program_of(eager(zoo.gpt2), mesh, "selective")
+    _, program = program_of(dropping(eager(zoo.gpt2)), mesh, "selective")
     cores = [nodes for regions in regions_of(program) for nodes in regions.values()]
-    assert [names(core) for core in cores] == [["matmul", "mul.Tensor", "add.Tensor", "softmax.int", "matmul"]] * 2
+    assert [names(core) for core in cores] == [
+        ["matmul", "mul.Tensor", "add.Tensor", "softmax.int", "drop", "matmul"]
+    ] * 2
 
 
 def test_encoders_and_decoders_have_their_own_blocks():
-    _, program = program_of(eager(zoo.t5), "tp2", "full")
+    _, program = program_of(dropping(eager(zoo.t5)), "tp2", "full")
     paths = [{n.meta["key"].split(".layer")[0] for n in r if "block" in n.meta.get("key", "")}
              for r in regions_of(program)[0].values()]  # fmt: skip
     assert paths == [{f"{part}.block.{i}"} for part in ("encoder", "decoder") for i in (0, 1)]
-    _, program = program_of(eager(zoo.t5), "tp2", "selective")
+    _, program = program_of(dropping(eager(zoo.t5)), "tp2", "selective")
     assert len(regions_of(program)[0]) == 2 + 2 * 2, "self-attention everywhere, and two cross-attentions"
 
 
@@ -228,20 +244,6 @@ class Norms(nn.Module):
 
 def batch_norms():
     return Norms().double(), {"x": torch.randn(8, 8, dtype=torch.float64)}
-
-
-@functools.cache
-def dropping(build):
-    """A builder of a model that drops a tenth."""
-
-    def built():
-        model, batch = build()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.1
-        return model, batch
-
-    return built
 
 
 ALL_AXES = "dp2,pp2,tp2"
