@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from autopart.pins import Pins
 from autopart.plan import Plan
 from autopart.program import Recompute, Rng
 from autopart.runtime.module import ParallelModule
+from autopart.search import search
 from autopart.trace import bind_call
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ NOT_BUILT = {
 
 def parallelize(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh | Mapping[str, int] | str,
+    mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int,
     *,
     example_args: tuple = (),
     example_kwargs: Mapping[str, Any] | None = None,
@@ -51,15 +53,14 @@ def parallelize(
 
     Args:
         model: any traceable module with its weights.
-        mesh: `{"dp": 2, "pp": 2, "tp": 2}`, `"dp2,pp2,tp2"`, or a DeviceMesh with named dims.
+        mesh: `{"dp": 2, "tp": 2}`, `"dp2,tp2"`, a DeviceMesh with named dims, or how many devices (`autopart.search`).
         example_args, example_kwargs: one call of the model; its batch is the global batch.
         plan: a Plan or the path of one; then nothing is chosen.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev" or "looped_bfs".
         microbatches, virtual_stages: parts that a step cuts a rank's rows into; pipeline stages per rank.
         sequence_parallel: whether what lies between matrix products is cut along the sequence; "auto": where faster.
         hardware: the profile that prices choices, a name or a path.
-        pins: what is fixed before the rest is chosen, or a JSON file that says it, such as
-            `{"h.*.up.weight": {"tp": "S(0)"}, "stages": {"cut_before": ["h.16"]}}`; `autopart.pins` has all forms.
+        pins: what is fixed first, or a JSON file that says it: `{"h.*.up.weight": {"tp": "S(0)"}}`; see `autopart.pins`.
         zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it.
         memory: what a rank has, "80GB", "24GiB" or bytes: `sequence_parallel` and `zero` are then chosen to fit.
         recompute: what the backward computes again: "none"; "selective", the core of attention; "full", every block.
@@ -69,15 +70,16 @@ def parallelize(
     Raises AutopartError: one of its kinds in `autopart.errors`, each with what, why, where and what to try.
 
     Example (under `torchrun --nproc-per-node 4`):
-        >>> pm = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
-        >>> loss = pm.step(**batch)                                             # doctest: +SKIP
+        >>> loss = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch).step(**batch)    # doctest: +SKIP
     """
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, hardware=hardware,
         rng=rng, sequence_parallel=sequence_parallel, pins=pins, zero=zero, memory=memory, recompute=recompute,
     )  # fmt: skip
-    sizes = Mesh.parse(mesh)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if type(mesh) is int and given is None:
+        given, options = _searched(model, mesh, example_args, example_kwargs, options)
+    sizes = Mesh.parse(given.mesh_object() if type(mesh) is int and given is not None else mesh)
     compiler = Compiler(model, sizes, options, given)
     if example_args or example_kwargs:
         compiler.trace_example(example_args, example_kwargs or {})
@@ -90,7 +92,7 @@ def parallelize(
 
 def plan(
     model: nn.Module,
-    mesh: Mesh | DeviceMesh | Mapping[str, int] | str,
+    mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int,
     *,
     example_args: tuple = (),
     example_kwargs: Mapping[str, Any] | None = None,
@@ -121,9 +123,30 @@ def plan(
     if not example_args and not example_kwargs:
         raise InputError("plan() needs an example call", why="the model is traced on it",
                          hint="plan(model, mesh, example_kwargs={'input_ids': ids, 'labels': labels})")  # fmt: skip
+    if type(mesh) is int:
+        return _searched(model, mesh, example_args, example_kwargs, options)[0]
     sizes = Mesh.parse(mesh)
     traced = prepare(model, bind_call(model, example_args, example_kwargs or {}))
     return make_plan(model, traced, sizes, options)
+
+
+def _searched(
+    model: nn.Module, devices: int, example_args: tuple, example_kwargs: Mapping[str, Any] | None, options: Options
+) -> tuple[Plan, Options]:
+    """The best plan for a number of devices, and the options that are not the plan's."""
+    if not example_args and not example_kwargs:
+        raise InputError(f"mesh={devices} needs an example call", why="the axes are chosen for what it computes",
+                         hint="example_kwargs={'input_ids': ids, 'labels': labels}")  # fmt: skip
+    asked = [f.name for f in fields(Options) if f.name not in ("hardware", "memory", "rng")
+             and getattr(options, f.name) != f.default]  # fmt: skip
+    if asked:
+        raise OptionError(f"{asked[0]}= with mesh={devices}", why="the search chooses it with the axes",
+                          hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
+    example = bind_call(model, example_args, example_kwargs or {})
+    (best, *_) = search(
+        model, devices, hardware=options.hardware, memory=options.memory, example_kwargs=example, count=1
+    )  # fmt: skip
+    return best, Options(rng=options.rng)
 
 
 def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:

@@ -23,12 +23,14 @@ from autopart.api import parallelize
 from autopart.api import plan as make_plan
 from autopart.calibrate import calibrate as calibrate_machine
 from autopart.compat import tree_map
+from autopart.cost.hardware import DEFAULT
 from autopart.cost.simulate import simulate as simulate_plan
 from autopart.errors import AutopartError, InputError, OptionError
 from autopart.mesh import Mesh
 from autopart.model_source import DTYPES, ModelSource, SourceOptions, from_callable, from_hf_config
 from autopart.plan import Plan, schema
 from autopart.program import Recompute, Rng
+from autopart.search import search as search_plans
 from autopart.verify import TOLERANCE
 from autopart.verify import verify as verify_model
 
@@ -234,6 +236,35 @@ def explain(path: str | None, **options: Any) -> None:
         raise OptionError("name a plan or a model, not both", hint=f"autopart explain {path}")
     made = Plan.load(path) if path is not None else _Asked(options).plan()
     click.echo(made.explain(), nl=False)
+
+
+@main.command()
+@_MODEL
+@_META
+@click.option("--devices", type=click.IntRange(1), required=True, help="How many there are.")
+@click.option("--hardware", metavar="NAME|PATH", help="Their profile.  [default: a100-80gb-sxm]")
+@click.option("--memory", metavar="SIZE", help="What a rank has, for example 80GB.  [default: the hardware's]")
+@click.option("--count", type=click.IntRange(1), default=3, show_default=True, help="How many plans to make.")
+@click.option("--output", "-o", metavar="PATH", help="Where to write the best plan.")
+@_told
+def search(
+    devices: int, hardware: str | None, memory: str | None, count: int, output: str | None, **options: Any
+) -> None:
+    """Find the best mesh, schedule, microbatches, recomputation and storage for a number of devices.
+
+    \b
+    Example:
+      autopart search --hf-config llama-7b/config.json --batch 512 --sequence 2048 --devices 64 -o plan.json
+    """
+    source = _Asked(options).source(meta=options["model"] is None)
+    found = search_plans(
+        source.model, devices, hardware=hardware or DEFAULT, memory=memory, example_kwargs=source.example, count=count
+    )
+    for plan in found:
+        click.echo(plan.notes[-1].removeprefix("found by search: "))
+    if output is not None:
+        found[0].save(output)
+        click.echo(f"wrote {output}; autopart explain {output}")
 
 
 @main.command()

@@ -141,7 +141,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     )  # fmt: skip
 
 
-class _Draft(NamedTuple):
+class Draft(NamedTuple):
     """What is chosen for a plan, the program of it, how the tensor axis was solved (None where that was not), and a
     walk of every stage of the program."""
 
@@ -152,7 +152,7 @@ class _Draft(NamedTuple):
     walks: Sequence[Walk]
 
 
-def _drafted(traced: Trace, mesh: Mesh, options: Options, known: _Draft | None = None) -> _Draft:
+def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = None) -> Draft:
     """What is chosen, and the program of it; `known`: a draft for as many ranks of `tp`, whose layouts are kept."""
     schedule = _schedule(traced, mesh, options)
     stages, microbatches = mesh.size("pp") * schedule.virtual_stages, schedule.microbatches
@@ -169,20 +169,20 @@ def _drafted(traced: Trace, mesh: Mesh, options: Options, known: _Draft | None =
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False, rng=rng)
     walks = [walked(traced, program, stage) for stage in program.stages]
-    return _Draft(schedule, decisions, program, solved, walks)
+    return Draft(schedule, decisions, program, solved, walks)
 
 
-def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, _Draft, Sequence[RankMemory]]:
+def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft, Sequence[RankMemory]]:
     """The fastest choice of what the options leave open whose fullest rank needs no more memory than it may.
 
     Raises MemoryLimitError, with what would take less, where there is none.
     """
-    first: tuple[_Draft, Sequence[RankMemory]] | None = None
-    known: dict[Any, _Draft] = {}
+    first: tuple[Draft, Sequence[RankMemory]] | None = None
+    known: dict[Any, Draft] = {}
     for choice in _open_choices(mesh, options):
         asked = replace(options, **choice)
         try:
-            draft = _drafted(traced, mesh, asked, known.get(asked.sequence_parallel))
+            draft = drafted(traced, mesh, asked, known.get(asked.sequence_parallel))
         except LayoutError:
             if first is None:
                 raise
@@ -197,10 +197,11 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, _Draf
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = other.size("tp") == mesh.size("tp") and "sequence_parallel" not in changed
-        found = _drafted(traced, other, replace(options, **changed), draft if same else None)
+        found = drafted(traced, other, replace(options, **changed), draft if same else None)
         return memory_of(traced, found.program, found.schedule, found.walks)
 
-    rows, given = batch_size(traced), {"zero": options.zero, "sequence_parallel": options.sequence_parallel}
+    rows = batch_size(traced)
+    given = {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute")}
     raise does_not_fit(first[1], int(options.memory), mesh, draft.schedule, rows, estimate, given)
 
 

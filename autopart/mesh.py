@@ -32,7 +32,7 @@ class Mesh:
 
     @staticmethod
     def parse(mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int) -> Mesh:
-        """A mesh from `{"dp": 2, "tp": 2}`, `"dp2,tp2"` or a DeviceMesh with named dims.
+        """A mesh from `{"dp": 2, "tp": 2}`, `"dp2,tp2"` or a DeviceMesh with named dims. Raises MeshError for others.
 
         >>> Mesh.parse("dp2,tp4").num_ranks
         8
@@ -42,8 +42,8 @@ class Mesh:
         if isinstance(mesh, int) and not isinstance(mesh, bool):
             raise MeshError(
                 f"mesh={mesh!r} gives a number of devices but no axes",
-                why="choosing the axes for you is not built yet",
-                hint=f"name them, for example mesh='tp{mesh}' or mesh={{'dp': {mesh}}}",
+                why="plan and parallelize search for them; here they must be named",
+                hint=f"mesh='tp{mesh}', mesh={{'dp': {mesh}}}, or that of autopart.plan(model, {mesh}, ...)",
             )
         if isinstance(mesh, str):
             sizes = _parse_text(mesh)

@@ -24,6 +24,9 @@ from autopart.errors import InputError, OptionError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 BATCH, SEQUENCE = 8, 128
+LONGEST = 2048
+"""Tokens of a row that an example is given where nobody said how many."""
+
 _TOKEN_LABELS = ("LMHeadModel", "LMHead", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 
 
@@ -147,6 +150,21 @@ def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
     with _making(options.meta, dtype):
         model = kind(config)
     return ModelSource(model, _tokens(model, config, options))
+
+
+def example_of(model: nn.Module) -> dict[str, Tensor]:
+    """Two rows of random tokens, as long as the model takes them but at most `LONGEST`, for a transformers model.
+
+    Raises InputError for any other model.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise InputError(
+            f"there are no example inputs for {type(model).__name__}", why="they are made from a transformers config",
+            hint="example_kwargs={'input_ids': ids, 'labels': labels}",
+        )  # fmt: skip
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    return _tokens(model, config, SourceOptions(batch=2, sequence=min(limit, LONGEST)))
 
 
 def _transformers() -> Any:

@@ -8,7 +8,7 @@ placements of its inputs and outputs on an axis; operators that are not listed r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
@@ -35,6 +35,10 @@ MEMORY_KINDS = (
 
 TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 """What the stages of `Plan.timing` count, each in seconds by kind of work."""
+
+
+COSTS: list[Callable[[Plan], Mapping[str, Any]]] = []
+"""What makes `Plan.cost` of a plan's own figures: `autopart.cost.symbolic` adds the formulas."""
 
 
 @lru_cache(maxsize=1)
@@ -137,6 +141,10 @@ class Plan:
     pins: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False, repr=False)
     reasons: Reasons | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for cost_of in COSTS:
+            object.__setattr__(self, "cost", cost_of(self))
 
     def to_json(self) -> str:
         """The plan as JSON text, entries one a line so that it reads and compares well."""

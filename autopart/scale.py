@@ -76,6 +76,7 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any]) -> ScaledCopy:
         if needed_bytes(stay) > room:
             break
         made = _copy(model, blocks)
+        _materialise(made)
         try:
             with torch.no_grad():
                 made(**arguments)
@@ -90,6 +91,20 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any]) -> ScaledCopy:
         why=f"verify() holds {COPIES} copies of {sum(p.numel() for p in stay):,} parameters{parts}",
         hint="the same model with smaller sizes (hidden, vocabulary): its layouts come from the same rules",
     )  # fmt: skip
+
+
+def fewer_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    """A copy of `model` with as few repeated blocks as show every kind, and for every block that the model has which
+    block of the copy it is like: {path of a container: one number a block}. Weights stay where they are."""
+    found = dict(_repeated(model))
+    like = {}
+    for path, kept in found.items():
+        kinds = [_kind(block) for block in _blocks(model, path)]
+        like[path] = tuple(
+            max((k for k, number in enumerate(kept) if number <= i and kinds[number] == kind), default=0)
+            for i, kind in enumerate(kinds)
+        )
+    return _copy(model, found), like
 
 
 def renamed(name: str, kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str | None:
@@ -187,7 +202,6 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
         for i in reversed(numbers):
             del container[i]
     _recount(made, counts, {len(_blocks(model, path)): blocks for path, blocks in kept.items()})
-    _materialise(made)
     return made
 
 

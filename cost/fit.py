@@ -94,6 +94,9 @@ def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) ->
             yield Way(f"microbatches={microbatches}", mesh, {"microbatches": microbatches})
     if mesh.size("tp") > 1 and given.get("sequence_parallel") is not True:
         yield Way("sequence_parallel=True", mesh, {"sequence_parallel": True})
+    if given.get("recompute") in (None, "none"):
+        for recompute in ("selective", "full"):
+            yield Way(f"recompute='{recompute}'", mesh, {"recompute": recompute})
     for axis in ("tp", "pp", "dp"):
         larger = Mesh.parse({**mesh.sizes, axis: 2 * mesh.size(axis)})
         yield Way(f"mesh='{larger}' ({larger.num_ranks} ranks)", larger, {}, more_ranks=True)

@@ -27,6 +27,9 @@ class Hardware:
     small it is. `memory_bytes`: capacity of a device. `link_`: inside a node, `node_link_`: between nodes; bytes/s per
     device and direction, latency per hop of a ring.
 
+    `matmul_half_depth`: a product whose elements are sums of `k` terms runs at `k / (k + matmul_half_depth)` of the
+    share of its FLOPs; 0: FLOPs alone decide.
+
     `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
     reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.
     `collectives`: rates and latencies of links, by the same names, where a collective of one kind has its own.
@@ -45,6 +48,7 @@ class Hardware:
     link_latency_s: float
     node_link_bytes_per_s: float
     node_link_latency_s: float
+    matmul_half_depth: float = 0.0
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
 
@@ -80,7 +84,11 @@ class Hardware:
 
     def traffic_time_s(self, size_bytes: float) -> float:
         """Seconds of an operator that reads and writes `size_bytes` and computes little; without the launch."""
-        return size_bytes / (self.memory_bytes_per_s * _share(self.memory_efficiency, size_bytes))
+        return size_bytes / (self.memory_bytes_per_s * self.memory_share(size_bytes))
+
+    def memory_share(self, size_bytes: float) -> float:
+        """The share of the memory's rate that an operator which reads and writes `size_bytes` reaches."""
+        return _share(self.memory_efficiency, size_bytes)
 
     def links(self, kind: str) -> tuple[float, float, float, float]:
         """Bytes/s and latency inside a node, and between nodes, as collectives of a kind see them."""
@@ -88,9 +96,9 @@ class Hardware:
         rates = [own.get(name, getattr(self, name)) for name in LINK_NUMBERS]
         return rates[0], rates[1], rates[2], rates[3]
 
-    def matmul_time_s(self, flops: float, size_bytes: float, dtype: str | torch.dtype) -> float:
+    def matmul_time_s(self, flops: float, size_bytes: float, dtype: str | torch.dtype, depth: float = 0.0) -> float:
         """Seconds of one matrix product that reads and writes `size_bytes`: its work or its memory traffic, whichever
-        takes longer, and the launch.
+        takes longer, and the launch. `depth`: the terms each element is a sum of; 0: not known.
 
         Raises OptionError where the profile has no peak for the dtype.
         """
@@ -100,6 +108,8 @@ class Hardware:
                               why=f"it has {', '.join(self.flops_per_s)}",
                               hint="one of these, or a copy of the profile with that peak")  # fmt: skip
         work_s = flops / (self.flops_per_s[dtype] * self.efficiency(flops))
+        if depth:
+            work_s *= 1 + self.matmul_half_depth / depth
         return max(work_s, self.traffic_time_s(size_bytes)) + self.launch_s
 
 
@@ -122,7 +132,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
-OPTIONAL = ("memory_efficiency", "collectives")
+OPTIONAL = ("memory_efficiency", "collectives", "matmul_half_depth")
 """What a profile may leave out."""
 
 
@@ -151,7 +161,8 @@ class _File:
         if not isinstance(peaks, dict) or not any(dtype in peaks for dtype in USUAL_DTYPES):
             raise self._error("has no peak of matrix work", f"flops_per_s has none of {', '.join(USUAL_DTYPES)}")
         values: dict[str, Any] = {
-            **{f.name: self._number(f.name, data[f.name]) for f in fields(Hardware) if f.type == "float"},
+            **{f.name: self._number(f.name, data[f.name]) for f in fields(Hardware)
+               if f.type == "float" and f.name in data},
             "name": data["name"],
             "flops_per_s": {d: self._number(f"flops_per_s of {d}", entry) for d, entry in peaks.items()},
             "matmul_efficiency": self._curve("matmul_efficiency", "FLOPs", data["matmul_efficiency"]),

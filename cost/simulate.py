@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from autopart.errors import PlanError
-from autopart.plan import TIMING_PARTS, Plan
+from autopart.mesh import Mesh
+from autopart.plan import TIMING_PARTS, Plan, Schedule
 
 from .timeline import Durations, Timeline, timeline
 
@@ -72,6 +73,10 @@ class Simulation:
         """FLOPs that are computed as a share of the peak: those of the model and what is computed again."""
         return self.mfu * (1 + self.recomputed_flops / self.model_flops) if self.model_flops else 0.0
 
+    def with_memory(self, peak_memory_bytes: tuple[int, ...]) -> Simulation:
+        """The same step with other memory, by stage."""
+        return replace(self, peak_memory_bytes=peak_memory_bytes)
+
     def as_data(self) -> dict[str, Any]:
         """Everything but the timeline, for JSON."""
         return {
@@ -112,22 +117,36 @@ def simulate(plan: Plan) -> Simulation:
             "the plan has no 'timing'", why="how long its stages take is part of a plan that autopart has made",
             hint="autopart.plan(...), or leave the entry in the file",
         )  # fmt: skip
-    stages, ranks, mesh = plan.timing["stages"], plan.timing["ranks"], plan.mesh_object()
+    memory = [row["total"] for row in plan.memory]
+    return simulated(plan.timing, plan.schedule, plan.mesh_object(), memory)
+
+
+def simulated(
+    timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[int], hidden_sums: float = 0.0
+) -> Simulation:
+    """A step by its parts.
+
+    Args:
+        timing: as in a plan.
+        memory: the most that the rank of each `pp` coordinate holds, in bytes.
+        hidden_sums: the share of the gradients' sums that may run beside the last backward.
+    """
+    stages, ranks = timing["stages"], timing["ranks"]
     seconds = {part: [math.fsum(row.get(part, {}).values()) for row in stages] for part in TIMING_PARTS}
     whole = [math.fsum(parts) for parts in zip(*(seconds[part] for part in _BACKWARDS), strict=True)]
-    inputs = [a + b for a, b in zip(seconds["recompute"], seconds["input_backward"], strict=True)]
+    # What is computed again serves both parts of a backward: such a stage runs them as one.
+    parts = zip(whole, seconds["recompute"], seconds["input_backward"], seconds["weight_backward"], strict=True)
+    inputs, weights = zip(*((all_, 0.0) if again else (i, w) for all_, again, i, w in parts), strict=True)
     received = [row["receives_s"] for row in stages[1:]]
     durations = Durations(
-        seconds["forward"], whole, inputs, seconds["weight_backward"], received, received,
-        [row["gradient_sum_s"] for row in ranks], 0.0, [row["optimizer_s"] for row in ranks],
+        seconds["forward"], whole, inputs, weights, received, received,
+        [row["gradient_sum_s"] for row in ranks], hidden_sums, [row["optimizer_s"] for row in ranks],
     )  # fmt: skip
-    schedule = plan.schedule
     found = timeline(schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations)
     home = {span.stage: rank for rank, spans in enumerate(found.spans) for span in spans}
     return Simulation(
-        found, mesh.num_ranks, 3.0 * plan.timing["forward_flops"], plan.timing.get("recomputed_flops", 0),
-        plan.timing["peak_flops_per_s"],
-        tuple(plan.memory[home[stage]]["total"] for stage in range(len(stages))),
+        found, mesh.num_ranks, 3.0 * timing["forward_flops"], timing.get("recomputed_flops", 0),
+        timing["peak_flops_per_s"], tuple(memory[home[stage]] for stage in range(len(stages))),
         _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, found, home, schedule.microbatches),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ or collective: its FLOPs and bytes, both Sizes; a profile (`Hardware`) makes sec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,13 @@ from autopart.mesh import Mesh
 
 from .collectives import time_s, wire_bytes
 from .hardware import Hardware
+from .memory import BUCKET_BYTES
+
+OPTIMIZER_TRAFFIC = 7
+"""Values that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient), per parameter."""
+
+BUCKET_COPIES = 2
+"""A gradient is copied into a flat bucket, and out of it again; each reads and writes it."""
 
 
 class Powers(NamedTuple):
@@ -54,7 +61,7 @@ class Size:
         for size in sizes:
             for powers, value in size.terms:
                 total[powers] = total.get(powers, 0) + value
-        return Size(tuple(total.items()))
+        return Size(tuple(sorted(total.items())))
 
     @property
     def value(self) -> float:
@@ -73,6 +80,7 @@ class Size:
 
 
 NOTHING = Size()
+SAME = Sizes()
 
 
 class Work(NamedTuple):
@@ -80,7 +88,8 @@ class Work(NamedTuple):
 
     `kind`: "matmul", "attention" or "other" (priced by its memory traffic alone), or the primitive of a collective over
     `axis`, whose whole array has `size` bytes. `flops`: of a product, in `dtype`. `size`: bytes read and written.
-    `times`: how often; may be a fraction. `in_place`: it writes to no new memory.
+    `times`: how often; may be a fraction. `in_place`: it writes to no new memory. `depth`: the terms that an
+    element of a matrix product is the sum of.
     """
 
     kind: str
@@ -90,24 +99,50 @@ class Work(NamedTuple):
     axis: str = ""
     times: float = 1.0
     in_place: bool = False
+    depth: Size = NOTHING
 
     @property
     def name(self) -> str:
         """What its seconds are counted under: its kind, for a collective with its axis."""
         return f"{self.axis} {self.kind}" if self.axis else self.kind
 
-    def seconds(self, hardware: Hardware, mesh: Mesh) -> float:
-        """Of one rank, at the sizes it was counted at."""
+    def seconds(self, hardware: Hardware, mesh: Mesh, times: Sizes = SAME) -> float:
+        """Of one rank, at sizes that are so many times those it was counted at."""
+        size = float(self.size.at(times))
         if self.axis:
-            one = time_s(self.kind, mesh.size(self.axis), self.size.value, hardware, mesh.stride(self.axis))
+            one = time_s(self.kind, mesh.size(self.axis), size, hardware, mesh.stride(self.axis))
         elif self.flops.terms:
-            one = hardware.matmul_time_s(self.flops.value, self.size.value, hardware.known_dtype(self.dtype))
+            one = hardware.matmul_time_s(
+                float(self.flops.at(times)), size, hardware.known_dtype(self.dtype), float(self.depth.at(times))
+            )
         elif self.in_place:
-            one = self.size.value / hardware.memory_bytes_per_s + hardware.launch_s
+            one = size / hardware.memory_bytes_per_s + hardware.launch_s
         else:
-            one = hardware.traffic_time_s(self.size.value) + hardware.launch_s
+            one = hardware.traffic_time_s(size) + hardware.launch_s
         return one * self.times
 
-    def sent_bytes(self, mesh: Mesh) -> float:
+    def sent_bytes(self, mesh: Mesh, times: Sizes = SAME) -> float:
         """What a rank sends in a collective."""
-        return wire_bytes(self.kind, mesh.size(self.axis), self.size.value) * self.times if self.axis else 0.0
+        if not self.axis:
+            return 0.0
+        return wire_bytes(self.kind, mesh.size(self.axis), float(self.size.at(times))) * self.times
+
+
+def gradient_sum_s(size_bytes: float, groups: Sequence[tuple[str, int, int]], hardware: Hardware) -> float:
+    """Seconds of summing gradients of so many bytes, in buckets that are copied together and apart again.
+
+    Args:
+        groups: of ranks, one after the other: (axis, ranks, how far apart they are).
+    """
+    whole, rest = divmod(size_bytes, BUCKET_BYTES)
+    found = 0.0
+    for count, size in ((whole, BUCKET_BYTES), (1, rest)):
+        if count and size:
+            summed = sum(time_s("all_reduce", n, size, hardware, stride) for _, n, stride in groups)
+            found += count * (summed + BUCKET_COPIES * hardware.traffic_time_s(2 * size))
+    return found
+
+
+def optimizer_s(size_bytes: float, hardware: Hardware) -> float:
+    """Seconds of AdamW's update of so many bytes of parameters."""
+    return OPTIMIZER_TRAFFIC * size_bytes / hardware.memory_bytes_per_s

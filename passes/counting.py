@@ -10,6 +10,7 @@ backward reads the gradient of the output and what was kept, and writes the grad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
@@ -17,13 +18,13 @@ from torch import fx
 
 from autopart.cost.collectives import PARTS
 from autopart.cost.flops import counted_flops
-from autopart.cost.work import NOTHING, Size, Work
+from autopart.cost.work import NOTHING, Powers, Size, Work
 from autopart.graph import operator_name, tensor_inputs
 from autopart.layout import DIRECTIONS
 from autopart.program import Program
 from autopart.trace import Trace
 
-from .footprint import Value, Walk, needs_grad
+from .footprint import Memory, Value, Walk, memories, needs_grad
 from .powers import Growth
 
 ATTENTION = "aten::scaled_dot_product_attention"
@@ -46,11 +47,17 @@ class Counted(NamedTuple):
     accumulate: tuple[Work, ...] = ()
 
 
-def counted(trace: Trace, program: Program, walks: Sequence[Walk]) -> list[list[Counted]]:
-    """What the operators of every stage do in a microbatch on the stage's first rank, in their order."""
+def counted(trace: Trace, program: Program, walks: Sequence[Walk], fused: bool = False) -> list[list[Counted]]:
+    """What the operators of every stage do in a microbatch on the stage's first rank, in their order.
+
+    Args:
+        fused: what lies between two products or collectives is one kernel, as a compiler makes it (or Megatron's fused
+            kernels: Narayanan et al. 2021, section 4.2); the last operator of a chain has its work.
+    """
     growth = Growth(trace, program)
     known: dict[Any, Counted] = {}
-    return [_Counter(walk, growth, known).stage() for walk in walks]
+    counters = [_Counter(walk, growth, known) for walk in walks]
+    return [counter.fused(counter.stage()) if fused else counter.stage() for counter in counters]
 
 
 class _Counter:
@@ -76,6 +83,45 @@ class _Counter:
             sums = tuple(Work("other", self.size(weight) * _SUMMED, in_place=True) for weight in trained)
             found.append(one._replace(recompute=one.forward if node in rerun else (), accumulate=sums))
         return found
+
+    def fused(self, found: Sequence[Counted]) -> list[Counted]:
+        """With the works of every chain of operators that are priced by their memory traffic as one."""
+        fused, chain = [], list[Counted]()
+        ends: tuple[Counted | None, ...] = (*found, None)
+        for one in ends:
+            if one is not None and all(work.kind == "other" for work in one.forward):
+                chain.append(one)
+                continue
+            fused += self._chain(chain) if sum(map(bool, (c.forward for c in chain))) > 1 else chain
+            fused += [one] if one is not None else []
+            chain = []
+        return fused
+
+    def _chain(self, chain: Sequence[Counted]) -> list[Counted]:
+        nodes = {one.node for one in chain}
+        sources = {used for node in nodes for used in node.all_input_nodes} - nodes
+        read = self._bytes(sources)
+        made = self._bytes({node for node in nodes if not nodes.issuperset(node.users)})
+        ends = {*sources, *(node for node in nodes if not nodes.issuperset(node.users))}
+        kept = {memory for node in nodes for memory in self.walk.keeps.get(node, ())}
+        read_again = self._bytes({n for n in ends if kept & memories(self.walk.values[n], lasting=True)})
+        grads = self._bytes({n for n in sources if needs_grad(self.walk.values[n])})
+        forward = (Work("other", read + made),)
+        back = (Work("other", made + read_again + grads),) * (not self.alive.isdisjoint(nodes))
+        of_inputs = any(one.input_backward for one in chain)
+        last = chain[-1]._replace(
+            forward=forward, recompute=forward if any(one.recompute for one in chain) else (),
+            input_backward=back if of_inputs else (), weight_backward=() if of_inputs else back,
+        )  # fmt: skip
+        return [*(Counted(one.node, (), accumulate=one.accumulate) for one in chain[:-1]), last]
+
+    def _bytes(self, nodes: Set[fx.Node]) -> Size:
+        """Of the memory that values lie in, each piece once."""
+        pieces: dict[Memory, Size] = {}
+        for node in nodes:
+            for memory in memories(self.walk.values[node], lasting=True):
+                pieces.setdefault(memory, Size.of(memory.size_bytes, self.growth.of(node)))
+        return Size.sum(pieces.values())
 
     def size(self, node: fx.Node) -> Size:
         found = self.walk.values[node]
@@ -143,13 +189,23 @@ class _Counter:
             one = Work("attention", traffic, counted, dtype)
             back = (one._replace(times=_ATTENTION_BACKWARD),) * (node in self.alive)
             return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
-        one = Work("matmul", traffic, counted, dtype)
+        one = Work("matmul", traffic, counted, dtype, depth=self._depth(node, counted))
         parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
-        for weight, v in zip(of_weights, read, strict=True):
+        for weight, used, v in zip(of_weights, tensor_inputs(node), read, strict=True):
             if node in self.alive and needs_grad(v):
-                # Of a bias: a sum over rows.
-                parts[weight] += (one if len(v.form.shape) > 1 else Work("other", traffic),)
+                product = len(v.form.shape) > 1  # of a bias: a sum over rows
+                depth = self._depth(used, counted) if product else NOTHING
+                parts[weight] += (one._replace(depth=depth) if product else Work("other", traffic),)
         return Counted(node, (one,), parts[False], parts[True])
+
+    def _depth(self, made: fx.Node, flops: Size) -> Size:
+        """How many terms each element of a product's result is the sum of."""
+        if not isinstance(self.walk.values[made], Value):  # a recurrent layer's several
+            return NOTHING
+        elements = math.prod(self.walk.values[made].form.shape)
+        (powers, number), other = flops.terms[0], self.growth.of(made)
+        less = Powers(*(mine - theirs for mine, theirs in zip(powers, other, strict=True)))
+        return Size.of(number / (2 * max(1, elements)), less)
 
     def _made(self, node: fx.Node) -> Size:
         """Bytes of new memory that a call writes."""

@@ -138,7 +138,7 @@ def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
     last: dict[Memory, int] = {}
     for index, node in enumerate(nodes):
         for used in (node, *node.all_input_nodes):
-            last |= dict.fromkeys(_memories(walk.values[used]), index)
+            last |= dict.fromkeys(memories(walk.values[used]), index)
     now, most = 0, 0
     ends: dict[int, int] = defaultdict(int)
     for memory, index in last.items():
@@ -146,7 +146,7 @@ def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
             ends[index] += memory.size_bytes
     seen: set[Memory] = set()
     for index, node in enumerate(nodes):
-        fresh = {memory for memory in _memories(walk.values[node]) if memory not in seen}
+        fresh = {memory for memory in memories(walk.values[node]) if memory not in seen}
         seen |= fresh
         now += sum(memory.size_bytes for memory in fresh) + (saved_others(walk, node) if node in saved else 0)
         most = max(most, now)
@@ -169,7 +169,7 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
     for node in [node for node in reversed(list(walk.values)) if node in alive and node.op == "call_function"]:
         now += rerun.pop(region := node.meta.get("region", -1), 0)
         fresh = {m for used in (node, *node.all_input_nodes) if needs_grad(walk.values[used])
-                 for m in _memories(walk.values[used], lasting=True)} - grads  # fmt: skip
+                 for m in memories(walk.values[used], lasting=True)} - grads  # fmt: skip
         grads |= fresh
         now += sum(memory.size_bytes for memory in fresh)
         most = max(most, now + sum(m.size_bytes for m in set(walk.keeps.get(node, ())) if m.again))
@@ -186,13 +186,13 @@ def _delayed_bytes(walk: Walk, alive: Set[fx.Node]) -> int:
     """The gradients that pipelining keeps for the weights' part of a backward: of all that weights and values make."""
     weights = walk.of_weights(alive)
     mixed = [n for n in walk.values if n in alive and n not in weights and any(u in weights for u in n.all_input_nodes)]
-    return sum(memory.size_bytes for memory in {m for node in mixed for m in _memories(walk.values[node])})
+    return sum(memory.size_bytes for memory in {m for node in mixed for m in memories(walk.values[node])})
 
 
-def _memories(found: Any, lasting: bool = False) -> set[Memory]:
+def memories(found: Any, lasting: bool = False) -> set[Memory]:
     """The memory of a value, or of a tuple of them; `lasting`: also what lives on."""
     if isinstance(found, tuple):
-        return {memory for item in found for memory in _memories(item, lasting)}
+        return {memory for item in found for memory in memories(item, lasting)}
     return {found.memory} if isinstance(found, Value) and (lasting or not found.memory.lives) else set()
 
 
@@ -287,7 +287,7 @@ class Walk:
         """The memory that operators read and do not make."""
         own = set(nodes)
         read = [used for node in nodes for used in node.all_input_nodes if used not in own]
-        return [memory for used in dict.fromkeys(read) for memory in _memories(self.values[used])]
+        return [memory for used in dict.fromkeys(read) for memory in memories(self.values[used])]
 
     def of_weights(self, alive: Set[fx.Node]) -> set[fx.Node]:
         """Of the nodes that a gradient passes: those that pass it on to weights alone."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from autopart.cost.collectives import time_s
 from autopart.cost.hardware import Hardware
-from autopart.cost.memory import BUCKET_BYTES
-from autopart.cost.work import Work
+from autopart.cost.work import Work, gradient_sum_s, optimizer_s
 from autopart.mesh import Mesh
 from autopart.plan import TIMING_PARTS, Schedule
 from autopart.program import Program, Stage, StoredTensor
@@ -19,12 +18,7 @@ from .counting import Counted, counted
 from .footprint import Walk
 from .memory import homes, local_bytes
 from .partition import active_operators, matrix_work
-
-_OPTIMIZER_TRAFFIC = 7
-"""Values that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient), per parameter."""
-
-_BUCKET_COPIES = 2
-"""A gradient is copied into a flat bucket, and out of it again; each reads and writes it."""
+from .tabulate import totals_of
 
 
 def timing(
@@ -32,12 +26,14 @@ def timing(
 ) -> dict[str, Any]:
     """What `autopart.simulate` needs of a plan, as data: the peak of a device, `forward_flops` of the model's matrix
     work on the global batch, `recomputed_flops` of what all ranks run again, `stages`, one row each, and `ranks`, one
-    for each coordinate of `pp`. Seconds are of one microbatch, of ranks of a step.
+    for each coordinate of `pp`; seconds are of one microbatch, of ranks of a step. `totals`: what the formulas of
+    `Plan.cost` are made of.
 
     Args:
         walks: one of each stage.
     """
     stages = counted(trace, program, walks)
+    totals = totals_of(trace, program, walks, stages)
     seconds: dict[Work, float] = {}
     rows = [
         _stage_row(found, walk.stage, program, hardware, seconds) for walk, found in zip(walks, stages, strict=True)
@@ -48,7 +44,7 @@ def timing(
         "peak_flops_per_s": hardware.matmul_flops_per_s,
         "forward_flops": sum(matrix_work(node) for node in active_operators(trace.graph)),
         "recomputed_flops": round(again * program.microbatches * ranks), "stages": rows,
-        "ranks": [*_rank_rows(trace, program, schedule, hardware)],
+        "ranks": [*_rank_rows(trace, program, schedule, hardware)], "totals": totals.as_data(),
     }  # fmt: skip
 
 
@@ -96,22 +92,14 @@ def _rank_rows(trace: Trace, program: Program, schedule: Schedule, hardware: Har
                 owners = sum(bool(set(stored.stages) & other) for other in ranks)
                 sizes[_groups(stored, owners, mesh)] += size
                 trained += size
-        seconds = sum(_sum_s(size, groups, hardware) for groups, size in sizes.items() if groups)
-        optimizer = _OPTIMIZER_TRAFFIC * trained / hardware.memory_bytes_per_s
-        yield {"gradient_sum_s": _digits(seconds), "optimizer_s": _digits(optimizer)}
+        seconds = sum(gradient_sum_s(size, groups, hardware) for groups, size in sizes.items() if groups)
+        yield {"gradient_sum_s": _digits(seconds), "optimizer_s": _digits(optimizer_s(trained, hardware))}
 
 
 def _groups(stored: StoredTensor, owners: int, mesh: Mesh) -> tuple[tuple[str, int, int], ...]:
     """The groups of ranks that a gradient is summed over, one after the other: (axis, ranks, their distance)."""
     axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in stored.grad_axes if mesh.size(axis) > 1]
     return (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
-
-
-def _sum_s(size: int, groups: Sequence[tuple[str, int, int]], hardware: Hardware) -> float:
-    """Seconds of summing gradients of `size` bytes, in buckets that are copied together and apart again."""
-    buckets = [min(size - at, BUCKET_BYTES) for at in range(0, size, BUCKET_BYTES)]
-    moved = sum(time_s("all_reduce", n, b, hardware, stride) for _, n, stride in groups for b in buckets)
-    return moved + _BUCKET_COPIES * sum(hardware.traffic_time_s(2 * b) for b in buckets)
 
 
 def _digits(seconds: float) -> float:

@@ -47,3 +47,9 @@ def test_predicted():
     for rank, predicted in zip(row["ranks"], row["predicted_peak_bytes"], strict=True):
         assert predicted == pytest.approx(rank["peak_bytes"], rel=0.15)
         assert {"matmul", "attention", "optimizer", "other"} <= rank["kinds_s"].keys() and rank["thread_s"] > 0
+
+
+def test_published():
+    found = figures("published.py")
+    assert found["worst_error"] < 0.1 and len(found["rows"]) == 2
+    assert all(row["memory_bytes"] < 80e9 for row in found["rows"])

@@ -16,7 +16,8 @@ from autopart.mesh import Mesh
 from autopart.passes.shard import Programme
 from autopart.trace import bind_call
 
-PROFILES = {name: Hardware.load(name) for name in names()}
+# The links alone: what collectives of one kind were measured to reach need not keep these laws.
+PROFILES = {name: replace(Hardware.load(name), collectives={}) for name in names()}
 RING = {
     "all_reduce": lambda n, size, rate, latency: 2 * (n - 1) * latency + 2 * (n - 1) / n * size / rate,
     "all_gather": lambda n, size, rate, latency: (n - 1) * latency + (n - 1) / n * size / rate,
@@ -65,12 +66,12 @@ def test_one_level_is_a_ring(kind, profile):
 def test_two_levels_by_hand():
     """16 A100 in two nodes: reduce-scatter over NVLink, all-reduce of an eighth over InfiniBand, all-gather."""
     hardware, size = PROFILES["a100-80gb-sxm"], 1 << 30
-    inside = RING["all_gather"](8, size, 300e9, 3e-6)
+    inside = RING["all_gather"](8, size, 235e9, 3e-6)
     across = RING["all_reduce"](2, size / 8, 25e9, 9.6e-6)
     assert time_s("all_reduce", 16, size, hardware) == pytest.approx(2 * inside + across, rel=1e-12)
     assert time_s("all_gather", 16, size, hardware) == pytest.approx(inside + across / 2, rel=1e-12)
     # each rank sends 15 pieces of S / 16^2, 7 of them inside its node
-    moved = size / 16**2 * (7 / 300e9 + 8 / 25e9) + 7 * 3e-6 + 8 * 9.6e-6
+    moved = size / 16**2 * (7 / 235e9 + 8 / 25e9) + 7 * 3e-6 + 8 * 9.6e-6
     assert time_s("all_to_all", 16, size, hardware) == pytest.approx(moved, rel=1e-12)
 
 

@@ -169,9 +169,11 @@ def no_whole_number(name: str, given: Any) -> str:
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # meshes
-    "mesh: int": (plan(4),
-        "MeshError: mesh=4 gives a number of devices but no axes\n  why    choosing the axes for you is not built "
-        "yet\n  try    name them, for example mesh='tp4' or mesh={'dp': 4}"),
+    "mesh: int": (lambda: autopart.Mesh.parse(4),
+        "MeshError: mesh=4 gives a number of devices but no axes\n  why    plan and parallelize search for them; here "
+        "they must be named\n  try    mesh='tp4', mesh={'dp': 4}, or that of autopart.plan(model, 4, ...)"),
+    "mesh: no devices": (plan(0),
+        "OptionError: devices=0 is no number of devices\n  why    it is a whole number from 1"),
     "mesh: bool": (plan(True),
         "MeshError: mesh=True is no mesh\n  why    it is a bool\n  try    mesh={'dp': 2, 'tp': 2}"),
     "mesh: None": (plan(None),

@@ -77,7 +77,7 @@ def test_the_efficiency_between_two_points():
 
 def test_what_a_profile_may_leave_out():
     """The rate of memory is then one for all, and all collectives see the same links."""
-    data = FILES["a100-80gb-sxm"]
+    data = FILES["h100-80gb-sxm"]
     assert not set(OPTIONAL) & data.keys()
     plain = Hardware.parse(data)
     assert plain.traffic_time_s(1e6) == pytest.approx(1e6 / plain.memory_bytes_per_s)

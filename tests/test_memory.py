@@ -233,6 +233,7 @@ def test_an_error_says_what_takes_the_memory(refused):
 
 WAYS = {
     "zero=3": ("pp2,dp2", {"schedule": "gpipe", "microbatches": 2, "zero": 3}),
+    "recompute='full'": ("pp2,dp2", {"schedule": "gpipe", "microbatches": 2, "recompute": "full"}),
     "microbatches=4": ("pp2,dp2", {"schedule": "gpipe", "microbatches": 4}),
     "mesh='pp2,dp2,tp2' (8 ranks)": ("pp2,dp2,tp2", {"schedule": "gpipe", "microbatches": 2}),
 }

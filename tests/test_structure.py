@@ -28,6 +28,7 @@ ORCHESTRATORS = (
     "rulecheck",
     "rules",
     "scale",
+    "search",
     "shrink",
     "subgraph",
     "subject",

@@ -1,0 +1,281 @@
+"""The cost of a step as closed formulas (sympy) in batch, sequence, axis sizes, microbatches and hardware constants.
+
+Every operator is counted from its rule as a product of factors (`cost.work`), those that do the same once with how many
+there are. Symbols: `b` rows of a microbatch on a rank, `s` tokens of a row, `tp`, `dp`, `pp`, `m` microbatches, `v`
+stages a rank. Hardware: `X_<dtype>` peak FLOP/s, `eff(FLOPs)` the share that a product reaches, `H` the depth of a
+product at which that is half, `M` memory bytes/s, `L` seconds to launch a kernel, and those of `cost.collectives`;
+`g_tp`, `g_dp`, `g_pp`: the ranks of a group that are in one node.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import numpy as np
+import sympy
+from sympy.utilities.lambdify import implemented_function
+
+from autopart.mesh import Mesh
+from autopart.plan import Schedule
+
+from . import collectives
+from .collectives import levels
+from .hardware import Hardware
+from .memory import BUCKET_BYTES
+from .work import BUCKET_COPIES, OPTIMIZER_TRAFFIC, Powers, Size, Sizes, Work
+
+b, s, tp, dp, pp, m, v = SIZES = sympy.symbols("b s tp dp pp m v", positive=True)
+M, L, H = sympy.symbols("M L H", positive=True)
+IN_NODE = {axis: sympy.Symbol(f"g_{axis}", positive=True) for axis in ("tp", "dp", "pp")}
+_AXES = {"tp": tp, "dp": dp, "pp": pp}
+_LINKS = (collectives.B, collectives.alpha, collectives.B_node, collectives.alpha_node)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one microbatch of the whole model does on the ranks of one pipeline, and what they hold.
+
+    `works`: {(part of a step, work): how often}. `stored`: bytes of parameters, of which `trained` get a gradient, and
+    ZeRO-3 cuts `cut`, which are `num_cut`, over `dp`. `kept`: of activations, by all operators. `temporary`: beyond it
+    at the largest. `sent`: between two stages. `buffers`: of the model and of the inputs. `at`: the sizes that all
+    were counted at.
+    """
+
+    works: Mapping[tuple[str, Work], int]
+    stored: Size
+    trained: Size
+    cut: Size
+    num_cut: int
+    kept: Size
+    temporary: Size
+    sent: Size
+    buffers: float
+    at: Sizes
+
+    def as_data(self) -> dict[str, Any]:
+        """For a plan."""
+        works = [
+            {"part": part, "kind": work.kind, "count": count, "bytes": _listed(work.size),
+             **{name: _listed(size) for name, size in (("flops", work.flops), ("depth", work.depth)) if size.terms},
+             **{name: given for name in ("dtype", "axis", "in_place") if (given := getattr(work, name))},
+             **({"times": work.times} if work.times != 1 else {})}
+            for (part, work), count in self.works.items()
+        ]  # fmt: skip
+        sizes = {name: _listed(getattr(self, name)) for name in _BYTES}
+        return {"at": list(self.at), **sizes, "num_cut": self.num_cut, "buffers": self.buffers, "works": works}
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> Totals:
+        """From a plan's."""
+        works = {
+            (row["part"], Work(row["kind"], _read(row["bytes"]), _read(row.get("flops", ())), row.get("dtype", ""),
+                               row.get("axis", ""), row.get("times", 1.0), row.get("in_place", False),
+                               _read(row.get("depth", ())))): row["count"]
+            for row in data["works"]
+        }  # fmt: skip
+        sizes = {name: _read(data[name]) for name in _BYTES}
+        return Totals(works=works, at=Sizes(*data["at"]), num_cut=data["num_cut"], buffers=data["buffers"], **sizes)
+
+
+_BYTES = ("stored", "trained", "cut", "kept", "temporary", "sent")
+
+
+def _listed(size: Size) -> list[list[float]]:
+    return [[value, *powers] for powers, value in size.terms]
+
+
+def _read(terms: Sequence[Sequence[float]]) -> Size:
+    return Size(tuple((Powers(*map(int, powers)), value) for value, *powers in terms))
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The formulas of a model under one kind of layouts.
+
+    Example:
+        >>> formula.parts_s["matmul"], formula.step_time_s, formula.memory_bytes    # doctest: +SKIP
+    """
+
+    totals: Totals
+    hardware: Hardware = field(repr=False)
+    zero: int = 0
+    state_bytes: float = 3.0
+    receives_held: int | None = None
+    """These two as in `cost.table.Setting`."""
+
+    known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
+    """Seconds of works, which formulas counted at the same sizes may share."""
+
+    def of(self, size: Size) -> sympy.Expr:
+        """A Size in the symbols."""
+        at = self.totals.at
+        terms = (
+            _exact(value) * (b / at.b) ** p.b * (s / at.s) ** p.s * (sympy.Integer(at.tp) / tp) ** p.tp
+            for p, value in size.terms
+        )
+        return sympy.Add(*terms)
+
+    def seconds(self, work: Work) -> sympy.Expr:
+        """Of one work."""
+        if work not in self.known:
+            self.known[work] = self._seconds(work)
+        return self.known[work]
+
+    def _seconds(self, work: Work) -> sympy.Expr:
+        size = self.of(work.size)
+        if work.axis:
+            count, inside = _AXES[work.axis], IN_NODE[work.axis]
+            one = collectives.TIME[work.kind].subs(
+                {collectives.S: size, collectives.n: count, collectives.k: count / inside, collectives.g: inside},
+                simultaneous=True,
+            )  # fmt: skip
+            if work.kind in self.hardware.collectives:  # which has links of its own
+                one = one.subs(dict(zip(_LINKS, self.hardware.links(work.kind), strict=True)))
+        elif work.flops.terms:
+            flops = self.of(work.flops)
+            shallow = 1 + H / self.of(work.depth) if work.depth.terms and self.hardware.matmul_half_depth else 1
+            peak = sympy.Symbol(f"X_{self.hardware.known_dtype(work.dtype)}", positive=True)
+            one = sympy.Max(flops * shallow / (peak * self._eff(flops)), self._traffic_s(size)) + L
+        else:
+            one = (size / M if work.in_place else self._traffic_s(size)) + L
+        return one * _exact(work.times)
+
+    @cached_property
+    def _eff(self) -> Any:
+        return _curve("eff", self.hardware.matmul_efficiency)
+
+    def _traffic_s(self, size: sympy.Expr) -> sympy.Expr:
+        curved = len(self.hardware.memory_efficiency) > 1
+        return size / (M * self._memory_share(size)) if curved else size / M
+
+    @cached_property
+    def _memory_share(self) -> Any:
+        return _curve("share", self.hardware.memory_efficiency)
+
+    @cached_property
+    def microbatch_s(self) -> dict[str, dict[str, sympy.Expr]]:
+        """Seconds of one microbatch of the whole model by part of a step and kind of work."""
+        found: dict[str, dict[str, list[sympy.Expr]]] = defaultdict(lambda: defaultdict(list))
+        for (part, work), count in self.totals.works.items():
+            often: Any = count * (m - 1) / m if part == "accumulate" else count
+            found[part][work.name].append(often * self.seconds(work))
+        return {part: {kind: sympy.Add(*terms) for kind, terms in kinds.items()} for part, kinds in found.items()}
+
+    @cached_property
+    def kinds_s(self) -> dict[str, sympy.Expr]:
+        """Seconds of one microbatch of the whole model by kind of work."""
+        found: dict[str, list[sympy.Expr]] = defaultdict(list)
+        for kinds in self.microbatch_s.values():
+            for kind, seconds in kinds.items():
+                found[kind].append(seconds)
+        return {kind: sympy.Add(*terms) for kind, terms in found.items()}
+
+    @cached_property
+    def parts_s(self) -> dict[str, sympy.Expr]:
+        """Seconds of a step of equal stages by kind: work, `"sends"`, `"bubble"` ((p - 1) / v m of the work: Narayanan
+        et al. 2021, section 2.2), `"gradient sums"` and `"optimizer"`."""
+        work = {kind: m * seconds / pp for kind, seconds in self.kinds_s.items()}
+        sent, inside = self.of(self.totals.sent), IN_NODE["pp"]
+        send = collectives.TIME["send"].subs(
+            {collectives.S: sent, collectives.k: pp / inside, collectives.g: inside}, simultaneous=True
+        )
+        several = sympy.Piecewise((0, sympy.Eq(pp, 1)), (1, True))
+        return {
+            **work, "sends": several * (2 * m + 2 * (pp - 1)) * send,
+            "bubble": (pp - 1) / (v * m) * sympy.Add(*work.values()),
+            **self._sums(), "optimizer": OPTIMIZER_TRAFFIC * self._held(self.totals.trained) / pp / M,
+        }  # fmt: skip
+
+    def _sums(self) -> dict[str, sympy.Expr]:
+        """All-reduces over `dp` in buckets, and the copies into these and out; of what ZeRO-3 cuts, two gathers and a
+        reduce-scatter a microbatch."""
+        several = sympy.Piecewise((0, sympy.Eq(dp, 1)), (1, True))
+        whole = self.of(self.totals.trained) - (self.of(self.totals.cut) if self.zero == 3 else 0)
+        one = self._over_dp("all_reduce", sympy.Integer(BUCKET_BYTES))
+        found = {"gradient sums": several * whole / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M)}
+        if self.zero == 3 and self.totals.num_cut:
+            each, number = self.of(self.totals.cut) / self.totals.num_cut, m * self.totals.num_cut / pp
+            found["dp all_gather"] = 2 * number * self._over_dp("all_gather", each)
+            found["dp reduce_scatter"] = number * self._over_dp("reduce_scatter", each)
+        return found
+
+    def _over_dp(self, kind: str, size: sympy.Expr) -> sympy.Expr:
+        inside = IN_NODE["dp"]
+        values = {collectives.S: size, collectives.k: dp / inside, collectives.g: inside}
+        return collectives.TIME[kind].subs(values, simultaneous=True)
+
+    def _held(self, size: Size) -> sympy.Expr:
+        """Of parameters, what a rank has of them."""
+        cut = self.of(self.totals.cut) if self.zero == 3 else sympy.Integer(0)
+        return self.of(size) - cut + cut / dp
+
+    @cached_property
+    def step_time_s(self) -> sympy.Expr:
+        return sympy.Add(*self.parts_s.values())
+
+    @cached_property
+    def memory_parts(self) -> dict[str, sympy.Expr]:
+        """Bytes of a rank of equal stages by kind. Activations are those of the microbatches in flight under 1F1B
+        (`p`, or `m` where fewer; interleaved `1 + (p-1)/pv` times as many: Korthikanti et al. 2022, section 4.2.3)."""
+        stored, trained = self._held(self.totals.stored) / pp, self._held(self.totals.trained) / pp
+        more = sympy.Piecewise((1, sympy.Eq(v, 1)), (1 + (pp - 1) / (pp * v), True))
+        held = m if self.receives_held is None else self.receives_held
+        flight = sympy.Min(m, pp * more) / pp
+        return {
+            "parameters": stored, "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
+            "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
+            "buffers": sympy.Float(self.totals.buffers),
+            "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * held * self.of(self.totals.sent), True)),
+        }  # fmt: skip
+
+    @cached_property
+    def memory_bytes(self) -> sympy.Expr:
+        return sympy.Add(*self.memory_parts.values())
+
+    # Numbers
+
+    @cached_property
+    def constants(self) -> dict[sympy.Symbol, float]:
+        """The hardware's."""
+        hardware = self.hardware
+        links = (hardware.link_bytes_per_s, hardware.link_latency_s, hardware.node_link_bytes_per_s,
+                 hardware.node_link_latency_s)  # fmt: skip
+        peaks = {sympy.Symbol(f"X_{dtype}", positive=True): peak for dtype, peak in hardware.flops_per_s.items()}
+        return {M: hardware.memory_bytes_per_s, L: hardware.launch_s, H: hardware.matmul_half_depth, **peaks,
+                **dict(zip(_LINKS, links, strict=True))}  # fmt: skip
+
+    def values(self, mesh: Mesh, schedule: Schedule, rows: int, tokens: int | None = None) -> dict[sympy.Symbol, Any]:
+        """What the symbols are for a mesh and schedule, with `rows` of the global batch."""
+        per_node = self.hardware.devices_per_node
+        inside = {IN_NODE[axis]: levels(mesh.size(axis), per_node, mesh.stride(axis))[0] for axis in IN_NODE}
+        sizes = (rows / (mesh.size("dp") * schedule.microbatches), tokens or self.totals.at.s, mesh.size("tp"),
+                 mesh.size("dp"), mesh.size("pp"), schedule.microbatches, schedule.virtual_stages)  # fmt: skip
+        return {**self.constants, **dict(zip(SIZES, sizes, strict=True)), **inside}
+
+
+def compiled(formulas: Sequence[Formula]) -> Any:
+    """(step_time_s, memory_bytes) of each formula as one numpy function of `b, s, tp, dp, pp, m, v, g_tp, g_dp, g_pp`:
+    numbers or arrays of them. The formulas are of one kind of hardware."""
+    constants = formulas[0].constants
+    found = [expression for f in formulas for expression in (f.step_time_s, f.memory_bytes)]
+    function = sympy.lambdify((*constants, *SIZES, *IN_NODE.values()), found, modules="numpy", cse=True)
+    return partial(function, *constants.values())
+
+
+@lru_cache(maxsize=64)
+def _curve(name: str, points: tuple[tuple[float, float], ...]) -> Any:
+    """A curve of a profile as a function in formulas."""
+    return implemented_function(name, partial(_straight, np.array(points)))
+
+
+def _straight(points: np.ndarray, amount: Any) -> Any:
+    """A curve that goes straight in the logarithm from point to point."""
+    return np.interp(np.log(np.asarray(amount, dtype=float)), np.log(points[:, 0]), points[:, 1])
+
+
+def _exact(value: float) -> sympy.Expr:
+    return sympy.Integer(int(value)) if value == int(value) else sympy.Float(value)

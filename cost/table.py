@@ -1,0 +1,367 @@
+"""A model as a table of what its operators do, from which any mesh, schedule and microbatch is estimated.
+
+A `Table` is counted once (`autopart.passes.tabulate`), from a copy of the model with few of its repeated blocks; its
+rows say which of them stand for how many. `estimate` cuts it into stages, prices them, and runs the schedule's actions
+on that, as `autopart.simulate` does with a plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from autopart.actions import actions
+from autopart.errors import StageError
+from autopart.mesh import Mesh
+from autopart.plan import TIMING_PARTS, Schedule
+
+from .collectives import time_s
+from .formula import Totals
+from .hardware import Hardware
+from .memory import OPTIMIZER_VALUES
+from .simulate import Simulation, simulated
+from .work import NOTHING, Size, Sizes, Work, gradient_sum_s, optimizer_s
+
+PLACES = 0.3
+"""The share of all places to cut that are looked at: those where least is sent."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `cut`:
+    whether ZeRO-3 cuts it over `dp`."""
+
+    size: Size
+    axes: tuple[str, ...]
+    trained: bool
+    cut: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One operator of a microbatch.
+
+    `works`: what it does by part of a step, `passes.counting.Counted`'s names. `kept`: bytes that are held from its
+    forward to its backward. `temporary`: bytes there while it runs. `crossing`: what a cut before it would send, None
+    where none can be. `load`: what stages are balanced by. `parameters`: those that it reads.
+    """
+
+    works: Mapping[str, tuple[Work, ...]]
+    kept: Size
+    temporary: Size
+    crossing: Size | None
+    load: Size
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """The operators of a model in order, with each repeated block as often as it is there.
+
+    `rows`, `parameters`: of the copy. `order`: all operators, as (position in `rows`, container of the block it is in,
+    the block's number). `b`, `s`, `tp`: rows of a microbatch, tokens of a row and ranks that were counted.
+    `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
+    """
+
+    rows: tuple[Row, ...]
+    order: tuple[tuple[int, str, int], ...]
+    parameters: Mapping[str, Parameter]
+    b: int
+    s: int
+    tp: int
+    row_flops: float
+    input_bytes: float = 0.0
+    buffer_bytes: float = 0.0
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Which row of `rows` each operator is."""
+        return np.array([position for position, _, _ in self.order])
+
+    def times(self, b: float, tp: float) -> Sizes:
+        """How many times the sizes that it was counted at."""
+        return Sizes(b / self.b, 1, tp / self.tp)
+
+    @cached_property
+    def counts(self) -> Mapping[tuple[str, Work], int]:
+        """How often each work is done in a microbatch, by part of a step."""
+        often = np.bincount(self.positions, minlength=len(self.rows))
+        found: dict[tuple[str, Work], int] = {}
+        for row, number in zip(self.rows, often, strict=True):
+            for part, works in row.works.items():
+                for work in works:
+                    found[part, work] = found.get((part, work), 0) + int(number)
+        return found
+
+    @cached_property
+    def totals(self) -> Totals:
+        """All operators together, for formulas."""
+        often = np.bincount(self.positions, minlength=len(self.rows))
+        held = {_named(name, path, number): self.parameters[name] for position, path, number in self.order
+                for name in self.rows[position].parameters}  # fmt: skip
+        trained = [parameter for parameter in held.values() if parameter.trained]
+        cut = [parameter.size for parameter in held.values() if parameter.cut]
+        return Totals(
+            self.counts, Size.sum(parameter.size for parameter in held.values()),
+            Size.sum(parameter.size for parameter in trained), Size.sum(cut), len(cut),
+            Size.sum(row.kept * int(count) for row, count in zip(self.rows, often, strict=True)),
+            max((row.temporary for row in self.rows), key=lambda size: size.value),
+            min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
+                default=NOTHING), self.buffer_bytes, Sizes(self.b, self.s, self.tp),
+        )  # fmt: skip
+
+
+def _named(name: str, path: str, number: int) -> str:
+    """A name for a parameter that is read by a block of the model, one name a block."""
+    return f"{path}.{number} {name}" if path and name.startswith(f"{path}.") else name
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a table is run: `rows` of the global batch, on a mesh, with a schedule; `zero` as in `plan`.
+
+    `state_bytes`: of gradients and optimizer for each byte of a trained parameter (AdamW in the parameter's dtype: 3).
+    `hidden_sums`: the share of the gradients' sums that may run beside the last backward. `scatter_sends`: ranks of
+    `tp` that have the same value each send a part to the next stage, which gathers it (Narayanan et al. 2021, section
+    4.1). `receives_held`: microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`:
+    where stages begin, if not where they are balanced.
+    """
+
+    mesh: Mesh
+    schedule: Schedule
+    rows: int
+    zero: int = 0
+    state_bytes: float = 1.0 + OPTIMIZER_VALUES
+    hidden_sums: float = 0.0
+    scatter_sends: bool = False
+    receives_held: int | None = None
+    cuts: tuple[int, ...] | None = field(default=None)
+
+    @property
+    def b(self) -> int:
+        """Rows of a microbatch on a rank."""
+        return self.rows // (self.mesh.size("dp") * self.schedule.microbatches)
+
+
+def estimate(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
+    """A step of the model under a setting, as `autopart.simulate` predicts it of a plan.
+
+    Raises StageError where there are fewer places to cut than stages.
+    """
+    mesh, schedule = setting.mesh, setting.schedule
+    cuts = setting.cuts if setting.cuts is not None else stage_cuts(table, setting)
+    edges = (0, *cuts, len(table.order))
+    stages = [range(edges[i], edges[i + 1]) for i in range(len(edges) - 1)]
+    priced = _Priced(table, setting, hardware)
+    rows = [priced.stage(index, stage) for index, stage in enumerate(stages)]
+    orders = actions(schedule.name, len(stages), mesh.size("pp"), schedule.microbatches)
+    homes = [sorted({action.stage for action in order}) for order in orders]
+    held = [priced.parameters(homes[rank], stages) for rank in range(len(homes))]
+    everywhere = [set(names) for names in held]
+    ranks = [priced.once(names, everywhere) for names in held]
+    again = sum(count * work.flops.at(priced.times) * work.times
+                for (part, work), count in table.counts.items() if part == "recompute")  # fmt: skip
+    timing = {
+        "peak_flops_per_s": hardware.matmul_flops_per_s, "forward_flops": table.row_flops * setting.rows,
+        "recomputed_flops": again * schedule.microbatches * mesh.num_ranks / mesh.size("pp"),
+        "stages": rows, "ranks": ranks,
+    }  # fmt: skip
+    found = simulated(timing, schedule, mesh, [0] * mesh.size("pp"), setting.hidden_sums)
+    return found.with_memory(priced.memory(found, held, stages, homes))
+
+
+def stage_cuts(table: Table, setting: Setting) -> tuple[int, ...]:
+    """Where stages begin, balanced as those of a plan are, at the places where least is sent.
+
+    Raises StageError where there are fewer places to cut than stages.
+    """
+    num_stages = setting.mesh.size("pp") * setting.schedule.virtual_stages
+    if num_stages == 1:
+        return ()
+    times = table.times(setting.b, setting.mesh.size("tp"))
+    loads = np.array([float(row.load.at(times)) for row in table.rows])[table.positions]
+    sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(times)) for row in table.rows])
+    sent = sent[table.positions]
+    sent[1:][sent[1:] == sent[:-1]] = math.inf  # of places that send the same in a row, the first
+    finite = sent[np.isfinite(sent)]
+    enough = max(np.quantile(finite, PLACES), np.sort(finite)[min(2 * num_stages, len(finite) - 1)])
+    places = np.where(sent <= enough, sent, math.inf)
+    if np.isfinite(places[1:]).sum() < num_stages - 1:
+        raise StageError(f"the model cannot be cut into {num_stages} stages", why="it has fewer places to cut between")
+    before = np.concatenate(([0.0], np.cumsum(loads)))
+    able = np.flatnonzero(np.isfinite(places[1:])) + 1
+    pp = setting.mesh.size("pp")
+
+    def heaviest_rank(cuts: tuple[int, ...]) -> float:
+        stages = [before[b] - before[a] for a, b in pairwise((0, *cuts, len(loads)))]
+        return max(sum(stages[rank::pp]) for rank in range(pp))
+
+    return min(_even(before, able, num_stages), _lightest(before, able, num_stages), key=heaviest_rank)
+
+
+def _even(before: np.ndarray, able: np.ndarray, num_stages: int) -> tuple[int, ...]:
+    """Of the places to cut those nearest to even shares of the load. `before`: the load before each operator."""
+    cuts: list[int] = []
+    for number in range(1, num_stages):
+        first = int(np.searchsorted(able, cuts[-1], side="right")) if cuts else 0
+        free = able[first : len(able) - (num_stages - 1 - number)]
+        cuts.append(int(free[np.abs(before[free] - before[-1] * number / num_stages).argmin()]))
+    return tuple(cuts)
+
+
+def _lightest(before: np.ndarray, able: np.ndarray, num_stages: int) -> tuple[int, ...]:
+    """Cuts whose heaviest stage is as light as it can be: stages are filled up to a limit, which is bisected."""
+
+    def filled(limit: float) -> tuple[int, ...]:
+        cuts: list[int] = []
+        for left in range(num_stages - 1, 0, -1):
+            start = before[cuts[-1]] if cuts else 0.0
+            first = np.searchsorted(able, cuts[-1], side="right") if cuts else 0
+            last = np.searchsorted(before[able], start + limit, side="right") - 1
+            cuts.append(int(able[min(max(last, first), len(able) - left)]))
+        return tuple(cuts)
+
+    def heaviest(cuts: tuple[int, ...]) -> float:
+        return max(before[b] - before[a] for a, b in pairwise((0, *cuts, len(before) - 1)))
+
+    low, high = before[-1] / num_stages, before[-1]
+    best = filled(high)
+    for _ in range(30):
+        limit = (low + high) / 2
+        cuts = filled(limit)
+        low, high = (low, limit) if heaviest(cuts) <= limit * (1 + 1e-9) else (limit, high)
+        best = min(best, cuts, key=heaviest)
+    return best
+
+
+class _Priced:
+    """A table's rows at the sizes of a setting."""
+
+    def __init__(self, table: Table, setting: Setting, hardware: Hardware):
+        self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
+        self.times = table.times(setting.b, setting.mesh.size("tp"))
+        self.seconds: dict[Work, float] = {}
+        later = (setting.schedule.microbatches - 1) / setting.schedule.microbatches
+        self.by_row = [self._row(row, later) for row in table.rows]
+        self.kept = np.array([float(row.kept.at(self.times)) for row in table.rows])
+        self.temporary = np.array([float(row.temporary.at(self.times)) for row in table.rows])
+
+    def _row(self, row: Row, later: float) -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
+        for part, works in self._works(row):
+            share, target = (later, "weight_backward") if part == "accumulate" else (1.0, part)
+            for work in works:
+                if work not in self.seconds:
+                    self.seconds[work] = work.seconds(self.hardware, self.mesh, self.times)
+                found[target][work.name] = found[target].get(work.name, 0.0) + self.seconds[work] * share
+        return found
+
+    def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
+        """What an operator does, with gathering its weights over `dp` where they are cut over it."""
+        yield from row.works.items()
+        for name in row.parameters if self.setting.zero == 3 else ():
+            parameter = self.table.parameters[name]
+            if parameter.cut:
+                gather = Work("all_gather", parameter.size, axis="dp")
+                yield "forward", (gather,)
+                if parameter.trained:
+                    yield "input_backward", (gather,)
+                    yield "weight_backward", (gather._replace(kind="reduce_scatter"),)
+
+    def stage(self, index: int, stage: range) -> dict[str, Any]:
+        """A stage's row of `Plan.timing`."""
+        often = np.bincount(self.table.positions[stage.start : stage.stop], minlength=len(self.table.rows))
+        parts: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
+        moved: dict[tuple[str, str], list[float]] = {}
+        for position in np.flatnonzero(often):
+            count = int(often[position])
+            for part, kinds in self.by_row[position].items():
+                for kind, seconds in kinds.items():
+                    parts[part][kind] = parts[part].get(kind, 0.0) + seconds * count
+            for _, works in self._works(self.table.rows[position]):
+                for work in works:
+                    if work.axis:
+                        row = moved.setdefault((work.axis, work.kind), [0, 0.0, 0.0])
+                        sent = work.sent_bytes(self.mesh, self.times)
+                        for i, much in enumerate((1, sent, self.seconds[work])):
+                            row[i] += much * count
+        crossing = self.table.rows[self.table.positions[stage.start]].crossing if index else NOTHING
+        size = float(crossing.at(self.times)) if crossing is not None else 0.0
+        collectives = [
+            {"axis": axis, "kind": kind, "count": count, "bytes": sent, "seconds": took}
+            for (axis, kind), (count, sent, took) in moved.items()
+        ]
+        received = self._received_s(size) if size else 0.0
+        return {"stage": index, **parts, "collectives": collectives, "receives_bytes": size, "receives_s": received}
+
+    def _received_s(self, size: float) -> float:
+        mesh, hardware = self.mesh, self.hardware
+        parts = mesh.size("tp") if self.setting.scatter_sends else 1
+        sent = time_s("send", mesh.size("pp"), size / parts, hardware, mesh.stride("pp"))
+        return sent + (time_s("all_gather", parts, size, hardware) if parts > 1 else 0.0)
+
+    def parameters(self, mine: Sequence[int], stages: Sequence[range]) -> dict[str, str]:
+        """The parameters that a rank holds: {name: name in the table}."""
+        held: dict[str, str] = {}
+        for index in mine:
+            for position, path, number in (self.table.order[i] for i in stages[index]):
+                held |= {_named(name, path, number): name for name in self.table.rows[position].parameters}
+        return held
+
+    def local_bytes(self, name: str) -> float:
+        """Of a rank's part of a parameter, by its name in the table."""
+        found = self.table.parameters[name]
+        cut = found.cut and self.setting.zero == 3
+        return float(found.size.at(self.times)) / (self.mesh.size("dp") if cut else 1)
+
+    def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
+        """A rank's row of `Plan.timing`: what it does once a step."""
+        mesh, sizes, trained = self.mesh, {}, 0.0  # type: tuple[Mesh, dict[Any, float], float]
+        for name, known in held.items():
+            parameter = self.table.parameters[known]
+            if not parameter.trained:
+                continue
+            size = self.local_bytes(known)
+            cut = parameter.cut and self.setting.zero == 3
+            axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
+                    if mesh.size(axis) > 1 and not (cut and axis == "dp")]  # fmt: skip
+            owners = sum(name in names for names in everywhere)
+            groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
+            sizes[groups] = sizes.get(groups, 0.0) + size
+            trained += size
+        seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sizes.items() if groups)
+        return {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware)}
+
+    def _temporary(self, rows: np.ndarray) -> float:
+        """How far a microbatch of a stage goes beyond what it keeps: at each operator the later ones keep nothing."""
+        kept = np.cumsum(self.kept[rows])
+        return max(0.0, float((kept + self.temporary[rows]).max() - kept[-1]))
+
+    def memory(
+        self, found: Simulation, held: Sequence[Mapping[str, str]], stages: Sequence[range],
+        homes: Sequence[Sequence[int]],
+    ) -> tuple[int, ...]:  # fmt: skip
+        """The most that the rank of each stage holds, in bytes."""
+        positions, setting = self.table.positions, self.setting
+        held_at_once = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
+        kept = [float(self.kept[positions[s.start : s.stop]].sum()) for s in stages]
+        boundaries = [self.stage(i, s)["receives_bytes"] for i, s in enumerate(stages)] + [0.0]
+        peaks = found.timeline.peak_memory_bytes([round(size) for size in kept])
+        totals: dict[int, int] = {}
+        for rank, mine in enumerate(homes):
+            states = sum(
+                self.local_bytes(known) * (1 + setting.state_bytes * self.table.parameters[known].trained)
+                for known in held[rank].values()
+            )
+            temporary = max(self._temporary(positions[stages[i].start : stages[i].stop]) for i in mine)
+            buffers = sum(boundaries[i] * (i - 1 not in mine) + boundaries[i + 1] * (i + 1 not in mine) for i in mine)
+            fixed = self.table.buffer_bytes + self.table.input_bytes * setting.rows
+            total = round(states + peaks[rank] + temporary + buffers * held_at_once + fixed)
+            totals |= dict.fromkeys(mine, total)
+        return tuple(totals[stage] for stage in range(len(stages)))

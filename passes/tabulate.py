@@ -1,0 +1,222 @@
+"""A model as a `Table`: what its operators do, counted on a program of one stage and one microbatch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import fx
+
+from autopart.cost.formula import Totals
+from autopart.cost.table import Parameter, Row, Table
+from autopart.cost.work import NOTHING, Powers, Size, Sizes, Work
+from autopart.graph import source_of
+from autopart.program import Program
+from autopart.trace import Trace
+
+from .analyze import batch_size
+from .counting import Counted, counted
+from .footprint import Memory, Value, Walk, memories, needs_grad, rerun_bytes, saved_memory, saved_others
+from .memory import local_bytes
+from .partition import active_operators, matrix_work
+from .powers import Growth, tokens
+from .storage import MIN_DIMS
+
+Blocks = Mapping[str, Sequence[int]]
+"""{path of a container: for every block of the model, which block of the traced copy it is like}."""
+
+PARTS = ("forward", "recompute", "input_backward", "weight_backward", "accumulate")
+
+
+class _At(NamedTuple):
+    """A repeated block: its container, and its number in the traced copy."""
+
+    path: str
+    number: int
+
+
+def tabulate(trace: Trace, program: Program, walk: Walk, blocks: Blocks, fused: bool = False) -> Table:
+    """The table of a program in which blocks stand for all that are like them; `fused` as in `counted`.
+
+    Raises ValueError where the operators of such a block do not lie together.
+    """
+    (found,) = counted(trace, program, [walk], fused)
+    held = _Held(walk, Growth(trace, program))
+    rows = tuple(held.row(one) for one in found)
+    parameters = {
+        name: Parameter(
+            _stored(trace, program, name), tuple(dict.fromkeys(("dp", *stored.grad_axes))), name in held.trained,
+            len(stored.shape) >= MIN_DIMS,
+        ) for name, stored in program.parameters.items()
+    }  # fmt: skip
+    batch, at = batch_size(trace), _blocks_of(found, blocks)
+    flops = sum(matrix_work(n) * _copies(n.meta.get("key", ""), blocks) for n in active_operators(trace.graph))
+    buffers = {id(buffer): buffer.nbytes * _copies(name, blocks) for name, buffer in trace.buffers.items()}
+    return Table(
+        rows, tuple(_order(at, blocks)), parameters, batch // program.row_ranks, tokens(trace),
+        program.mesh.size("tp"),
+        flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch, sum(buffers.values()),
+    )  # fmt: skip
+
+
+def totals_of(trace: Trace, program: Program, walks: Sequence[Walk], stages: Sequence[Sequence[Counted]]) -> Totals:
+    """What the formulas of a plan are made of. What ZeRO-3 moves over `dp` is in them by the size of the parameters.
+
+    Args:
+        walks, stages: of every stage, the latter as `counted` gives them.
+    """
+    growth = Growth(trace, program)
+    works: Counter[tuple[str, Work]] = Counter()
+    for one in (one for found in stages for one in found):
+        works.update((part, work) for part in PARTS for work in getattr(one, part) if not _is_zero(work))
+    kept, largest, sent, trained = list[Size](), NOTHING, NOTHING, set[str]()
+    for walk in walks:
+        held = _Held(walk, growth)
+        trained |= held.trained
+        nodes = [node for node in walk.values if node.op == "call_function"]
+        kept += [held.kept(node) for node in nodes]
+        largest = max([largest, *map(held.temporary, nodes)], key=lambda size: size.value)
+        names = {stage_input.name for stage_input in walk.stage.inputs}
+        received = [n for n in walk.values if n.op == "placeholder" and str(n.target) not in names]
+        sizes = [Size.of(b.size_bytes, growth.of(n)) for n, b in zip(received, walk.stage.receives, strict=True)]
+        sent = max(sent, Size.sum(sizes), key=lambda size: size.value)
+    stored = {name: _stored(trace, program, name) for name in program.parameters}
+    cut = [size for name, size in stored.items() if "dp" in program.parameters[name].layout]
+    return Totals(
+        dict(works), Size.sum(stored.values()), Size.sum(stored[name] for name in stored if name in trained),
+        Size.sum(cut), len(cut), Size.sum(kept), largest, sent,
+        float(sum({id(b): b.nbytes for b in trace.buffers.values()}.values())),
+        Sizes(batch_size(trace) // (program.row_ranks * program.microbatches), tokens(trace), program.mesh.size("tp")),
+    )  # fmt: skip
+
+
+def _is_zero(work: Work) -> bool:
+    """Whether it gathers a parameter over `dp`, or scatters its gradient."""
+    return work.axis == "dp" and work.kind in ("all_gather", "reduce_scatter")
+
+
+def _stored(trace: Trace, program: Program, name: str) -> Size:
+    """What a rank of `tp` stores of a parameter, before `dp` cuts it."""
+    stored = program.parameters[name]
+    cut = "tp" in stored.layout and stored.layout["tp"].is_shard
+    whole = local_bytes(trace, program, stored) * (program.mesh.size("dp") if "dp" in stored.layout else 1)
+    return Size.of(whole, Powers(0, 0, int(cut)))
+
+
+# Repeated blocks
+
+
+def _block_of(name: str, blocks: Blocks) -> _At | None:
+    for path in blocks:
+        match = re.match(rf"{re.escape(path)}\.(\d+)(?=[./]|$)", name)
+        if match is not None:
+            return _At(path, int(match[1]))
+    return None
+
+
+def _copies(name: str, blocks: Blocks) -> int:
+    """How many operators or tensors of the model one of the copy stands for."""
+    at = _block_of(name, blocks)
+    return 1 if at is None else list(blocks[at.path]).count(at.number)
+
+
+def _blocks_of(found: Sequence[Counted], blocks: Blocks) -> list[_At | None]:
+    """The block of every operator; what lies between two of a block is in it."""
+    at = [_block_of(_name(one.node), blocks) for one in found]
+    last: dict[_At, int] = {block: i for i, block in enumerate(at) if block is not None}
+    inside: _At | None = None
+    for i, block in enumerate(at):
+        if block is not None and inside is not None and block != inside and i < last[inside]:
+            raise ValueError(f"{block.path}.{block.number} begins inside {inside.path}.{inside.number}")
+        inside = block or inside
+        if inside is not None:
+            at[i] = inside if i <= last[inside] else None
+            inside = inside if i < last[inside] else None
+    return at
+
+
+def _name(node: fx.Node) -> str:
+    """What an operator is known by: its key, or the parameter that it is done to."""
+    source = source_of(node)[0]
+    while "key" not in source.meta and source.op == "call_function" and isinstance(source.args[0], fx.Node):
+        source = source.args[0]
+    return source.meta.get("key", str(source.target))
+
+
+def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str, int]]:
+    """All operators of the model in order: the row of each, and the block of the model it is in ("" for none)."""
+    for row, block in enumerate(at):
+        if block is None:
+            yield row, "", 0
+        elif row == at.index(block):  # here begin the blocks of the model up to the next one that was traced
+            like = blocks[block.path]
+            ends = like.index(block.number + 1) if block.number + 1 in like else len(like)
+            for number in range(like.index(block.number), ends):
+                same = _At(block.path, like[number])
+                yield from ((row, block.path, number) for row, other in enumerate(at) if other == same)
+
+
+class _Held:
+    """What a stage's operators hold in memory."""
+
+    def __init__(self, walk: Walk, growth: Growth):
+        self.walk, self.growth = walk, growth
+        self.alive = walk.reached()
+        self.saved = saved_memory(walk, self.alive)
+        self.rerun = rerun_bytes(walk, self.alive)
+        self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
+
+    def row(self, one: Counted) -> Row:
+        works = {part: found for part in PARTS if (found := getattr(one, part))}
+        products = [work.flops for work in one.forward if work.flops.terms]
+        computes = any(not work.axis for work in one.forward)
+        names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
+        return Row(
+            works, self.kept(one.node), self.temporary(one.node), self.crossing[one.node],
+            products[0] if products else self._elements(one.node) if computes else NOTHING,
+            tuple(sorted(names & set(self.walk.stage.parameters))),
+        )  # fmt: skip
+
+    def size(self, memory: Memory) -> Size:
+        return Size.of(memory.size_bytes, self.growth.of(memory.made_by))
+
+    def _elements(self, node: fx.Node) -> Size:
+        found = self.walk.values[node]
+        made = [v for v in (found if isinstance(found, tuple) else (found,)) if isinstance(v, Value)]
+        return Size.sum([Size.of(float(math.prod(v.form.shape)), self.growth.of(node)) for v in made])
+
+    def kept(self, node: fx.Node) -> Size:
+        own = Size.of(saved_others(self.walk, node) if node in self.alive else 0, self.growth.of(node))
+        return Size.sum([own, *map(self.size, self.saved.get(node, ()))])
+
+    def temporary(self, node: fx.Node) -> Size:
+        """The node's value and what it reads; of a region that is run again, what it keeps then too."""
+        values = [self.walk.values[used] for used in (node, *node.all_input_nodes)]
+        again = Size.of(self.rerun.get(node.meta.get("region", -1), 0), self.growth.of(node))
+        return Size.sum([again, *map(self.size, {memory for found in values for memory in memories(found)})])
+
+    @cached_property
+    def crossing(self) -> dict[fx.Node, Size | None]:
+        """What a stage that begins at a node would receive: None where a value without gradient would travel."""
+        nodes = list(self.walk.values)
+        last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
+        data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
+        travelling: dict[fx.Node, Size | None] = {}
+        found: dict[fx.Node, Size | None] = {}
+        for i, node in enumerate(nodes):
+            travelling = {made: size for made, size in travelling.items() if last[made] >= i}
+            sizes = list(travelling.values())
+            found[node] = None if None in sizes else Size.sum([size for size in sizes if size is not None])
+            if node.op == "placeholder" or (node.op == "call_function" and data.issuperset(node.all_input_nodes)):
+                data.add(node)
+            elif node.op == "get_attr" or weights.issuperset(node.all_input_nodes):
+                weights.add(node)
+            elif last.get(node, i) > i:
+                value = self.walk.values[node]
+                single = isinstance(value, Value) and needs_grad(value)
+                travelling[node] = Size.of(value.form.size_bytes, self.growth.of(node)) if single else None
+        return found

@@ -1,0 +1,115 @@
+"""The search: what its tables predict is what plans say, and what it finds fits, runs and beats the others."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from test_formula import gpt
+
+import autopart
+from autopart.cli import main
+from autopart.cost.table import Setting, estimate
+from autopart.errors import InputError, MemoryLimitError, OptionError
+from autopart.search import space_of
+
+
+@pytest.fixture(scope="module")
+def space():
+    model, batch = gpt(hidden=256, layers=8, vocabulary=2000, tokens=64, rows=8)
+    return space_of(model, "a100-80gb-sxm", 32, batch)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [("dp1", {}), ("dp4", {"microbatches": 2}), ("tp2", {}), ("tp4", {"sequence_parallel": True}), ("dp2,tp2", {}),
+     ("dp4", {"zero": 3}), ("dp2,tp2", {"recompute": "full"}), ("tp2", {"recompute": "selective"}),
+     ("pp2", {"microbatches": 8}), ("dp2,pp2,tp2", {"microbatches": 4, "recompute": "full"})],
+    ids=str,
+)  # fmt: skip
+def test_a_table_of_few_blocks_predicts_the_plan_of_all(space, mesh, options):
+    model, _ = gpt(hidden=256, layers=8, vocabulary=2000, tokens=64, rows=8)
+    ids = torch.zeros(32, 64, dtype=torch.long, device="meta")
+    asked = {"sequence_parallel": False, **options}
+    plan = autopart.plan(model, mesh, example_kwargs={"input_ids": ids, "labels": ids.clone()}, **asked)
+    real, tensor = autopart.simulate(plan), plan.mesh_object().size("tp") > 1
+    table = space.table(tensor, asked["sequence_parallel"] and tensor, options.get("recompute", "none"))
+    found = estimate(table, Setting(plan.mesh_object(), plan.schedule, 32, options.get("zero", 0)), space.hardware)
+    assert found.step_time_s == pytest.approx(real.step_time_s, rel=0.1)
+    assert max(found.peak_memory_bytes) == pytest.approx(max(real.peak_memory_bytes), rel=0.1)
+    assert found.hfu == pytest.approx(real.hfu, rel=0.1)
+
+
+def test_the_formulas_rank_as_the_simulation_does(space):
+    swept = space.sweep(8)
+    assert len(swept) > 100 and swept == sorted(swept, key=lambda c: c.step_time_s)
+    best, worst = space.simulated(swept[0]), space.simulated(swept[-1])
+    assert best.step_time_s < worst.step_time_s
+    assert 0.7 < best.step_time_s / swept[0].step_time_s < 1.7
+    assert {c.mesh.num_ranks for c in swept} == {8}
+
+
+def test_found_plans_are_a_pareto_list_that_computes_what_the_model_does():
+    torch.manual_seed(0)
+    model, _ = gpt(hidden=32, layers=4, tokens=16, rows=8)
+    real = type(model)(model.config).double()
+    real.loss_type = "ForCausalLM"
+    ids = torch.randint(120, (8, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    plans = autopart.search(real, 4, example_kwargs=batch)
+    steps = [autopart.simulate(plan) for plan in plans]
+    assert [s.step_time_s for s in steps] == sorted(s.step_time_s for s in steps)
+    assert all("found by search: " in plan.notes[-1] and plan.mesh_object().num_ranks == 4 for plan in plans)
+    found = autopart.verify(real, plans[0].mesh_object(), example_kwargs=batch, plan=plans[0])
+    assert found.ok and found.max_error < 1e-10
+    assert autopart.plan(real, 4, example_kwargs=batch) == plans[0]
+
+
+def test_less_memory_finds_smaller_plans(space):
+    least = min(c.memory_bytes for c in map(space.simulated, space.sweep(4)[::40]))
+    roomy, tight = space.best(4, 80e9)[0], space.best(4, 1.2 * least)[0]
+    assert tight.memory_bytes <= 1.2 * least and roomy.step_time_s <= tight.step_time_s
+    with pytest.raises(MemoryLimitError, match="no way to run on 4 devices fits into 1 kB"):
+        space.best(4, 1e3)
+
+
+def test_a_mesh_does_not_cut_what_cannot_be_cut(space):
+    assert {str(mesh) for mesh in space.meshes(3)} == {"pp3", "tp3"}  # 32 rows do not divide over dp3
+    assert all(mesh.size("tp") <= 8 for mesh in space.meshes(64))
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [(lambda m, b: autopart.search(m, 0, example_kwargs=b), OptionError),
+     (lambda m, b: autopart.search(m, 2, global_batch=0, example_kwargs=b), OptionError),
+     (lambda m, b: autopart.search(torch.nn.Linear(2, 2), 2), InputError),
+     (lambda m, b: autopart.plan(m, 2), InputError),
+     (lambda m, b: autopart.plan(m, 2, example_kwargs=b, zero=3), OptionError)],
+    ids=["devices", "batch", "no example", "no example for a plan", "an option of the search"],
+)  # fmt: skip
+def test_mistakes(call, error):
+    model, batch = gpt()
+    with pytest.raises(error):
+        call(model, batch)
+
+
+def test_command_line(tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32,
+              "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    output = tmp_path / "plan.json"
+    options = [
+        "search",
+        "--hf-config",
+        str(tmp_path / "config.json"),
+        "--devices",
+        "4",
+        "--count",
+        "1",
+        "-o",
+        str(output),
+    ]
+    result = CliRunner().invoke(main, options)
+    assert result.exit_code == 0, result.output
+    assert "a step" in result.output and f"wrote {output}" in result.output
+    assert autopart.Plan.load(output).mesh_object().num_ranks == 4
