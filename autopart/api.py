@@ -60,7 +60,7 @@ def parallelize(
         microbatches, virtual_stages: parts that a step cuts a rank's rows into; pipeline stages per rank.
         sequence_parallel: whether what lies between matrix products is cut along the sequence; "auto": where faster.
         hardware: the profile that prices choices, a name or a path.
-        pins: what is fixed first, or a JSON file that says it: `{"h.*.up.weight": {"tp": "S(0)"}}`; see `autopart.pins`.
+        pins: what is fixed first, or a JSON file of it: `{"h.*.up.weight": {"tp": "S(0)"}}`; see `autopart.pins`.
         zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it.
         memory: what a rank has, "80GB", "24GiB" or bytes: `sequence_parallel` and `zero` are then chosen to fit.
         recompute: what the backward computes again: "none"; "selective", the core of attention; "full", every block.
