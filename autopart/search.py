@@ -28,7 +28,7 @@ from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionE
 from autopart.explain import quantity
 from autopart.mesh import Mesh
 from autopart.model_source import example_of
-from autopart.passes.tabulate import tabulate
+from autopart.passes.tabulate import BlocksApart, tabulate
 from autopart.plan import Plan, Schedule
 from autopart.program import Recompute
 from autopart.scale import fewer_blocks
@@ -95,16 +95,24 @@ class Space:
     model: nn.Module
     example: Mapping[str, Any]
     rows: int
-    hardware: Hardware
+    profile: str
     fused: bool = False
     assumed: Mapping[str, Any] = field(default_factory=dict)
     tables: dict[tuple[bool, bool, str], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.hardware = Hardware.load(self.profile)
+        self._call = tree_map(lambda x: _rows_of(x, self._given_rows, TRACED_ROWS), dict(self.example))
         small, like = fewer_blocks(self.model)
-        call = tree_map(lambda x: _rows_of(x, self._given_rows, TRACED_ROWS), dict(self.example))
-        self._traced = prepare(small, bind_call(small, (), call))
-        self._like = like
+        try:
+            self._traced, self._like = prepare(small, bind_call(small, (), self._call)), like
+        except Exception:  # whatever a model's own code raises when its blocks are fewer
+            self._trace_whole()
+
+    def _trace_whole(self) -> None:
+        self._traced, self._like = prepare(self.model, bind_call(self.model, (), self._call)), {}
+        self._drafts.clear()
+        self.tables.clear()
 
     @cached_property
     def _given_rows(self) -> int:
@@ -115,11 +123,16 @@ class Space:
         """The table for layouts with `tp` or without, counted when first asked for."""
         key = (tensor, sequence_parallel, recompute)
         if key not in self.tables:
-            options = Options(sequence_parallel=sequence_parallel, recompute=recompute)
+            options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute)
             known = next((d for (t, sp, _), d in self._drafts.items() if (t, sp) == key[:2]), None)
             found = drafted(self._traced, Mesh.parse("tp2" if tensor else "dp1"), options, known)
             self._drafts[key] = found
-            self.tables[key] = tabulate(self._traced, found.program, found.walks[0], self._like, self.fused)
+            try:
+                made = tabulate(self._traced, found.program, found.walks[0], self._like, self.fused)
+            except BlocksApart:
+                self._trace_whole()
+                return self.table(tensor, sequence_parallel, recompute)
+            self.tables[key] = made
         return self.tables[key]
 
     @cached_property
@@ -215,10 +228,10 @@ class Space:
         chosen = [*islice(_distinct(able), SIMULATED), *smaller[:: max(1, len(smaller) // SMALLER)][:SMALLER]]
         found: list[Candidate] = []
         left = ACTIONS
-        for candidate in {id(candidate): candidate for candidate in chosen}.values():
+        for number, candidate in enumerate({id(c): c for c in (*chosen, *able)}.values()):
             schedule = candidate.schedule
             left -= candidate.mesh.size("pp") * schedule.virtual_stages * schedule.microbatches
-            if found and left < 0:
+            if found and (left < 0 or number >= len(chosen)):
                 break
             try:
                 made = self.simulated(candidate)
@@ -317,7 +330,7 @@ def space_of(
     rows = global_batch if global_batch is not None else max(sizes, key=sizes.count)
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise OptionError(f"global_batch={rows!r} is no number of rows", why="it is a whole number from 1")
-    return Space(model, example, rows, Hardware.load(hardware))
+    return Space(model, example, rows, hardware)
 
 
 def _lost(best: Candidate, found: Sequence[Candidate]) -> str:

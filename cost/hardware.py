@@ -54,15 +54,20 @@ class Hardware:
 
     @staticmethod
     def load(profile: str | Path = DEFAULT) -> Hardware:
-        """A profile by name (`a100-80gb-sxm`) or from a JSON file.
+        """A profile by name (`a100-80gb-sxm`, or that of a file read before) or from a JSON file.
 
         Raises OptionError where there is no such profile, or a number is missing or cannot be.
         """
         path = Path(profile) if str(profile).endswith(".json") else _PROFILES / f"{profile}.json"
+        if not path.exists() and profile in _OWN:
+            return _OWN[str(profile)]
         if not path.exists():
             raise OptionError(f"there is no hardware profile '{profile}'", why=f"the profiles are {', '.join(names())}",
                               hint="a name of these, or the path of a JSON file of the same form")  # fmt: skip
-        return _File(str(path)).read()
+        found = _File(str(path)).read()
+        if path.parent != _PROFILES:
+            _OWN[found.name] = found
+        return found
 
     @staticmethod
     def parse(data: Mapping[str, Any], where: str = "") -> Hardware:
@@ -111,6 +116,10 @@ class Hardware:
         if depth:
             work_s *= 1 + self.matmul_half_depth / depth
         return max(work_s, self.traffic_time_s(size_bytes)) + self.launch_s
+
+
+_OWN: dict[str, Hardware] = {}
+"""Profiles that were read from a user's files, by name, as plans know them."""
 
 
 def _share(points: tuple[tuple[float, float], ...], amount: float) -> float:

@@ -188,10 +188,13 @@ def stage_cuts(table: Table, setting: Setting) -> tuple[int, ...]:
     loads = np.array([float(row.load.at(times)) for row in table.rows])[table.positions]
     sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(times)) for row in table.rows])
     sent = sent[table.positions]
-    sent[1:][sent[1:] == sent[:-1]] = math.inf  # of places that send the same in a row, the first
-    finite = sent[np.isfinite(sent)]
-    enough = max(np.quantile(finite, PLACES), np.sort(finite)[min(2 * num_stages, len(finite) - 1)])
-    places = np.where(sent <= enough, sent, math.inf)
+    first = sent.copy()
+    first[1:][sent[1:] == sent[:-1]] = math.inf  # of places that send the same in a row, the first
+    finite = np.sort(first[np.isfinite(first)])
+    enough = max(np.quantile(finite, PLACES), finite[min(2 * num_stages, len(finite) - 1)])
+    places = np.where(first <= enough, first, math.inf)
+    if np.isfinite(places[1:]).sum() < num_stages - 1:
+        places = sent
     if np.isfinite(places[1:]).sum() < num_stages - 1:
         raise StageError(f"the model cannot be cut into {num_stages} stages", why="it has fewer places to cut between")
     before = np.concatenate(([0.0], np.cumsum(loads)))

@@ -32,6 +32,10 @@ Blocks = Mapping[str, Sequence[int]]
 PARTS = ("forward", "recompute", "input_backward", "weight_backward", "accumulate")
 
 
+class BlocksApart(Exception):
+    """The operators of a repeated block do not lie together, so that one cannot stand for others."""
+
+
 class _At(NamedTuple):
     """A repeated block: its container, and its number in the traced copy."""
 
@@ -42,7 +46,7 @@ class _At(NamedTuple):
 def tabulate(trace: Trace, program: Program, walk: Walk, blocks: Blocks, fused: bool = False) -> Table:
     """The table of a program in which blocks stand for all that are like them; `fused` as in `counted`.
 
-    Raises ValueError where the operators of such a block do not lie together.
+    Raises BlocksApart where the operators of such a block do not lie together.
     """
     (found,) = counted(trace, program, [walk], fused)
     held = _Held(walk, Growth(trace, program))
@@ -131,7 +135,7 @@ def _blocks_of(found: Sequence[Counted], blocks: Blocks) -> list[_At | None]:
     inside: _At | None = None
     for i, block in enumerate(at):
         if block is not None and inside is not None and block != inside and i < last[inside]:
-            raise ValueError(f"{block.path}.{block.number} begins inside {inside.path}.{inside.number}")
+            raise BlocksApart(f"{block.path}.{block.number} begins inside {inside.path}.{inside.number}")
         inside = block or inside
         if inside is not None:
             at[i] = inside if i <= last[inside] else None

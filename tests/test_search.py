@@ -1,14 +1,17 @@
 """The search: what its tables predict is what plans say, and what it finds fits, runs and beats the others."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from click.testing import CliRunner
 from test_formula import gpt
 
 import autopart
 from autopart.cli import main
+from autopart.cost import hardware
 from autopart.cost.table import Setting, estimate
 from autopart.errors import InputError, MemoryLimitError, OptionError
 from autopart.search import space_of
@@ -63,6 +66,16 @@ def test_found_plans_are_a_pareto_list_that_computes_what_the_model_does():
     found = autopart.verify(real, plans[0].mesh_object(), example_kwargs=batch, plan=plans[0])
     assert found.ok and found.max_error < 1e-10
     assert autopart.plan(real, 4, example_kwargs=batch) == plans[0]
+
+
+@pytest.mark.parametrize("name", ["skip_mlp", "t5"])
+def test_any_model_can_be_searched(name, tmp_path):
+    """Few places to cut, or blocks of two kinds; with a profile of one's own."""
+    model, batch = zoo.ZOO[name]()
+    data = json.loads((Path(hardware.__file__).parent / "profiles" / "h100-80gb-sxm.json").read_text())
+    (tmp_path / "own.json").write_text(json.dumps(data | {"name": "own"}))
+    (plan,) = autopart.search(model, 4, hardware=str(tmp_path / "own.json"), example_kwargs=batch, count=1)
+    assert plan.hardware == "own" and plan.cost.at().step_time_s > 0
 
 
 def test_less_memory_finds_smaller_plans(space):
