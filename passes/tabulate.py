@@ -14,7 +14,7 @@ from torch import fx
 from autopart.cost.formula import Totals
 from autopart.cost.table import Parameter, Row, Table
 from autopart.cost.work import NOTHING, Powers, Size, Sizes, Work
-from autopart.graph import source_of
+from autopart.graph import source_of, tensor_inputs
 from autopart.program import Program
 from autopart.trace import Trace
 
@@ -194,8 +194,16 @@ class _Held:
         return Size.sum([Size.of(float(math.prod(v.form.shape)), self.growth.of(node)) for v in made])
 
     def kept(self, node: fx.Node) -> Size:
-        own = Size.of(saved_others(self.walk, node) if node in self.alive else 0, self.growth.of(node))
-        return Size.sum([own, *map(self.size, self.saved.get(node, ()))])
+        own = saved_others(self.walk, node) if node in self.alive else 0
+        return Size.sum([self._own(node, own), *map(self.size, self.saved.get(node, ()))])
+
+    def _own(self, node: fx.Node, size_bytes: int) -> Size:
+        """What an operator keeps that is neither its input nor its output: copies of inputs, by their size, or else
+        something that grows as what it makes."""
+        values = [(n, self.walk.values[n]) for n in tensor_inputs(node)]
+        read = [Size.of(v.form.size_bytes, self.growth.of(n)) for n, v in values if isinstance(v, Value)]
+        options = [Size.sum(read), *read]
+        return next((o for o in options if o.value == size_bytes), Size.of(size_bytes, self.growth.of(node)))
 
     def temporary(self, node: fx.Node) -> Size:
         """The node's value and what it reads; of a region that is run again, what it keeps then too."""

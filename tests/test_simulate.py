@@ -12,6 +12,7 @@ import zoo
 import autopart
 from autopart.actions import actions
 from autopart.cost.hardware import Hardware
+from autopart.cost.simulate import training_time_s
 from autopart.errors import PlanError
 from autopart.plan import Plan
 
@@ -155,3 +156,16 @@ def test_a_plan_from_a_file_says_the_same():
 def test_a_plan_without_timing_is_refused():
     with pytest.raises(PlanError, match=r"the plan has no 'timing'\n.*part of a plan that autopart has made"):
         autopart.simulate(replace(zoo_plan("tp2"), timing={}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parameters", "devices", "days", "recompute", "utilisation"),
+    [(300e9, 175e9, 1024, 35, True, 0.4347), (1.4e12, 65e9, 2048, 21, True, 0.628),
+     (1.4e12, 65e9, 2048, 21, False, 0.471)],
+    ids=["GPT-3", "LLaMA-65B", "LLaMA-65B, nothing recomputed"],
+)  # fmt: skip
+def test_the_utilisation_law(tokens, parameters, devices, days, recompute, utilisation):
+    """LLaMA's 380 tokens/s a GPU (Touvron et al. 2023) are the last one: 380 * 6 P / F = 0.476. A slide that gives it
+    0.3 does not follow from its own inputs."""
+    taken = training_time_s(tokens, parameters, devices, 312e12, utilisation, recompute)
+    assert taken / 86400 == pytest.approx(days, rel=2e-3)
