@@ -14,6 +14,7 @@ from traced import run_of
 
 import autopart
 from autopart.compiler import Options
+from autopart.pins import Pins
 
 # --- Faults: each is planted in a program and its ranks' parameters, and planting it again changes nothing -----------
 
@@ -254,6 +255,7 @@ FAULTS = {
     ),
     "no sum of the gradient, in a model without loss": Fault(
         chain, "tp2", leave_out("sum_grad", "/tanh#1"), "gradient", "tanh_1", "", "torch.tanh(layer(x))",
+        options=(("pins", Pins.parse({f"{name}.weight": {"tp": "S(1)"} for name in "bd"})),),
     ),
 }  # fmt: skip
 
