@@ -6,6 +6,7 @@ pipeline stages and runs it with `torch.distributed`. `plan` does all but run; `
 """
 
 from autopart.api import parallelize, plan
+from autopart.block_search import BlockSearch, search_blocks
 from autopart.calibrate import Calibration, calibrate
 from autopart.cost.simulate import Simulation, simulate
 from autopart.cost.symbolic import crossover
@@ -19,7 +20,8 @@ from autopart.search import search
 from autopart.verify import Verification, verify
 
 __all__ = [
-    "AutopartError", "Calibration", "Mesh", "ParallelModule", "Plan", "RuleCheck", "Simulation", "Verification",
-    "calibrate", "check_rule", "crossover", "parallelize", "pins_from", "plan", "rule", "search", "simulate", "verify",
+    "AutopartError", "BlockSearch", "Calibration", "Mesh", "ParallelModule", "Plan", "RuleCheck", "Simulation",
+    "Verification", "calibrate", "check_rule", "crossover", "parallelize", "pins_from", "plan", "rule", "search",
+    "search_blocks", "simulate", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -94,3 +94,45 @@ def most_held(order: tuple[Action, ...], activations: Mapping[int, int], delayed
             held[action.stage] -= 1
             waiting[action.stage] -= action.kind == "W"
     return most
+
+
+class StageBytes(NamedTuple):
+    """What a microbatch of a stage takes on a rank, in bytes.
+
+    `held`: from its forward to the end of its backward. `delayed`: gradients that wait from the backward of the inputs
+    for that of the weights. `forward`, `backward`: how far either goes beyond that. `first_backward`: how far the first
+    backward of a step goes beyond it, with the weights' gradients that have come into being so far. `gradients`: of the
+    stage's weights.
+    """
+
+    held: int
+    delayed: int
+    forward: int
+    backward: int
+    first_backward: int
+    gradients: int
+
+
+def most_at_once(order: tuple[Action, ...], stages: Mapping[int, StageBytes], gradients: int) -> int:
+    """The most that activations and gradients take at one time while a rank runs its actions, which begin without
+    gradients.
+
+    Args:
+        gradients: bytes of those of all the rank's weights; two of its stages may share some.
+    """
+    held, waiting = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    begun: set[int] = set()
+    most = 0
+    for action in order:
+        one, first = stages[action.stage], action.stage not in begun
+        held[action.stage] += action.kind == "F"
+        waiting[action.stage] += action.kind == "I"
+        size = sum(stages[s].held * held[s] + stages[s].delayed * waiting[s] for s in stages)
+        size += min(gradients, sum(stages[s].gradients for s in begun))
+        most = max(most, size + (one.forward if action.kind == "F" else one.first_backward if first else one.backward))
+        if action.kind != "F":
+            begun.add(action.stage)
+        if action.kind in "BW":
+            held[action.stage] -= 1
+            waiting[action.stage] -= action.kind == "W"
+    return most

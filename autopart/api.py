@@ -14,14 +14,18 @@ from autopart.errors import InputError, OptionError
 from autopart.mesh import Mesh
 from autopart.passes.shard import SequenceParallel
 from autopart.pins import Pins
-from autopart.plan import Plan
-from autopart.program import Recompute, Rng
+from autopart.plan import REPORTS, Plan
+from autopart.program import Rng
+from autopart.recomputation import Recompute
+from autopart.report import write
 from autopart.runtime.module import ParallelModule
 from autopart.search import search
 from autopart.trace import bind_call
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+REPORTS[:] = [write]
 
 NOT_BUILT = {
     "precision": "mixed precision",
@@ -63,7 +67,7 @@ def parallelize(
         pins: what is fixed first, or a JSON file of it: `{"h.*.up.weight": {"tp": "S(0)"}}`; see `autopart.pins`.
         zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it.
         memory: what a rank has, "80GB", "24GiB" or bytes: `sequence_parallel` and `zero` are then chosen to fit.
-        recompute: what the backward computes again: "none"; "selective", the core of attention; "full", every block.
+        recompute: run again: "none", "selective" (the core of attention), "full" (blocks); by block `{"h.0": "full"}`.
         rng: "fast": each rank draws the masks of dropout of what it holds. "exact": all random numbers are those of one
             device after the same `torch.manual_seed`, which every rank must call; it draws whole masks.
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.

@@ -29,14 +29,13 @@ from autopart.errors import AutopartError, InputError, OptionError
 from autopart.mesh import Mesh
 from autopart.model_source import DTYPES, ModelSource, SourceOptions, from_callable, from_hf_config
 from autopart.plan import Plan, schema
-from autopart.program import Recompute, Rng
+from autopart.program import Rng
+from autopart.schedules import SCHEDULES
 from autopart.search import search as search_plans
 from autopart.verify import TOLERANCE
 from autopart.verify import verify as verify_model
 
 Command = Callable[..., Any]
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
 
 
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -87,8 +86,8 @@ _SCHEDULE = _options(
     ),
     click.option(
         "--recompute",
-        type=click.Choice(get_args(Recompute)),
-        help="What the backward computes again: the core of attention, or every repeated block.  [default: none]",
+        metavar="none|selective|full|PATTERN=WORD,...",
+        help="What the backward computes again: the core of attention, all of a block; of the blocks that match first.",
     ),
 )
 _PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")
@@ -262,9 +261,25 @@ def search(
     )
     for plan in found:
         click.echo(plan.notes[-1].removeprefix("found by search: "))
+    click.echo("\n".join(["", *(f"  {note}" for note in found[0].notes[:-1])]))
     if output is not None:
         found[0].save(output)
         click.echo(f"wrote {output}; autopart explain {output}")
+
+
+@main.command()
+@click.argument("path", metavar="PLAN.JSON")
+@click.option("--output", "-o", metavar="PATH", default="plan.html", show_default=True, help="Where to write it.")
+@_told
+def report(path: str, output: str) -> None:
+    """Write a plan as one page of HTML: the predicted step, its timeline and memory, layouts, notes.
+
+    \b
+    Example:
+      autopart report plan.json -o plan.html
+    """
+    Plan.load(path).report(output)
+    click.echo(f"wrote {output}")
 
 
 @main.command()

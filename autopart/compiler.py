@@ -31,7 +31,7 @@ from autopart.passes.memory import cut_again, memory_of
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
 from autopart.passes.pins import pinned_layouts
 from autopart.passes.reasons import Reasons, Solved, certificate
-from autopart.passes.recompute import recompute_notes
+from autopart.passes.recompute import check_recompute, recompute_notes
 from autopart.passes.shard import SequenceParallel
 from autopart.passes.sizes import size_notes
 from autopart.passes.storage import choose_over_dp, storage_notes
@@ -40,12 +40,10 @@ from autopart.passes.timing import timing
 from autopart.passes.unsharded import unsharded
 from autopart.pins import Pins
 from autopart.plan import MEMORY_KINDS, Plan, Schedule
-from autopart.program import SEEDS, Program, Recompute, Rng
-from autopart.schedules import check_schedule
+from autopart.program import SEEDS, Program, Rng
+from autopart.recomputation import Recompute, parse_recompute
+from autopart.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, trace
-
-_TWO_STAGES_EACH = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
-
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
 LIFTED_HALF = "the model's casts to half precision (autocast) are computed in float64 here"
@@ -75,9 +73,8 @@ class Options:
             raise OptionError(f"unknown zero={self.zero!r}", hint="0 (parameters whole on dp) or 3 (cut over dp)")
         if self.rng not in get_args(Rng):
             raise OptionError(f"unknown rng={self.rng!r}", hint="rng='fast', or rng='exact'")
-        if self.recompute not in (None, *get_args(Recompute)):
-            hint = "recompute='none', 'selective' (the core of attention) or 'full' (every repeated block)"
-            raise OptionError(f"unknown recompute={self.recompute!r}", hint=hint)
+        if self.recompute is not None:
+            object.__setattr__(self, "recompute", parse_recompute(self.recompute))
         if self.sequence_parallel not in (True, False, "auto"):
             raise OptionError(f"unknown sequence_parallel={self.sequence_parallel!r}", hint="True, False or 'auto'")
         if self.memory is not None:
@@ -137,7 +134,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
         cost=cost(traced, decisions, rows, moved, hardware) | certificate(solved),
         memory=tuple(rank.as_row() for rank in memory), timing=timing(traced, program, schedule, hardware, walks),
         notes=notes, pins=options.pins.as_data(),
-        reasons=Reasons(traced, mesh, program, options.pins, solved),
+        reasons=Reasons(traced, mesh, program, options.pins, solved, hardware),
     )  # fmt: skip
 
 
@@ -154,12 +151,13 @@ class Draft(NamedTuple):
 
 def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = None) -> Draft:
     """What is chosen, and the program of it; `known`: a draft for as many ranks of `tp`, whose layouts are kept."""
+    check_recompute(traced.graph, options.recompute or "none")
     schedule = _schedule(traced, mesh, options)
     stages, microbatches = mesh.size("pp") * schedule.virtual_stages, schedule.microbatches
     if known is None:
         hardware = Hardware.load(options.hardware)
         decisions, solved = decide(
-            traced, mesh, microbatches, stages, hardware, options.pins, options.sequence_parallel
+            traced, mesh, microbatches, stages, hardware, options.pins, options.sequence_parallel, options.zero or 0
         )
     else:
         decisions = cut_again(traced, known.decisions, mesh, microbatches, stages, options.pins)
@@ -178,16 +176,14 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft
     Raises MemoryLimitError, with what would take less, where there is none.
     """
     first: tuple[Draft, Sequence[RankMemory]] | None = None
-    known: dict[Any, Draft] = {}
     for choice in _open_choices(mesh, options):
         asked = replace(options, **choice)
         try:
-            draft = drafted(traced, mesh, asked, known.get(asked.sequence_parallel))
+            draft = drafted(traced, mesh, asked)
         except LayoutError:
             if first is None:
                 raise
             continue  # nothing to cut over dp
-        known.setdefault(asked.sequence_parallel, draft)
         ranks = memory_of(traced, draft.program, draft.schedule, draft.walks)
         if options.memory is None or fullest(ranks).total <= int(options.memory):
             return asked, draft, ranks
@@ -239,10 +235,10 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
         return Schedule(None, options.microbatches or 1, 1)
     if name is None and (virtual or 1) > 1:
         name = "interleaved_1f1b"
-    virtual = virtual or (2 if name in _TWO_STAGES_EACH else 1)
+    virtual = virtual or (2 if name in MULTI_STAGE else 1)
     microbatches = options.microbatches or _microbatches(traced, mesh, name, pp * virtual)
     if name is None:
-        name = "1f1b" if microbatches >= pp else "gpipe"
+        name = schedule_for("1f1b", pp, pp, microbatches)
     check_schedule(name, pp * virtual, pp, microbatches)
     return Schedule(name, microbatches, virtual)
 

@@ -15,6 +15,7 @@ from autopart.explain import quantity
 from autopart.graph import pattern_of
 from autopart.mesh import Mesh
 from autopart.plan import Plan, Table
+from autopart.recomputation import text_of, word_of
 
 WHOLE = "whole"
 """An operator that is not listed: replicated work."""
@@ -85,13 +86,21 @@ def _basics(a: Plan, b: Plan) -> list[Row]:
         ("schedule", "name"): plan.schedule.name or "one stage",
         ("schedule", "microbatches"): str(plan.schedule.microbatches),
         ("schedule", "stages per rank"): str(plan.schedule.virtual_stages),
-        ("recompute", "in the backward"): plan.recompute,
         ("hardware", "profile"): plan.hardware,
         **{("inputs", name): f"{i['dtype']}{list(i['shape'])}" for name, i in plan.inputs.items()},
         **{("rules", name): "; ".join(rule["lines"]) for name, rule in plan.rules.items()},
     } for plan in (a, b))  # fmt: skip
     keys = dict.fromkeys([*first, *second])
     return [row for key in keys for row in _row(*key, first.get(key, ""), second.get(key, ""))]
+
+
+def _recompute(a: Plan, b: Plan) -> list[Row]:
+    blocks = [
+        f"{prefix}{number}" for plan in (a, b) for prefix, numbers in _numbers(plan).items() for number in numbers
+    ]
+    if blocks and all(word_of(a.recompute, block) == word_of(b.recompute, block) for block in blocks):
+        return []
+    return _row("recompute", "in the backward", text_of(a.recompute), text_of(b.recompute))
 
 
 # Layouts
@@ -206,4 +215,4 @@ def _figure(key: str, value: Any) -> str:
     return quantity(value, unit) if unit else f"{value:g}"
 
 
-_COMPARED = (_basics, _parameters, _operators, _cuts, _collectives, _cost)
+_COMPARED = (_basics, _recompute, _parameters, _operators, _cuts, _collectives, _cost)

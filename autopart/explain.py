@@ -16,6 +16,7 @@ from typing import Any
 from autopart.graph import pattern_of
 from autopart.mesh import AXES, Mesh
 from autopart.plan import MEMORY_KINDS, Collective, Plan
+from autopart.recomputation import text_of
 
 WIDTH = 120
 HEADINGS = ("stage", "block", "layout of its weights", "FLOPs", "forward", "backward", "sent")
@@ -81,7 +82,7 @@ def _header(plan: Plan) -> str:
         ("inputs", inputs),
         ("mesh", f"{Mesh.parse(plan.mesh)} ({ranks} rank{'s' * (ranks > 1)})"),
         ("schedule", run),
-        ("recompute", plan.recompute if plan.recompute != "none" else ""),
+        ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
         ("hardware", plan.hardware),
         ("pins", _pins(plan.pins)),
         *(("note", note) for note in plan.notes),

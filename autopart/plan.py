@@ -21,7 +21,7 @@ from torch import nn
 from autopart.errors import PlanError
 from autopart.graph import pattern_of
 from autopart.mesh import Mesh
-from autopart.program import Recompute
+from autopart.recomputation import Recompute
 
 if TYPE_CHECKING:
     from autopart.diff import Difference
@@ -39,6 +39,9 @@ TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 
 COSTS: list[Callable[[Plan], Mapping[str, Any]]] = []
 """What makes `Plan.cost` of a plan's own figures: `autopart.cost.symbolic` adds the formulas."""
+
+REPORTS: list[Callable[[Plan, str | Path, Mapping[str, Any]], None]] = []
+"""What writes `Plan.report`: `autopart.report`."""
 
 
 @lru_cache(maxsize=1)
@@ -257,6 +260,19 @@ class Plan:
         from autopart.explain import explain
 
         return Table(explain(self))
+
+    def report(self, path: str | Path, graphs: Mapping[str, Any] | None = None) -> None:
+        """Write one page of HTML: the predicted step, its timeline and memory, the plan, its notes.
+
+        Args:
+            graphs: generated graphs (`torch.fx.GraphModule`) to print too, by what they are called.
+        Raises OptionError where the file cannot be written, PlanError for a plan without `timing`.
+
+        Example:
+            >>> plan.report("plan.html")    # doctest: +SKIP
+        """
+        for write in REPORTS:
+            write(self, path, graphs or {})
 
 
 def line_of(text: str, *keys: str) -> str:

@@ -36,12 +36,6 @@ Rng = Literal["fast", "exact"]
 included. `"fast"`: from seeds that every rank knows; masks of dropout are drawn where they are needed."""
 
 
-Recompute = Literal["none", "selective", "full"]
-"""What the backward computes again in place of keeping it: nothing, the core of attention (what is between two products
-of activations), every repeated block. The nodes of a stage graph that are run again together have the same number as
-`meta["region"]`, from 0 in every stage; all others have none."""
-
-
 class StageGraph(fx.GraphModule):
     """A graph of one stage. `print_readable` shows every value's local shape and its layout."""
 

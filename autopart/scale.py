@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from autopart.errors import InputError
 from autopart.graph import operators
 from autopart.passes.partition import active_operators, partition
+from autopart.passes.recompute import blocks as blocks_of
 from autopart.plan import Plan
+from autopart.recomputation import Recompute, word_of
 from autopart.trace import Trace
 
 COPIES = 3
@@ -57,7 +59,19 @@ class ScaledCopy:
             plan, model={**plan.model, **identity}, cuts=tuple(active[cut].meta["key"] for cut in cuts),
             parameters={key: entry for key, entry in weights.items() if key is not None},
             operators={key: entry for key, entry in operators_.items() if key is not None and key in known},
+            recompute=self.recompute(plan.recompute, traced),
         )  # fmt: skip
+
+    def recompute(self, recompute: Recompute, traced: Trace) -> Recompute:
+        """What holds for the blocks of the copy: as for those of the model that they are copies of."""
+        if isinstance(recompute, str):
+            return recompute
+        numbers = {
+            f"{path}.{i}": f"{path}.{was}" for path, (kept, _) in self.kept.items() for i, was in enumerate(kept)
+        }
+        blocks = filter(None, blocks_of(traced.graph).values())
+        copied = {block: word_of(recompute, numbers.get(block, block)) for block in blocks}
+        return copied | {"*": word_of(recompute, "")}
 
 
 def scaled_copy(model: nn.Module, arguments: Mapping[str, Any]) -> ScaledCopy:

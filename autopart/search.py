@@ -17,6 +17,7 @@ from typing import Any, get_args
 import numpy as np
 from torch import Tensor, nn
 
+from autopart.alternatives import reasons, why_others_lose
 from autopart.compat import tree_map
 from autopart.compiler import Options, drafted, make_plan, prepare
 from autopart.cost.formula import Formula, compiled
@@ -28,11 +29,11 @@ from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionE
 from autopart.explain import quantity
 from autopart.mesh import Mesh
 from autopart.model_source import example_of
-from autopart.passes.tabulate import BlocksApart, tabulate
+from autopart.passes.tabulate import Blocks, BlocksApart, each_block, tabulate
 from autopart.plan import Plan, Schedule
-from autopart.program import Recompute
+from autopart.recomputation import Word
 from autopart.scale import fewer_blocks
-from autopart.schedules import can_run
+from autopart.schedules import SCHEDULES, can_run, schedule_for
 from autopart.trace import bind_call
 
 TRACED_ROWS = 2
@@ -42,6 +43,9 @@ VIRTUAL_STAGES = (1, 2, 3, 4)
 
 SIMULATED, SMALLER = 4, 2
 """How many of the fastest by formula are simulated, and of those that take less memory."""
+
+RESCHEDULED, LONGEST = 2, 10_000
+"""How many of these are simulated under all other schedules, with at most so many forwards of stages each."""
 
 ACTIONS = 50_000
 """How many forwards of stages these have together: of very deep pipelines fewer are simulated."""
@@ -54,7 +58,7 @@ class Candidate:
     mesh: Mesh
     schedule: Schedule
     sequence_parallel: bool
-    recompute: Recompute
+    recompute: Word
     zero: int
     step_time_s: float
     memory_bytes: float
@@ -102,24 +106,21 @@ class Space:
 
     def __post_init__(self) -> None:
         self.hardware = Hardware.load(self.profile)
-        self._call = tree_map(lambda x: _rows_of(x, self._given_rows, TRACED_ROWS), dict(self.example))
+        self._call = tree_map(lambda x: _rows_of(x, _given_rows(self.example), TRACED_ROWS), dict(self.example))
         small, like = fewer_blocks(self.model)
         try:
             self._traced, self._like = prepare(small, bind_call(small, (), self._call)), like
+            self._blocks: Blocks = {**each_block(self._traced), **like}
         except Exception:  # whatever a model's own code raises when its blocks are fewer
             self._trace_whole()
 
     def _trace_whole(self) -> None:
         self._traced, self._like = prepare(self.model, bind_call(self.model, (), self._call)), {}
+        self._blocks = {}
         self._drafts.clear()
         self.tables.clear()
 
-    @cached_property
-    def _given_rows(self) -> int:
-        sizes = [x.shape[0] for x in self.example.values() if isinstance(x, Tensor) and x.dim()]
-        return max(sizes, key=sizes.count)
-
-    def table(self, tensor: bool, sequence_parallel: bool, recompute: Recompute) -> Table:
+    def table(self, tensor: bool, sequence_parallel: bool, recompute: Word) -> Table:
         """The table for layouts with `tp` or without, counted when first asked for."""
         key = (tensor, sequence_parallel, recompute)
         if key not in self.tables:
@@ -128,7 +129,7 @@ class Space:
             found = drafted(self._traced, Mesh.parse("tp2" if tensor else "dp1"), options, known)
             self._drafts[key] = found
             try:
-                made = tabulate(self._traced, found.program, found.walks[0], self._like, self.fused)
+                made = tabulate(self._traced, found.program, found.walks[0], self._blocks, self.fused)
             except BlocksApart:
                 self._trace_whole()
                 return self.table(tensor, sequence_parallel, recompute)
@@ -137,6 +138,10 @@ class Space:
 
     @cached_property
     def _drafts(self) -> dict[Any, Any]:
+        return {}
+
+    @cached_property
+    def _sweeps(self) -> dict[int, list[Candidate]]:
         return {}
 
     def meshes(self, devices: int) -> Iterator[Mesh]:
@@ -165,13 +170,19 @@ class Space:
                 if pp == 1:
                     yield mesh, Schedule(None, microbatches, 1)
                     continue
-                yield mesh, Schedule("1f1b" if microbatches >= pp else "gpipe", microbatches, 1)
+                yield mesh, Schedule(schedule_for("1f1b", pp, pp, microbatches), microbatches, 1)
                 for virtual in VIRTUAL_STAGES[1:]:
                     if pp * virtual <= self.num_blocks and can_run("interleaved_1f1b", pp * virtual, pp, microbatches):
                         yield mesh, Schedule("interleaved_1f1b", microbatches, virtual)
 
     def sweep(self, devices: int) -> list[Candidate]:
-        """Every candidate by the formulas, the fastest first."""
+        """Every candidate by the formulas, the fastest first. Of schedules, 1F1B and interleaved 1F1B (GPipe where
+        there are too few microbatches): `rescheduled` has the others."""
+        if devices not in self._sweeps:
+            self._sweeps[devices] = self._sweep(devices)
+        return self._sweeps[devices]
+
+    def _sweep(self, devices: int) -> list[Candidate]:
         settings = list(self.settings(devices))
         found: list[Candidate] = []
         for tensor in (False, True):
@@ -186,7 +197,7 @@ class Space:
     ) -> Iterator[Candidate]:
         known: dict[Any, Any] = {}
         held = {name: self.assumed[name] for name in ("state_bytes", "receives_held") if name in self.assumed}
-        variants = [(recompute, zero) for recompute in get_args(Recompute) for zero in (0, 3)]
+        variants = [(recompute, zero) for recompute in get_args(Word) for zero in (0, 3)]
         formulas = [
             Formula(self.table(tensor, sequence_parallel, recompute).totals, self.hardware, zero, **held, known=known)
             for recompute, zero in variants
@@ -217,6 +228,19 @@ class Space:
             candidate, step_time_s=found.step_time_s, memory_bytes=max(found.peak_memory_bytes), simulation=found
         )
 
+    def rescheduled(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate under every other schedule that can run it, simulated."""
+        pp, microbatches = candidate.mesh.size("pp"), candidate.schedule.microbatches
+        for name in SCHEDULES if pp > 1 else ():
+            for virtual in VIRTUAL_STAGES:
+                schedule = Schedule(name, microbatches, virtual)
+                runs = pp * virtual <= self.num_blocks and can_run(name, pp * virtual, pp, microbatches)
+                if runs and schedule != candidate.schedule and pp * virtual * microbatches <= LONGEST:
+                    try:
+                        yield self.simulated(replace(candidate, schedule=schedule))
+                    except AutopartError:  # too few places to cut
+                        continue
+
     def best(self, devices: int, memory: float) -> list[Candidate]:
         """The candidates that fit, simulated, each faster than all that take less memory; the fastest first.
 
@@ -239,6 +263,8 @@ class Space:
                 continue
             if made.memory_bytes <= memory:
                 found.append(made)
+        for candidate in sorted(found, key=lambda c: c.step_time_s)[:RESCHEDULED]:
+            found += [other for other in self.rescheduled(candidate) if other.memory_bytes <= memory]
         if not found:
             least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
             raise MemoryLimitError(
@@ -281,7 +307,8 @@ def search(
     """The best plans for a number of devices, fastest first, each faster than all that take less memory.
 
     Every mesh, microbatch size, schedule, sequence parallelism, recomputation and ZeRO stage is swept over closed
-    formulas; the best are cut into stages and simulated; the first `count` of those are planned whole.
+    formulas; the best are cut into stages and simulated, also under the other schedules; the first `count` of those
+    are planned whole.
 
     Args:
         model: may be on `meta`.
@@ -292,7 +319,8 @@ def search(
         example_kwargs: a call of the model, of any number of rows. None: tokens, for language models of transformers.
         count: how many plans to make.
     Returns:
-        Plans, whose last note says what was predicted and what else lost to it.
+        Plans, whose last note says what was predicted and why it is on the list; the notes before, of the fastest, why
+        the configurations that everybody knows lose to it.
     Raises:
         MemoryLimitError where nothing fits, OptionError for numbers that cannot be, InputError without an example.
 
@@ -305,17 +333,25 @@ def search(
     space = space_of(model, hardware, global_batch, example_kwargs)
     limit = parse_size(memory) if memory is not None else space.hardware.memory_bytes
     found = space.best(devices, limit)
-    rows = tree_map(lambda x: _rows_of(x, space._given_rows, space.rows), dict(space.example))
+    rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
     traced = prepare(model, bind_call(model, (), rows))
     plans: list[Plan] = []
-    for candidate in found:
+    for candidate, reason in zip(found, reasons(found), strict=True):
         if len(plans) == count:
             break
         try:
             made = make_plan(model, traced, candidate.mesh, Options(hardware=hardware, **candidate.options))
         except AutopartError:  # what the formulas do not see: a size that does not divide
             continue
-        plans.append(replace(made, notes=(*made.notes, f"found by search: {candidate}; {_lost(candidate, found)}")))
+        if max(row["total"] for row in made.memory) > limit:  # counted exactly
+            continue
+        lost = tuple(why_others_lose(space, devices, candidate, limit)) if not plans else ()
+        plans.append(replace(made, notes=(*made.notes, *lost, f"found by search: {candidate}; {reason}")))
+    if not plans:
+        raise MemoryLimitError(
+            f"none of what was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
+            why=f"the nearest is {found[-1]}", hint="more devices, or a smaller batch",
+        )  # fmt: skip
     return plans
 
 
@@ -324,26 +360,19 @@ def space_of(
 ) -> Space:
     """What `search` searches. Raises as `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)
-    sizes = [x.shape[0] for x in example.values() if isinstance(x, Tensor) and x.dim()]
-    if not sizes:
-        raise InputError("search() needs an example call with rows", hint="example_kwargs={'input_ids': ids}")
-    rows = global_batch if global_batch is not None else max(sizes, key=sizes.count)
+    given = _given_rows(example)
+    rows = global_batch if global_batch is not None else given
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise OptionError(f"global_batch={rows!r} is no number of rows", why="it is a whole number from 1")
     return Space(model, example, rows, hardware)
 
 
-def _lost(best: Candidate, found: Sequence[Candidate]) -> str:
-    """What the next ones cost more, or that nothing else came near."""
-    others = [c for c in found if c is not best]
-    if not others:
-        return "nothing else is faster or smaller"
-    more = ", ".join(
-        f"{c.mesh} {'+' if c.step_time_s >= best.step_time_s else ''}"
-        f"{100 * (c.step_time_s / best.step_time_s - 1):.1f} % time, "
-        f"{100 * (c.memory_bytes / best.memory_bytes - 1):+.0f} % memory" for c in others[:3]
-    )  # fmt: skip
-    return f"others: {more}"
+def _given_rows(example: Mapping[str, Any]) -> int:
+    """The rows of an example call: what most of its tensors have. Raises InputError where none has any."""
+    sizes = [x.shape[0] for x in example.values() if isinstance(x, Tensor) and x.dim()]
+    if not sizes:
+        raise InputError("search() needs an example call with rows", hint="example_kwargs={'input_ids': ids}")
+    return max(sizes, key=sizes.count)
 
 
 def _rows_of(x: Any, rows: int, wanted: int) -> Any:

@@ -45,7 +45,8 @@ from autopart.passes.decide import decode
 from autopart.passes.shard import SequenceParallel
 from autopart.pins import Pins
 from autopart.plan import Plan
-from autopart.program import Recompute, Rng
+from autopart.program import Rng
+from autopart.recomputation import Recompute
 from autopart.runtime.placement import placement_of
 from autopart.scale import ScaledCopy, fits, scaled_copy
 from autopart.shrink import smallest_failing
@@ -222,6 +223,8 @@ class VerificationRun:
             check_plan_model(plan, type(self.base).__name__, self.parameters)
             if self.scaled is not None:
                 plan = self.scaled.plan(plan, identity_of(self.traced.parameters), self.traced)
+        elif self.scaled is not None and options.recompute is not None:
+            options = replace(options, recompute=self.scaled.recompute(options.recompute, self.traced))
         chosen = plan or make_plan(self.model, self.traced, sizes, options)
         decisions = decode(self.traced, chosen, sizes)
         return Arrangement(decisions, placement_of(chosen.schedule.name), tamper)

@@ -43,6 +43,12 @@ KINDS = {  # by the names of aten operators
     "gradient sums": ("cat", "clone"),  # in and out of buckets; predicted with their communication
 }
 COMPUTED = (*KINDS, "other")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # The allocator keeps what it has, as PyTorch's performance guide advises (by jemalloc or tcmalloc): glibc's gives
+    # large blocks back to the kernel, and every step would pay again for memory that is new to the process.
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776",
+}
 Batch = dict[str, Tensor]
 
 
@@ -62,7 +68,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MESHES, help="leave the others out")
     parser.add_argument("--hardware", help="a profile in place of a calibration")
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (folder, arguments), nprocs=NUM_RANKS)
 

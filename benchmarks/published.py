@@ -3,8 +3,9 @@
 Every model is traced from its config and counted by autopart; nothing of the paper's own formulas goes into the
 predicted time. As its authors ran them: 16 bits, every layer recomputed, fused kernels between products and
 collectives, gradients of models without a pipeline summed beside the backward (DDP), pipeline sends scattered over
-`tp`; microbatches and interleaving are those of their scripts (Megatron-LM, examples/academic_paper_scripts/sc21). One
-constant of the profile is fitted to the table: `matmul_half_depth`. Memory counts 18 bytes a parameter.
+`tp`; microbatches and interleaving are those of their scripts (Megatron-LM, examples/academic_paper_scripts/sc21). Two
+constants of the profile are fitted to the table, for all rows: `matmul_half_depth` and `memory_efficiency`. Memory
+counts 18 bytes a parameter.
 
     python benchmarks/published.py [--quick] [--search] [--json]
 

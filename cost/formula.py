@@ -128,13 +128,7 @@ class Formula:
     def _seconds(self, work: Work) -> sympy.Expr:
         size = self.of(work.size)
         if work.axis:
-            count, inside = _AXES[work.axis], IN_NODE[work.axis]
-            one = collectives.TIME[work.kind].subs(
-                {collectives.S: size, collectives.n: count, collectives.k: count / inside, collectives.g: inside},
-                simultaneous=True,
-            )  # fmt: skip
-            if work.kind in self.hardware.collectives:  # which has links of its own
-                one = one.subs(dict(zip(_LINKS, self.hardware.links(work.kind), strict=True)))
+            one = self._collective(work.kind, work.axis, size)
         elif work.flops.terms:
             flops = self.of(work.flops)
             shallow = 1 + H / self.of(work.depth) if work.depth.terms and self.hardware.matmul_half_depth else 1
@@ -144,12 +138,20 @@ class Formula:
             one = (size / M if work.in_place else self._traffic_s(size)) + L
         return one * _exact(work.times)
 
+    def _collective(self, kind: str, axis: str, size: sympy.Expr) -> sympy.Expr:
+        """Seconds of one over an array of this size, on links of its own where it has any."""
+        inside = IN_NODE[axis]
+        values = {collectives.S: size, collectives.k: _AXES[axis] / inside, collectives.g: inside}
+        one = collectives.TIME[kind].subs(values, simultaneous=True)
+        own = kind in self.hardware.collectives
+        return one.subs(dict(zip(_LINKS, self.hardware.links(kind), strict=True))) if own else one
+
     @cached_property
     def _eff(self) -> Any:
         return _curve("eff", self.hardware.matmul_efficiency)
 
     def _traffic_s(self, size: sympy.Expr) -> sympy.Expr:
-        curved = len(self.hardware.memory_efficiency) > 1
+        curved = any(share != 1 for _, share in self.hardware.memory_efficiency)
         return size / (M * self._memory_share(size)) if curved else size / M
 
     @cached_property
@@ -157,21 +159,12 @@ class Formula:
         return _curve("share", self.hardware.memory_efficiency)
 
     @cached_property
-    def microbatch_s(self) -> dict[str, dict[str, sympy.Expr]]:
-        """Seconds of one microbatch of the whole model by part of a step and kind of work."""
-        found: dict[str, dict[str, list[sympy.Expr]]] = defaultdict(lambda: defaultdict(list))
-        for (part, work), count in self.totals.works.items():
-            often: Any = count * (m - 1) / m if part == "accumulate" else count
-            found[part][work.name].append(often * self.seconds(work))
-        return {part: {kind: sympy.Add(*terms) for kind, terms in kinds.items()} for part, kinds in found.items()}
-
-    @cached_property
     def kinds_s(self) -> dict[str, sympy.Expr]:
         """Seconds of one microbatch of the whole model by kind of work."""
         found: dict[str, list[sympy.Expr]] = defaultdict(list)
-        for kinds in self.microbatch_s.values():
-            for kind, seconds in kinds.items():
-                found[kind].append(seconds)
+        for (part, work), count in self.totals.works.items():
+            often: Any = count * (m - 1) / m if part == "accumulate" else count
+            found[work.name].append(often * self.seconds(work))
         return {kind: sympy.Add(*terms) for kind, terms in found.items()}
 
     @cached_property
@@ -179,10 +172,7 @@ class Formula:
         """Seconds of a step of equal stages by kind: work, `"sends"`, `"bubble"` ((p - 1) / v m of the work: Narayanan
         et al. 2021, section 2.2), `"gradient sums"` and `"optimizer"`."""
         work = {kind: m * seconds / pp for kind, seconds in self.kinds_s.items()}
-        sent, inside = self.of(self.totals.sent), IN_NODE["pp"]
-        send = collectives.TIME["send"].subs(
-            {collectives.S: sent, collectives.k: pp / inside, collectives.g: inside}, simultaneous=True
-        )
+        send = self._collective("send", "pp", self.of(self.totals.sent))
         several = sympy.Piecewise((0, sympy.Eq(pp, 1)), (1, True))
         return {
             **work, "sends": several * (2 * m + 2 * (pp - 1)) * send,
@@ -195,18 +185,13 @@ class Formula:
         reduce-scatter a microbatch."""
         several = sympy.Piecewise((0, sympy.Eq(dp, 1)), (1, True))
         whole = self.of(self.totals.trained) - (self.of(self.totals.cut) if self.zero == 3 else 0)
-        one = self._over_dp("all_reduce", sympy.Integer(BUCKET_BYTES))
+        one = self._collective("all_reduce", "dp", sympy.Integer(BUCKET_BYTES))
         found = {"gradient sums": several * whole / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M)}
         if self.zero == 3 and self.totals.num_cut:
             each, number = self.of(self.totals.cut) / self.totals.num_cut, m * self.totals.num_cut / pp
-            found["dp all_gather"] = 2 * number * self._over_dp("all_gather", each)
-            found["dp reduce_scatter"] = number * self._over_dp("reduce_scatter", each)
+            found["dp all_gather"] = 2 * number * self._collective("all_gather", "dp", each)
+            found["dp reduce_scatter"] = number * self._collective("reduce_scatter", "dp", each)
         return found
-
-    def _over_dp(self, kind: str, size: sympy.Expr) -> sympy.Expr:
-        inside = IN_NODE["dp"]
-        values = {collectives.S: size, collectives.k: dp / inside, collectives.g: inside}
-        return collectives.TIME[kind].subs(values, simultaneous=True)
 
     def _held(self, size: Size) -> sympy.Expr:
         """Of parameters, what a rank has of them."""
@@ -234,7 +219,10 @@ class Formula:
 
     @cached_property
     def memory_bytes(self) -> sympy.Expr:
-        return sympy.Add(*self.memory_parts.values())
+        """The most at a time: with one microbatch gradients come while activations go."""
+        parts = self.memory_parts
+        less = sympy.Min(parts["gradients"], parts["activations"])
+        return sympy.Add(*parts.values()) - sympy.Piecewise((less, sympy.Eq(m, 1)), (0, True))
 
     # Numbers
 

@@ -27,8 +27,8 @@ class Hardware:
     small it is. `memory_bytes`: capacity of a device. `link_`: inside a node, `node_link_`: between nodes; bytes/s per
     device and direction, latency per hop of a ring.
 
-    `matmul_half_depth`: a product whose elements are sums of `k` terms runs at `k / (k + matmul_half_depth)` of the
-    share of its FLOPs; 0: FLOPs alone decide.
+    `matmul_half_depth`: a product whose elements are sums over `k` features runs at `k / (k + matmul_half_depth)` of
+    the share of its FLOPs; 0: FLOPs alone decide.
 
     `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
     reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.

@@ -25,12 +25,14 @@ _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 class RankMemory:
     """The most that a rank of one pipeline coordinate holds during a training step, in bytes.
 
-    `stages`: those it runs. `parameters`, `gradients`, `optimizer`, `buffers`: from step to step. `inputs`: the batch
-    and what is computed from it alone. `activations`: what is kept for backwards when most is, of `in_flight`
-    microbatches by stage. `temporary`: how far one forward or backward goes beyond that. `communication`: what
-    pipelining receives into, and what the largest bucket of gradients takes more than the activations, which are gone
-    by then.
-    `largest`: single tensors or operators, `{name: bytes}`, the largest first.
+    `stages`: those it runs. `parameters`, `optimizer`, `buffers`: from step to step. `gradients`: of all its weights.
+    `inputs`: the batch and what is computed from it alone. `activations`: what is kept for backwards when most is, of
+    `in_flight` microbatches by stage. `temporary`: how far one forward or backward goes beyond that. `communication`:
+    what pipelining receives into, and the largest bucket of gradients. Not all of these are there at a time: `total` is
+    the most that is. `largest`: single tensors or operators, `{name: bytes}`, the largest first.
+
+    A step begins without gradients (`optimizer.zero_grad()`, whose default frees them) and AdamW updates without
+    copies (`fused=True`; torch's default on GPUs, `foreach`, takes up to the bytes of all trained parameters more).
     """
 
     stages: tuple[int, ...]
@@ -42,12 +44,9 @@ class RankMemory:
     activations: int
     temporary: int
     communication: int
+    total: int
     in_flight: Mapping[int, int]
     largest: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, kind) for kind in MEMORY_KINDS)
 
     def as_row(self) -> dict[str, Any]:
         """For the plan."""

@@ -32,9 +32,15 @@ class Partition:
 
 
 def balance(
-    weights: Sequence[float], crossing: Sequence[float], num_stages: int, begins: Set[int] = frozenset()
+    weights: Sequence[float] | np.ndarray,
+    crossing: Sequence[float] | np.ndarray,
+    num_stages: int,
+    begins: Set[int] = frozenset(),
 ) -> Partition | None:
-    """The exact min-max partition, and among partitions within `SLACK` of it the one that sends the least.
+    """The exact min-max partition, and among partitions within `SLACK` of it the most even one that sends little.
+
+    Where one operator outweighs the mean stage no other stage is bound by it, but a pipeline fills and drains the
+    sooner, and ranks with several stages are the more even, the more even these are.
 
     Args:
         weights: cost of every operator, in order.
@@ -62,7 +68,9 @@ def balance(
     bound = float(max(total[-1] / num_stages, max(weights, default=0.0)))
     limit = max(best, min(best * (1 + SLACK), bound * BOUND))
     sent = np.array([0.0, *(crossing[i] for i in places), 0.0])
-    chosen = _least_sent(end, start, load / (load[-1] or 1.0), sent, num_stages, limit)
+    often = float(np.median(sent[1:-1])) or 1.0 if places else 1.0
+    shares = load * num_stages / (load[-1] or 1.0)
+    chosen = _evenest(end, start, shares, sent / often, num_stages, limit)
     cuts = tuple(int(position[i]) for i in chosen)
     edges = (0, *cuts, len(weights))
     loads = tuple(float(total[b] - total[a]) for a, b in pairwise(edges))
@@ -88,26 +96,26 @@ def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
     return float(heaviest[-1])
 
 
-def _least_sent(
-    end: np.ndarray, start: np.ndarray, share: np.ndarray, sent: np.ndarray, num_stages: int, limit: float
+def _evenest(
+    end: np.ndarray, start: np.ndarray, shares: np.ndarray, sent: np.ndarray, num_stages: int, limit: float
 ) -> list[int]:
-    """Places of the cuts that send the least with no stage over the limit; of those, the most even ones (a sum of
-    squared loads that counts for less than a byte)."""
-    count = len(end)
-    first = np.searchsorted(start, end - limit * (1 + 1e-12), side="left")
-    cost = np.where(end <= limit * (1 + 1e-12), share**2 / 2, np.inf)
+    """Places of the cuts with no stage over the limit for which half the sum of squares of the stages' loads and what
+    they send is least. `shares`: the load before each place, in mean stages; `sent`: in what most cuts send."""
+    count, limit = len(end), limit * (1 + 1e-12)
+    first = np.searchsorted(start, end - limit, side="left")
+    widest = int((np.arange(count) - first).max())
+    before = np.arange(count)[:, None] - np.arange(widest, 0, -1)  # of every place, those where its stage may begin
+    able = (before >= first[:, None]) & (before >= 0)
+    before = np.maximum(before, 0)
+    uneven = np.where(able, (shares[:, None] - shares[before]) ** 2 / 2, np.inf)
+    cost = np.where(end <= limit, shares**2 / 2, np.inf)
     cost[0] = np.inf
     came_from: list[np.ndarray] = []
     for _ in range(num_stages - 1):
-        reach, origin = np.full(count, np.inf), np.zeros(count, dtype=int)
-        through = cost + sent
-        for j in range(1, count):
-            window = through[first[j] : j] + (share[j] - share[first[j] : j]) ** 2 / 2
-            if len(window) and np.isfinite(window.min()):
-                origin[j] = first[j] + int(np.argmin(window))
-                reach[j] = window.min()
-        came_from.append(origin)
-        cost = reach
+        found = (cost + sent)[before] + uneven
+        chosen = found.argmin(1)
+        came_from.append(before[np.arange(count), chosen])
+        cost = found[np.arange(count), chosen]
     cuts, at = [], count - 1
     for origin in reversed(came_from):
         at = int(origin[at])

@@ -85,7 +85,7 @@ class Cost(dict[str, Any]):
 
     @property
     def memory_parts(self) -> Mapping[str, sympy.Expr]:
-        """Bytes of a rank by kind."""
+        """Bytes of a rank by kind; with one microbatch gradients and activations are not all there at a time."""
         return self.formula.memory_parts
 
     @property
@@ -122,14 +122,15 @@ class Cost(dict[str, Any]):
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(_NAMES)}")
         numbers = iter(self._compiled(*self._values(sizes).values()))
         parts = {kind: float(number) for kind, number in zip(self.parts, islice(numbers, len(self.parts)), strict=True)}
-        memory = {kind: float(number) for kind, number in zip(self.memory_parts, numbers, strict=True)}
-        return Figures(math.fsum(parts.values()), math.fsum(memory.values()), parts, memory)
+        memory = {kind: float(next(numbers)) for kind in self.memory_parts}
+        return Figures(math.fsum(parts.values()), float(next(numbers)), parts, memory)
 
     @cached_property
     def _compiled(self) -> Callable[..., list[float]]:
-        """All parts of the time, then of the memory, as a function of what `_values` lists."""
+        """All parts of the time, then of the memory, and its whole, as a function of what `_values` lists."""
         symbols = (*self.formula.constants, *SIZES, *IN_NODE.values())
-        return sympy.lambdify(symbols, [*self.parts.values(), *self.memory_parts.values()], modules="numpy")
+        found = [*self.parts.values(), *self.memory_parts.values(), self.memory]
+        return sympy.lambdify(symbols, found, modules="numpy")
 
     def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
         assert self.plan is not None

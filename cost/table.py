@@ -8,15 +8,14 @@ on that, as `autopart.simulate` does with a plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from autopart.actions import actions
+from autopart.actions import Action, StageBytes, actions, most_at_once
 from autopart.errors import StageError
 from autopart.mesh import Mesh
 from autopart.plan import TIMING_PARTS, Schedule
@@ -26,10 +25,8 @@ from .formula import Totals
 from .hardware import Hardware
 from .memory import OPTIMIZER_VALUES
 from .simulate import Simulation, simulated
+from .stages import balance
 from .work import NOTHING, Size, Sizes, Work, gradient_sum_s, optimizer_s
-
-PLACES = 0.3
-"""The share of all places to cut that are looked at: those where least is sent."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,8 @@ class Table:
 
     `rows`, `parameters`: of the copy. `order`: all operators, as (position in `rows`, container of the block it is in,
     the block's number). `b`, `s`, `tp`: rows of a microbatch, tokens of a row and ranks that were counted.
-    `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
+    `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all. `cuts`:
+    of numbers of stages asked for so far, where stages begin; None where they cannot be.
     """
 
     rows: tuple[Row, ...]
@@ -78,6 +76,19 @@ class Table:
     row_flops: float
     input_bytes: float = 0.0
     buffer_bytes: float = 0.0
+    cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def loads(self) -> np.ndarray:
+        """What stages are balanced by, of every operator."""
+        return np.array([float(row.load.value) for row in self.rows])[self.positions]
+
+    @cached_property
+    def crossing(self) -> np.ndarray:
+        """What a cut before every operator would send; infinite where none can be."""
+        return np.array([math.inf if row.crossing is None else float(row.crossing.value) for row in self.rows])[
+            self.positions
+        ]
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -129,8 +140,9 @@ class Setting:
     `state_bytes`: of gradients and optimizer for each byte of a trained parameter (AdamW in the parameter's dtype: 3).
     `hidden_sums`: the share of the gradients' sums that may run beside the last backward. `scatter_sends`: ranks of
     `tp` that have the same value each send a part to the next stage, which gathers it (Narayanan et al. 2021, section
-    4.1). `receives_held`: microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`:
-    where stages begin, if not where they are balanced.
+    4.1). `fused_sums`: gradients of weights are added to those of earlier microbatches by the products that make them
+    (Megatron-LM's gradient accumulation fusion). `receives_held`: microbatches that a stage has memory to receive at a
+    time (pipelining of torch: all). `cuts`: where stages begin, if not where they are balanced.
     """
 
     mesh: Mesh
@@ -140,6 +152,7 @@ class Setting:
     state_bytes: float = 1.0 + OPTIMIZER_VALUES
     hidden_sums: float = 0.0
     scatter_sends: bool = False
+    fused_sums: bool = False
     receives_held: int | None = None
     cuts: tuple[int, ...] | None = field(default=None)
 
@@ -158,7 +171,7 @@ def estimate(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
     cuts = setting.cuts if setting.cuts is not None else stage_cuts(table, setting)
     edges = (0, *cuts, len(table.order))
     stages = [range(edges[i], edges[i + 1]) for i in range(len(edges) - 1)]
-    priced = _Priced(table, setting, hardware)
+    priced = Priced(table, setting, hardware)
     rows = [priced.stage(index, stage) for index, stage in enumerate(stages)]
     orders = actions(schedule.name, len(stages), mesh.size("pp"), schedule.microbatches)
     homes = [sorted({action.stage for action in order}) for order in orders]
@@ -173,84 +186,32 @@ def estimate(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
         "stages": rows, "ranks": ranks,
     }  # fmt: skip
     found = simulated(timing, schedule, mesh, [0] * mesh.size("pp"), setting.hidden_sums)
-    return found.with_memory(priced.memory(found, held, stages, homes))
+    return found.with_memory(priced.memory(held, stages, orders))
 
 
 def stage_cuts(table: Table, setting: Setting) -> tuple[int, ...]:
-    """Where stages begin, balanced as those of a plan are, at the places where least is sent.
+    """Where stages begin, balanced as those of a plan are: other rows scale all loads and all that is sent alike.
 
     Raises StageError where there are fewer places to cut than stages.
     """
     num_stages = setting.mesh.size("pp") * setting.schedule.virtual_stages
-    if num_stages == 1:
-        return ()
-    times = table.times(setting.b, setting.mesh.size("tp"))
-    loads = np.array([float(row.load.at(times)) for row in table.rows])[table.positions]
-    sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(times)) for row in table.rows])
-    sent = sent[table.positions]
-    first = sent.copy()
-    first[1:][sent[1:] == sent[:-1]] = math.inf  # of places that send the same in a row, the first
-    finite = np.sort(first[np.isfinite(first)])
-    enough = max(np.quantile(finite, PLACES), finite[min(2 * num_stages, len(finite) - 1)])
-    places = np.where(first <= enough, first, math.inf)
-    if np.isfinite(places[1:]).sum() < num_stages - 1:
-        places = sent
-    if np.isfinite(places[1:]).sum() < num_stages - 1:
+    if num_stages not in table.cuts:
+        found = balance(table.loads, table.crossing, num_stages)
+        table.cuts[num_stages] = found.cuts if found is not None else None
+    cuts = table.cuts[num_stages]
+    if cuts is None:
         raise StageError(f"the model cannot be cut into {num_stages} stages", why="it has fewer places to cut between")
-    before = np.concatenate(([0.0], np.cumsum(loads)))
-    able = np.flatnonzero(np.isfinite(places[1:])) + 1
-    pp = setting.mesh.size("pp")
-
-    def heaviest_rank(cuts: tuple[int, ...]) -> float:
-        stages = [before[b] - before[a] for a, b in pairwise((0, *cuts, len(loads)))]
-        return max(sum(stages[rank::pp]) for rank in range(pp))
-
-    return min(_even(before, able, num_stages), _lightest(before, able, num_stages), key=heaviest_rank)
+    return cuts
 
 
-def _even(before: np.ndarray, able: np.ndarray, num_stages: int) -> tuple[int, ...]:
-    """Of the places to cut those nearest to even shares of the load. `before`: the load before each operator."""
-    cuts: list[int] = []
-    for number in range(1, num_stages):
-        first = int(np.searchsorted(able, cuts[-1], side="right")) if cuts else 0
-        free = able[first : len(able) - (num_stages - 1 - number)]
-        cuts.append(int(free[np.abs(before[free] - before[-1] * number / num_stages).argmin()]))
-    return tuple(cuts)
-
-
-def _lightest(before: np.ndarray, able: np.ndarray, num_stages: int) -> tuple[int, ...]:
-    """Cuts whose heaviest stage is as light as it can be: stages are filled up to a limit, which is bisected."""
-
-    def filled(limit: float) -> tuple[int, ...]:
-        cuts: list[int] = []
-        for left in range(num_stages - 1, 0, -1):
-            start = before[cuts[-1]] if cuts else 0.0
-            first = np.searchsorted(able, cuts[-1], side="right") if cuts else 0
-            last = np.searchsorted(before[able], start + limit, side="right") - 1
-            cuts.append(int(able[min(max(last, first), len(able) - left)]))
-        return tuple(cuts)
-
-    def heaviest(cuts: tuple[int, ...]) -> float:
-        return max(before[b] - before[a] for a, b in pairwise((0, *cuts, len(before) - 1)))
-
-    low, high = before[-1] / num_stages, before[-1]
-    best = filled(high)
-    for _ in range(30):
-        limit = (low + high) / 2
-        cuts = filled(limit)
-        low, high = (low, limit) if heaviest(cuts) <= limit * (1 + 1e-9) else (limit, high)
-        best = min(best, cuts, key=heaviest)
-    return best
-
-
-class _Priced:
+class Priced:
     """A table's rows at the sizes of a setting."""
 
     def __init__(self, table: Table, setting: Setting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
         self.times = table.times(setting.b, setting.mesh.size("tp"))
         self.seconds: dict[Work, float] = {}
-        later = (setting.schedule.microbatches - 1) / setting.schedule.microbatches
+        later = 0.0 if setting.fused_sums else 1 - 1 / setting.schedule.microbatches
         self.by_row = [self._row(row, later) for row in table.rows]
         self.kept = np.array([float(row.kept.at(self.times)) for row in table.rows])
         self.temporary = np.array([float(row.temporary.at(self.times)) for row in table.rows])
@@ -300,10 +261,10 @@ class _Priced:
             {"axis": axis, "kind": kind, "count": count, "bytes": sent, "seconds": took}
             for (axis, kind), (count, sent, took) in moved.items()
         ]
-        received = self._received_s(size) if size else 0.0
+        received = self.received_s(size) if size else 0.0
         return {"stage": index, **parts, "collectives": collectives, "receives_bytes": size, "receives_s": received}
 
-    def _received_s(self, size: float) -> float:
+    def received_s(self, size: float) -> float:
         mesh, hardware = self.mesh, self.hardware
         parts = mesh.size("tp") if self.setting.scatter_sends else 1
         sent = time_s("send", mesh.size("pp"), size / parts, hardware, mesh.stride("pp"))
@@ -311,11 +272,19 @@ class _Priced:
 
     def parameters(self, mine: Sequence[int], stages: Sequence[range]) -> dict[str, str]:
         """The parameters that a rank holds: {name: name in the table}."""
-        held: dict[str, str] = {}
-        for index in mine:
-            for position, path, number in (self.table.order[i] for i in stages[index]):
-                held |= {_named(name, path, number): name for name in self.table.rows[position].parameters}
-        return held
+        return self.held(self.table.order[i] for index in mine for i in stages[index])
+
+    def held(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
+        """The parameters that operators read, as `parameters`."""
+        return {_named(name, path, number): name for position, path, number in order
+                for name in self.table.rows[position].parameters}  # fmt: skip
+
+    def state_bytes(self, held: Mapping[str, str]) -> float:
+        """Of parameters, with their gradients and optimizer."""
+        return sum(
+            self.local_bytes(known) * (1 + self.setting.state_bytes * self.table.parameters[known].trained)
+            for known in held.values()
+        )
 
     def local_bytes(self, name: str) -> float:
         """Of a rank's part of a parameter, by its name in the table."""
@@ -341,30 +310,48 @@ class _Priced:
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sizes.items() if groups)
         return {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware)}
 
-    def _temporary(self, rows: np.ndarray) -> float:
+    def temporary_bytes(self, rows: np.ndarray) -> float:
         """How far a microbatch of a stage goes beyond what it keeps: at each operator the later ones keep nothing."""
         kept = np.cumsum(self.kept[rows])
         return max(0.0, float((kept + self.temporary[rows]).max() - kept[-1]))
 
+    def _bytes(self, stage: range) -> StageBytes:
+        """What a microbatch of a stage takes; at each operator the later ones keep nothing, and have made the gradients
+        of the weights that they read."""
+        positions = self.table.positions[stage.start : stage.stop]
+        kept = np.cumsum(self.kept[positions])
+        temporary = kept + self.temporary[positions]
+        gradients, read = np.zeros(len(stage)), set[str]()
+        for i in reversed(range(len(stage))):
+            position, path, number = self.table.order[stage[i]]
+            for name in self.table.rows[position].parameters:
+                named = _named(name, path, number)
+                gradients[i] += self._gradient_bytes(name) if named not in read else 0.0
+                read.add(named)
+        grown = temporary + np.cumsum(gradients[::-1])[::-1]
+        beyond, first = (max(0, round(float(each.max() - kept[-1]))) for each in (temporary, grown))
+        return StageBytes(round(float(kept[-1])), 0, beyond, beyond, first, round(float(gradients.sum())))
+
+    def _gradient_bytes(self, name: str) -> float:
+        """Of a rank's part of a parameter's gradient, in the parameter's dtype."""
+        return self.local_bytes(name) * self.table.parameters[name].trained
+
     def memory(
-        self, found: Simulation, held: Sequence[Mapping[str, str]], stages: Sequence[range],
-        homes: Sequence[Sequence[int]],
+        self, held: Sequence[Mapping[str, str]], stages: Sequence[range], orders: Sequence[tuple[Action, ...]]
     ) -> tuple[int, ...]:  # fmt: skip
         """The most that the rank of each stage holds, in bytes."""
-        positions, setting = self.table.positions, self.setting
+        setting = self.setting
         held_at_once = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
-        kept = [float(self.kept[positions[s.start : s.stop]].sum()) for s in stages]
+        taken = {i: self._bytes(stage) for i, stage in enumerate(stages)}
         boundaries = [self.stage(i, s)["receives_bytes"] for i, s in enumerate(stages)] + [0.0]
-        peaks = found.timeline.peak_memory_bytes([round(size) for size in kept])
         totals: dict[int, int] = {}
-        for rank, mine in enumerate(homes):
-            states = sum(
-                self.local_bytes(known) * (1 + setting.state_bytes * self.table.parameters[known].trained)
-                for known in held[rank].values()
-            )
-            temporary = max(self._temporary(positions[stages[i].start : stages[i].stop]) for i in mine)
+        for rank, order in enumerate(orders):
+            mine = {action.stage for action in order}
+            gradients = sum(map(self._gradient_bytes, held[rank].values()))
+            states = sum(map(self.local_bytes, held[rank].values())) + gradients * (setting.state_bytes - 1)
+            passing = most_at_once(order, {i: taken[i] for i in mine}, round(gradients))
             buffers = sum(boundaries[i] * (i - 1 not in mine) + boundaries[i + 1] * (i + 1 not in mine) for i in mine)
             fixed = self.table.buffer_bytes + self.table.input_bytes * setting.rows
-            total = round(states + peaks[rank] + temporary + buffers * held_at_once + fixed)
+            total = round(states + max(passing, gradients) + buffers * held_at_once + fixed)
             totals |= dict.fromkeys(mine, total)
         return tuple(totals[stage] for stage in range(len(stages)))

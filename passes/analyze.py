@@ -134,8 +134,12 @@ def _find_places(graph: fx.Graph) -> None:
         for n in nodes
     ]
     reads = [[position[s] for s in found if s in position] for found in sources]
+    products = {
+        position[n] for n in nodes if n.meta["pattern"] and n.meta["pattern"].flops
+        and any(s.meta["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))
+    }  # fmt: skip
     readers: dict[fx.Node, list[tuple[Place, int]]] = defaultdict(list)
-    for node, found, place in zip(nodes, sources, places(kinds, reads), strict=True):
+    for node, found, place in zip(nodes, sources, places(kinds, reads, products), strict=True):
         node.meta["place"] = place
         for i, source in enumerate(found):
             if source.meta["role"] == PARAMETER:

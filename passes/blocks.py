@@ -7,7 +7,7 @@ be anything.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +41,11 @@ class _Run(NamedTuple):
         return self.start + self.period * self.times
 
 
-def places(kinds: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> list[Place]:
+def places(kinds: Sequence[Hashable], reads: Sequence[Sequence[int]], products: Set[int] = frozenset()) -> list[Place]:
     """The place of every operator, by their kinds and the positions of those that each reads.
+
+    `products`: positions of products with a weight. Two copies with one product each make one block: cut along its
+    output and its input in turn a product is fed by the one before, as all alike they are not.
 
     >>> places(["embed", "linear", "relu", "linear", "relu", "head"], [[], [0], [1], [2], [3], [4]])[3:]
     [Place(like=1, block=(1, 1), times=2), Place(like=2, block=(1, 1), times=2), Place(like=5, block=None, times=1)]
@@ -58,9 +61,12 @@ def places(kinds: Sequence[Hashable], reads: Sequence[Sequence[int]]) -> list[Pl
         if run is None:
             continue
         left += [(start, run.start), (run.stop, stop)]
+        if sum(i in products for i in range(run.start, run.start + run.period)) == 1:
+            run = _Run(run.start, 2 * run.period, run.times // 2)
         for i in range(run.start, run.stop):
             copy, offset = divmod(i - run.start, run.period)
-            found[i] = Place(run.start + offset, (run.start, copy), run.times)
+            if run.times > 1:
+                found[i] = Place(run.start + offset, (run.start, copy), run.times)
     return found
 
 

@@ -199,13 +199,14 @@ class _Counter:
         return Counted(node, (one,), parts[False], parts[True])
 
     def _depth(self, made: fx.Node, flops: Size) -> Size:
-        """How many terms each element of a product's result is the sum of."""
+        """How many features each element of a product's result is the sum over; nothing for sums over rows and
+        positions, as in the gradient of a weight."""
         if not isinstance(self.walk.values[made], Value):  # a recurrent layer's several
             return NOTHING
         elements = math.prod(self.walk.values[made].form.shape)
         (powers, number), other = flops.terms[0], self.growth.of(made)
         less = Powers(*(mine - theirs for mine, theirs in zip(powers, other, strict=True)))
-        return Size.of(number / (2 * max(1, elements)), less)
+        return NOTHING if less.b or less.s else Size.of(number / (2 * max(1, elements)), less)
 
     def _made(self, node: fx.Node) -> Size:
         """Bytes of new memory that a call writes."""

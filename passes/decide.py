@@ -30,10 +30,11 @@ from .lower import Decisions
 from .partition import active_operators, check_batch, crossing_bytes
 from .pins import pinned_layouts, solve_pinned
 from .prices import Step
+from .recompute import check_recompute
 from .rules.registered import REGISTERED, as_data, call_text, from_data
 from .shard import Programme, SequenceParallel, Sharding, cheapest, fit_around
 from .stage_pins import pinned_partition
-from .storage import fitting_over_dp
+from .storage import Storage, fitting_over_dp
 from .strategies import ALL_TENSOR_KINDS, Strategy, strategies
 
 NO_PINS = Pins()
@@ -56,6 +57,7 @@ def decide(
     hardware: Hardware,
     pins: Pins = NO_PINS,
     sequence_parallel: SequenceParallel = "auto",
+    zero: int = 0,
 ) -> Decided:
     """Choose layouts and cuts for an annotated trace, around what the user has pinned."""
     if not active_operators(trace.graph):
@@ -71,7 +73,7 @@ def decide(
     stored: Mapping[str, Placement] = {}
     pinned_layouts(trace, mesh, pins)  # also where nothing is chosen: a pin that matches nothing is an error
     if tp > 1:
-        step = Step(microbatches, mesh.size("dp") * microbatches)
+        step = Step(microbatches, mesh.size("dp") * microbatches, Storage.of(trace, mesh, zero, pins))
         solve = partial(cheapest, trace.graph, tp, hardware, sequence_parallel, step)
         solved = solve_pinned(trace, mesh, pins, solve)
         tensor, stored = solved[1].strategies, solved[1].parameters
@@ -228,6 +230,8 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, str] | No
     """
     _check_rules(plan)
     own = is_plan_of(plan, trace)
+    if own:
+        check_recompute(trace.graph, plan.recompute, plan.where("recompute"))
     tp, num_stages = mesh.size("tp"), mesh.size("pp") * plan.schedule.virtual_stages
     tensor: Mapping[fx.Node, Strategy] = {}
     stored: dict[str, Placement] = {}

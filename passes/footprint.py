@@ -8,7 +8,7 @@ many microbatches are held at a time comes from the schedule's own actions (`aut
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from autopart.actions import StageBytes
 from autopart.graph import operator_name, tensor_inputs, value
 from autopart.layout import DIRECTIONS, section_sizes, shard_sizes
 from autopart.program import SEEDS, Boundary, Program, Stage
@@ -48,27 +49,25 @@ class Value:
 class StageMemory:
     """What one microbatch of a stage holds on one rank.
 
-    `saved`: what autograd keeps, by the node that keeps it first. `sent`: what else is held because it was sent.
-    `temporary_bytes`: how far the forward or the backward goes beyond that, at its largest. `delayed_bytes`: gradients
-    that wait for the backward of the weights, in schedules that split it off. `input_bytes`: values of the inputs
-    alone, for all microbatches. `trained`: the parameters that get a gradient.
+    `saved`: what autograd keeps, by the node that keeps it first. `bytes`: how much the schedule's actions take.
+    `input_bytes`: values of the inputs alone, for all microbatches. `trained`: the parameters that get a gradient.
+    `whole_backward`: whether the runtime never splits the backward, as something is run again in it.
     """
 
     saved: dict[fx.Node, int]
-    sent_bytes: int
-    temporary_bytes: int
-    delayed_bytes: int
+    bytes: StageBytes
     input_bytes: int
     trained: frozenset[str]
+    whole_backward: bool
 
     @property
     def saved_bytes(self) -> int:
         return sum(self.saved.values())
 
     @property
-    def held_bytes(self) -> int:
-        """From its forward to the end of its backward."""
-        return self.saved_bytes + self.sent_bytes
+    def temporary_bytes(self) -> int:
+        """How far a forward or backward goes beyond what is held, at its largest."""
+        return max(self.bytes.forward, self.bytes.backward)
 
 
 def stage_memory(walk: Walk) -> StageMemory:
@@ -81,11 +80,18 @@ def stage_memory(walk: Walk) -> StageMemory:
     held = {memory for pieces in saved.values() for memory in pieces}
     is_last = stage.index == len(program.stages) - 1
     sends = [] if is_last else [walk.values[node] for node in walk.outputs[: len(stage.sends)]]
-    sent = sum(_sent_bytes(value, held) for value in sends)
-    most = max(_forward_peak(walk, saved), _backward_peak(walk, alive, saved))
-    trained = frozenset(str(node.target) for node in alive if node.op == "get_attr")
-    delayed = _delayed_bytes(walk, alive) if stage.index else 0
-    return StageMemory(by_node, sent, max(0, most - sum(by_node.values())), delayed, walk.input_bytes, trained)
+    kept = sum(by_node.values())
+    weights = {str(node.target): walk.values[node].memory.size_bytes for node in alive if node.op == "get_attr"}
+    whole = bool(walk.regions(alive))
+    taken = StageBytes(
+        held=kept + sum(_sent_bytes(value, held) for value in sends),
+        delayed=_delayed_bytes(walk, alive) if stage.index and not whole else 0,
+        forward=max(0, _forward_peak(walk, saved) - kept),
+        backward=max(0, _backward_peak(walk, alive, saved, first=False) - kept),
+        first_backward=max(0, _backward_peak(walk, alive, saved, first=True) - kept),
+        gradients=sum(weights.values()),
+    )  # fmt: skip
+    return StageMemory(by_node, taken, walk.input_bytes, frozenset(weights), whole)
 
 
 def saved_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, list[Memory]]:
@@ -146,6 +152,7 @@ def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
             ends[index] += memory.size_bytes
     seen: set[Memory] = set()
     for index, node in enumerate(nodes):
+        most = max(most, now + walk.takes.get(node, (0, 0))[0])
         fresh = {memory for memory in memories(walk.values[node]) if memory not in seen}
         seen |= fresh
         now += sum(memory.size_bytes for memory in fresh) + (saved_others(walk, node) if node in saved else 0)
@@ -154,32 +161,60 @@ def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
     return most
 
 
-def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
+def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]], first: bool) -> int:
     """The most that gradients and what is still kept take while the backward runs.
 
-    The gradient of a view is a view of the gradient. A parameter's counts until it is added to the others.
+    The gradient of a view is a view of the gradient, and that of what is summed the sum's, expanded. A further gradient
+    of the same value is added out of place, when what made it is gone. A parameter's stays in the `first` backward of a
+    step; in later ones it is added to the earlier, in place, when it is whole.
     """
     now = sum(memory.size_bytes for pieces in saved.values() for memory in pieces)
     now += sum(saved_others(walk, node) for node in saved)
     most = now
     grads: set[Memory] = set()
+    given: Counter[Any] = Counter()
     whole = rerun_bytes(walk, alive)
     rerun = dict(whole)
     begins = {region: next(n for n in nodes if n in alive) for region, nodes in walk.regions(alive).items()}
-    for node in [node for node in reversed(list(walk.values)) if node in alive and node.op == "call_function"]:
+    nodes = [node for node in reversed(list(walk.values)) if node in alive and node.op == "call_function"]
+    uses = Counter(_key(used) for node in nodes for used in walk.towards(node))
+    for node in nodes:
         now += rerun.pop(region := node.meta.get("region", -1), 0)
-        fresh = {m for used in (node, *node.all_input_nodes) if needs_grad(walk.values[used])
-                 for m in memories(walk.values[used], lasting=True)} - grads  # fmt: skip
+        most = max(most, now + walk.takes.get(node, (0, 0))[1])
+        towards = walk.towards(node)
+        made = [used for used in (node, *towards) if not (given[node] if used is node else _sums(node))]
+        fresh = {m for used in made for m in memories(walk.values[used], lasting=True)} - grads
         grads |= fresh
         now += sum(memory.size_bytes for memory in fresh)
-        most = max(most, now + sum(m.size_bytes for m in set(walk.keeps.get(node, ())) if m.again))
-        done = {m for m in grads if m.made_by is node or m.made_by.op == "get_attr"}
-        grads -= done
+        further = sum(_size(walk.values[used]) for used in towards if given[_key(used)])
+        most = max(most, now + further + sum(m.size_bytes for m in set(walk.keeps.get(node, ())) if m.again))
+        given.update(map(_key, towards))
+        done = {m for m in grads if m.made_by is node}
         now -= sum(memory.size_bytes for memory in done) + saved_others(walk, node)
         now -= sum(memory.size_bytes for memory in saved.get(node, ()))
         if begins.get(region) is node:
             now -= whole[region]
+        most = max(most, now + 2 * further)
+        grads -= done
+        if not first:
+            added = {walk.values[used].memory for used in towards
+                     if used.op == "get_attr" and given[_key(used)] == uses[_key(used)]}  # fmt: skip
+            now -= sum(memory.size_bytes for memory in added & grads)
+            grads -= added
     return most
+
+
+def _sums(node: fx.Node) -> bool:
+    return operator_name(node) == "aten::sum"
+
+
+def _key(node: fx.Node) -> Any:
+    """A value; a parameter wherever it is read."""
+    return str(node.target) if node.op == "get_attr" else node
+
+
+def _size(found: Any) -> int:
+    return found.form.size_bytes if isinstance(found, Value) else 0
 
 
 def _delayed_bytes(walk: Walk, alive: Set[fx.Node]) -> int:
@@ -205,7 +240,8 @@ def _sent_bytes(sent: Any, held: set[Memory]) -> int:
 
 @dataclass
 class Walk:
-    """A stage graph run on forms. `input_bytes`: of values of the inputs alone, for all microbatches."""
+    """A stage graph run on forms. `input_bytes`: of values of the inputs alone, for all microbatches. `takes`: the most
+    new memory in a node's forward and in its backward."""
 
     trace: Trace
     program: Program
@@ -215,16 +251,18 @@ class Walk:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     keeps: dict[fx.Node, list[Memory]] = field(default_factory=dict)
     others: dict[fx.Node, int] = field(default_factory=dict)
+    takes: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
     outputs: tuple[Any, ...] = ()
 
     def run(self) -> None:
-        received = iter(self.stage.receives)
+        received, attributes = iter(self.stage.receives), dict[str, Value]()
         for node in self.stage.graph.graph.nodes:
             if node.op == "placeholder":
                 made = self.inputs.get(str(node.target))
                 self.values[node] = made if made is not None else _received(next(received), node)
             elif node.op == "get_attr":
-                self.values[node] = _attribute(self.trace, node)
+                found = attributes.setdefault(str(node.target), _attribute(self.trace, node))
+                self.values[node] = found
             elif node.op == "output":
                 self.outputs = tuple(node.args[0])
             elif node.target is operator.getitem:
@@ -237,8 +275,13 @@ class Walk:
         if name == "axis_index":
             return 0
         if name in DIRECTIONS:
-            return self._convert(node, DIRECTIONS[name][0])
-        return call(node, self.values, self.keeps, self.others)
+            made = self._convert(node, DIRECTIONS[name][0])
+            sizes = made.form.size_bytes, self.values[node.args[0]].form.size_bytes
+            in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
+            forward, backward = (_moving_bytes(kind, max(sizes), min(sizes), in_order) for kind in DIRECTIONS[name])
+            self.takes[node] = forward, backward
+            return made
+        return call(node, self.values, self.keeps, self.others, self.takes)
 
     def _convert(self, node: fx.Node, primitive: str) -> Any:
         """A collective, or the local part of one, as `runtime.collectives` makes it."""
@@ -283,6 +326,10 @@ class Walk:
                 found.setdefault(node.meta["region"], []).append(node)
         return {region: nodes for region, nodes in found.items() if any(node in alive for node in nodes)}
 
+    def towards(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs that its backward makes gradients of."""
+        return [used for used in node.all_input_nodes if needs_grad(self.values[used])]
+
     def read_by(self, nodes: Sequence[fx.Node]) -> list[Memory]:
         """The memory that operators read and do not make."""
         own = set(nodes)
@@ -295,16 +342,25 @@ class Walk:
         for node in self.values:
             if node not in alive:
                 continue
-            grads = [used for used in node.all_input_nodes if needs_grad(self.values[used])]
+            grads = self.towards(node)
             if node.op == "get_attr" or (grads and all(used in weights for used in grads)):
                 weights.add(node)
         return weights
 
 
+def _moving_bytes(primitive: str, whole: int, part: int, in_order: bool) -> int:
+    """The most new memory in a collective or its local part, as `runtime.collectives` runs it: parts that do not lie in
+    order are copied together before they are sent, or joined after."""
+    copied = 0 if in_order else whole
+    taken = {"all_reduce": whole, "all_gather": whole + copied, "reduce_scatter": part + copied}
+    return taken.get(primitive, 3 * whole if primitive == "all_to_all" else 0)
+
+
 def call(
-    node: fx.Node, values: Mapping[fx.Node, Any], keeps: dict[fx.Node, list[Memory]], others: dict[fx.Node, int]
-) -> Any:
-    """What a call makes, with its memory; what it keeps is noted."""
+    node: fx.Node, values: Mapping[fx.Node, Any], keeps: dict[fx.Node, list[Memory]], others: dict[fx.Node, int],
+    takes: dict[fx.Node, tuple[int, int]],
+) -> Any:  # fmt: skip
+    """What a call makes, with its memory; what it keeps and takes is noted."""
     assert callable(node.target)
     found = [values[used] for used in tensor_inputs(node)]
     read = [v for v in found if isinstance(v, Value)]
@@ -316,6 +372,7 @@ def call(
     pieces = [Memory(size, False, node) for size in effect.pieces]
     owners = [read[own].memory if own >= 0 else pieces[-1 - own] for own in effect.memory]
     keeps[node] = [read[i].memory for i in effect.kept.inputs] + [owners[i] for i in effect.kept.outputs]
+    takes[node] = effect.forward_bytes, effect.backward_bytes
     if effect.kept.other_bytes:
         others[node] = effect.kept.other_bytes
     tensors = [Value(form, owner) for form, owner in zip(effect.forms, owners, strict=True)]
@@ -382,7 +439,7 @@ def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[st
         elif node.target is operator.getitem:
             values[node] = values[node.args[0]][node.args[1]]
         else:
-            values[node] = call(node, values, {}, {})
+            values[node] = call(node, values, {}, {}, {})
     found: dict[str, Any] = {}
     sizes: dict[Memory, int] = {}
     for stage_input, whole in zip(stage.inputs, made, strict=False):

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopart.compat import fake_mode, is_composite, tree_flatten
+from autopart.compat import TorchDispatchMode, fake_mode, is_composite, tree_flatten
 from autopart.eager_semantics import no_autocast
 from autopart.graph import value
 
@@ -85,7 +85,8 @@ class Effect:
     """What a call makes and keeps.
 
     `made`: its result with a number in place of every tensor, into `forms`. `memory`: whose memory each is: that of
-    input `i`, or (from -1 down) the call's own piece `-1 - memory`, of `pieces` bytes.
+    input `i`, or (from -1 down) the call's own piece `-1 - memory`, of `pieces` bytes. `forward_bytes`,
+    `backward_bytes`: the most new memory while either runs, of which some may be gone when it ends.
     """
 
     made: Any
@@ -93,6 +94,8 @@ class Effect:
     memory: tuple[int, ...]
     pieces: tuple[int, ...]
     kept: Kept
+    forward_bytes: int = 0
+    backward_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,10 +176,52 @@ def _run(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     mode = fake_mode() if device.type == "cpu" else nullcontext()
     with mode, torch.enable_grad(), no_autocast():
         args, kwargs = fake(tuple(args)), fake(kwargs)
-        with saved_tensors_hooks(keep, lambda held: held.tensor):
+        with saved_tensors_hooks(keep, lambda held: held.tensor), _Allocated() as forward:
             result = target(*args, **kwargs)
         alive = [held.tensor for reference in saved if (held := reference()) is not None]
-        return _effect(result, inputs, alive)
+        found = _effect(result, inputs, alive)
+        return replace(found, forward_bytes=forward.most, backward_bytes=_backward_bytes(result, inputs))
+
+
+def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
+    """The most new memory while the backward runs; nothing where it cannot run without values."""
+    outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    towards = [tensor for tensor in inputs if tensor.requires_grad]
+    if not outputs or not towards:
+        return 0
+    grads = [torch.empty(made.shape, dtype=made.dtype, device=made.device) for made in outputs]
+    with _Allocated() as backward:
+        try:
+            torch.autograd.grad(outputs, towards, grads, allow_unused=True)
+        except (RuntimeError, NotImplementedError, TypeError):
+            return 0
+    return backward.most
+
+
+class _Allocated(TorchDispatchMode):
+    """`most`: bytes of the storages that operators inside have made, when most are there at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.given: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            if (given := StorageWeakRef(storage)).cdata not in self.made:
+                self.given[given.cdata] = given
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if (made := StorageWeakRef(storage)).cdata not in self.given:
+                self.made[made.cdata] = made, storage.nbytes()
+        self.made = {key: entry for key, entry in self.made.items() if not entry[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.made.values()))
+        return result
+
+
+def _storages(found: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
 
 
 class _Saved:

@@ -36,10 +36,10 @@ from autopart.program import (
     BufferUpdate,
     Output,
     Program,
-    Recompute,
     Rng,
     StageInput,
 )
+from autopart.recomputation import Recompute
 from autopart.trace import Trace
 
 from .analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from autopart.actions import Action, actions, most_held
+from autopart.actions import Action, actions, most_at_once, most_held
 from autopart.cost.memory import BUCKET_BYTES, OPTIMIZER_VALUES, RankMemory
 from autopart.graph import pattern_of, short_name
 from autopart.mesh import Mesh
@@ -52,20 +52,23 @@ def _rank_memory(
     held = {name: stored for name, stored in program.parameters.items() if set(stored.stages) & set(mine)}
     sizes = {name: local_bytes(trace, program, stored) for name, stored in held.items()}
     trained = {name: size for name, size in sizes.items() if name in trained_somewhere}
-    most = most_held(
-        order, {s: memories[s].held_bytes for s in mine}, {s: memories[s].delayed_bytes for s in mine}
-    )  # fmt: skip
-    temporary = max(memories[stage].temporary_bytes for stage in mine)
-    spare = most.size_bytes + temporary
+    whole = {s for s in mine if memories[s].whole_backward}
+    ran = tuple(a._replace(kind="B" if a.kind == "I" else a.kind) if a.stage in whole else a for a in order
+                if not (a.stage in whole and a.kind == "W"))  # fmt: skip
+    taken = {s: memories[s].bytes for s in mine}
+    most = most_held(ran, {s: one.held for s, one in taken.items()}, {s: one.delayed for s, one in taken.items()})
+    gradients, pipeline = sum(trained.values()), _pipeline_bytes(program, mine, home, order)
     bucket = _bucket_bytes(trace, trained, program, home)
     optimizer = {f"optimizer state of {name}": OPTIMIZER_VALUES * size for name, size in trained.items()}
     stored = {f"parameter {name}": size for name, size in sizes.items()}
     largest = stored | {f"gradient of {name}": size for name, size in trained.items()} | optimizer
+    lasting = (sum(sizes.values()), sum(optimizer.values()), _buffer_bytes(trace),
+               _input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine))  # fmt: skip
+    passing = max(most_at_once(ran, taken, gradients), gradients + bucket)
     return RankMemory(
-        tuple(mine), sum(sizes.values()), sum(trained.values()), sum(optimizer.values()), _buffer_bytes(trace),
-        _input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine), most.size_bytes, temporary,
-        _pipeline_bytes(program, mine, home, order) + max(0, bucket - spare), most.in_flight,
-        _largest(largest | _largest_activations(memories, most.in_flight)),
+        tuple(mine), lasting[0], gradients, *lasting[1:], most.size_bytes,
+        max(memories[stage].temporary_bytes for stage in mine), pipeline + bucket, sum(lasting) + pipeline + passing,
+        most.in_flight, _largest(largest | _largest_activations(memories, most.in_flight)),
     )  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def _bytes(boundaries: Sequence[Boundary]) -> int:
 
 
 def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, home: Mapping[int, int]) -> int:
-    """The flat copy of the largest bucket of gradients and the largest gradient put back from it."""
+    """The flat copy of the largest bucket of gradients; one that fills a bucket alone is summed where it is."""
     buckets: dict[Any, list[int]] = defaultdict(list)
     for name, size in trained.items():
         stored, dtype = program.parameters[name], trace.parameters[name].dtype
@@ -126,7 +129,7 @@ def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, ho
             buckets[axes, dtype].append(size)
         if len(owners) > 1:
             buckets[owners, dtype].append(size)
-    return max((min(sum(s), max(BUCKET_BYTES, *s, 0)) + max(s) for s in buckets.values()), default=0)
+    return max((min(sum(sizes), BUCKET_BYTES) for sizes in buckets.values() if len(sizes) > 1), default=0)
 
 
 def _largest_activations(memories: Sequence[StageMemory], in_flight: Mapping[int, int]) -> dict[str, int]:

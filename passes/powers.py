@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import fx
+from torch import Tensor, fx
 
 from autopart.cost.work import Powers
 from autopart.graph import tensor_inputs, value
@@ -36,6 +36,7 @@ class Growth:
         self._row_axes = [axis for axis, size in sizes.items() if size > 1]
         self._of: dict[fx.Node, Powers] = {}
         self._traced_of: dict[fx.Node, Powers] = {}
+        self._cuts: dict[fx.Node, int | None] = {}
 
     def of(self, node: fx.Node) -> Powers:
         """Of a written value's bytes."""
@@ -47,12 +48,33 @@ class Growth:
         origin, layout = self._traced.get(node.meta.get("origin", "")), node.meta.get("layout", {})
         if origin is None:  # one step of several towards a traced value, or a tuple of them
             parts = [self.of(user) for user in node.users if "origin" in user.meta and user.args[0] is node]
-            return _largest(parts or [self.of(n) for n in tensor_inputs(node)])
+            found = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
+            return found if parts or self._cut(node) is not None else found._replace(tp=0)
         if origin not in self._traced_of:
             self._traced_of[origin] = self._count(atom for dim in origin.meta["atoms"] for atom in dim)
         found, tp = self._traced_of[origin], layout.get("tp")
         cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
         return Powers(found.b * cut, found.s, int(tp is not None and tp.is_shard))
+
+    def _cut(self, node: fx.Node) -> int | None:
+        """The dim of a written value that is cut over `tp`: of one of several steps, where an input has it too."""
+        if node not in self._cuts:
+            self._cuts[node] = self._found_cut(node)
+        return self._cuts[node]
+
+    def _found_cut(self, node: fx.Node) -> int | None:
+        if node.meta.get("origin", "") in self._traced:
+            placement = node.meta.get("layout", {}).get("tp")
+            return placement.dim if placement is not None and placement.is_shard else None
+        for used in tensor_inputs(node):
+            dim, made, read = self._cut(used), value(node), value(used)
+            if dim is None:
+                continue
+            if not isinstance(made, Tensor) or not isinstance(read, Tensor) or made.numel() == read.numel():
+                return dim
+            if made.shape[: dim + 1] == read.shape[: dim + 1]:
+                return dim
+        return None
 
     def of_product(self, node: fx.Node) -> Powers:
         """Of the FLOPs of a written product: those of its factors, each counted once."""

@@ -2,14 +2,14 @@
 
 In order of weight: matrix work and the weights it reads that the axis does not divide; then the seconds that a step
 takes one rank apart from matrix work: the communication of every microbatch, forward and backward, memory traffic, and
-the sums of gradients once a step.
+the sums of gradients once a step. What a weight costs over `dp`, where it is summed or stored in parts, depends on how
+it lies here, and is a part of that price: one programme chooses for both axes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from torch import fx
 
 from autopart.cost.collectives import conversion_time_s, time_s
 from autopart.cost.hardware import Hardware
+from autopart.cost.memory import BUCKET_BYTES
 from autopart.graph import operators, shape, size_bytes, tensor_inputs
 from autopart.layout import R_GRAD_P, Placement, R, conversion, is_direct
 
 from .analyze import ACTIVE, BATCH, PARAMETER, WEIGHT, Atom, tuple_values
+from .storage import MIN_DIMS, Storage
 from .strategies import Strategy
 
 _DIVIDE_FIRST = 1e2
@@ -39,10 +41,11 @@ _TELLS = 0.01
 @dataclass(frozen=True)
 class Step:
     """What of a training step prices depend on. `row_shards`: the parts in which the rows of the batch are cut, over
-    `dp` and microbatches."""
+    `dp` and microbatches. `storage`: how what lies on the axis priced is stored over `dp`."""
 
     microbatches: int = 1
     row_shards: int = 1
+    storage: Storage = field(default_factory=Storage)
 
 
 @dataclass(frozen=True)
@@ -108,19 +111,22 @@ class Prices:
 
     Args:
         nodes: all operators and parameters that are chosen.
-        avoid_scatters: whether values between operators are to be whole where that costs little more.
+        whole: whether values between operators are to be whole where that costs little more. Latency of collectives on
+            them is left out then: toy sizes would choose otherwise than the sizes that a model is split for.
         weights_chosen: whether it is chosen where weights lie.
     """
 
     def __init__(
-        self, nodes: Sequence[fx.Node], num_shards: int, hardware: Hardware, step: Step, avoid_scatters: bool,
+        self, nodes: Sequence[fx.Node], num_shards: int, hardware: Hardware, step: Step, whole: bool,
         weights_chosen: bool,
     ):  # fmt: skip
         self.num_shards, self.hardware, self.step = num_shards, hardware, step
-        self.avoid_scatters, self.weights_chosen = avoid_scatters, weights_chosen
+        self.whole, self.weights_chosen = whole, weights_chosen
+        at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
+        self.links = at_once if whole else hardware
         active = [n for n in nodes if n.op == "call_function" and n.meta["role"] == ACTIVE]
-        self.scale = max(1e-12, step.microbatches * sum(self._time_s("all_reduce", self.bytes(n)) for n in active))
-        self.copies = Counter(n.meta["place"].like for n in nodes if n.op == "get_attr")
+        reduced_s = sum(time_s("all_reduce", num_shards, self.bytes(n), hardware) for n in active)
+        self.scale = max(1e-12, step.microbatches * reduced_s)
         self.flops = sum(_flops(n) for n in nodes) or 1
         self.table = sum(_weight_bytes(n) for n in nodes) or 1
 
@@ -134,19 +140,32 @@ class Prices:
 
     def option(self, node: fx.Node, option: Strategy | Placement) -> Price:
         """The price of an option, conversions left out."""
-        if option == R_GRAD_P:
-            return Price(gradient_sync_s=self._sync_s(node))
         if not isinstance(option, Strategy):
-            return Price()
+            partial = option == R_GRAD_P
+            sync_s = gradient_sync_s(size_bytes(node), self.num_shards, self.hardware) if partial else 0.0
+            return self.over_dp(node, option) + Price(gradient_sync_s=sync_s)
         work, weights = self._undivided(node, option)
         return Price(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
+
+    def over_dp(self, node: fx.Node, place: Placement) -> Price:
+        """Of a parameter that lies so on the axis, what it costs over `dp`. Where storing it in parts was asked for and
+        cannot be, all of it is left on every rank."""
+        storage = self.step.storage
+        if storage.dp == 1 or node.op != "get_attr":
+            return Price()
+        size = size_bytes(node) / (self.num_shards if place.is_shard else 1)
+        is_cut = storage.place(node.target, shape(node), place) is not None
+        price = over_dp(size, is_cut, node.meta["needs_grad"], storage, self.step.microbatches, self.links)
+        is_left = storage.zero == 3 and not is_cut and len(shape(node)) >= MIN_DIMS
+        left = size * (1 - 1 / storage.dp) / self.table if is_left else 0.0
+        return price + Price(weights=left)
 
     def conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         """Seconds a step of bringing a value from one placement to another; infinite where that cannot be."""
         return self.step.microbatches * self._conversion_s(place, target, used)
 
     def _time_s(self, kind: str, size: float) -> float:
-        return time_s(kind, self.num_shards, size, self.hardware)
+        return time_s(kind, self.num_shards, size, self.links)
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
         """The shares of all matrix work and of its weights that this option leaves on every rank."""
@@ -177,12 +196,6 @@ class Prices:
         size = first.numel() * first.element_size() / _row_shards(node, self.step)
         return self.step.microbatches * 3 * self._time_s("all_reduce", size)
 
-    def _sync_s(self, node: fx.Node) -> float:
-        """Seconds of summing a gradient once a step, in one bucket with those of all repeated blocks, and maybe others:
-        a little less than a collective."""
-        copies = self.copies[node.meta["place"].like]
-        return 0.99 * self._time_s("all_reduce", copies * size_bytes(node)) / copies
-
     def _conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         grad = used.meta["needs_grad"]
         if place == target or (not grad and place.is_replicated and target.is_replicated):
@@ -193,16 +206,32 @@ class Prices:
             whole = R_GRAD_P if grad else R
             return self._conversion_s(place, whole, used) + self._conversion_s(whole, target, used)
         size = self.bytes(used)
-        seconds = conversion_time_s(place, target, self.num_shards, size, grad, self.hardware)
+        links = self.links if used.meta["role"] == ACTIVE else self.hardware
+        seconds = conversion_time_s(place, target, self.num_shards, size, grad, links)
         step = conversion(place, target)
         scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
-        if not self.avoid_scatters or used.meta["role"] != ACTIVE or not scatters:
+        if not self.whole or used.meta["role"] != ACTIVE or not scatters:
             return seconds
         return max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100  # of two, the cheaper
 
     def _is_chosen_weight(self, used: fx.Node) -> bool:
         """Whether it is a weight, or a view of one, whose placement is chosen here."""
         return self.weights_chosen and used.meta["role"] in (PARAMETER, WEIGHT)
+
+
+def gradient_sync_s(size: float, num_ranks: int, hardware: Hardware, stride: int = 1) -> float:
+    """Seconds of summing a gradient once a step, in a bucket with others: a little less than a collective."""
+    return 0.99 * size / BUCKET_BYTES * time_s("all_reduce", num_ranks, BUCKET_BYTES, hardware, stride)
+
+
+def over_dp(size: float, is_cut: bool, trained: bool, storage: Storage, microbatches: int, hardware: Hardware) -> Price:
+    """Of so many bytes of a parameter on every rank of `dp`: summing the gradient once a step; where it is stored in
+    parts, gathering it in the forward and the backward of every microbatch and scattering the sum of its gradient."""
+    if not is_cut:
+        return Price(gradient_sync_s=gradient_sync_s(size, storage.dp, hardware, storage.stride) if trained else 0.0)
+    kinds = ("all_gather", "all_gather", "reduce_scatter") if trained else ("all_gather",)
+    moved = sum(time_s(kind, storage.dp, size, hardware, storage.stride) for kind in kinds)
+    return Price(communication_s=microbatches * moved)
 
 
 def _flops(node: fx.Node) -> int:

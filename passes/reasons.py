@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import fx
 
+from autopart.cost.hardware import Hardware
+from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
 from autopart.explain import quantity
 from autopart.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
-from autopart.layout import DIRECTIONS, Placement, R
+from autopart.layout import DIRECTIONS, Placement, R, cannot_store_over_dp
 from autopart.mesh import Mesh
 from autopart.pins import Pins
 from autopart.plan import Why
@@ -20,9 +22,10 @@ from autopart.trace import Trace
 
 from .analyze import ACTIVE, WEIGHT
 from .pairs import NoSolution
-from .pins import near_names, pinned_layouts, solve_pinned
-from .prices import Price
+from .pins import near_names, pinned_layouts, pinned_over_dp, solve_pinned
+from .prices import Price, over_dp
 from .shard import Choice, Conversion, Programme, Sharding
+from .storage import Storage
 
 Solved = tuple[Programme, Sharding]
 
@@ -51,8 +54,11 @@ def certificate(solved: Solved | None) -> dict[str, float]:
 class Reasons:
     """Answers of `Plan.why` and `Plan.why_not`. They need the traced model, so a copy or a file of a plan has none."""
 
-    def __init__(self, trace: Trace, mesh: Mesh, program: Program, pins: Pins, solved: Solved | None):
-        self.trace, self.mesh, self.program, self.pins, self.solved = trace, mesh, program, pins, solved
+    def __init__(
+        self, trace: Trace, mesh: Mesh, program: Program, pins: Pins, solved: Solved | None, hardware: Hardware
+    ):
+        self.trace, self.mesh, self.program, self.pins = trace, mesh, program, pins
+        self.solved, self.hardware = solved, hardware
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -94,9 +100,13 @@ class Reasons:
         """What another layout of a parameter, module or operator would cost, or why it cannot be."""
         asked = Pins.parse({name: layout})
         for pin in asked.layouts:
-            if pin.axis != "tp":
-                raise OptionError(f"cannot price {pin}", why="only layouts on tp are chosen by their price")
-        wanted = ", ".join(f"{pin.text} on {pin.axis}" for pin in asked.layouts)
+            if pin.axis not in ("dp", "tp"):
+                raise OptionError(f"cannot price {pin}", why="layouts on tp and on dp are priced")
+        if len(asked.layouts) > 1:
+            raise OptionError(f"cannot price {name} on two axes at once", hint="ask for one, then for the other")
+        if asked.layouts[0].axis == "dp":
+            return self._why_not_over_dp(name, asked)
+        wanted = f"{asked.layouts[0].text} on tp"
         pins = Pins((*self.pins.layouts, *asked.layouts))
         try:
             if self.solved is None:
@@ -115,6 +125,31 @@ class Reasons:
             return Why(name, wanted, "it is so in the plan")
         others = {wanted: "; ".join([_said(price), *(["with " + ", ".join(changed)] if changed else [])])}
         return Why(name, f"not {wanted}", _reason(price, wanted), wanted, price.seconds, others)
+
+    def _why_not_over_dp(self, name: str, asked: Pins) -> Why:
+        """What it would cost to store parameters otherwise over `dp`, lying as they do on `tp`."""
+        place = Placement.parse(asked.layouts[0].text)
+        wanted, dp = f"{place} on dp", self.mesh.size("dp")
+        pinned_layouts(self.trace, self.mesh, asked)  # raises for names and axes that are not there
+        storage = Storage(dp, self.mesh.stride("dp"))
+        price, held = Price(), 0.0
+        layouts = {name: self.program.parameters[name].layout for name in pinned_over_dp(self.trace, self.mesh, asked)}
+        changed = {name: layout for name, layout in layouts.items() if layout.get("dp", R) != place}
+        for weight, layout in changed.items():
+            parameter, tensor, before = self.trace.parameters[weight], layout.get("tp", R), layout.get("dp", R)
+            if why := cannot_store_over_dp(place, tuple(parameter.shape), dp, tensor):
+                return Why(name, f"not {wanted}", f"{weight}: {why}")
+            size = parameter.nbytes / (self.mesh.size("tp") if tensor.is_shard else 1)
+            for sign, cut in ((1, place.is_shard), (-1, before.is_shard)):
+                trained = parameter.requires_grad
+                found = over_dp(size, cut, trained, storage, self.program.microbatches, self.hardware)
+                price += found * sign
+                held += sign * size * (1 / dp if cut else 1) * (1 + (1 + OPTIMIZER_VALUES) * trained)
+        if not changed:
+            return Why(name, wanted, "it is so in the plan")
+        memory = f"{'+' if held > 0 else '-'}{quantity(abs(held), 'B')} of weights, gradients and optimizer state"
+        said = f"{_said(price)}, {memory} on every rank"
+        return Why(name, f"not {wanted}", f"{wanted} would have {said}", wanted, price.seconds, {wanted: said})
 
     def _why_moved(self, node: fx.Node) -> Why:
         """Why a collective is there: the value, its two placements, and what it would cost to do without it."""

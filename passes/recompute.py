@@ -27,7 +27,7 @@ from autopart.graph import (
     tensor_inputs,
 )
 from autopart.layout import CONVERSIONS
-from autopart.program import Recompute
+from autopart.recomputation import Recompute, check_names, word_of, words_of
 
 from .analyze import ACTIVE, PARAMETER, WEIGHT
 from .partition import active_operators, matrix_work
@@ -46,23 +46,39 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
     A region can be run as one call: nothing outside it lies between two of its nodes, and it is in one piece, for
     which nodes of the graph are moved.
     """
-    find, groups = _REGIONS[recompute]
-    group_of = groups(traced)
+    whole, core_of = _groups(traced, recompute)
 
     def mark(graph: fx.Graph) -> None:
-        regions = [region for region in find(graph, group_of) if len(region) > 1]
-        for number, region in enumerate(_in_one_piece(graph, regions)):
+        found = [*(_block_regions(graph, whole) if whole else ()), *_core_regions(graph, core_of)]
+        for number, region in enumerate(_in_one_piece(graph, [region for region in found if len(region) > 1])):
             for node in region:
                 node.meta["region"] = number
 
     return mark
 
 
+def _groups(traced: fx.Graph, recompute: Recompute) -> tuple[Groups, Groups]:
+    """The blocks that are computed again as a whole ("" for all other operators), and the cores that are."""
+    words = words_of(recompute)
+    block_of = blocks(traced) if words != {"none"} else {}
+    whole = {key: block if word_of(recompute, block) == "full" else "" for key, block in block_of.items()}
+    core_of = cores(traced) if "selective" in words else {}
+    chosen = {key: core for key, core in core_of.items() if word_of(recompute, block_of[core]) == "selective"}
+    return whole if any(whole.values()) else {}, chosen
+
+
+def check_recompute(traced: fx.Graph, recompute: Recompute, where: str = "") -> None:
+    """Raises OptionError for a pattern that is for no repeated block."""
+    if not isinstance(recompute, str):
+        check_names(recompute, blocks(traced).values(), where)
+
+
 def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
     """Why a plan that asks for recomputation recomputes nothing, if so."""
-    if recompute == "full" and not any(blocks(traced).values()):
+    words = words_of(recompute)
+    if "full" in words and not any(blocks(traced).values()):
         return ("recompute='full' changes nothing: the model has no repeated blocks",)
-    if recompute == "selective" and not cores(traced):
+    if "selective" in words and not cores(traced):
         weights = _weights(traced)
         fused = [short_name(n) for n in active_operators(traced) if len(_activations(n, weights)) > 2]
         why = "no product of two activations leads to another without a weight between"
@@ -262,10 +278,3 @@ def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
                 output.prepend(node)
         sorter.done(first)
     return regions
-
-
-_REGIONS: dict[Recompute, tuple[Callable[[fx.Graph, Groups], list[Region]], Callable[[fx.Graph], Groups]]] = {
-    "none": (lambda graph, groups: [], lambda traced: {}),
-    "selective": (_core_regions, cores),
-    "full": (_block_regions, blocks),
-}

@@ -10,7 +10,7 @@ parallelism where that is faster.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -185,11 +185,8 @@ class Programme:
         self.choice_of: dict[fx.Node, Choice] = {}
         self._collect(graph)
         self.values = self._find_values()
-        # Where values stay whole, latency would make toy sizes choose otherwise than the sizes a model is split for.
-        at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
-        links = at_once if between == "whole" else hardware
         nodes = list(self.choice_of)
-        self.prices = Prices(nodes, num_shards, links, step, between == "whole", not stored)
+        self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", not stored)
         self.real_prices = Prices(nodes, num_shards, hardware, step, False, not stored)
         for choice in self.choices.values():
             ties = 1e-9 * self.prices.scale * len(choice.members)

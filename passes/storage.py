@@ -9,6 +9,7 @@ one axis alone, so that a part is one block of the weight.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopart.errors import LayoutError, OptionError
@@ -28,6 +29,29 @@ MIN_DIMS = 2
 """Vectors (norms, biases) stay whole: a thousandth of a model, for as many collectives as its matrices."""
 
 
+@dataclass(frozen=True)
+class Storage:
+    """How parameters are stored over `dp` ranks, `stride` apart in rank numbers, by where they lie on `tp`."""
+
+    dp: int = 1
+    stride: int = 1
+    zero: int = 0
+    pinned: Mapping[str, Sequence[LayoutPin]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(trace: Trace, mesh: Mesh, zero: int, pins: Pins) -> Storage:
+        return Storage(mesh.size("dp"), mesh.stride("dp"), zero, pinned_over_dp(trace, mesh, pins))
+
+    def place(self, name: str, sizes: Sequence[int], tensor: Placement) -> Placement | None:
+        """How a parameter that is `tensor` on `tp` is cut over `dp`; None: whole on every rank."""
+        if self.dp == 1:
+            return None
+        if name in self.pinned:
+            place = Placement.parse(self.pinned[name][0].text)
+            return place if place.is_shard else None
+        return _cut(sizes, self.dp, tensor) if self.zero == 3 else None
+
+
 def choose_over_dp(
     trace: Trace, mesh: Mesh, zero: int, stored: Mapping[str, Placement], pins: Pins
 ) -> dict[str, Placement]:
@@ -41,14 +65,13 @@ def choose_over_dp(
     if zero and dp == 1:
         why, hint = f"the mesh {mesh} has no axis dp", f"mesh='{Mesh.parse({**mesh.sizes, 'dp': 2})}', or leave it out"
         raise OptionError(f"zero={zero} needs an axis to cut parameters over", why=why, hint=hint)
-    pinned = pinned_over_dp(trace, mesh, pins)
+    storage = Storage.of(trace, mesh, zero, pins)
     chosen: dict[str, Placement] = {}
     for name, parameter in trace.parameters.items():
         sizes, tensor = tuple(parameter.shape), stored.get(name, R)
-        if name in pinned:
-            place = _pinned(name, sizes, dp, tensor, pinned[name], pins)
-        else:
-            place = _cut(sizes, dp, tensor) if zero == 3 else None
+        if name in storage.pinned:
+            _check(name, sizes, dp, tensor, storage.pinned[name], pins)
+        place = storage.place(name, sizes, tensor)
         if place is not None:
             chosen[name] = place
     if zero and not chosen:
@@ -70,10 +93,8 @@ def _cut(sizes: Sequence[int], dp: int, tensor: Placement) -> Placement | None:
     )  # fmt: skip
 
 
-def _pinned(
-    name: str, sizes: Sequence[int], dp: int, tensor: Placement, found: Sequence[LayoutPin], pins: Pins
-) -> Placement | None:
-    """What the pins of a parameter say; None: whole. Raises LayoutError where it cannot be."""
+def _check(name: str, sizes: Sequence[int], dp: int, tensor: Placement, found: Sequence[LayoutPin], pins: Pins) -> None:
+    """Raises LayoutError where a parameter cannot be stored as its pins say."""
     if not _agree(found):
         clash = smallest_conflict(found, _agree)
         raise LayoutError(
@@ -87,7 +108,6 @@ def _pinned(
             f"cannot pin {found[0]}", why=f"{name}: {why}", where=pins.where(found[0]),
             hint=fitting_over_dp(sizes, dp, tensor),
         )  # fmt: skip
-    return place if place.is_shard else None
 
 
 def _agree(pins: Sequence[LayoutPin]) -> bool:

@@ -24,6 +24,7 @@ from .footprint import Memory, Value, Walk, memories, needs_grad, rerun_bytes, s
 from .memory import local_bytes
 from .partition import active_operators, matrix_work
 from .powers import Growth, tokens
+from .recompute import blocks as repeated_blocks
 from .storage import MIN_DIMS
 
 Blocks = Mapping[str, Sequence[int]]
@@ -112,6 +113,16 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
 
 
 # Repeated blocks
+
+
+def each_block(trace: Trace) -> dict[str, tuple[int, ...]]:
+    """Every repeated block that has a name as one like itself alone."""
+    found: dict[str, int] = {}
+    for name in repeated_blocks(trace.graph).values():
+        path, _, number = name.rpartition(".")
+        if path:
+            found[path] = max(found.get(path, 0), int(number) + 1)
+    return {path: tuple(range(number)) for path, number in found.items()}
 
 
 def _block_of(name: str, blocks: Blocks) -> _At | None:

@@ -96,18 +96,22 @@ def connect_tied(program: Program, process: Process, placement: str) -> None:
 
 
 def _sum_bucket(parameters: Mapping[str, Tensor], bucket: Bucket, groups: Sequence[dist.ProcessGroup]) -> None:
-    members = [parameters[name] for name in bucket.names]
-    flat = flatten([_gradient(member) for member in members])
+    """Sums in place; a gradient that is alone in its bucket is not copied."""
+    grads = [_gradient(parameters[name]) for name in bucket.names]
+    alone = len(grads) == 1 and grads[0].is_contiguous()
+    flat = grads[0] if alone else flatten(grads)
     for group in groups:
         dist.all_reduce(flat, group=group)
-    for member, piece in zip(members, unflatten(flat, members), strict=True):
-        # A copy: a view would keep the whole bucket alive.
-        member.grad = piece.clone()
+    if not alone:
+        for grad, piece in zip(grads, unflatten(flat, grads), strict=True):
+            grad.copy_(piece)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     """Its gradient; zeros where this stage's part of a tied parameter got none."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 class _SumGradients(torch.autograd.Function):
@@ -175,8 +179,8 @@ def sync_gradients_lockstep(
 
 
 def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], bucket: Bucket) -> None:
-    flat = torch.stack([flatten([_gradient(local[name]) for name in bucket.names]) for local in group]).sum(0)
-    for local in group:
-        members = [local[name] for name in bucket.names]
-        for member, piece in zip(members, unflatten(flat, members), strict=True):
-            member.grad = piece.clone()
+    grads = [[_gradient(local[name]) for name in bucket.names] for local in group]
+    flat = torch.stack([flatten(row) for row in grads]).sum(0)
+    for row in grads:
+        for grad, piece in zip(row, unflatten(flat, row), strict=True):
+            grad.copy_(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -144,6 +145,12 @@ class ParallelModule(nn.Module):
             hint = "graph(0)" if len(program.stages) == 1 else f"graph(0) to graph({len(program.stages) - 1})"
             raise StageError(f"there is no stage {stage}", why=f"the program has {count}", hint=hint)
         return program.stages[stage].graph
+
+    def report(self, path: str | Path) -> None:
+        """Write one page of HTML (`Plan.report`) with the graphs of this rank's stages. A path for each rank."""
+        program = self._traced("report")
+        graphs = {f"Graph of stage {stage}": program.stages[stage].graph for stage in self._stages(program)}
+        self.plan.report(path, graphs)
 
     def full_state_dict(self) -> dict[str, Any]:
         """{name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""

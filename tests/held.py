@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from zoo import ZOO
 
 import autopart
@@ -144,3 +149,43 @@ def _watch(stage: Any, most: dict[int, int]) -> None:
         return result
 
     stage.forward_one_chunk = watched
+
+
+ROWS = 8
+"""For each row of a batch, so that a step is fullest in its backward and not after it."""
+
+
+def peak_on_a_rank(name: str, mesh: str, options: Mapping[str, Any]) -> tuple[int, int]:
+    """The most bytes that torch's allocator has handed out at a time in a training step of a rank, and what the plan
+    says. The least of several steps: threads that communicate hold what they have sent a moment longer."""
+    model, batch = small(name)
+    batch = {key: tensor.repeat_interleave(ROWS, 0) for key, tensor in batch.items()}
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
+    optimizer = torch.optim.AdamW(pm.parameters(), fused=True)
+
+    def step() -> None:
+        pm.step(**batch)
+        optimizer.step()
+
+    step()
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    before = sum(storages([*pm.parameters(), *pm.buffers(), *batch.values(), *state]).values())
+    found = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        torch.distributed.barrier()
+        found.append(before + _most_allocated(step))
+    rank = torch.distributed.get_rank() if mesh == "pp2" else 0
+    return min(found), pm.plan.memory[rank]["total"]
+
+
+def _most_allocated(call: Callable[[], Any]) -> int:
+    """How many bytes more than before there are at a time, by the profiler's record of every piece."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        found.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    taken = [e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"]) if e["name"] == "[memory]"]
+    return max(accumulate(taken, initial=0))

@@ -49,6 +49,15 @@ def test_predicted():
         assert {"matmul", "attention", "optimizer", "other"} <= rank["kinds_s"].keys() and rank["thread_s"] > 0
 
 
+def test_methods():
+    (case,) = figures("methods.py")["cases"]
+    gaps = {row["method"]: row["gap"] for row in case["rows"]}
+    assert len(gaps) == 4 and gaps["integer_programming"] < 1e-6 and 0 <= gaps["dynamic_programming"] < 0.02
+    assert case["lower_bound_s"] == pytest.approx(case["best_known_s"], rel=1e-4)
+    assert all(row["memory_bytes"] <= case["case"]["memory_gb"] * 1e9 for row in case["rows"])
+    assert min(row["step_time_s"] for row in case["rows"]) < case["uniform"]["step_time_s"]
+
+
 def test_published():
     found = figures("published.py")
     assert found["worst_error"] < 0.1 and len(found["rows"]) == 2

@@ -7,6 +7,7 @@ import zoo
 from torch import nn
 from traced import plan_of, run_of
 
+import autopart
 from autopart.cost.hardware import Hardware
 from autopart.graph import name_of
 from autopart.mesh import Mesh
@@ -167,3 +168,26 @@ def test_a_block_begins_where_the_fewest_values_cross():
     reads = [[], [0], [0, 1], [2], [2, 3], [4], [4, 5], [6]]  # e, then three of a norm and an addition, then a norm
     found = places(list("enananan"), reads)
     assert [place.block for place in found] == [None, (1, 0), (1, 0), (1, 1), (1, 1), (1, 2), (1, 2), None]
+
+
+# --- equal single layers -------------------------------------------------------------------------------------------
+
+
+def stack(num_layers):
+    layers = [part for _ in range(num_layers) for part in (nn.Linear(16, 16), nn.ReLU())]
+    return nn.Sequential(*layers).double(), {"input": torch.randn(8, 16, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 4, 7, 8])
+def test_a_stack_of_equal_layers_is_cut_along_output_and_input_in_turn(num_layers):
+    model, batch = stack(num_layers)
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    said = [plan.parameters.get(f"{2 * i}.weight", plan.parameters["*.weight"])["tp"] for i in range(num_layers)]
+    assert said == [f"S({i % 2})" for i in range(num_layers)]
+    forward = {c.forward: c.count for c in plan.collectives if c.forward}
+    assert forward == {"all_reduce": num_layers // 2} | ({"all_gather": 1} if num_layers % 2 else {})
+
+
+def test_depth_adds_no_decision_to_a_stack():
+    sizes = [size_of(programme_of(build=stack, num_layers=n)) for n in (8, 16, 32)]
+    assert sizes[0] == sizes[1] == sizes[2]

@@ -78,9 +78,10 @@ def test_plan_to_standard_output(config):
 def test_plan_to_a_file_with_options_then_explain(config, tmp_path):
     path = tmp_path / "plan.json"
     result = invoke("plan", "--hf-config", config(GPT2), "--mesh", "pp2", "--schedule", "gpipe", "--microbatches", 2,
-                    "--batch", 4, "--sequence", 16, "-o", path)  # fmt: skip
+                    "--batch", 4, "--sequence", 16, "--recompute", "*.1=full", "-o", path)  # fmt: skip
     assert result.exit_code == 0 and f"wrote {path}" in result.output
     plan = Plan.load(path)
+    assert plan.recompute == {"*.1": "full"}
     assert (plan.schedule.name, plan.schedule.microbatches) == ("gpipe", 2)
     assert plan.inputs["labels"]["shape"] == [4, 16]
     assert invoke("explain", path).output == plan.explain()

@@ -191,10 +191,9 @@ def test_a_slower_link_makes_no_plan_cheaper(graph, between):
             slower = Programme(graph, 4, slowed(SPREAD, link, times), {}, {}, between=between)
             now = all_costs(slower)
             assert np.array_equal(np.isinf(now), np.isinf(costs)) and np.all(now >= costs * (1 - 1e-12))
-            if link.endswith("bytes_per_s") or between == "free":  # values whole between products: no latency
-                assert slower.solve().cost > least * (1 + 1e-6)
-            else:
-                assert slower.solve().cost == pytest.approx(least, rel=1e-9)
+            assert slower.solve().cost > least * (1 + 1e-6)
+            if link.endswith("latency_s") and between == "whole":  # values lie as they do however small they are
+                assert slower.solve().strategies == programme.solve().strategies
 
 
 @pytest.mark.parametrize(("mesh", "shares"), [

@@ -222,6 +222,15 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # options
     "recompute": (plan(recompute="everything"), "OptionError: unknown recompute='everything'\n"
         "  try    recompute='none', 'selective' (the core of attention) or 'full' (every repeated block)"),
+    "recompute: no word": (skip("dp2", recompute={"layers.0": "all"}), "OptionError: recompute of 'layers.0' is 'all'\n"
+        "  why    it is 'none', 'selective' (the core of attention) or 'full' (every repeated block)\n"
+        "  try    recompute={'model.layers.[0-3]': 'full', '*': 'none'}"),
+    "recompute: no block": (skip("dp2", recompute="layers.9=full"),
+        "OptionError: recompute of 'layers.9' is for no block of the model\n"
+        "  why    its blocks are layers.0 to layers.7"),
+    "recompute: no blocks": (plan("dp2", recompute={"layers.9": "full"}),
+        "OptionError: recompute of 'layers.9' is for no block of the model\n  why    it has no repeated blocks\n"
+        "  try    'none', 'selective' or 'full' for the whole model"),
     "precision": (plan(precision="bf16"), not_built("precision", "mixed precision")),
     "memory: no size": (plan(memory="lots"),
         "OptionError: memory='lots' is no size\n  try    memory='80GB', memory='24GiB', or a whole number of bytes"),
@@ -290,14 +299,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: scaled='yes' is no choice\n  try    True, False or \"auto\""),
     "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), precision="bf16"),
         not_built("precision", "mixed precision")),
-    "verify: memory": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), memory=400),
-        "MemoryLimitError: the plan needs 480 B on a rank, and memory is 400 B\n"
-        "  why    temporary values 192 B, inputs 128 B, optimizer state 80 B, parameters 40 B, gradients 40 B\n"
+    "verify: memory": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), memory=480),
+        "MemoryLimitError: the plan needs 568 B on a rank, and memory is 480 B\n"
+        "  why    temporary values 320 B, inputs 128 B, optimizer state 80 B, parameters 40 B, gradients 40 B\n"
         "  where  stage 0 of tp2; the largest: optimizer state of weight 64 B, parameter weight 32 B, gradient of "
         "weight 32 B, optimizer state of bias 16 B\n"
-        "  try    microbatches=8: 336 B, 144 B less\n         microbatches=4: 344 B, 136 B less\n"
-        "         microbatches=2: 384 B, 96 B less\n         mesh='tp4' (4 ranks): 368 B, 112 B less\n"
-        "         mesh='pp2,tp2' (4 ranks): 376 B, 104 B less\n         mesh='dp2,tp2' (4 ranks): 384 B, 96 B less"),
+        "  try    microbatches=8: 336 B, 232 B less\n         microbatches=4: 368 B, 200 B less\n"
+        "         microbatches=2: 448 B, 120 B less\n         mesh='pp2,tp2' (4 ranks): 376 B, 192 B less\n"
+        "         mesh='dp2,tp2' (4 ranks): 408 B, 160 B less\n         mesh='tp4' (4 ranks): 476 B, 92 B less"),
     "verify: frozen": (lambda: autopart.verify(frozen(), "tp2", example_kwargs=input_()),
         "InputError: Linear has no parameter that needs a gradient\n  why    verify() compares gradients\n  try    "
         "requires_grad_() on what is trained"),

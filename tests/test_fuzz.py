@@ -29,10 +29,10 @@ OPTIONS = settings(
 
 def uneven_parts(values):
     """Where a whole value becomes a partial sum, every rank gets a part that is not zero: a sum of which the first rank
-    holds everything passes through functions that are not linear."""
+    holds everything passes through functions that are not linear. Parts of zero add up to zero exactly."""
     if not values[0].is_floating_point():
         return [values[0].clone(), *(torch.zeros_like(value) for value in values[1:])]
-    rest = [(rank + 1) * 0.3 * weights_like(value).sin() for rank, value in enumerate(values[1:])]
+    rest = [((rank + 1) * 300 * weights_like(value).sin()).round() / 1024 for rank, value in enumerate(values[1:])]
     return [values[0] - sum(rest), *rest]
 
 

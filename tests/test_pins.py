@@ -212,7 +212,7 @@ def test_balance_around_beginnings_is_the_best_of_all_partitions(seed):
         assert begins <= set(found.cuts) and len(found.cuts) == num_stages - 1
         allowed = max(min(possible), 0.0) * 1.015 * (1 + 1e-9)
         assert max(found.loads) <= allowed
-        assert min(heaviest for heaviest, _ in every_partition(weights, crossing, num_stages)) <= allowed
+        assert min(heaviest for _, (heaviest, _) in every_partition(weights, crossing, num_stages)) <= allowed
 
 
 # --- conflicts -----------------------------------------------------------------------------------------------------

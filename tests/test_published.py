@@ -1,6 +1,8 @@
-"""What PTD-P's authors found (Narayanan et al. 2021, arXiv:2104.04473, sections 3 and 5) holds of predictions."""
+"""What PTD-P's authors found (Narayanan et al. 2021, arXiv:2104.04473, sections 3 and 5) holds of predictions, and so
+does a run that nothing was fitted to."""
 
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import published
-from published import STATES, space
+from published import STATES, Run, setting, space
 
 from autopart.cost.table import Setting, estimate
 from autopart.mesh import Mesh
@@ -25,10 +27,8 @@ def throughput(name, rows, microbatch, virtual=1, scatter=True, **sizes):
         None if stages == 1 else "interleaved_1f1b" if virtual > 1 else "1f1b" if microbatches >= stages else "gpipe"
     )
     hidden = 1.0 if stages == 1 else 0.0
-    setting = Setting(
-        mesh, Schedule(schedule, microbatches, virtual), rows, 0, STATES, hidden, scatter, receives_held=1
-    )
-    return rows / estimate(found.table(mesh.size("tp") > 1, False, "full"), setting, found.hardware).step_time_s
+    chosen = Setting(mesh, Schedule(schedule, microbatches, virtual), rows, 0, STATES, hidden, scatter, receives_held=1)
+    return rows / estimate(found.table(mesh.size("tp") > 1, False, "full"), chosen, found.hardware).step_time_s
 
 
 GPT_162B, GPT_5_9B, GPT_91B, GPT_175B = (20480, 32, 128), (3840, 32, 32), (15360, 32, 128), (12288, 96, 96)
@@ -63,3 +63,14 @@ def test_the_table(run):
     """The first half of the table; `benchmarks/published.py` has all of it."""
     row = published.measure(run)
     assert abs(row["error"]) < 0.1 and row["memory_bytes"] < 80e9
+
+
+@pytest.mark.parametrize(("recompute", "mfu"), [("full", 0.421), ("selective", 0.542)])
+def test_a_run_that_nothing_was_fitted_to(recompute, mfu):
+    """A 530B GPT on 2,240 A100s, recomputed whole, or in part with sequence parallelism (Korthikanti et al. 2022,
+    arXiv:2205.05198, abstract), whose products add up the gradients of microbatches."""
+    run = Run(530, 128, 20480, 105, 8, 35, 2240, 2240, 1, 3, 0.0)
+    model = space(run.hidden, run.layers, run.heads, run.batch)
+    table = model.table(True, recompute == "selective", recompute)
+    found = estimate(table, replace(setting(run), fused_sums=True), model.hardware)
+    assert found.mfu == pytest.approx(mfu, rel=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import re
 from contextlib import nullcontext
@@ -21,9 +22,12 @@ from autopart.mesh import Mesh
 from autopart.passes.decide import decode
 from autopart.plan import Plan
 from autopart.program import Program
+from autopart.recomputation import word_of
 from autopart.runtime import lockstep
 from autopart.runtime import recompute as regions
 from autopart.schedules import SCHEDULES, SINGLE_STAGE
+from autopart.trace import bind_call
+from autopart.verify import VerificationRun
 
 
 @functools.cache
@@ -102,6 +106,52 @@ def test_selective_recomputes_the_core_of_attention(mesh):
     assert [names(core) for core in cores] == [
         ["matmul", "mul.Tensor", "add.Tensor", "softmax.int", "drop", "matmul"]
     ] * 2
+
+
+FOUR = functools.partial(zoo.gpt2, num_layers=4)
+SOME = {"transformer.h.[0-1]": "full", "transformer.h.*": "selective"}
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_blocks_are_recomputed_as_they_match_first(mesh):
+    _, program = program_of(eager(FOUR), mesh, SOME)
+    regions = [nodes for regions in regions_of(program) for nodes in regions.values()]
+    found = {next(re.findall(r"h\.\d", n.meta["key"])[0] for n in nodes if "key" in n.meta): nodes for nodes in regions}
+    assert {block: "linear" in names(nodes) for block, nodes in found.items()} == {
+        "h.0": True, "h.1": True, "h.2": False, "h.3": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_memory_of_some_blocks_is_between_that_of_none_and_all(mesh):
+    ways = ("full", {"*.[0-2]": "full"}, {"*.0": "full"}, {"*.0": "selective"}, {"*.0": "none"})
+    plans = [plan_of(run_of(eager(FOUR)), mesh, recompute=how) for how in (*ways, "none")]
+    *held, none = [sum(row["activations"] for row in plan.memory) for plan in plans]
+    assert held == sorted(set(held)) and held[-1] == none
+
+
+def test_a_plan_keeps_and_compares_what_blocks_recompute():
+    run = run_of(eager(FOUR))
+    plan = plan_of(run, "pp2", recompute=SOME)
+    read = Plan.from_json(plan.to_json())
+    assert read == plan and list(read.recompute.items()) == list(SOME.items()), "in the order that was said"
+    assert "recompute    transformer.h.[0-1]=full,transformer.h.*=selective" in plan.explain()
+    assert not plan.diff(plan_of(run, "pp2", recompute="*.0=full,*.1=full,*=selective"))
+    rows = plan.diff(plan_of(run, "pp2", recompute={"*.0": "full", "*": "selective"})).rows
+    assert ("recompute", "in the backward") in {(row.part, row.what) for row in rows}
+    assert verified(run, "pp2", read).ok
+
+
+def test_a_scaled_copy_recomputes_as_the_blocks_it_keeps():
+    model, batch = eager(FOUR)()
+    plan = autopart.plan(model, "tp2", example_kwargs=batch, recompute={"transformer.h.0": "full", "*": "selective"})
+    small = VerificationRun(model, bind_call(model, (), batch), scaled=True)
+    for kept, words in (((0, 1), ["full", "selective"]), ((3, 0), ["selective", "full"])):
+        copied = dataclasses.replace(small.scaled, kept={"transformer.h": (kept, 4)}).plan(plan, {}, small.traced)
+        assert [word_of(copied.recompute, f"transformer.h.{i}") for i in (0, 1)] == words
+    assert autopart.verify(model, "tp2", example_kwargs=batch, plan=plan, scaled=True).ok
+    some = {"transformer.h.3": "full"}  # which the copy has not
+    assert autopart.verify(model, "tp2", example_kwargs=batch, recompute=some, scaled=True).ok
 
 
 def test_encoders_and_decoders_have_their_own_blocks():
@@ -264,6 +314,9 @@ EXACT = [  # model, mesh, recompute, other options
     (shared_blocks, "dp2,tp2", "full", {"zero": 3}),
     (batch_norms, "dp2,tp2", "full", {}),
     (layer_called_again, ALL_AXES, "full", {"zero": 3}),
+    (dropping(eager(FOUR)), "tp2", SOME, {}),
+    (dropping(eager(FOUR)), "pp2", SOME, {}),
+    (dropping(eager(FOUR)), ALL_AXES, {"*.1": "full", "*.3": "selective"}, {"zero": 3, "sequence_parallel": True}),
 ]
 
 

@@ -1,6 +1,7 @@
 """The search: what its tables predict is what plans say, and what it finds fits, runs and beats the others."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from test_formula import gpt
 
 import autopart
+from autopart.alternatives import reasons, why_others_lose
 from autopart.cli import main
 from autopart.cost import hardware
 from autopart.cost.table import Setting, estimate
@@ -84,6 +86,30 @@ def test_less_memory_finds_smaller_plans(space):
     assert tight.memory_bytes <= 1.2 * least and roomy.step_time_s <= tight.step_time_s
     with pytest.raises(MemoryLimitError, match="no way to run on 4 devices fits into 1 kB"):
         space.best(4, 1e3)
+
+
+def test_other_schedules_are_tried_on_the_best(space):
+    (best,) = [c for c in space.sweep(4) if str(c.mesh) == "pp4" and c.options["schedule"] == "1f1b"][:1]
+    others = list(space.rescheduled(best))
+    assert {"zbv", "gpipe", "interleaved_zero_bubble"} <= {c.schedule.name for c in others}
+    assert all(c.schedule.microbatches == best.schedule.microbatches and c.simulation is not None for c in others)
+    assert best.schedule not in [c.schedule for c in others]
+    found = space.best(4, 80e9)
+    piped = [c for c in found if c.mesh.size("pp") > 1]
+    assert all(c.step_time_s >= found[0].step_time_s for p in piped for c in space.rescheduled(p))
+
+
+def test_why_it_is_on_the_list_and_why_others_lose(space):
+    found = space.best(8, 80e9)
+    said = reasons(found)
+    assert said[0] == "the fastest that fits" and len(said) == len(found) > 1
+    assert all(re.match(r"\d+ % less memory for \d+\.\d % more time, with \w+=", line) for line in said[1:])
+    lost = list(why_others_lose(space, 8, found[0], 80e9))
+    assert any(line.startswith("tensor parallelism in a node") and " x the time (+" in line for line in lost)
+    assert any(line.startswith("a pipeline alone takes ") for line in lost)
+    tight = max(1.05 * found[-1].memory_bytes, 1)
+    lost = list(why_others_lose(space, 8, space.best(8, tight)[0], tight))
+    assert any(re.match(r"data parallelism alone \(DDP\) needs .* a rank of ", line) for line in lost)
 
 
 def test_a_mesh_does_not_cut_what_cannot_be_cut(space):

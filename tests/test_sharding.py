@@ -21,6 +21,7 @@ from autopart.passes.pairs import NoSolution, Pairs
 from autopart.passes.pins import FREE
 from autopart.passes.prices import Step
 from autopart.passes.shard import Programme, cheapest
+from autopart.passes.storage import Storage
 
 # --- the problem of pairs ------------------------------------------------------------------------------------------
 
@@ -135,8 +136,8 @@ def test_another_cost_gives_another_optimum():
     """The check above can fail."""
     programme = programme_of(*CASES["gpt2 on tp2"])
     before = programme.solve().cost
-    links = programme.prices.hardware
-    programme.prices.hardware = replace(links, link_bytes_per_s=links.link_bytes_per_s / 2)
+    links = programme.prices.links
+    programme.prices.links = replace(links, link_bytes_per_s=links.link_bytes_per_s / 2)
     assert programme.solve().cost > before * (1 + 1e-6)
 
 
@@ -181,7 +182,7 @@ def test_no_combination_is_cheaper(between):
     tried = []
 
     @settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(graphs(), st.sampled_from((2, 3)), st.sampled_from((Step(), Step(4, 8))))
+    @given(graphs(), st.sampled_from((2, 3)), st.sampled_from((Step(), Step(4, 8), Step(1, 2, Storage(2, 2, 3)))))
     def check(graph, tp, step):
         if not any(node.meta["role"] == ACTIVE for node in operators(graph)):
             reject()
@@ -204,3 +205,40 @@ def test_no_combination_is_cheaper(between):
 
     check()
     assert len(tried) >= 80
+
+
+# --- data and tensor parallelism in one programme --------------------------------------------------------------------
+
+
+def test_a_weight_lies_on_tp_so_that_dp_can_cut_it_too():
+    """Of 8 x 6, dp4 divides the 8 alone: with ZeRO-3 tp2 takes the 6, which it would not without."""
+    import torch
+    from torch import nn
+
+    import autopart
+
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 12, bias=False)).double()
+    batch = {"input": torch.randn(8, 6, dtype=torch.float64)}
+    stored = {
+        zero: autopart.plan(model, "dp4,tp2", example_kwargs=batch, zero=zero).parameters["*.weight"]
+        for zero in (0, 3)
+    }  # fmt: skip
+    assert stored == {0: {"tp": "S(0)"}, 3: {"dp": "S(0)", "tp": "S(1)"}}
+    assert autopart.verify(model, "dp4,tp2", example_kwargs=batch, zero=3).ok
+
+
+def test_the_objective_counts_what_is_summed_over_dp():
+    """Twice the links between nodes, and what is summed over dp alone takes half as long; no other price changes."""
+    graph = run_of(zoo.gpt2).traced.graph
+    hardware = Hardware.load()
+    prices = {
+        links: Programme(graph, 8, replace(hardware, node_link_bytes_per_s=links * hardware.node_link_bytes_per_s),
+                         {}, {}, step=Step(1, 4, Storage(4, 8)))
+        for links in (1, 2)
+    }  # fmt: skip
+    found = {links: p.price(p.solve().options, p.real_prices) for links, p in prices.items()}
+    alone = Programme(graph, 8, hardware, {}, {}, step=Step(1, 4))
+    before = alone.price(alone.solve().options, alone.real_prices)
+    over_dp = {links: price.gradient_sync_s - before.gradient_sync_s for links, price in found.items()}
+    assert over_dp[1] == pytest.approx(2 * over_dp[2], rel=0.05) and over_dp[2] > 0
+    assert found[1].communication_s == before.communication_s

@@ -19,7 +19,9 @@ PACKAGE = ROOT / "autopart"
 ORCHESTRATORS = (
     "__init__",
     "__main__",
+    "alternatives",
     "api",
+    "block_search",
     "calibrate",
     "candidates",
     "cli",
@@ -28,6 +30,7 @@ ORCHESTRATORS = (
     "rulecheck",
     "rules",
     "scale",
+    "report",
     "search",
     "shrink",
     "subgraph",

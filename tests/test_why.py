@@ -8,6 +8,7 @@ import zoo
 from test_sequence_parallel import large_llama
 
 import autopart
+from autopart.explain import quantity
 
 DOWN = "model.layers.*.mlp.down_proj.weight"
 
@@ -83,8 +84,24 @@ def test_names_that_are_not_there(plan):
 
 
 def test_other_axes_have_no_price(plan):
-    with pytest.raises(autopart.AutopartError, match=r"cannot price .* as S.0. on dp\n.*only layouts on tp"):
-        plan.why_not(DOWN, {"dp": "S(0)"})
+    with pytest.raises(autopart.AutopartError, match=r"cannot price .* as R on pp\n.*layouts on tp and on dp"):
+        plan.why_not(DOWN, {"pp": "R"})
+    with pytest.raises(autopart.AutopartError, match=r"on two axes at once\n.*one, then"):
+        plan.why_not(DOWN, {"tp": "S(0)", "dp": "S(1)"})
+
+
+def test_storing_a_weight_in_parts_has_a_price(plan):
+    model, _ = large_llama(2)
+    found = plan.why_not(DOWN, {"dp": "S(0)"})
+    assert "of communication, -" in found.reason and "gradient sums" in found.reason and found.price_s > 0
+    size = 4 * model.model.layers[0].mlp.down_proj.weight.numel()
+    saved = 2 * size / 8 / 2 * 4  # two layers, in eighths on tp, half of it, with gradient and two moments
+    assert f"-{quantity(saved, 'B')} of weights, gradients and optimizer state on every rank" in found.reason
+    assert "tp cuts dim 1 already" in plan.why_not(DOWN, {"dp": "S(1)"}).reason
+    assert plan.why_not(DOWN, {"dp": "R"}).reason == "it is so in the plan"
+    model, batch = zoo.gpt2()
+    without = autopart.plan(model, "dp2", example_kwargs=batch)
+    assert "of communication" in without.why_not("transformer.h.*.mlp.c_fc.weight", {"dp": "S(1)"}).reason
 
 
 def test_without_a_tensor_axis():
