@@ -133,7 +133,8 @@ class Formula:
             flops = self.of(work.flops)
             shallow = 1 + H / self.of(work.depth) if work.depth.terms and self.hardware.matmul_half_depth else 1
             peak = sympy.Symbol(f"X_{self.hardware.known_dtype(work.dtype)}", positive=True)
-            one = sympy.Max(flops * shallow / (peak * self._eff(flops)), self._traffic_s(size)) + L
+            work_s = flops * shallow / (peak * self._eff(flops))
+            one = sympy.Max(work_s, self._traffic_s(size), evaluate=False) + L  # it looks long for which is larger
         else:
             one = (size / M if work.in_place else self._traffic_s(size)) + L
         return one * _exact(work.times)
@@ -148,7 +149,8 @@ class Formula:
 
     @cached_property
     def _eff(self) -> Any:
-        return _curve("eff", self.hardware.matmul_efficiency)
+        sustained = self.hardware.matmul_sustained
+        return _curve("eff", tuple((flops, share * sustained) for flops, share in self.hardware.matmul_efficiency))
 
     def _traffic_s(self, size: sympy.Expr) -> sympy.Expr:
         curved = any(share != 1 for _, share in self.hardware.memory_efficiency)

@@ -28,7 +28,8 @@ class Hardware:
     device and direction, latency per hop of a ring.
 
     `matmul_half_depth`: a product whose elements are sums over `k` features runs at `k / (k + matmul_half_depth)` of
-    the share of its FLOPs; 0: FLOPs alone decide.
+    the share of its FLOPs; 0: FLOPs alone decide. `matmul_sustained`: the share of a lone product's rate that products
+    keep up in a training step.
 
     `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
     reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.
@@ -49,6 +50,7 @@ class Hardware:
     node_link_bytes_per_s: float
     node_link_latency_s: float
     matmul_half_depth: float = 0.0
+    matmul_sustained: float = 1.0
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
 
@@ -85,7 +87,7 @@ class Hardware:
 
     def efficiency(self, flops: float) -> float:
         """The share of the peak that one matrix product of so many FLOPs reaches."""
-        return _share(self.matmul_efficiency, flops)
+        return _share(self.matmul_efficiency, flops) * self.matmul_sustained
 
     def traffic_time_s(self, size_bytes: float) -> float:
         """Seconds of an operator that reads and writes `size_bytes` and computes little; without the launch."""
@@ -141,7 +143,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
-OPTIONAL = ("memory_efficiency", "collectives", "matmul_half_depth")
+OPTIONAL = ("memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained")
 """What a profile may leave out."""
 
 

@@ -122,14 +122,16 @@ def simulate(plan: Plan) -> Simulation:
 
 
 def simulated(
-    timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[int], hidden_sums: float = 0.0
-) -> Simulation:
+    timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[int], hidden_sums: float = 0.0,
+    overlap_sends: bool | None = None,
+) -> Simulation:  # fmt: skip
     """A step by its parts.
 
     Args:
         timing: as in a plan.
         memory: the most that the rank of each `pp` coordinate holds, in bytes.
         hidden_sums: the share of the gradients' sums that may run beside the last backward.
+        overlap_sends: as in `timeline`.
     """
     stages, ranks = timing["stages"], timing["ranks"]
     seconds = {part: [math.fsum(row.get(part, {}).values()) for row in stages] for part in TIMING_PARTS}
@@ -142,7 +144,9 @@ def simulated(
         seconds["forward"], whole, inputs, weights, received, received,
         [row["gradient_sum_s"] for row in ranks], hidden_sums, [row["optimizer_s"] for row in ranks],
     )  # fmt: skip
-    found = timeline(schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations)
+    found = timeline(
+        schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends
+    )
     home = {span.stage: rank for rank, spans in enumerate(found.spans) for span in spans}
     return Simulation(
         found, mesh.num_ranks, 3.0 * timing["forward_flops"], timing.get("recomputed_flops", 0),

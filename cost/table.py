@@ -140,9 +140,11 @@ class Setting:
     `state_bytes`: of gradients and optimizer for each byte of a trained parameter (AdamW in the parameter's dtype: 3).
     `hidden_sums`: the share of the gradients' sums that may run beside the last backward. `scatter_sends`: ranks of
     `tp` that have the same value each send a part to the next stage, which gathers it (Narayanan et al. 2021, section
-    4.1). `fused_sums`: gradients of weights are added to those of earlier microbatches by the products that make them
-    (Megatron-LM's gradient accumulation fusion). `receives_held`: microbatches that a stage has memory to receive at a
-    time (pipelining of torch: all). `cuts`: where stages begin, if not where they are balanced.
+    4.1). `overlap_sends`: whether values travel between stages while ranks compute; None: as the runtime has it, whose
+    schedules with several stages a rank overlap them. `fused_sums`: gradients of weights are added to those of earlier
+    microbatches by the products that make them (Megatron-LM's gradient accumulation fusion). `receives_held`:
+    microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`: where stages begin, if
+    not where they are balanced.
     """
 
     mesh: Mesh
@@ -152,6 +154,7 @@ class Setting:
     state_bytes: float = 1.0 + OPTIMIZER_VALUES
     hidden_sums: float = 0.0
     scatter_sends: bool = False
+    overlap_sends: bool | None = None
     fused_sums: bool = False
     receives_held: int | None = None
     cuts: tuple[int, ...] | None = field(default=None)
@@ -185,7 +188,7 @@ def estimate(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
         "recomputed_flops": again * schedule.microbatches * mesh.num_ranks / mesh.size("pp"),
         "stages": rows, "ranks": ranks,
     }  # fmt: skip
-    found = simulated(timing, schedule, mesh, [0] * mesh.size("pp"), setting.hidden_sums)
+    found = simulated(timing, schedule, mesh, [0] * mesh.size("pp"), setting.hidden_sums, setting.overlap_sends)
     return found.with_memory(priced.memory(held, stages, orders))
 
 

@@ -52,7 +52,8 @@ def counted(trace: Trace, program: Program, walks: Sequence[Walk], fused: bool =
 
     Args:
         fused: what lies between two products or collectives is one kernel, as a compiler makes it (or Megatron's fused
-            kernels: Narayanan et al. 2021, section 4.2); the last operator of a chain has its work.
+            kernels: Narayanan et al. 2021, section 4.2), which reads and writes what others made or use, each piece of
+            memory once; the last operator of a chain has its work.
     """
     growth = Growth(trace, program)
     known: dict[Any, Counted] = {}
@@ -98,16 +99,21 @@ class _Counter:
         return fused
 
     def _chain(self, chain: Sequence[Counted]) -> list[Counted]:
-        nodes = {one.node for one in chain}
-        sources = {used for node in nodes for used in node.all_input_nodes} - nodes
-        read = self._bytes(sources)
-        made = self._bytes({node for node in nodes if not nodes.issuperset(node.users)})
-        ends = {*sources, *(node for node in nodes if not nodes.issuperset(node.users))}
+        nodes, works = {one.node for one in chain}, [one.node for one in chain if one.forward]
+        ends = [node for node in nodes if not nodes.issuperset(node.users)]
+        made = {m for node in ends for m in memories(self.walk.values[node]) if m.made_by in nodes}
+        sources = [used for node in works for used in tensor_inputs(node)]
+        read = {m for used in sources for m in memories(self.walk.values[used], lasting=True) if m.made_by not in nodes}
+        tables = {m for node in works if _looks_up(node)
+                  for m in memories(self.walk.values[tensor_inputs(node)[0]], lasting=True)}  # fmt: skip
+        rows = Size.sum(self._made(node) for node in works if _looks_up(node))
         kept = {memory for node in nodes for memory in self.walk.keeps.get(node, ())}
-        read_again = self._bytes({n for n in ends if kept & memories(self.walk.values[n], lasting=True)})
-        grads = self._bytes({n for n in sources if needs_grad(self.walk.values[n])})
-        forward = (Work("other", read + made),)
-        back = (Work("other", made + read_again + grads),) * (not self.alive.isdisjoint(nodes))
+        grads = {m for used in sources if needs_grad(value := self.walk.values[used])
+                 for m in memories(value, lasting=True) if m in read}  # fmt: skip
+        forward = (Work("other", Size.sum((rows, self._bytes(read - tables), self._bytes(made)))),)
+        again = self._bytes(kept & (read | made))
+        backward = Work("other", Size.sum((self._bytes(made), again, self._bytes(grads))))
+        back = () if self.alive.isdisjoint(nodes) else (backward,)
         of_inputs = any(one.input_backward for one in chain)
         last = chain[-1]._replace(
             forward=forward, recompute=forward if any(one.recompute for one in chain) else (),
@@ -115,13 +121,8 @@ class _Counter:
         )  # fmt: skip
         return [*(Counted(one.node, (), accumulate=one.accumulate) for one in chain[:-1]), last]
 
-    def _bytes(self, nodes: Set[fx.Node]) -> Size:
-        """Of the memory that values lie in, each piece once."""
-        pieces: dict[Memory, Size] = {}
-        for node in nodes:
-            for memory in memories(self.walk.values[node], lasting=True):
-                pieces.setdefault(memory, Size.of(memory.size_bytes, self.growth.of(node)))
-        return Size.sum(pieces.values())
+    def _bytes(self, pieces: Set[Memory]) -> Size:
+        return Size.sum(Size.of(memory.size_bytes, self.growth.of(memory.made_by)) for memory in pieces)
 
     def size(self, node: fx.Node) -> Size:
         found = self.walk.values[node]
@@ -167,8 +168,7 @@ class _Counter:
         flops = 0 if name.startswith("autopart::") else _flops(node)
         if flops:
             return self._product(node, flops, Size.sum((*sizes, made)), read, of_weights)
-        # Of a table a row is read for each that is made.
-        size_in = made if name.endswith(("::embedding", "::embedding_shard")) else Size.sum(sizes)
+        size_in = made if _looks_up(node) else Size.sum(sizes)
         forward = (Work("other", size_in + made),)
         if not alive:
             return Counted(node, forward)
@@ -193,9 +193,9 @@ class _Counter:
         parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
         for weight, used, v in zip(of_weights, tensor_inputs(node), read, strict=True):
             if node in self.alive and needs_grad(v):
-                product = len(v.form.shape) > 1  # of a bias: a sum over rows
-                depth = self._depth(used, counted) if product else NOTHING
-                parts[weight] += (one._replace(depth=depth) if product else Work("other", traffic),)
+                sum_of_rows = Work("other", self._made(node) + self.size(used))  # a bias's
+                product = one._replace(depth=self._depth(used, counted))
+                parts[weight] += (product if len(v.form.shape) > 1 else sum_of_rows,)
         return Counted(node, (one,), parts[False], parts[True])
 
     def _depth(self, made: fx.Node, flops: Size) -> Size:
@@ -214,6 +214,11 @@ class _Counter:
         values = found if isinstance(found, tuple) else (found,)
         own = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
         return Size.of(sum(memory.size_bytes for memory in own), self.growth.of(node))
+
+
+def _looks_up(node: fx.Node) -> bool:
+    """Whether it reads, of a table, a row for each that it makes."""
+    return operator_name(node).endswith(("::embedding", "::embedding_shard"))
 
 
 def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:
