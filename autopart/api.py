@@ -48,6 +48,7 @@ def parallelize(
     zero: int | None = None,
     memory: int | str | None = None,
     recompute: Recompute | None = None,
+    compile: bool | None = None,
     rng: Rng = "fast",
     **unknown: Any,
 ) -> ParallelModule:
@@ -68,6 +69,7 @@ def parallelize(
         zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it.
         memory: what a rank has, "80GB", "24GiB" or bytes: `sequence_parallel` and `zero` are then chosen to fit.
         recompute: run again: "none", "selective" (the core of attention), "full" (blocks); by block `{"h.0": "full"}`.
+        compile: each stage's graph is run through `torch.compile`; chains of pointwise operators are one kernel then.
         rng: "fast": each rank draws the masks of dropout of what it holds. "exact": all random numbers are those of one
             device after the same `torch.manual_seed`, which every rank must call; it draws whole masks.
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
@@ -79,6 +81,7 @@ def parallelize(
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, hardware=hardware,
         rng=rng, sequence_parallel=sequence_parallel, pins=pins, zero=zero, memory=memory, recompute=recompute,
+        compile=compile,
     )  # fmt: skip
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if type(mesh) is int and given is None:
@@ -87,11 +90,7 @@ def parallelize(
     compiler = Compiler(model, sizes, options, given)
     if example_args or example_kwargs:
         compiler.trace_example(example_args, example_kwargs or {})
-    name = compiler.plan.schedule.name if compiler.has_plan else schedule
-    device_mesh: Any = mesh if hasattr(mesh, "mesh_dim_names") else None
-    module = ParallelModule(model, sizes, compiler, schedule=name, device_mesh=device_mesh).train(model.training)
-    compiler.reseed(module.initial_seed)
-    return module
+    return _module(model, mesh, sizes, compiler)
 
 
 def plan(
@@ -109,6 +108,7 @@ def plan(
     zero: int | None = None,
     memory: int | str | None = None,
     recompute: Recompute | None = None,
+    compile: bool | None = None,
     **unknown: Any,
 ) -> Plan:
     """Choose a plan without running anything: no process group, no GPU, the model may be on `meta`.
@@ -122,7 +122,7 @@ def plan(
     """
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, hardware=hardware,
-        sequence_parallel=sequence_parallel, pins=pins, zero=zero, memory=memory, recompute=recompute,
+        sequence_parallel=sequence_parallel, pins=pins, zero=zero, memory=memory, recompute=recompute, compile=compile,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("plan() needs an example call", why="the model is traced on it",
@@ -132,6 +132,18 @@ def plan(
     sizes = Mesh.parse(mesh)
     traced = prepare(model, bind_call(model, example_args, example_kwargs or {}))
     return make_plan(model, traced, sizes, options)
+
+
+def _module(model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler) -> ParallelModule:
+    """The module that runs what the compiler makes, on the user's own DeviceMesh where there is one."""
+    name, compiled = compiler.options.schedule, compiler.options.compile
+    if compiler.has_plan:
+        name, compiled = compiler.plan.schedule.name, compiler.plan.compile
+    device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
+    module = ParallelModule(model, sizes, compiler, schedule=name, device_mesh=device_mesh, compile=compiled)
+    module.train(model.training)
+    compiler.reseed(module.initial_seed)
+    return module
 
 
 def _searched(
@@ -166,7 +178,7 @@ def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:
         raise OptionError(
             f"unknown option {name}=",
             hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, "
-            "memory, recompute, rng, example_args, example_kwargs",
+            "memory, recompute, compile, rng, example_args, example_kwargs",
         )
     if given.get("pins") is not None:
         given["pins"] = Pins.parse(given["pins"])

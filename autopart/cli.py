@@ -89,6 +89,7 @@ _SCHEDULE = _options(
         metavar="none|selective|full|PATTERN=WORD,...",
         help="What the backward computes again: the core of attention, all of a block; of the blocks that match first.",
     ),
+    click.option("--compile/--no-compile", default=None, help="Run stages through torch.compile.  [default: no]"),
 )
 _PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")
 
@@ -151,6 +152,7 @@ class _Asked:
             "zero",
             "memory",
             "recompute",
+            "compile",
         )
         return {name: self.values[name] for name in shared}
 

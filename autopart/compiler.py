@@ -42,7 +42,7 @@ from autopart.pins import Pins
 from autopart.plan import MEMORY_KINDS, Plan, Schedule
 from autopart.program import SEEDS, Program, Rng
 from autopart.recomputation import Recompute, parse_recompute
-from autopart.schedules import MULTI_STAGE, check_schedule, schedule_for
+from autopart.schedules import MULTI_STAGE, check_compile, check_schedule, schedule_for
 from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, trace
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
@@ -63,8 +63,10 @@ class Options:
     zero: int | None = None
     memory: int | str | None = None
     recompute: Recompute | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
+        check_compile(self.compile, self.schedule, self.zero)
         if self.zero in (1, 2) and not isinstance(self.zero, bool):
             cut = "the optimizer's state" if self.zero == 1 else "the optimizer's state and gradients"
             raise OptionError(f"zero={self.zero} is not built yet", why=f"it cuts {cut} over dp, not the parameters",
@@ -130,9 +132,10 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     }
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
-        unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name,
+        unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
         cost=cost(traced, decisions, rows, moved, hardware) | certificate(solved),
-        memory=tuple(rank.as_row() for rank in memory), timing=timing(traced, program, schedule, hardware, walks),
+        memory=tuple(rank.as_row() for rank in memory), 
+        timing=timing(traced, program, schedule, hardware, walks, options.compile),
         notes=notes, pins=options.pins.as_data(),
         reasons=Reasons(traced, mesh, program, options.pins, solved, hardware),
     )  # fmt: skip
@@ -197,7 +200,7 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft
         return memory_of(traced, found.program, found.schedule, found.walks)
 
     rows = batch_size(traced)
-    given = {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute")}
+    given = {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
     raise does_not_fit(first[1], int(options.memory), mesh, draft.schedule, rows, estimate, given)
 
 
@@ -207,7 +210,7 @@ def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
     if options.sequence_parallel == "auto" and mesh.size("tp") > 1:
         cuts.append({"sequence_parallel": True})
     stores: list[dict[str, Any]] = [{}]
-    if options.zero is None and mesh.size("dp") > 1:
+    if options.zero is None and mesh.size("dp") > 1 and not options.compile:
         stores.append({"zero": 3})
     return [{**cut, **store} for store in stores for cut in cuts]
 
@@ -434,11 +437,13 @@ def check_plan_options(options: Options, plan: Plan) -> None:
                 f"{name}={asked!r} contradicts the plan, which says {planned!r}",
                 where=plan.where("schedule"), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
-    if options.recompute not in (None, plan.recompute):
-        raise OptionError(
-            f"recompute={options.recompute!r} contradicts the plan, which says {plan.recompute!r}",
-            where=plan.where("recompute"), hint="leave recompute out, or edit the plan",
-        )  # fmt: skip
+    said = (("recompute", options.recompute, plan.recompute), ("compile", options.compile or None, plan.compile))
+    for name, asked, planned in said:
+        if asked not in (None, planned):
+            raise OptionError(
+                f"{name}={asked!r} contradicts the plan, which says {planned!r}",
+                where=plan.where(name), hint=f"leave {name} out, or edit the plan",
+            )  # fmt: skip
     over_dp = any(entry.get("dp", "R").startswith("S") for entry in plan.parameters.values())
     pinned = any("dp" in places for name, places in plan.pins.items() if name != "stages")
     if (options.zero and not over_dp) or (options.zero == 0 and over_dp and not pinned):

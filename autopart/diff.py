@@ -86,6 +86,7 @@ def _basics(a: Plan, b: Plan) -> list[Row]:
         ("schedule", "name"): plan.schedule.name or "one stage",
         ("schedule", "microbatches"): str(plan.schedule.microbatches),
         ("schedule", "stages per rank"): str(plan.schedule.virtual_stages),
+        ("compile", "stages"): "yes" if plan.compile else "no",
         ("hardware", "profile"): plan.hardware,
         **{("inputs", name): f"{i['dtype']}{list(i['shape'])}" for name, i in plan.inputs.items()},
         **{("rules", name): "; ".join(rule["lines"]) for name, rule in plan.rules.items()},

@@ -83,6 +83,7 @@ def _header(plan: Plan) -> str:
         ("mesh", f"{Mesh.parse(plan.mesh)} ({ranks} rank{'s' * (ranks > 1)})"),
         ("schedule", run),
         ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
+        ("compile", "every stage, by torch.compile" if plan.compile else ""),
         ("hardware", plan.hardware),
         ("pins", _pins(plan.pins)),
         *(("note", note) for note in plan.notes),

@@ -132,6 +132,7 @@ class Plan:
     operators: Mapping[str, Mapping[str, Any]]
     cuts: tuple[str, ...] = ()
     recompute: Recompute = "none"
+    compile: bool = False
     stages: tuple[Mapping[str, Any], ...] = ()
     collectives: tuple[Collective, ...] = ()
     unsharded: tuple[Mapping[str, Any], ...] = ()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from autopart.errors import StageError
+from autopart.errors import OptionError, StageError
 
 SINGLE_STAGE = ("gpipe", "1f1b")
 MULTI_STAGE = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
 SCHEDULES = (*SINGLE_STAGE, *MULTI_STAGE)
 V_SHAPED = ("zbv", "dualpipev")
+SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
+"""Schedules that run the backward of the inputs and that of the weights apart."""
 SIMPLER = {"1f1b": "gpipe", "dualpipev": "zbv"}
 """Schedules that need many microbatches, and those that place stages the same way and run with one."""
 
@@ -31,6 +33,20 @@ def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -
     if schedule.startswith("interleaved") and microbatches % rounds:
         why = f"{microbatches} microbatches do not fill {rounds} rounds of equal length"
         raise StageError(asked, why=why, hint=f"microbatches={rounds * pp}")
+
+
+def check_compile(compile: object, schedule: str | None, zero: int | None) -> None:
+    """Raises OptionError where stages cannot be compiled."""
+    if not isinstance(compile, bool):
+        raise OptionError(f"compile={compile!r} is no choice", hint="compile=True, or False")
+    if compile and schedule in SPLIT_BACKWARD:
+        raise OptionError(f"compile=True with schedule='{schedule}'",
+                          why="the schedule runs the backward in two parts, and a compiled stage has one",
+                          hint="another schedule, for example '1f1b' or 'interleaved_1f1b'")  # fmt: skip
+    if compile and zero == 3:
+        raise OptionError("compile=True with zero=3 is not built yet",
+                          why="weights are gathered anew in the backward, which the compiler does not see",
+                          hint="zero=0, or leave compile out")  # fmt: skip
 
 
 def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:

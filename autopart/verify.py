@@ -114,6 +114,7 @@ def verify(
     zero: int | None = None,
     memory: int | str | None = None,
     recompute: Recompute | None = None,
+    compile: bool | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     target: Any = None,
     rng: Rng = "exact",
@@ -125,17 +126,16 @@ def verify(
 ) -> Verification:
     """Run ALL ranks of the partitioned model in this process, forward and backward, and compare with the model.
 
-    No process group is needed; the model is copied to float64. The random numbers that it draws in the mode it is in
-    (dropout when training) are drawn from one seed on both sides.
+    No process group is needed; the model is copied to float64. What it draws in the mode it is in (dropout when
+    training) is drawn from one seed on both sides.
 
     Args:
         model, mesh, example_args, example_kwargs, plan, schedule, microbatches, virtual_stages, sequence_parallel,
-            hardware, pins, zero, memory, recompute: as `parallelize`; memory in the model's own dtype, not in float64.
+            hardware, pins, zero, memory (in the model's dtype), recompute, compile (not done here): as `parallelize`.
         loss_fn, target: for a model that returns no loss, as `ParallelModule.step`. Without either, gradients are
             compared for a fixed random weighting of the outputs.
         rng: "exact", or "fast" to switch dropout off (eval mode), for models of which no draw can be repeated exactly.
-        tolerance: what counts as equal, relative.
-        shrink: where something is wrong, also find the smallest part of the graph that is wrong alone.
+        tolerance, shrink: what counts as equal, relative; also find the smallest part of the graph that is wrong alone.
         scaled: verify a copy with two of every run of equal blocks (True), the model itself (False), or the copy where
             the model does not fit into memory in float64 or has no weights ("auto"). A plan of the model is followed.
         tamper: called with the program and the ranks' parameters before the run, to plant a fault.
@@ -145,8 +145,9 @@ def verify(
         >>> assert autopart.verify(model, "dp2,pp4,tp4", example_kwargs=batch).ok    # doctest: +SKIP
     """
     options = read_options(
-        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, hardware=hardware,
-        rng=rng, sequence_parallel=sequence_parallel, pins=pins, zero=zero, memory=memory, recompute=recompute,
+        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, pins=pins, rng=rng,
+        hardware=hardware, sequence_parallel=sequence_parallel, zero=zero, memory=memory, recompute=recompute,
+        compile=compile,
     )  # fmt: skip
     if not example_args and not example_kwargs:
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")
@@ -156,8 +157,7 @@ def verify(
     if given is None:
         options = _check_fits(model, arguments, loss_fn, target, sizes, options)
     run = VerificationRun(model, arguments, loss_fn, target, scaled, options.rng)
-    chosen = run.arrange(sizes, given, options, tamper)
-    return run.check(chosen, tolerance, shrink)
+    return run.check(run.arrange(sizes, given, options, tamper), tolerance, shrink)
 
 
 def _check_fits(

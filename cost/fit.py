@@ -11,7 +11,7 @@ from autopart.errors import AutopartError, MemoryLimitError
 from autopart.explain import quantity
 from autopart.mesh import Mesh
 from autopart.plan import Schedule
-from autopart.schedules import MULTI_STAGE, SINGLE_STAGE
+from autopart.schedules import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD
 
 from .memory import RankMemory
 
@@ -83,10 +83,10 @@ def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) ->
     if schedule.name is not None:
         others = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
         for name in others:
-            if name != schedule.name:
+            if name != schedule.name and not (given.get("compile") and name in SPLIT_BACKWARD):
                 options = {"schedule": name, "microbatches": schedule.microbatches}
                 yield Way(f"schedule='{name}'", mesh, {**options, "virtual_stages": schedule.virtual_stages})
-    if mesh.size("dp") > 1 and not given.get("zero"):
+    if mesh.size("dp") > 1 and not given.get("zero") and not given.get("compile"):
         yield Way("zero=3", mesh, {"zero": 3})
     most = rows // mesh.size("dp")
     for microbatches in dict.fromkeys((2 * schedule.microbatches, 4 * schedule.microbatches, most)):

@@ -90,7 +90,7 @@ class _Counter:
         fused, chain = [], list[Counted]()
         ends: tuple[Counted | None, ...] = (*found, None)
         for one in ends:
-            if one is not None and all(work.kind == "other" for work in one.forward):
+            if one is not None and all(work.kind == "other" for works in one[1:4] for work in works):
                 chain.append(one)
                 continue
             fused += self._chain(chain) if sum(map(bool, (c.forward for c in chain))) > 1 else chain

@@ -22,8 +22,9 @@ from .tabulate import totals_of
 
 
 def timing(
-    trace: Trace, program: Program, schedule: Schedule, hardware: Hardware, walks: Sequence[Walk]
-) -> dict[str, Any]:
+    trace: Trace, program: Program, schedule: Schedule, hardware: Hardware, walks: Sequence[Walk],
+    compiled: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """What `autopart.simulate` needs of a plan, as data: the peak of a device, `forward_flops` of the model's matrix
     work on the global batch, `recomputed_flops` of what all ranks run again, `stages`, one row each, and `ranks`, one
     for each coordinate of `pp`; seconds are of one microbatch, of ranks of a step. `totals`: what the formulas of
@@ -31,8 +32,9 @@ def timing(
 
     Args:
         walks: one of each stage.
+        compiled: chains of pointwise operators are one kernel.
     """
-    stages = counted(trace, program, walks)
+    stages = counted(trace, program, walks, compiled)
     totals = totals_of(trace, program, walks, stages)
     seconds: dict[Work, float] = {}
     rows = [

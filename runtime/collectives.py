@@ -157,11 +157,16 @@ def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = 
 def dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
     """Dropout whose mask depends on nothing but `seed` (one number, of the microbatch), `salt` (of the operator) and
     `shard` (which shard of the value this is): the same on ranks that hold the same value, else independent."""
+    keep = torch.ops.autopart.draw_mask(x.detach(), p, seed, salt, shard)
+    return x * keep / (1 - p) if p < 1 else x * 0
+
+
+def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
+    """The mask of `dropout` for a value like `x`, 1 for what is kept. A compiler does not look inside."""
     packed = struct.pack(f"<{2 + len(shard)}q", int(seed), salt, *shard)
     number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
     generator = torch.Generator(x.device).manual_seed(number)
-    keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p, generator=generator)
-    return x * keep / (1 - p) if p < 1 else x * 0
+    return x.new_empty(x.shape).bernoulli_(1 - p, generator=generator)
 
 
 def drop(x: Tensor, noise: Tensor) -> Tensor:
@@ -209,7 +214,11 @@ def _define_operators() -> torch.library.Library:
     define("axis_index", "str axis", "int", lambda axis: resolve_group(axis).rank())
     table = ", int padding_idx=-1, int num_rows=-1"
     define("embedding_shard", f"Tensor weight, Tensor ids, int start{table}", "Tensor", embedding_shard)
-    define("dropout", "Tensor x, float p, Tensor seed, int salt, int[] shard", "Tensor", dropout)
+    mask = "Tensor x, float p, Tensor seed, int salt, int[] shard"
+    define("dropout", mask, "Tensor", dropout)
+    library.define(f"draw_mask({mask}) -> Tensor")
+    library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")
+    torch.library.register_fake("autopart::draw_mask", lambda x, *_: x.new_empty(x.shape), lib=library)
     define("drop", "Tensor x, Tensor noise", "Tensor", drop)
     define("pick_class", "Tensor logits, Tensor target, int start", "Tensor", pick_class)
     return library
@@ -220,7 +229,7 @@ LIBRARY = _define_operators()  # the operators live as long as this object
 
 def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
-    local = ["drop", "dropout", "embedding_shard", "pick_class", *experts.OPERATORS]
+    local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", *experts.OPERATORS]
     return [*OPERATORS, "all_reduce_max", "axis_index", *local]
 
 

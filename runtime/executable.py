@@ -33,13 +33,14 @@ class Executable:
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         schedule: str | None,
+        compile: bool = False,
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
         self.placement = placement_of(schedule)
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.placement)]
         tensors = {**buffers, **parameters}
-        self.modules = [StageModule(stage, program, process, tensors) for stage in stages]
+        self.modules = [StageModule(stage, program, process, tensors, compile) for stage in stages]
         self.pipeline: Pipeline | None = None
         if "pp" in process.groups:
             self.pipeline = Pipeline(self.modules, program, process, schedule or default_schedule(program))

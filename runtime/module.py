@@ -72,11 +72,12 @@ class ParallelModule(nn.Module):
         *,
         schedule: str | None = None,
         device_mesh: DeviceMesh | None = None,
+        compile: bool = False,
     ):
         super().__init__()
         self._process = connect(mesh, _device_of(model), device_mesh)
         self._compiler = compiler
-        self._schedule = schedule
+        self._schedule, self._compile = schedule, compile
         self._source = _Source(model)
         self._originals = Originals()
         self._executables: Recent[Executable] = Recent(2 * MAX_CALLS)  # a call and a training step of each
@@ -216,7 +217,9 @@ class ParallelModule(nn.Module):
         def make() -> Executable:
             check_values(self._process, program.input_names, inputs)
             adopted = self._adopt(program)
-            return Executable(adopted, self._process, self._local_parameters, self._local_buffers, self._schedule)
+            return Executable(
+                adopted, self._process, self._local_parameters, self._local_buffers, self._schedule, self._compile
+            )
 
         return self._executables.get(program, make)
 

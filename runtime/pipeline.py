@@ -39,12 +39,16 @@ class StageModule(nn.Module):
     `forward(*received, microbatch=index)` is what pipelining calls, with `index` a tensor that holds the number.
     """
 
-    def __init__(self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor]):
+    def __init__(
+        self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool = False
+    ):  # fmt: skip
         super().__init__()
-        self.stage, self.program, self.process = stage, program, process
+        self.stage, self.program, self.process, self.compiled = stage, program, process, compile
         self.graph = bind(stage.graph, process.groups, process.coordinates, process.device, tensors)
         self.gathered = note_gathers(self.graph, process.groups["dp"].group_name) if "dp" in process.groups else None
         self.graph = with_regions(self.graph)
+        if compile:  # its code is its own, that of nn.Module's __call__ is not: recompilations are counted by code
+            self.graph.forward = torch.compile(self.graph.forward, dynamic=False)
         prologue = bind(stage.prologue, process.groups, process.coordinates, process.device, tensors)
         self.prologue = prologue.forward  # not a submodule: it holds nothing that is trained
         keywords = {stage_input.name for stage_input in stage.inputs}
@@ -57,8 +61,10 @@ class StageModule(nn.Module):
     @property
     def backward_is_whole(self) -> bool:
         """Whether the backward is not to be split into one of the inputs and one of the weights: either would run the
-        regions again, the second every one once for each weight."""
-        return has_regions(self.stage.graph.graph) or (self.reads_twice and split_backward_counts_twice())
+        regions again, the second every one once for each weight. A compiled graph has one backward."""
+        return (
+            self.compiled or has_regions(self.stage.graph.graph) or (self.reads_twice and split_backward_counts_twice())
+        )
 
     @property
     def reads_twice(self) -> bool:

@@ -155,6 +155,7 @@ def test_every_operator_is_tried():
     others = {
         "all_reduce_max",
         "axis_index",
+        "draw_mask",
         "drop",
         "dropout",
         "embedding_shard",

@@ -1,0 +1,109 @@
+"""Plans whose stages are run through `torch.compile`."""
+
+import shutil
+
+import pytest
+import torch
+from dist import run_ranks
+from torch import nn
+
+import autopart
+from autopart.errors import MemoryLimitError, OptionError
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+
+
+class Blocks(nn.Module):
+    """Two blocks of everything that a compiler meets: products, collectives, norms, dropout."""
+
+    def __init__(self, dropout=0.1):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(dropout))
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def example():
+    torch.manual_seed(0)
+    return Blocks().double(), {"x": torch.randn(4, 3, 8, dtype=torch.float64)}
+
+
+def steps(mesh, options):
+    """Losses and gradients of two steps, compiled and not, with the same masks."""
+    found = []
+    for compiled in (False, True):
+        model, batch = example()
+        torch.manual_seed(1)
+        pm = autopart.parallelize(model, mesh, example_kwargs=batch, compile=compiled, **options)
+        losses = [pm.step(**batch).item() for _ in range(2)]
+        found.append((losses, pm.full_grads(), pm._executables))
+    return [(losses, grads) for losses, grads, _ in found]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("mesh", "options"), [
+    ("tp2", {}), ("pp2", {"microbatches": 2}), ("pp2", {"microbatches": 2, "recompute": {"blocks.*": "full"}}),
+])  # fmt: skip
+def test_compiled_stages_compute_the_same(mesh, options):
+    for (losses, grads), (compiled_losses, compiled_grads) in run_ranks(steps, 2, mesh, options, timeout_s=400):
+        assert compiled_losses == pytest.approx(losses, abs=1e-12) and losses[0] != losses[1]
+        assert grads.keys() == compiled_grads.keys()
+        for name, grad in grads.items():
+            assert (grad - compiled_grads[name]).abs().max() < 1e-12, name
+
+
+def test_chains_of_pointwise_operators_are_one_kernel():
+    model, batch = example()
+    eager, compiled = (autopart.plan(model, "tp2", example_kwargs=batch, compile=c) for c in (False, True))
+    before, after = (autopart.simulate(plan) for plan in (eager, compiled))
+    assert after.step_time_s < before.step_time_s and after.parts["other"] < before.parts["other"]
+    assert after.parts["matmul"] == before.parts["matmul"] and after.collectives == before.collectives
+    assert compiled.cost.at(tp=2).parts_s["other"] == pytest.approx(after.parts["other"], rel=1e-6)
+    assert compiled.memory == eager.memory
+
+
+def test_a_plan_says_that_it_is_compiled(tmp_path):
+    model, batch = example()
+    plan = autopart.plan(model, "tp2", example_kwargs=batch, compile=True)
+    plan.save(tmp_path / "plan.json")
+    assert autopart.Plan.load(tmp_path / "plan.json") == plan and plan.compile
+    assert "every stage, by torch.compile" in str(plan.explain())
+    assert autopart.verify(model, "tp2", example_kwargs=batch, plan=plan).ok
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"compile": "yes"}, "compile='yes' is no choice\n  try    compile=True, or False"),
+    ({"compile": True, "schedule": "zbv"},
+     "compile=True with schedule='zbv'\n  why    the schedule runs the backward in two parts, and a compiled stage has "
+     "one\n  try    another schedule, for example '1f1b' or 'interleaved_1f1b'"),
+    ({"compile": True, "zero": 3},
+     "compile=True with zero=3 is not built yet\n  why    weights are gathered anew in the backward, which the "
+     "compiler does not see\n  try    zero=0, or leave compile out"),
+])  # fmt: skip
+def test_what_cannot_be_compiled(options, text):
+    model, batch = example()
+    with pytest.raises(OptionError) as caught:
+        autopart.plan(model, "pp2", example_kwargs=batch, **options)
+    assert str(caught.value) == text
+
+
+def test_what_contradicts_a_plan():
+    model, batch = example()
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    with pytest.raises(OptionError, match="compile=True contradicts the plan, which says False"):
+        autopart.verify(model, "tp2", example_kwargs=batch, plan=plan, compile=True)
+
+
+def test_ways_out_of_too_much_memory_can_be_compiled():
+    model, batch = example()
+    with pytest.raises(MemoryLimitError) as caught:
+        autopart.plan(model, "pp2,dp2", example_kwargs=batch, compile=True, memory=1000, schedule="interleaved_1f1b",
+                      microbatches=2)  # fmt: skip
+    text = str(caught.value)
+    assert "zero=3" not in text and "zbv" not in text and "zero_bubble" not in text
