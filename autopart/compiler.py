@@ -134,7 +134,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
         cost=cost(traced, decisions, rows, moved, hardware) | certificate(solved),
-        memory=tuple(rank.as_row() for rank in memory), 
+        memory=tuple(rank.as_row() for rank in memory),
         timing=timing(traced, program, schedule, hardware, walks, options.compile),
         notes=notes, pins=options.pins.as_data(),
         reasons=Reasons(traced, mesh, program, options.pins, solved, hardware),
