@@ -150,22 +150,23 @@ def main() -> None:
                           "worst_error": max(errors), "mpt": others}))  # fmt: skip
 
 
+def gpt(hidden: int, layers: int, heads: int, vocabulary: int, dtype: torch.dtype, **options: Any) -> GPT2LMHeadModel:
+    """A GPT without memory for its weights."""
+    with torch.device("meta"):
+        config = GPT2Config(n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=SEQUENCE,
+                            bos_token_id=0, eos_token_id=0, **options)  # fmt: skip
+        model = GPT2LMHeadModel(config).to(dtype)
+    model.loss_type = "ForCausalLM"  # which transformers would fall back to, with a warning
+    return model
+
+
 def space(hidden: int, layers: int, heads: int, batch: int) -> Space:
     """A GPT of the paper in 16 bits, to be run on its hardware."""
-    with torch.device("meta"):
-        config = GPT2Config(n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=VOCABULARY, n_positions=SEQUENCE,
-                            attn_implementation="eager", bos_token_id=0, eos_token_id=0)  # fmt: skip
-        model = GPT2LMHeadModel(config).to(torch.float16)
-    found = space_of(quiet(model), "a100-80gb-sxm", batch, None)
+    model = gpt(hidden, layers, heads, VOCABULARY, torch.float16, attn_implementation="eager")
+    found = space_of(model, "a100-80gb-sxm", batch, None)
     found.fused = True
     found.assumed = {"state_bytes": STATES, "scatter_sends": True, "overlap_sends": False, "receives_held": 1}
     return found
-
-
-def quiet(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
-    """Named the loss that transformers would fall back to, with a warning."""
-    model.loss_type = "ForCausalLM"
-    return model
 
 
 def setting(run: Run, scatter: bool = True) -> Setting:
@@ -196,13 +197,10 @@ def measure(run: Run, search: bool = False) -> dict[str, Any]:
 
 def measure_mpt(run: Mpt, hardware: str) -> dict[str, Any]:
     """MPT has no biases and no table of positions, GPT-2 does: less than a percent of its work."""
-    with torch.device("meta"):
-        config = GPT2Config(n_embd=run.hidden, n_layer=run.layers, n_head=run.heads, vocab_size=50368, attn_pdrop=0.0,
-                            n_positions=SEQUENCE, attn_implementation="sdpa", resid_pdrop=0.0, embd_pdrop=0.0,
-                            bos_token_id=0, eos_token_id=0)  # fmt: skip
-        model = GPT2LMHeadModel(config).to(torch.bfloat16)
+    model = gpt(run.hidden, run.layers, run.heads, 50368, torch.bfloat16, attn_implementation="sdpa", attn_pdrop=0.0,
+                resid_pdrop=0.0, embd_pdrop=0.0)  # fmt: skip
     rows = run.gpus * run.microbatch * run.microbatches
-    found = space_of(quiet(model), hardware, rows, None)
+    found = space_of(model, hardware, rows, None)
     found.fused = True
     mesh = Mesh.parse({"dp": run.gpus})
     chosen = Setting(mesh, Schedule(None, run.microbatches, 1), rows, 3, STATES)
