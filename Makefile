@@ -4,7 +4,7 @@ STAMP := .venv/.stamp
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz check gpu-test bench golden-update
+.PHONY: help setup demo test test-all fuzz check gpu-test bench golden-update
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,7 +14,10 @@ setup: $(STAMP)  ## create .venv with autopart (editable) and the development to
 demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py
 
-test: $(STAMP)  ## run every test; those that need a GPU skip without one
+test: $(STAMP)  ## run the tests but the large matrices; those that need a GPU skip without one
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not large"
+
+test-all: $(STAMP)  ## run every test, the large matrices too
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 fuzz: $(STAMP)  ## run 2,000 random graphs in random layouts (make fuzz SEED=n: from that seed on)

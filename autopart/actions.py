@@ -7,18 +7,8 @@ from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
-from torch.distributed import pipelining
-
-from autopart.compat import pipeline_order
-
-SINGLE_STAGE_SCHEDULES: dict[str, type] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
-MULTI_STAGE_SCHEDULES: dict[str, type] = {
-    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-    "dualpipev": pipelining.ScheduleDualPipeV,
-    "looped_bfs": pipelining.ScheduleLoopedBFS,
-}
+from autopart.compat import pipeline_order, schedule_class
+from autopart.schedules import SINGLE_STAGE
 
 
 class Action(NamedTuple):
@@ -42,8 +32,8 @@ def actions(schedule: str | None, num_stages: int, pp: int, microbatches: int) -
     """
     if schedule is None:
         return (tuple(Action(0, kind, m) for m in range(microbatches) for kind in "FB"),)
-    order = pipeline_order((SINGLE_STAGE_SCHEDULES | MULTI_STAGE_SCHEDULES)[schedule], num_stages, pp, microbatches)
-    number = _numbered if schedule in SINGLE_STAGE_SCHEDULES else tuple
+    order = pipeline_order(schedule_class(schedule), num_stages, pp, microbatches)
+    number = _numbered if schedule in SINGLE_STAGE else tuple
     return tuple(number(_plain(order[rank])) for rank in range(pp))
 
 

@@ -7,13 +7,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from autopart.errors import AutopartError
-from autopart.explain import quantity
+from autopart.headline import quantity
 
 if TYPE_CHECKING:
     from autopart.search import Candidate, Space
 
 TELLS = 0.001
 """A share of the step's time under which a difference is not told."""
+
+SAME = 1.005
+"""Times the step of the best from which another takes longer: both are estimates."""
 
 
 def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
@@ -52,7 +55,9 @@ def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) 
             other = space.simulated(fits[0])
         except AutopartError:  # too few places to cut
             continue
-        yield f"{name} takes {other.step_time_s / best.step_time_s:.2f} x the time{_on_what(other, best)}: {other}"
+        times = other.step_time_s / best.step_time_s
+        longer = f"{times:.2f} x the time" if times >= SAME else "about the same time"
+        yield f"{name} takes {longer}{_on_what(other, best)}: {other}"
 
 
 def _on_what(other: Candidate, best: Candidate) -> str:

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from autopart.advice import advised
 from autopart.compiler import Compiler, Options, make_plan, prepare
 from autopart.errors import InputError, OptionError
 from autopart.mesh import Mesh
 from autopart.passes.shard import SequenceParallel
 from autopart.pins import Pins
-from autopart.plan import REPORTS, Plan
+from autopart.plan import Plan
 from autopart.program import Rng
 from autopart.recomputation import Recompute
-from autopart.report import write
 from autopart.runtime.module import ParallelModule
+from autopart.schedules import schedule_named
 from autopart.search import search
 from autopart.trace import bind_call
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-REPORTS[:] = [write]
 
 NOT_BUILT = {
     "precision": "mixed precision",
@@ -47,11 +46,9 @@ def parallelize(
     pins: Pins | Mapping[str, Any] | str | Path | None = None,
     zero: int | None = None,
     memory: int | str | None = None,
-    recompute: Recompute | None = None,
-    compile: bool | None = None,
-    rng: Rng = "fast",
-    **unknown: Any,
-) -> ParallelModule:
+    recompute: Recompute | None = None, compile: bool | None = None, rng: Rng = "fast",
+    timeout: float | None = None, check_replicas: int | bool | None = None, **unknown: Any,
+) -> ParallelModule:  # fmt: skip
     """Partition an unmodified model over a device mesh.
 
     The same call on every rank, with the same weights. Without an example the model is traced at the first call.
@@ -72,6 +69,8 @@ def parallelize(
         compile: each stage's graph is run through `torch.compile`; chains of pointwise operators are one kernel then.
         rng: "fast": each rank draws the masks of dropout of what it holds. "exact": all random numbers are those of one
             device after the same `torch.manual_seed`, which every rank must call; it draws whole masks.
+        timeout: seconds (120; first calls ten times that) to wait for other ranks; then all say who waits for whom.
+        check_replicas: every n steps copies of parameters are compared (False: never; default: 1, 2, 4, 8, each 100th).
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
     Raises AutopartError: one of its kinds in `autopart.errors`, each with what, why, where and what to try.
 
@@ -81,7 +80,7 @@ def parallelize(
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, hardware=hardware,
         rng=rng, sequence_parallel=sequence_parallel, pins=pins, zero=zero, memory=memory, recompute=recompute,
-        compile=compile,
+        compile=compile, timeout=timeout, check_replicas=check_replicas,
     )  # fmt: skip
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if type(mesh) is int and given is None:
@@ -131,7 +130,7 @@ def plan(
         return _searched(model, mesh, example_args, example_kwargs, options)[0]
     sizes = Mesh.parse(mesh)
     traced = prepare(model, bind_call(model, example_args, example_kwargs or {}))
-    return make_plan(model, traced, sizes, options)
+    return advised(make_plan(model, traced, sizes, options), traced, options)
 
 
 def _module(model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler) -> ParallelModule:
@@ -140,7 +139,9 @@ def _module(model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler) -> Par
     if compiler.has_plan:
         name, compiled = compiler.plan.schedule.name, compiler.plan.compile
     device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
-    module = ParallelModule(model, sizes, compiler, schedule=name, device_mesh=device_mesh, compile=compiled)
+    options = compiler.options
+    module = ParallelModule(compiler.source, sizes, compiler, schedule=name, device_mesh=device_mesh, compile=compiled,
+                            timeout=options.timeout, check_replicas=options.check_replicas)  # fmt: skip
     module.train(model.training)
     compiler.reseed(module.initial_seed)
     return module
@@ -153,7 +154,8 @@ def _searched(
     if not example_args and not example_kwargs:
         raise InputError(f"mesh={devices} needs an example call", why="the axes are chosen for what it computes",
                          hint="example_kwargs={'input_ids': ids, 'labels': labels}")  # fmt: skip
-    asked = [f.name for f in fields(Options) if f.name not in ("hardware", "memory", "rng")
+    kept = {name: getattr(options, name) for name in ("rng", "timeout", "check_replicas")}
+    asked = [f.name for f in fields(Options) if f.name not in ("hardware", "memory", *kept)
              and getattr(options, f.name) != f.default]  # fmt: skip
     if asked:
         raise OptionError(f"{asked[0]}= with mesh={devices}", why="the search chooses it with the axes",
@@ -162,7 +164,7 @@ def _searched(
     (best, *_) = search(
         model, devices, hardware=options.hardware, memory=options.memory, example_kwargs=example, count=1
     )  # fmt: skip
-    return best, Options(rng=options.rng)
+    return best, Options(**kept)
 
 
 def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:
@@ -178,8 +180,10 @@ def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:
         raise OptionError(
             f"unknown option {name}=",
             hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, "
-            "memory, recompute, compile, rng, example_args, example_kwargs",
+            "memory, recompute, compile, rng, timeout, check_replicas, example_args, example_kwargs",
         )
+    if isinstance(given.get("schedule"), str):
+        given["schedule"] = schedule_named(given["schedule"])
     if given.get("pins") is not None:
         given["pins"] = Pins.parse(given["pins"])
     return Options(**{name: option for name, option in given.items() if option is not None})

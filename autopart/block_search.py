@@ -16,7 +16,7 @@ from autopart.cost.per_block import Blocks, Option
 from autopart.cost.simulate import Simulation
 from autopart.cost.table import Setting
 from autopart.errors import OptionError
-from autopart.explain import quantity
+from autopart.headline import quantity
 from autopart.mesh import Mesh
 from autopart.plan import Schedule
 from autopart.recomputation import Recompute, Word
@@ -26,7 +26,8 @@ from autopart.search import Space, space_of
 
 @dataclass(frozen=True)
 class BlockSearch:
-    """What was chosen, and its step as simulated. `found`: what the method says of it."""
+    """What was chosen, and its step as simulated from the tables of the search; the plan made of it has its own.
+    `found`: what the method says of it."""
 
     blocks: Blocks = field(repr=False)
     found: Found
@@ -83,7 +84,7 @@ class BlockSearch:
         words = Counter(option.recompute for option in options)
         begins = self.pins.get("stages", {}).get("cut_before", ())
         parts = [
-            f"{quantity(self.step_time_s, 's')} a step, {quantity(self.memory_bytes, 'B')} a rank",
+            f"about {quantity(self.step_time_s, 's')} a step, about {quantity(self.memory_bytes, 'B')} a rank",
             f"recompute of {', '.join(f'{number} blocks {word}' for word, number in words.items())}",
             f"{sum(option.cut for option in options)} of {len(options)} blocks cut over dp",
         ]

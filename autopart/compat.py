@@ -1,7 +1,8 @@
-"""The one file that touches private parts of torch. Each name says what it stands for."""
+"""Private parts of torch are touched here, and in `compat_training.py`, alone. Each name says what it stands for."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
 import types
@@ -11,19 +12,17 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import autocast_mode
-from torch.distributed import pipelining
-from torch.distributed.distributed_c10d import _resolve_process_group, _set_pg_timeout
-from torch.distributed.pipelining import _backward as pipelining_backward
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -59,6 +58,8 @@ def is_higher_order(target: Any) -> bool:
 def keeping_draws() -> Any:
     """A context in which tracing keeps calls that draw random numbers although nothing reads them: the model itself
     makes them, and they move its generator on."""
+    import torch._inductor.config as inductor_config  # slow: it brings all of torch.compile
+
     return inductor_config.patch(fallback_random=True)
 
 
@@ -222,6 +223,39 @@ def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         function.__code__ = code
+        del _Redirected.to  # it may hold a model
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Inside, `torch.compiler.is_exporting()` is true, as while `torch.export` runs a model."""
+    flags = "_is_exporting_flag", "_is_compiling_flag"
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    for flag in flags:
+        setattr(torch.compiler, flag, True)
+    try:
+        yield
+    finally:
+        for flag, was in zip(flags, before, strict=True):
+            setattr(torch.compiler, flag, was)
+
+
+@contextmanager
+def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Inside, `torch.utils.checkpoint(function, ..., use_reentrant=False)` is a plain call of the function, in
+    `around(function)`: it saves and draws nothing."""
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with around(function):
+            yield
+
+    module: Any = torch_checkpoint
+    own = module._checkpoint_without_reentrant_generator
+    module._checkpoint_without_reentrant_generator = generator
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = own
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -231,7 +265,12 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def runs_on_host(group: dist.ProcessGroup) -> bool:
     """Whether the group has a backend for tensors in the host's memory."""
-    return torch.device("cpu") in group._device_types
+    return runs_on(group, torch.device("cpu"))
+
+
+def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group has a backend for tensors on this kind of device."""
+    return torch.device(device.type) in group._device_types
 
 
 def fake_mode() -> AbstractContextManager[Any]:
@@ -239,11 +278,28 @@ def fake_mode() -> AbstractContextManager[Any]:
     return cast(AbstractContextManager[Any], FakeTensorMode())
 
 
+_SCHEDULES = {
+    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV", "looped_bfs": "ScheduleLoopedBFS",
+}  # fmt: skip
+
+
+def schedule_class(schedule: str) -> Any:
+    """Torch's class for a schedule. Here as below, pipelining is imported where it is used: it brings torch.compile,
+    which takes as long as torch itself."""
+    from torch.distributed import pipelining
+
+    return getattr(pipelining, _SCHEDULES[schedule])
+
+
 def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
     """{rank: what torch's schedule runs there, in order}, by its own code, without processes.
 
     The part of its construction that adds sends and receives is left out: it takes minutes for large pipelines.
     """
+    from torch.distributed import pipelining
+
     per_rank = num_stages // num_ranks
     stages: list[Any] = [
         types.SimpleNamespace(
@@ -259,12 +315,17 @@ def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches:
     return quick(stages, microbatches).pipeline_order
 
 
-class PipelineStage(pipelining.PipelineStage):
+@functools.cache
+def stage_class() -> Any:
     """A pipeline stage that does not greet itself: in torch 2.11 neighbouring stages on one rank (zbv, dualpipev) do,
     which gloo refuses."""
+    from torch.distributed import pipelining
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+    class PipelineStage(pipelining.PipelineStage):
+        def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+            return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    return PipelineStage
 
 
 @functools.cache
@@ -274,17 +335,35 @@ def split_backward_counts_twice() -> bool:
     Torch 2.11 counts a gradient twice that passes one use on its way to the other; later versions do not. Tried here
     rather than looked up by version: z = (x + w) + w has gradient 2 by w.
     """
+    from torch.distributed.pipelining import _backward
+
     x, w = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     with torch.enable_grad():
         z = (x.clone() + w) + w
-        _, groups = pipelining_backward.stage_backward_input([z], None, [x], iter([w]))
-        pipelining_backward.stage_backward_weight(iter([w]), groups)
+        _, groups = _backward.stage_backward_input([z], None, [x], iter([w]))
+        _backward.stage_backward_weight(iter([w]), groups)
     return w.grad is None or w.grad.item() != 2.0
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """How long a rank of the group waits for the others; the device mesh's own groups have no argument for it."""
     _set_pg_timeout(timeout, group)
+
+
+def default_store() -> dist.Store:
+    """The store in which torch.distributed's processes have met."""
+    return _get_default_store()
+
+
+def clone_of(store: dist.Store) -> dist.Store:
+    """Another client of the same store, for another thread."""
+    return cast(dist.Store, cast(Any, store).clone())
+
+
+def keep_for_ever(*things: Any) -> None:
+    """Never destroy these objects: a process group that is destroyed waits for its pending collectives."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -299,3 +378,40 @@ def leaves_with_names(tree: Any) -> list[tuple[str, object]]:
         keys = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
         named.append((".".join(keys), leaf))
     return named
+
+
+WITHOUT_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a Tensor class whose operators give what its `__torch_dispatch__` gives."""
+
+
+def empty_wrapper(kind: Any, like: torch.Tensor) -> Any:
+    """A tensor of class `kind` without memory of its own, of the shape, strides, type and device of `like`."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.size(), strides=like.stride(), dtype=like.dtype, layout=like.layout, device=like.device
+    )
+
+
+def operator_name(func: Any) -> str:
+    """The name of an operator without its namespace and overload: `add`."""
+    return cast(str, func._schema.name.rpartition("::")[2])
+
+
+@functools.cache
+def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: Callable[[Any], None]) -> None:
+    """Lets what `StateDictOptions(full_state_dict=True)` gathers pass `put_together` before, and what
+    `broadcast_from_rank0=True` has filled from the first rank's pass `check_loaded` after."""
+    from torch.distributed.checkpoint import state_dict as state_dicts
+
+    gather, broadcast = state_dicts._gather_state_dict, state_dicts._broadcast_state_dict
+
+    @functools.wraps(gather)
+    def gathered(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return gather(put_together(state_dict), *args, **kwargs)
+
+    @functools.wraps(broadcast)
+    def filled(full: Any, local: Any, *args: Any, **kwargs: Any) -> None:
+        broadcast(full, local, *args, **kwargs)
+        check_loaded(local)
+
+    state_dicts._gather_state_dict = gathered
+    state_dicts._broadcast_state_dict = filled  # type: ignore[assignment]  # its arguments have other names

@@ -3,47 +3,47 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, fx, nn
 
+from autopart.agreed import TIMEOUT_S, agreed, check_loop_options
 from autopart.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
 from autopart.compat import tree_map, tree_unflatten
-from autopart.cost.fit import does_not_fit, fullest
+from autopart.cost.fit import Estimate, does_not_fit, fullest
 from autopart.cost.hardware import DEFAULT, Hardware
 from autopart.cost.memory import RankMemory, parse_size
-from autopart.errors import InputError, LayoutError, MemoryLimitError, OptionError, PlanError
-from autopart.explain import quantity
+from autopart.errors import InputError, LayoutError, OptionError, PlanError
 from autopart.graph import format_value, is_floating, shape
+from autopart.lost_gradients import with_gradients_checked
 from autopart.mesh import Mesh
 from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
-from autopart.passes.decide import NO_PINS, decide, decided_by, decode, encode, without_microbatches
-from autopart.passes.footprint import Walk, walked
+from autopart.passes.decide import NO_PINS, decide, decided_by, decode, without_microbatches
+from autopart.passes.footprint import walked
+from autopart.passes.labels import with_label_count
 from autopart.passes.lower import Decisions, lower
 from autopart.passes.memory import cut_again, memory_of
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
-from autopart.passes.pins import pinned_layouts
-from autopart.passes.reasons import Reasons, Solved, certificate
-from autopart.passes.recompute import check_recompute, recompute_notes
+from autopart.passes.reasons import Reasons
+from autopart.passes.recompute import check_recompute, recompute_of_checkpoints
 from autopart.passes.shard import SequenceParallel
-from autopart.passes.sizes import size_notes
-from autopart.passes.storage import choose_over_dp, storage_notes
-from autopart.passes.summary import collectives, cost, stage_rows
-from autopart.passes.timing import timing
-from autopart.passes.unsharded import unsharded
+from autopart.passes.storage import choose_over_dp
 from autopart.pins import Pins
-from autopart.plan import MEMORY_KINDS, Plan, Schedule
+from autopart.plan import Plan, Schedule
+from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
+from autopart.plan_figures import Draft, plan_of
 from autopart.program import SEEDS, Program, Rng
+from autopart.progress import phase
 from autopart.recomputation import Recompute, parse_recompute
 from autopart.schedules import MULTI_STAGE, check_compile, check_schedule, schedule_for
-from autopart.trace import Call, Trace, WithLoss, bind_call, flatten_call, trace
+from autopart.skeleton import Source
+from autopart.trace import Call, Trace, WithLoss, WithLossAndOutputs, bind_call, check_values, flatten_call, trace
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
 LIFTED_HALF = "the model's casts to half precision (autocast) are computed in float64 here"
@@ -64,8 +64,11 @@ class Options:
     memory: int | str | None = None
     recompute: Recompute | None = None
     compile: bool = False
+    timeout: float = TIMEOUT_S
+    check_replicas: int | bool | None = None
 
     def __post_init__(self) -> None:
+        check_loop_options(self.timeout, self.check_replicas)
         check_compile(self.compile, self.schedule, self.zero)
         if self.zero in (1, 2) and not isinstance(self.zero, bool):
             cut = "the optimizer's state" if self.zero == 1 else "the optimizer's state and gradients"
@@ -106,12 +109,15 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
 
     `double`: compute in float64 even where the model casts down.
     """
+    phase("tracing the model")
     traced = trace(model, arguments)
+    phase("finding out what may be cut")
     run_passes(traced.graph, AS_TRACED)
     lifted = in_double(traced.graph) if double else set()
     if lifted:
         traced = replace(traced, notes=(*traced.notes, LIFTED if lifted == {torch.float32} else LIFTED_HALF))
     run_passes(traced.graph, NORMALIZE)
+    traced = with_gradients_checked(model, arguments, traced, find_loss(traced))
     annotate(traced)
     return traced
 
@@ -119,41 +125,28 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
 @_without_collections()
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace."""
-    hardware = Hardware.load(options.hardware)
-    options, (schedule, decisions, program, solved, walks), memory = _fitted(traced, mesh, options)
-    pinned = pinned_layouts(traced, mesh, options.pins).operators
-    notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0),
-             *recompute_notes(traced.graph, decisions.recompute))  # fmt: skip
-    rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
-    names = {"class": type(_inner(model)).__name__, **identity_of(traced.parameters), "mode": traced.mode}
-    inputs = {
-        name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
-        for name, t in zip(traced.call.names, traced.call.tensors, strict=True)
-    }
-    return Plan(
-        dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
-        unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
-        cost=cost(traced, decisions, rows, moved, hardware) | certificate(solved),
-        memory=tuple(rank.as_row() for rank in memory),
-        timing=timing(traced, program, schedule, hardware, walks, options.compile),
-        notes=notes, pins=options.pins.as_data(),
-        reasons=Reasons(traced, mesh, program, options.pins, solved, hardware),
-    )  # fmt: skip
+    hardware, traced = Hardware.load(options.hardware), traced.without_values()
+    options, kept = _with_checkpoints(traced, options)
+    options, draft, memory = _fitted(traced, mesh, options)
+    phase("counting time, memory and collectives")
+    reasons = Reasons(traced, mesh, draft.program, options.pins, draft.solved, hardware)
+    return plan_of(_class_of(model), traced, draft, options, memory, reasons, kept)
 
 
-class Draft(NamedTuple):
-    """What is chosen for a plan, the program of it, how the tensor axis was solved (None where that was not), and a
-    walk of every stage of the program."""
-
-    schedule: Schedule
-    decisions: Decisions
-    program: Program
-    solved: Solved | None
-    walks: Sequence[Walk]
+def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[str, ...]]:
+    """The options with what the model itself checkpoints, where `recompute` is left open; and notes of it."""
+    if not traced.checkpointed:
+        return options, ()
+    if options.recompute is not None:
+        said = f"recompute={options.recompute!r}"
+        return options, (f"{said} is used in place of the model's own checkpoints",)
+    recompute, notes = recompute_of_checkpoints(traced.graph, traced.checkpointed)
+    return replace(options, recompute=recompute), notes
 
 
 def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = None) -> Draft:
     """What is chosen, and the program of it; `known`: a draft for as many ranks of `tp`, whose layouts are kept."""
+    phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
     schedule = _schedule(traced, mesh, options)
     stages, microbatches = mesh.size("pp") * schedule.virtual_stages, schedule.microbatches
@@ -192,16 +185,25 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft
             return asked, draft, ranks
         first = first or (draft, ranks)
     assert first is not None and options.memory is not None
-    draft, _ = first
+    draft, needed = first
+    estimate, rows = estimator(traced, mesh, options, draft), batch_size(traced)
+    raise does_not_fit(needed, int(options.memory), mesh, draft.schedule, rows, estimate, left_open(options))
+
+
+def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Estimate:
+    """The memory of other settings; layouts are the draft's where `tp` has as many ranks."""
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = other.size("tp") == mesh.size("tp") and "sequence_parallel" not in changed
         found = drafted(traced, other, replace(options, **changed), draft if same else None)
         return memory_of(traced, found.program, found.schedule, found.walks)
 
-    rows = batch_size(traced)
-    given = {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
-    raise does_not_fit(first[1], int(options.memory), mesh, draft.schedule, rows, estimate, given)
+    return estimate
+
+
+def left_open(options: Options) -> dict[str, Any]:
+    """What was asked for of the options that another setting may change to take less memory."""
+    return {name: getattr(options, name) for name in ("zero", "sequence_parallel", "recompute", "compile")}
 
 
 def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
@@ -215,15 +217,8 @@ def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
     return [{**cut, **store} for store in stores for cut in cuts]
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    return model.model if isinstance(model, WithLoss) else model
-
-
-def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A fingerprint of a model: names and shapes of all its parameters."""
-    listing = "\n".join(f"{name} {list(p.shape)}" for name, p in sorted(parameters.items()))
-    number = sum(p.numel() for p in parameters.values())
-    return {"fingerprint": hashlib.sha256(listing.encode()).hexdigest(), "num_parameters": number}
+def _class_of(model: nn.Module) -> str:
+    return type(model.model if isinstance(model, WithLoss) else model).__name__
 
 
 def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
@@ -261,16 +256,20 @@ def _microbatches(traced: Trace, mesh: Mesh, schedule: str | None, num_stages: i
     return divisors[0] if divisors else 1
 
 
-def _plan_outputs(traced: Trace) -> list[Any]:
+def _plan_outputs(traced: Trace, with_outputs: bool = False) -> list[Any]:
     """What a plan is made for: the loss where there is one, else all outputs."""
-    loss = find_loss(traced)
+    loss = find_loss(traced, with_outputs)
     return [loss] if loss is not None else list(traced.graph.output_node().args[0])
 
 
-def find_loss(traced: Trace) -> fx.Node | None:
-    """The scalar loss among the outputs: the output itself, `output.loss`, `output["loss"]` or the first of a tuple."""
+def find_loss(traced: Trace, with_outputs: bool = False) -> fx.Node | None:
+    """The scalar loss among the outputs: the output itself, `output.loss`, `output["loss"]` or the first of a tuple.
+
+    `with_outputs`: the trace is of a WithLossAndOutputs.
+    """
     flat = list(traced.graph.output_node().args[0])
     output = tree_unflatten(flat, traced.output_spec)
+    output = output[0] if with_outputs else output
     found = output
     if isinstance(output, Mapping):
         found = output.get("loss")
@@ -282,14 +281,22 @@ def find_loss(traced: Trace) -> fx.Node | None:
     return found if scalar else None
 
 
+LossFn = Callable[..., Tensor]
+
+
 @dataclass
 class _Traced:
-    """One call, traced: what the plan decides for it, and the programs written so far, by purpose."""
+    """One call, traced: what the plan decides for it, and the programs written so far, by purpose.
+
+    `with_outputs`: of a model with a `loss_fn`, its own outputs are traced too.
+    """
 
     trace: Trace
     decisions: Decisions
-    loss_fn: Callable[..., Tensor] | None
+    loss_fn: LossFn | None
+    with_outputs: bool
     programs: dict[str, Program] = field(default_factory=dict)
+    plan: Plan | None = None
 
 
 class Compiler:
@@ -300,16 +307,22 @@ class Compiler:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, plan: Plan | None = None):
-        self.model, self.mesh, self.options = model, mesh, options
+        self.source, self.mesh, self.options = Source(model), mesh, options
         self._plan = plan
         self._traced: Recent[_Traced] = Recent(MAX_CALLS)
         self._example: _Traced | None = None
+        self._last: _Traced | None = None
         self._decided: dict[str, str] = {}
         self._num_traces, self._trace_s = 0, 0.0
         self._random = torch.Generator()
         if plan is not None:
             check_plan_mesh(plan, mesh)
             check_plan_options(options, plan)
+            warn_of_memory(plan)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.source.model
 
     @property
     def has_plan(self) -> bool:
@@ -317,15 +330,36 @@ class Compiler:
 
     @property
     def plan(self) -> Plan:
-        """The plan; known once the model has been traced or a plan was given."""
+        """The plan; known once the model has been traced or a plan was given. Where the last call that could train ran
+        under another `torch.autocast` than it was made for, with the figures of that."""
         if self._plan is None:
             raise PlanError("there is no plan yet", why="the model is traced at the first call",
                             hint="parallelize(model, mesh, example_kwargs=batch)")  # fmt: skip
-        return self._plan
+        if self._last is None or self._last.trace.autocast == self._plan.autocast:
+            return self._plan
+        if self._last.plan is None:
+            self._last.plan = self._plan_as_run(self._plan, self._last)
+        return self._last.plan
+
+    def _plan_as_run(self, plan: Plan, call: _Traced) -> Plan:
+        """The plan of a call that follows a plan made for another."""
+        outputs = _plan_outputs(call.trace, call.with_outputs)
+        program = lower(call.trace, call.decisions, outputs, whole_outputs=False, rng="fast")
+        walks = [walked(call.trace, program, stage) for stage in program.stages]
+        schedule = replace(plan.schedule, microbatches=call.decisions.microbatches)
+        draft = Draft(schedule, call.decisions, program, None, walks)
+        options = replace(self.options, hardware=plan.hardware or self.options.hardware, compile=plan.compile)
+        memory = memory_of(call.trace, program, schedule, walks)
+        figures = plan_of(_class_of(self.model), call.trace, draft, options, memory, plan.reasons)
+        return replace(figures, pins=plan.pins)
 
     def ready(self) -> Program | None:
         """The program of the whole model's outputs, where it was traced at construction."""
         return None if self._example is None else self._write(self._example, "forward")
+
+    def agreed(self) -> dict[str, str]:
+        """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
+        return agreed(self.options, self._plan)
 
     def trace_example(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Trace and plan for an example call."""
@@ -341,7 +375,9 @@ class Compiler:
             arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
         if loss_fn is not None:
             arguments = {"target": target, "call": arguments}
-        traced, call = self._find(arguments, training, loss_fn)
+        traced, call = self._find(arguments, training, loss_fn, purpose == "step_outputs")
+        if torch.is_grad_enabled() or purpose != "forward":
+            self._last = traced
         program = self._write(traced, purpose)
         return program, (*call.tensors, *self._seeds(program))
 
@@ -356,20 +392,26 @@ class Compiler:
         return [(first + torch.arange(program.microbatches)).repeat(program.row_ranks)]
 
     def _find(
-        self, arguments: Mapping[str, Any], training: bool, loss_fn: Callable[..., Tensor] | None
+        self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool = False
     ) -> tuple[_Traced, Call]:
         """The trace of a call, made now where it is a new one, and the call's tensors."""
         call = flatten_call(arguments)
-        key = call_key(arguments, call, training, loss_fn)
-        return self._traced.get(key, lambda: self._trace(arguments, training, loss_fn)), call
+        check_values(call)
+        with_outputs = with_outputs and loss_fn is not None
+        key = call_key(arguments, call, training, loss_fn), with_outputs
+        return self._traced.get(key, lambda: self._trace(arguments, training, loss_fn, with_outputs)), call
 
-    def _trace(self, arguments: Mapping[str, Any], training: bool, loss_fn: Callable[..., Tensor] | None) -> _Traced:
+    def _trace(
+        self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool
+    ) -> _Traced:
         start_s = time.perf_counter()
         with _mode(self.model, training):
-            model = self.model if loss_fn is None else WithLoss(self.model, loss_fn).train(training)
-            traced = prepare(model, arguments)
+            around = WithLossAndOutputs if with_outputs else WithLoss
+            model = self.model if loss_fn is None else around(self.model, loss_fn).train(training)
+            traced = prepare(model, arguments).without_values()
         if self._plan is None:
             self._plan = make_plan(model, traced, self.mesh, self.options)
+            warn_of_memory(self._plan)
         check_plan_model(self._plan, type(self.model).__name__, traced.parameters)
         decisions = decode(traced, self._plan, self.mesh, self._decided)
         # The first trace to decide an operator decides it for all that follow.
@@ -378,22 +420,26 @@ class Compiler:
         warn_of_many(self._num_traces, self._trace_s / self._num_traces)
         if decisions.copied:
             warn_of_copies(batch_size(traced), self.mesh.size("dp"))
-        return _Traced(traced, decisions, loss_fn)
+        return _Traced(traced, decisions, loss_fn, with_outputs)
 
     def _write(self, traced: _Traced, purpose: str) -> Program:
         if purpose not in traced.programs:
             decisions = traced.decisions
-            if purpose == "step":
-                loss = find_loss(traced.trace)
+            outputs = list(traced.trace.graph.output_node().args[0])
+            if purpose in ("step", "step_outputs"):
+                loss = find_loss(traced.trace, traced.with_outputs)
                 if loss is None:
                     raise _no_scalar(traced.loss_fn, traced.trace) or InputError(
                         f"{type(self.model).__name__} returns no loss for this call",
                         why="step() needs a scalar to differentiate",
                         hint="pass labels so that the model returns a loss, or step(..., loss_fn=f, target=t)",
                     )  # fmt: skip
-                program = lower(traced.trace, decisions, [loss], whole_outputs=False, rng=self.options.rng)
+                beside = outputs if purpose == "step_outputs" else []
+                program = lower(
+                    traced.trace, decisions, [loss], whole_outputs=False, rng=self.options.rng, beside=beside
+                )
+                program = with_label_count(program, loss)
             else:
-                outputs = list(traced.trace.graph.output_node().args[0])
                 # Without stages a call runs the whole batch at once: microbatches are for training steps.
                 if self.mesh.size("pp") == 1 and decisions.microbatches > 1:
                     decisions = without_microbatches(traced.trace, decisions)
@@ -413,77 +459,6 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, was in before.items():
             module.training = was
-
-
-def check_plan_mesh(plan: Plan, mesh: Mesh) -> None:
-    """Raises PlanError where a plan is for another mesh."""
-    of_plan = Mesh.parse(plan.mesh)
-    if any(of_plan.size(axis) != mesh.size(axis) for axis in ("pp", "dp", "cp", "ep", "tp")):
-        raise PlanError(
-            f"the plan is for the mesh {of_plan}, not {mesh}", where=plan.where("mesh"),
-            hint=f"parallelize(model, '{of_plan}', plan=...), or make a plan for {mesh}",
-        )  # fmt: skip
-
-
-def check_plan_options(options: Options, plan: Plan) -> None:
-    """Raises OptionError where options and a plan say different things."""
-    for name in ("schedule", "microbatches", "virtual_stages"):
-        asked, planned = (
-            getattr(options, name),
-            plan.schedule.name if name == "schedule" else getattr(plan.schedule, name),
-        )
-        if asked is not None and asked != planned:
-            raise OptionError(
-                f"{name}={asked!r} contradicts the plan, which says {planned!r}",
-                where=plan.where("schedule"), hint=f"leave {name} out, or edit the plan",
-            )  # fmt: skip
-    said = (("recompute", options.recompute, plan.recompute), ("compile", options.compile or None, plan.compile))
-    for name, asked, planned in said:
-        if asked not in (None, planned):
-            raise OptionError(
-                f"{name}={asked!r} contradicts the plan, which says {planned!r}",
-                where=plan.where(name), hint=f"leave {name} out, or edit the plan",
-            )  # fmt: skip
-    over_dp = any(entry.get("dp", "R").startswith("S") for entry in plan.parameters.values())
-    pinned = any("dp" in places for name, places in plan.pins.items() if name != "stages")
-    if (options.zero and not over_dp) or (options.zero == 0 and over_dp and not pinned):
-        raise OptionError(
-            f"zero={options.zero} contradicts the plan, which cuts {'' if over_dp else 'no '}parameters over dp",
-            where=plan.where("parameters"), hint="leave zero out, or make a new plan",
-        )  # fmt: skip
-    _check_given_memory(options.memory, plan)
-    if options.pins and options.pins.as_data() != plan.pins:
-        asked = "other pins" if plan.pins else "none"
-        raise OptionError(f"pins= contradict the plan, which was made with {asked}", where=plan.where("pins"),
-                          hint="leave pins out, edit the plan, or make a new one")  # fmt: skip
-
-
-def _check_given_memory(limit: int | str | None, plan: Plan) -> None:
-    """Raises MemoryLimitError where a given plan needs more than a rank may."""
-    if limit is None:
-        return
-    if not plan.memory:
-        raise OptionError("memory= asks what the plan does not say", why="it was made by an older version of autopart",
-                          hint="make a new plan, or leave memory out")  # fmt: skip
-    row = max(plan.memory, key=lambda row: row["total"])
-    if row["total"] > int(limit):
-        raise MemoryLimitError(
-            f"the plan needs {quantity(row['total'], 'B')} on a rank, and memory is {quantity(int(limit), 'B')}",
-            why=", ".join(f"{kind} {quantity(row.get(kind, 0), 'B')}" for kind in MEMORY_KINDS if row.get(kind)),
-            where=plan.where("memory"), hint="a new plan with memory=, which says what would take less",
-        )  # fmt: skip
-
-
-def check_plan_model(plan: Plan, name: str, parameters: Mapping[str, Tensor]) -> None:
-    """Raises PlanError where a plan is for another model."""
-    identity = identity_of(parameters)
-    if plan.model["fingerprint"] != identity["fingerprint"]:
-        raise PlanError(
-            f"the plan is for another model than this {name}",
-            why=f"it is for {plan.model['class']} with {plan.model['num_parameters']:,} parameters; this one has "
-            f"{identity['num_parameters']:,}, or other names or shapes",
-            where=plan.where("model"), hint="make a new plan: autopart.plan(model, mesh, example_kwargs=...)",
-        )  # fmt: skip
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopart.explain import quantity
-from autopart.graph import pattern_of
+from autopart.headline import quantity
 from autopart.mesh import Mesh
+from autopart.names import pattern_of
 from autopart.plan import Plan, Table
 from autopart.recomputation import text_of, word_of
 
@@ -82,6 +82,7 @@ def _basics(a: Plan, b: Plan) -> list[Row]:
         ("model", "fingerprint"): str(plan.model["fingerprint"])[:12],
         ("model", "parameters"): f"{plan.model['num_parameters']:,}",
         ("model", "mode"): str(plan.model.get("mode", "")),
+        ("model", "autocast"): plan.autocast or "none",
         ("mesh", "axes"): str(Mesh({axis: size for axis, size in plan.mesh.items() if size > 1})),
         ("schedule", "name"): plan.schedule.name or "one stage",
         ("schedule", "microbatches"): str(plan.schedule.microbatches),

@@ -38,6 +38,7 @@ _OF_METADATA = frozenset(
 """What reads nothing that depends on the grad mode, and gives no tensor."""
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+_SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 
 
 class EagerSemantics(TorchFunctionMode):
@@ -92,6 +93,11 @@ class EagerSemantics(TorchFunctionMode):
                 "only the forward is traced; gradients are computed without hooks",
                 "the same change of the gradient by operations in forward()",
             )
+        if func == Tensor.detach_ and args[0].requires_grad:
+            raise Lost("detach_() cuts a tensor off in place", "a trace loses that: what was made of it before would "
+                       "keep its gradient", "x = x.detach()")  # fmt: skip
+        if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
+            _check_unchanged(args[0], *args[1:], **kwargs)
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
         written = _written(func, args, kwargs)
@@ -110,6 +116,16 @@ class EagerSemantics(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
+    """Raises Lost where a parameter begins or ceases to need a gradient."""
+    if parameter.requires_grad != requires_grad:
+        raise Lost(
+            f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
+            "a program has one answer for the whole call: whether it needs a gradient",
+            "requires_grad_() outside of forward(), or weight.detach() in it",
+        )  # fmt: skip
+
+
 def _written(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that a call writes to in place."""
     name = getattr(func, "__name__", "")
@@ -124,11 +140,12 @@ def _detached(leaf: Any, written: list[Tensor]) -> Any:
 
 
 @contextmanager
-def traceable(model: nn.Module) -> Iterator[None]:
+def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -> Iterator[None]:
     """Inside, norms of the model that cannot be traced have another forward, which computes the same.
 
     A SyncBatchNorm is a plain one: in a trace the batch is the global batch already. A user's autograd.Function is one
-    operator. A cast of a module to the dtype that it has is nothing.
+    operator (`apply`: of torch's own `apply`, the class, args and kwargs). A cast of a module to the dtype that it has
+    is nothing.
     """
     changed: list[nn.Module] = []
     for module in model.modules():
@@ -147,7 +164,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
     to = nn.Module.to
     setattr(nn.Module, "to", lambda module, *args, **kwargs: _to(to, module, *args, **kwargs))  # noqa: B010
     try:
-        with redirected_functions(apply_as_operator):
+        with redirected_functions(apply):
             yield
     finally:
         setattr(nn.Module, "to", to)  # noqa: B010

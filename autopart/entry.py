@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import CheckpointFunction
 
+from autopart.checkpoints import OwnCheckpoints
 from autopart.compat import tree_flatten, tree_unflatten
 from autopart.eager_semantics import EagerSemantics
 from autopart.errors import TraceError
+from autopart.functions import apply_as_operator
 from autopart.python_state import PythonState
 
 PREFIX = "model."
@@ -34,6 +37,7 @@ class Entry(nn.Module):
         super().__init__()
         self.autocast = autocast or nullcontext()
         self.model, self.state, self.semantics = model, PythonState(model), EagerSemantics()
+        self.checkpoints = OwnCheckpoints(model)
         leaves, self.spec = tree_flatten(dict(arguments))
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
@@ -41,6 +45,12 @@ class Entry(nn.Module):
         for name in names:  # `pair.0` is no name for an argument
             plain = name.replace(".", "_")
             self.tensor_names.append(plain if plain not in self.tensor_names else f"{plain}_{len(self.tensor_names)}")
+
+    def apply_function(self, apply: Any, function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What `function.apply(*args, **kwargs)` is in a trace, for torch's own `apply`."""
+        if function is CheckpointFunction:
+            return self.checkpoints.apply(apply, function, args, kwargs)
+        return apply_as_operator(apply, function, args, kwargs)
 
     def forward(self, **tensors: Tensor) -> Any:
         for name, tensor in tensors.items():
@@ -57,7 +67,7 @@ class Entry(nn.Module):
 
         self.semantics.in_forward = True
         try:
-            with self.state, self.autocast, register_module_forward_hook(name_output):
+            with self.state, self.autocast, self.checkpoints.watching(), register_module_forward_hook(name_output):
                 output = call(self.model, tree_unflatten(leaves, self.spec))
         except BaseException:
             for module, buffers in before:

@@ -62,3 +62,23 @@ class OptionError(AutopartError):
 
 class RuntimeSetupError(AutopartError):
     """There is no process group, or it does not fit the mesh."""
+
+
+class CheckpointError(AutopartError, RuntimeError):
+    """A state dict or a checkpoint does not fit the model, the optimizer or the mesh."""
+
+
+class UsageError(AutopartError):
+    """Something that works on an `nn.Module` would be wrong, or do nothing, on a partitioned one."""
+
+
+class MissingAttribute(UsageError, AttributeError):
+    """A partitioned model does not have something that its model has: `hasattr` is false."""
+
+
+class ReplicaError(AutopartError):
+    """Copies of a parameter that ranks must hold alike have drifted apart."""
+
+
+class HangError(AutopartError):
+    """A rank waited for others that did not come in time, or are gone."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from autopart.graph import pattern_of
+from autopart.headline import TEXT_WIDTH, fit_text, quantity, step_size, utilisation
 from autopart.mesh import AXES, Mesh
+from autopart.names import pattern_of
 from autopart.plan import MEMORY_KINDS, Collective, Plan
 from autopart.recomputation import text_of
 
@@ -27,7 +28,7 @@ _NEGLIGIBLE = 0.005  # a share of FLOPs below which a block without weights or c
 
 
 def explain(plan: Plan) -> str:
-    """The plan as text of 120 columns, a few more where names of modules are long.
+    """The plan as text of 80 columns; its table of layouts takes up to 120, a few more where names of modules are long.
 
     Example:
         >>> print(autopart.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
@@ -41,23 +42,6 @@ def explain(plan: Plan) -> str:
 
 
 # Numbers
-
-
-def quantity(number: float, unit: str) -> str:
-    """Three digits and a decimal prefix.
-
-    >>> quantity(6738415616, ""), quantity(12288, "B"), quantity(0.0000997, "s"), quantity(0, "B")
-    ('6.74 G', '12.3 kB', '99.7 µs', '0 B')
-    """
-    if number == 0 or not math.isfinite(number):
-        return f"{number:g} {unit}".rstrip()
-    power = math.floor(math.log10(abs(number)) / 3 + 1e-12)
-    if float(f"{abs(number) / 1000**power:.3g}") >= 1000:  # rounded up into the next prefix
-        power += 1
-    lowest = -3 if unit == "s" else 0
-    power = min(max(power, lowest), 6)
-    prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P", "E")[power + 3]
-    return f"{float(f'{number / 1000**power:.3g}'):g} {prefix}{unit}".rstrip()
 
 
 def _percent(part: float, whole: float) -> str:
@@ -77,9 +61,11 @@ def _header(plan: Plan) -> str:
     if schedule.virtual_stages > 1:
         run += f", {schedule.virtual_stages} stages per rank"
     mode = f", traced in {plan.model['mode']} mode" if "mode" in plan.model else ""
+    mode += f" under autocast to {plan.autocast}" if plan.autocast else ""
     lines = [
         ("model", f"{plan.model['class']}, {_count(number)} parameters{mode}"),
         ("inputs", inputs),
+        ("a step is", step_size(plan)),
         ("mesh", f"{Mesh.parse(plan.mesh)} ({ranks} rank{'s' * (ranks > 1)})"),
         ("schedule", run),
         ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
@@ -110,7 +96,14 @@ def _count(number: int) -> str:
 def _labelled(lines: Iterable[tuple[str, str]]) -> str:
     """`label    text` lines, wrapped."""
     return "\n".join(
-        textwrap.fill(text, WIDTH, initial_indent=f"{label:<13}", subsequent_indent=" " * 13, break_on_hyphens=False)
+        textwrap.fill(
+            text,
+            TEXT_WIDTH,
+            initial_indent=f"{label:<13}",
+            subsequent_indent=" " * 13,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
         for label, text in lines
     )
 
@@ -169,8 +162,9 @@ def _layouts(plan: Plan) -> str:
     }
     seconds = [f"{what} {quantity(cost[key], 's')}" for what, key in parts.items() if cost[key]]
     proof = f"no layouts cost more than {100 * cost['gap']:.2g} % less" if cost["gap"] else "no layouts cost less"
-    lines = [f"  a rank has {shares}", f"  a step's {', '.join(seconds)}" if seconds else "", f"  proven: {proof}"]
-    return "\n".join(["layouts on tp", *filter(None, lines)])
+    prices = f"the solver's prices for a step, each alone: {', '.join(seconds)}" if seconds else ""
+    lines = [f"a rank has {shares}", prices, f"proven: {proof}"]
+    return "\n".join(["layouts on tp", *_wrapped(lines)])
 
 
 def _balance(plan: Plan) -> str:
@@ -186,7 +180,7 @@ def _balance(plan: Plan) -> str:
     if "stage_lower_bound_flops" in cost:
         bound = quantity(cost["stage_lower_bound_flops"], "FLOP")
         above = 100 * cost.get("imbalance", top / cost["stage_lower_bound_flops"] - 1)
-        lines.append(f"  no partition has a heaviest stage under {bound}; this one's is {above:.2f} % above that")
+        lines += _wrapped([f"no partition has a heaviest stage under {bound}; this one's is {above:.2f} % above that"])
     return "\n".join(["balance of stages (forward FLOPs of the global batch)", *lines])
 
 
@@ -200,66 +194,44 @@ def _memory(plan: Plan) -> str:
         sizes = [quantity(row.get(kind, 0), "B") for kind in (*kinds, "total")]
         in_flight = ",".join(map(str, row.get("in_flight", ())))
         rows.append([",".join(map(str, row["stages"])), *sizes, in_flight])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  " + "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
-    title = "memory of the fullest rank in a training step (optimizer: AdamW; in flight: microbatches)"
+    lines = _right_aligned(rows)
+    turned = _right_aligned(list(zip(*rows, strict=True)))
+    if max(map(len, lines)) > TEXT_WIDTH >= max(map(len, turned)):
+        lines = turned  # a column for every pipeline coordinate
+    title = "memory of the fullest rank in a training step (AdamW; microbatches in flight)"
     return "\n".join([title, *lines])
 
 
-_SYMBOLS = {
-    "F": "forward FLOPs of the heaviest stage",
-    "n": "ranks that share a stage (dp x tp)",
-    "X": "FLOP/s of a device, by the hardware profile",
-    "C": "bytes sent by a rank per microbatch (mean of the stages)",
-    "G": "bytes of gradients sent by a rank per step",
-    "B": "bytes/s of a link, by the hardware profile",
-    "C_node": "of those per microbatch, bytes sent to other nodes (C has the others)",
-    "G_node": "of those of gradients, bytes sent to other nodes (G has the others)",
-    "B_node": "bytes/s of a link between nodes, by the hardware profile",
-    "m": "microbatches",
-    "p": "pipeline ranks",
-}
+def _right_aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _cost(plan: Plan) -> str:
+    """The predicted step, from `Plan.cost` alone: the figures are those of `autopart.simulate`."""
     cost = plan.cost
     if "step_time_s" not in cost:
         return ""
-    lines = [f"  {quantity(cost['step_time_s'], 's')} a step = {cost.get('formula', '?')}"]
-    values = _symbol_values(plan)
-    named = [s for s in _SYMBOLS if s in set(_words(cost.get("formula", "")))]
-    for symbol in named:
-        lines.append(
-            f"    {symbol} = {values[symbol]:<14}{_SYMBOLS[symbol]}"
-            if symbol in values
-            else f"    {symbol}: {_SYMBOLS[symbol]}"
-        )
-    if "bubble_fraction" in cost:
-        lines.append(f"  pipeline bubble: {100 * cost['bubble_fraction']:.1f} % of the busy time")
-    return "\n".join(["predicted cost", *lines])
+    step = quantity(cost["step_time_s"], "s")
+    if "parts_s" not in cost:
+        return f"predicted step\n  {step} by the formula of an older autopart, of peaks alone: make the plan anew"
+    size = step_size(plan)
+    parts = ", ".join(f"{kind} {quantity(seconds, 's')}" for kind, seconds in cost["parts_s"].items())
+    lines = [
+        f"{step} a step{f' of {size}' if size else ''}",
+        utilisation(cost),
+        f"the busiest rank: {parts}",
+        f"pipeline: idle for {100 * cost['bubble_fraction']:.1f} % of the busy time"
+        if plan.mesh.get("pp", 1) > 1
+        else "",
+        f"memory: {fit_text(plan)}" if fit_text(plan) else "",
+    ]
+    return "\n".join([f"predicted step{f' on {plan.hardware}' if plan.hardware else ''}", *_wrapped(lines)])
 
 
-def _words(formula: str) -> list[str]:
-    return "".join(c if c.isalnum() or c == "_" else " " for c in formula).split()
-
-
-def _symbol_values(plan: Plan) -> dict[str, str]:
-    """The values of the formula's symbols, as far as the plan has them."""
-    cost, mesh = plan.cost, plan.mesh
-    values = {
-        "m": str(plan.schedule.microbatches),
-        "p": str(mesh.get("pp", 1)),
-        "n": str(mesh.get("dp", 1) * mesh.get("tp", 1)),
-    }
-    if "heaviest_stage_flops" in cost:
-        values["F"] = quantity(cost["heaviest_stage_flops"], "FLOP")
-    if "bytes_per_microbatch" in cost and plan.stages:
-        values["C"] = quantity(cost["bytes_per_microbatch"] / len(plan.stages), "B")
-    if "bytes_per_step" in cost:
-        values["G"] = quantity(cost["bytes_per_step"], "B")
-    units = {"F": "FLOP", "C": "B", "G": "B", "X": "FLOP/s", "B": "B/s", "C_node": "B", "G_node": "B", "B_node": "B/s"}
-    given: Mapping[str, float] = cost.get("values", {})
-    return values | {name: quantity(value, units.get(name, "")) for name, value in given.items()}
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    """The lines that say something, indented, in the width of a terminal."""
+    return [textwrap.fill(line, TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines if line]
 
 
 # The table

@@ -40,6 +40,8 @@ _ELEMENTWISE = frozenset(
 _VIEWS = frozenset(f"aten::{name}" for name in ["view", "_unsafe_view", "reshape", "expand"])
 _HINT = "torch.library.custom_op with register_autograd, and autopart.rule to shard it; or plain operations"
 _WRITES = "it writes to a tensor that it is given"
+_COMPUTING = ("torch.nn.", "torch.masked.")
+"""Parts of torch that compute by Functions, as users do."""
 _running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it calls is its own", default=False)
 
 
@@ -142,7 +144,7 @@ def name_functions(graph: fx.Graph) -> None:
 
 def apply_as_operator(apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
     """`function.apply(*args, **kwargs)` in a trace. Raises Lost for a call that no operator can stand for."""
-    if _running.get() or function.__module__.startswith("torch."):
+    if _running.get() or not is_of_a_model(function):
         return apply(function, *args, **kwargs)
     if kwargs:  # only Functions with a setup_context take them: their forward has no ctx
         bound = inspect.signature(function.forward).bind(*args, **kwargs)  # type: ignore[attr-defined]
@@ -161,6 +163,12 @@ def apply_as_operator(apply: Callable[..., Any], function: type, args: tuple, kw
     made = _operator(UserFunction(function, arguments, autocast), tensors, wanted)
     outputs = made.operator(*tensors)
     return outputs if made.examined.single or isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def is_of_a_model(function: type) -> bool:
+    """Whether a Function is what a model computes, and not how torch itself traces and differentiates."""
+    name = function.__module__
+    return not name.startswith("torch.") or name.startswith(_COMPUTING)
 
 
 def _autocasts(device: str) -> bool:

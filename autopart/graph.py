@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.names import parents as parents
+from autopart.names import pattern_of as pattern_of
+
 DTYPE_NAMES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
@@ -75,25 +78,9 @@ def module_path(node: fx.Node) -> str:
     return list(stack.values())[-1][0] if stack else ""
 
 
-def parents(name: str) -> list[str]:
-    """The modules that hold a parameter or an operator, outermost first.
-
-    >>> parents("model.layers.3.mlp/mul"), parents("lm_head.weight")
-    (['model', 'model.layers', 'model.layers.3', 'model.layers.3.mlp'], ['lm_head'])
-    """
-    path = name.rsplit("/", 1)[0] if "/" in name else name.rpartition(".")[0]
-    parts = path.split(".") if path else []
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
 def name_of(node: fx.Node) -> str:
     """The name of a parameter, or an operator's key; "" for what has neither."""
     return node.target if node.op == "get_attr" else node.meta.get("key", "")
-
-
-def pattern_of(path: str) -> str:
-    """A path with the numbers of repeated blocks left open: `model.layers.*.mlp`."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def source_line(node: fx.Node) -> str:

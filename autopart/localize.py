@@ -17,7 +17,7 @@ from autopart.runtime.collectives import axis_of, operator_name
 from autopart.runtime.gradients import sync_gradients_lockstep
 from autopart.runtime.lockstep import PerRank
 from autopart.runtime.pieces import Cut
-from autopart.subject import GRAD_FLOOR, Arrangement, Shards, Subject, relative, scale_of
+from autopart.subject import GRAD_FLOOR, Arrangement, Shards, Subject, largest, relative, scale_of
 
 BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeError)
 """What a fault in a program can raise when it is run."""
@@ -120,7 +120,7 @@ class _Search:
         self.made: dict[fx.Node, tuple[int, dict[int, PerRank]]] = {}
         self.shards: Shards = {}
         self.whole, self.whole_grads = _reference(subject)
-        self.grad_scale = max([GRAD_FLOOR, *(float(g.abs().max()) for g in self.whole_grads.values() if g.numel())])
+        self.grad_scale = max([GRAD_FLOOR, *map(largest, self.whole_grads.values())])
 
     def first(self, gradients: bool = True) -> Mismatch | None:
         """The first wrong value, else where the run breaks, else (with `gradients`) the first wrong gradient."""

@@ -1,4 +1,5 @@
-"""Models named on the command line: `package.module:callable`, or a transformers `config.json`.
+"""Models named on the command line: `package.module:callable`, or a transformers `config.json`, of which some published
+ones are shipped by name. Nothing is fetched.
 
 transformers is no dependency: it is imported where a config is read, and nowhere else.
 """
@@ -21,21 +22,34 @@ from torch import Tensor, nn
 
 from autopart.compat import tree_map
 from autopart.errors import InputError, OptionError
+from autopart.files import read_text
+from autopart.progress import phase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-BATCH, SEQUENCE = 8, 128
+CONFIGS = Path(__file__).parent / "configs"
+"""Configs by name, with the sizes as published: GPT-2 (Radford 2019), GPT-3 (Brown 2020; the padded vocabulary of
+Narayanan 2021), Llama 2 and 3 (Touvron 2023, Grattafiori 2024), Mixtral (Jiang 2024)."""
+
+BATCH, SEQUENCE, COMPUTED_SEQUENCE = 8, 512, 128
+"""Rows, and tokens of a row where the config has no length of its own, and at most where the model is computed."""
+
 LONGEST = 2048
 """Tokens of a row that an example is given where nobody said how many."""
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+"""What configs call the most tokens that a row may have."""
 
 _TOKEN_LABELS = ("LMHeadModel", "LMHead", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model and one call of it, by keyword; `example` is None where the callable gave none."""
+    """A model and one call of it, by keyword; `example` is None where the callable gave none. `note`: what was chosen
+    for the example."""
 
     model: nn.Module
     example: Mapping[str, Any] | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,8 +57,8 @@ class SourceOptions:
     """How to make the model and its example.
 
     `meta`: weights that have shapes and no values. `dtype`: a key of `DTYPES`; None: as the callable makes it, the
-    config's own on `meta`, else float32. `batch`, `sequence`: of the example, for configs; None: 8 rows of 128 tokens,
-    or fewer where the model has fewer positions.
+    config's own on `meta`, else float32. `batch`, `sequence`: of the example, for configs; None: 8 rows of as many
+    tokens as the config has positions. `short`: of at most 128, for what is computed and not only planned.
     """
 
     meta: bool = False
@@ -52,6 +66,7 @@ class SourceOptions:
     batch: int | None = None
     sequence: int | None = None
     seed: int = 0
+    short: bool = False
 
 
 def from_callable(name: str, options: SourceOptions) -> ModelSource:
@@ -142,14 +157,62 @@ def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
     The class is the first of the config's `architectures`, else the language model that fits the config.
     Raises InputError where the file, its `model_type` or its class is unknown, or the model does not take tokens.
     """
-    config = _read_config(Path(path))
+    phase("reading the config")  # imports transformers, of which a model takes a large part
+    config = _read_config(_config_path(path))
     kind = _model_class(config, path)
     own = str(config.dtype).removeprefix("torch.") if options.meta and config.dtype is not None else "float32"
     dtype = DTYPES.get(options.dtype or own, torch.float32)
     torch.manual_seed(options.seed)
+    phase("making the model")
     with _making(options.meta, dtype):
-        model = kind(config)
-    return ModelSource(model, _tokens(model, config, options))
+        model: Any = kind(config)
+    if getattr(model, "loss_type", "") is None:  # what transformers falls back to, with a warning every time
+        model.loss_type = "ForCausalLM"
+    example = _tokens(model, config, options)
+    return ModelSource(model, example, _note(example, config, options))
+
+
+def config_names() -> list[str]:
+    """The configs that autopart ships, by name."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+def _config_path(named: str | Path) -> Path:
+    """The file of a config: one that autopart ships, by its name, or a path. Raises InputError where there is none."""
+    path = Path(named)
+    if path.exists() or path.suffix == ".json":
+        return path
+    if str(named) in config_names():
+        return CONFIGS / f"{named}.json"
+    raise InputError(
+        f"there is no config at {named}",
+        why="it is neither a file nor one of the configs that autopart has; none is fetched from a hub",
+        hint=f"one of {', '.join(config_names())}, or the path of a config.json",
+    )
+
+
+def _longest(config: Any) -> int | None:
+    """The most tokens of a row by the config; None where it does not say."""
+    text = config.get_text_config()
+    lengths = (getattr(text, name, None) for name in _LENGTHS)
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
+
+
+def _sequence(config: Any, options: SourceOptions) -> int:
+    longest = _longest(config)
+    if options.sequence is not None:
+        return options.sequence
+    return min(longest or SEQUENCE, COMPUTED_SEQUENCE) if options.short else longest or SEQUENCE
+
+
+def _note(example: Mapping[str, Tensor], config: Any, options: SourceOptions) -> str:
+    """`8 rows x 128 tokens a step, of the 1,024 tokens that the config allows; --batch and --sequence change it`."""
+    rows, tokens = example["input_ids"].shape
+    longest = _longest(config)
+    allowed = f", of the {longest:,} tokens that the config allows" if longest is not None and tokens < longest else ""
+    unsaid = [f"--{name}" for name in ("batch", "sequence") if getattr(options, name) is None]
+    change = f"; {' and '.join(unsaid)} change{'s' * (len(unsaid) == 1)} it" if unsaid else ""
+    return f"{rows:,} row{'s' * (rows > 1)} x {tokens:,} tokens a step{allowed}{change}"
 
 
 def example_of(model: nn.Module) -> dict[str, Tensor]:
@@ -185,7 +248,7 @@ def _read_config(path: Path) -> Any:
     if path.is_dir():
         raise InputError(f"{path} is a directory", hint=f"--hf-config {path / 'config.json'}")
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_text(path, "a config", InputError, "--hf-config path/to/config.json"))
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is no JSON", why=error.msg, where=f"line {error.lineno}") from None
     if not isinstance(data, dict) or "model_type" not in data:
@@ -242,8 +305,7 @@ def _tokens(model: nn.Module, config: Any, options: SourceOptions) -> dict[str, 
             hint="--model package.module:callable, where the callable returns (model, {'pixel_values': ...})",
         )
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    sequence = options.sequence or min(SEQUENCE, limit or SEQUENCE)
+    limit, sequence = getattr(text, "max_position_embeddings", None), _sequence(config, options)
     if limit is not None and sequence > limit:
         raise OptionError(
             f"--sequence {sequence} is too long for {name}",

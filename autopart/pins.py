@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from autopart.errors import OptionError
+from autopart.files import read_text
 from autopart.layout import Placement
 from autopart.mesh import AXES
 from autopart.plan import line_of
@@ -133,7 +134,7 @@ class Pins:
 def _read(path: Path) -> tuple[Any, str]:
     if not path.exists():
         raise OptionError(f"there are no pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
-    text = path.read_text()
+    text = read_text(path, "a file of pins", OptionError, f"a JSON file like {FORM.removeprefix('pins=')}")
     try:
         return json.loads(text), text
     except json.JSONDecodeError as error:

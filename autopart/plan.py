@@ -8,25 +8,27 @@ placements of its inputs and outputs on an axis; operators that are not listed r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import jsonschema
-from torch import nn
-
 from autopart.errors import PlanError
-from autopart.graph import pattern_of
+from autopart.files import read_text, write_whole
 from autopart.mesh import Mesh
+from autopart.names import pattern_of
 from autopart.recomputation import Recompute
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from autopart.diff import Difference
 
 FORMAT = "autopart-plan/1"
+
+WRITABLE = "a file in a folder that exists, that you may write to, on a disk with room"
 
 MEMORY_KINDS = (
     "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "temporary", "communication",
@@ -35,13 +37,6 @@ MEMORY_KINDS = (
 
 TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 """What the stages of `Plan.timing` count, each in seconds by kind of work."""
-
-
-COSTS: list[Callable[[Plan], Mapping[str, Any]]] = []
-"""What makes `Plan.cost` of a plan's own figures: `autopart.cost.symbolic` adds the formulas."""
-
-REPORTS: list[Callable[[Plan, str | Path, Mapping[str, Any]], None]] = []
-"""What writes `Plan.report`: `autopart.report`."""
 
 
 @lru_cache(maxsize=1)
@@ -147,8 +142,9 @@ class Plan:
     reasons: Reasons | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for cost_of in COSTS:
-            object.__setattr__(self, "cost", cost_of(self))
+        from autopart.cost.symbolic import Cost
+
+        object.__setattr__(self, "cost", Cost.of(self))
 
     def to_json(self) -> str:
         """The plan as JSON text, entries one a line so that it reads and compares well."""
@@ -157,20 +153,26 @@ class Plan:
         return _dumps(data) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file."""
-        Path(path).write_text(self.to_json())
+        """Write the plan to a JSON file, whole or not at all. Raises PlanError where it cannot be written."""
+        try:
+            write_whole(Path(path), self.to_json())
+        except OSError as error:
+            raise PlanError(f"cannot write {path}", why=error.strerror or str(error), hint=WRITABLE) from None
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan from a JSON file. Raises PlanError with the line that is wrong."""
         path = Path(path)
+        hint = "autopart plan ... --output plan.json writes one"
         if not path.exists():
-            raise PlanError(f"there is no plan at {path}", hint="autopart plan ... --output plan.json writes one")
-        return Plan.from_json(path.read_text(), str(path))
+            raise PlanError(f"there is no plan at {path}", hint=hint)
+        return Plan.from_json(read_text(path, "a plan", PlanError, hint), str(path))
 
     @staticmethod
     def from_json(text: str, name: str = "the plan") -> Plan:
         """Read a plan from JSON text. Raises PlanError with the line that is wrong."""
+        import jsonschema
+
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
@@ -194,6 +196,11 @@ class Plan:
     def where(self, *keys: str) -> str:
         """The line of the file the plan was read from that holds these keys, for errors; "" for a plan made here."""
         return line_of(self.text, *keys) if self.text else ""
+
+    @property
+    def autocast(self) -> str:
+        """The dtype of the `torch.autocast` that the plan is for ("bfloat16"); "" outside of one."""
+        return str(self.model.get("autocast", ""))
 
     def mesh_object(self) -> Mesh:
         return Mesh.parse(self.mesh)
@@ -272,8 +279,9 @@ class Plan:
         Example:
             >>> plan.report("plan.html")    # doctest: +SKIP
         """
-        for write in REPORTS:
-            write(self, path, graphs or {})
+        from autopart.report import write
+
+        write(self, path, graphs or {})
 
 
 def line_of(text: str, *keys: str) -> str:

@@ -167,6 +167,14 @@ class Output:
     constant: Any = None
 
 
+@dataclass(frozen=True)
+class LabelCount:
+    """The number of labels that the loss of a training step is the mean of: this input of this stage's graph."""
+
+    stage: int
+    name: str
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """All stages of the partitioned model, what they store, and how the model's own outputs are put together again.
@@ -186,6 +194,8 @@ class Program:
     copied: bool = False
     draws: Rng | None = None
     """Where the draws in the prologues take their numbers from; None: there are none."""
+    label_count: LabelCount | str | None = None
+    """Of a training step: what its loss is divided by, or why that is not a number of labels."""
 
     @property
     def row_ranks(self) -> int:

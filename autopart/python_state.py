@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, fx, nn
 
 from autopart.errors import TraceError
@@ -145,7 +146,11 @@ def _text(program: Any) -> str:
     """All that a trace fixes: its graph and its constants."""
     codes = [str(module.graph) for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
     lifted = [program.constants[name] for name in program.graph_signature.lifted_tensor_constants]
-    return "\n".join([*codes, *(repr(tensor.tolist()) if tensor.device.type != "meta" else "" for tensor in lifted)])
+    return "\n".join([*codes, *(repr(tensor.tolist()) for tensor in lifted if _has_values(tensor))])
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and (tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0)
 
 
 def check_attributes(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import fx
 
 from autopart.cost.simulate import Simulation, simulate
 from autopart.errors import OptionError
-from autopart.explain import quantity
+from autopart.headline import headlines, quantity, utilisation
 from autopart.plan import MEMORY_KINDS, Plan
 
 WIDTH, ROW, GAP = 1000, 22, 4
@@ -45,6 +45,7 @@ def page(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> str:
         f"<h1>{escape(str(name))} on {escape(str(mesh))}</h1>",
         f"<p>{mesh.num_ranks} ranks, {escape(plan.hardware)}; schedule {plan.schedule.name or 'none'},"
         f" microbatches: {plan.schedule.microbatches}</p>",
+        *(f"<p>{escape(line.strip())}</p>" for line in headlines(plan)),
         "<h2>A step as predicted</h2>", _figures(simulation),
         "<h2>Timeline</h2>", _timeline(simulation),
         "<h2>Memory of a rank</h2>", _memory(plan),
@@ -70,7 +71,7 @@ def write(plan: Plan, path: str | Path, graphs: Mapping[str, fx.GraphModule] | N
 def _figures(simulation: Simulation) -> str:
     rows = [
         ("step", quantity(simulation.step_time_s, "s")),
-        ("per device", f"{simulation.tflops_per_device:.4g} TFLOP/s, {simulation.mfu:.1%} of its peak"),
+        ("per device", utilisation(simulation.figures())),
         ("bubble", f"{simulation.bubble_fraction:.1%} of the busy time"),
         *((kind, f"{quantity(s, 's')}, {s / simulation.step_time_s:.1%}") for kind, s in simulation.parts.items()),
         *((f"{row.axis} {row.kind}", f"{row.count} of {quantity(row.bytes / max(1, row.count), 'B')},"

@@ -14,6 +14,20 @@ SIMPLER = {"1f1b": "gpipe", "dualpipev": "zbv"}
 """Schedules that need many microbatches, and those that place stages the same way and run with one."""
 
 
+def schedule_named(name: str) -> str:
+    """The schedule of a name in any case and spelling, as torch and papers write it; another name as it is.
+
+    >>> schedule_named("1F1B"), schedule_named("Interleaved-1F1B"), schedule_named("ScheduleGPipe")
+    ('1f1b', 'interleaved_1f1b', 'gpipe')
+    """
+    known = {_letters(schedule): schedule for schedule in SCHEDULES}
+    return known.get(_letters(name).removeprefix("schedule"), name)
+
+
+def _letters(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
+
+
 def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -> None:
     """Raises StageError where a schedule cannot run so many stages on `pp` ranks with so many microbatches."""
     if schedule not in SCHEDULES:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from torch import Tensor, nn
@@ -23,18 +23,19 @@ from autopart.compiler import Options, drafted, make_plan, prepare
 from autopart.cost.formula import Formula, compiled
 from autopart.cost.hardware import DEFAULT, Hardware
 from autopart.cost.memory import parse_size
-from autopart.cost.simulate import Simulation
+from autopart.cost.simulate import Simulation, simulate
 from autopart.cost.table import Setting, Table, estimate
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
-from autopart.explain import quantity
+from autopart.headline import quantity, step_size
 from autopart.mesh import Mesh
 from autopart.model_source import example_of
 from autopart.passes.tabulate import Blocks, BlocksApart, each_block, tabulate
 from autopart.plan import Plan, Schedule
+from autopart.progress import phase
 from autopart.recomputation import Word
 from autopart.scale import fewer_blocks
 from autopart.schedules import SCHEDULES, can_run, schedule_for
-from autopart.trace import bind_call
+from autopart.trace import Trace, bind_call
 
 TRACED_ROWS = 2
 """Rows of the batch that the model is traced on to be counted; a batch of one row would hide which dim it is."""
@@ -84,8 +85,20 @@ class Candidate:
         parts += ["sequence parallel"] * (self.sequence_parallel and self.mesh.size("tp") > 1)
         parts += [f"zero={self.zero}"] * bool(self.zero)
         parts += [f"recompute={self.recompute}"] * (self.recompute != "none")
-        cost = f"{quantity(self.step_time_s, 's')} a step, {quantity(self.memory_bytes, 'B')} a rank"
+        plan = self.simulation.plan if self.simulation is not None else None
+        about = "" if plan is not None else "about "
+        size = f" of {step_size(plan)}" if plan is not None and step_size(plan) else ""
+        cost = (
+            f"{about}{quantity(self.step_time_s, 's')} a step{size}, {about}{quantity(self.memory_bytes, 'B')} a rank"
+        )
         return f"{', '.join(parts)}: {cost}"
+
+    def planned(self, plan: Plan) -> Candidate:
+        """The candidate with the step and the memory of its plan in place of estimates."""
+        found = simulate(plan)
+        return replace(
+            self, step_time_s=found.step_time_s, memory_bytes=max(row["total"] for row in plan.memory), simulation=found
+        )
 
 
 @dataclass
@@ -105,6 +118,7 @@ class Space:
     tables: dict[tuple[bool, bool, str], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        phase("tracing a few of the model's blocks")
         self.hardware = Hardware.load(self.profile)
         self._call = tree_map(lambda x: _rows_of(x, _given_rows(self.example), TRACED_ROWS), dict(self.example))
         small, like = fewer_blocks(self.model)
@@ -124,6 +138,8 @@ class Space:
         """The table for layouts with `tp` or without, counted when first asked for."""
         key = (tensor, sequence_parallel, recompute)
         if key not in self.tables:
+            how = f"{'with' if tensor else 'without'} tp{', along the sequence' * sequence_parallel}"
+            phase(f"counting operators {how}, recompute={recompute}")
             options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute)
             known = next((d for (t, sp, _), d in self._drafts.items() if (t, sp) == key[:2]), None)
             found = drafted(self._traced, Mesh.parse("tp2" if tensor else "dp1"), options, known)
@@ -184,6 +200,7 @@ class Space:
 
     def _sweep(self, devices: int) -> list[Candidate]:
         settings = list(self.settings(devices))
+        phase(f"sweeping {len(settings):,} meshes and schedules by formula")
         found: list[Candidate] = []
         for tensor in (False, True):
             chosen = [(mesh, schedule) for mesh, schedule in settings if (mesh.size("tp") > 1) == tensor]
@@ -236,6 +253,7 @@ class Space:
                 schedule = Schedule(name, microbatches, virtual)
                 runs = pp * virtual <= self.num_blocks and can_run(name, pp * virtual, pp, microbatches)
                 if runs and schedule != candidate.schedule and pp * virtual * microbatches <= LONGEST:
+                    phase(f"simulating {candidate.mesh} with {name}")
                     try:
                         yield self.simulated(replace(candidate, schedule=schedule))
                     except AutopartError:  # too few places to cut
@@ -257,6 +275,7 @@ class Space:
             left -= candidate.mesh.size("pp") * schedule.virtual_stages * schedule.microbatches
             if found and (left < 0 or number >= len(chosen)):
                 break
+            phase(f"simulating {number + 1}: {candidate.mesh}, {candidate.schedule.microbatches} microbatches")
             try:
                 made = self.simulated(candidate)
             except AutopartError:  # too few places to cut
@@ -319,8 +338,8 @@ def search(
         example_kwargs: a call of the model, of any number of rows. None: tokens, for language models of transformers.
         count: how many plans to make.
     Returns:
-        Plans, whose last note says what was predicted and why it is on the list; the notes before, of the fastest, why
-        the configurations that everybody knows lose to it.
+        Plans in the order of their simulated steps, whose last note says what is predicted and why it is on the list;
+        the notes before, of the fastest, why the configurations that everybody knows lose to it.
     Raises:
         MemoryLimitError where nothing fits, OptionError for numbers that cannot be, InputError without an example.
 
@@ -335,24 +354,46 @@ def search(
     found = space.best(devices, limit)
     rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
     traced = prepare(model, bind_call(model, (), rows))
-    plans: list[Plan] = []
-    for candidate, reason in zip(found, reasons(found), strict=True):
-        if len(plans) == count:
-            break
-        try:
-            made = make_plan(model, traced, candidate.mesh, Options(hardware=hardware, **candidate.options))
-        except AutopartError:  # what the formulas do not see: a size that does not divide
-            continue
-        if max(row["total"] for row in made.memory) > limit:  # counted exactly
-            continue
-        lost = tuple(why_others_lose(space, devices, candidate, limit)) if not plans else ()
-        plans.append(replace(made, notes=(*made.notes, *lost, f"found by search: {candidate}; {reason}")))
-    if not plans:
+    phase("planning the best")
+    best = _planned(model, traced, found, Options(hardware=hardware), limit, count)
+    if not best:
         raise MemoryLimitError(
             f"none of what was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
             why=f"the nearest is {found[-1]}", hint="more devices, or a smaller batch",
         )  # fmt: skip
-    return plans
+    lost = list(why_others_lose(space, devices, best[0].estimated, limit))
+    told = zip(best, reasons([one.candidate for one in best]), strict=True)
+    return [
+        replace(one.plan, notes=(*one.plan.notes, *lost * (one is best[0]), f"found by search: {one.candidate}; {why}"))
+        for one, why in told
+    ]
+
+
+class _Planned(NamedTuple):
+    """A candidate with the figures of its plan, and as it was estimated before."""
+
+    candidate: Candidate
+    estimated: Candidate
+    plan: Plan
+
+
+def _planned(
+    model: nn.Module, traced: Trace, found: Sequence[Candidate], options: Options, limit: float, count: int
+) -> list[_Planned]:
+    """The first `count` of the candidates that fit when counted exactly, by the figures of their plans."""
+    best: list[_Planned] = []
+    for estimated in found:
+        if len(best) == count:
+            break
+        try:
+            plan = make_plan(model, traced, estimated.mesh, replace(options, **estimated.options))
+        except AutopartError:  # what the formulas do not see: a size that does not divide
+            continue
+        if max(row["total"] for row in plan.memory) <= limit:
+            best.append(_Planned(estimated.planned(plan), estimated, plan))
+            kept = [id(candidate) for candidate in _pareto([one.candidate for one in best])]
+            best = sorted((one for one in best if id(one.candidate) in kept), key=lambda o: kept.index(id(o.candidate)))
+    return best
 
 
 def space_of(

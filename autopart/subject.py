@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from autopart.layout import Placement
 from autopart.passes.lower import Decisions, lower
+from autopart.plan import Plan
 from autopart.program import MICROBATCH_AXIS, Program
 from autopart.runtime.batch import merge_microbatches
 from autopart.runtime.gradients import sync_gradients_lockstep
@@ -43,11 +44,13 @@ Tamper = Callable[[Program, Shards], None]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a graph is cut: the decisions, how stages lie on ranks ("loop" or "V"), and a fault to plant, for tests."""
+    """How a graph is cut: the decisions, how stages lie on ranks ("loop" or "V"), and a fault to plant, for tests.
+    `plan`: what the decisions are read from."""
 
     decisions: Decisions
     placement: str = "loop"
     tamper: Tamper | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -69,39 +72,44 @@ class Results:
         for own, others in ((self.buffers, other.buffers), (self.input_grads, other.input_grads)):
             apart += [relative(value, others[name].to(value.dtype)) for name, value in own.items()]
         scale = self.grad_scale
-        apart += [float((grad - other.grads[name]).abs().max()) / scale for name, grad in self.grads.items()]
+        apart += [relative(grad, other.grads[name].to(grad.dtype), scale) for name, grad in self.grads.items()]
         return max(apart, default=0.0)
 
     @property
     def grad_scale(self) -> float:
-        """The largest entry of any gradient, at least `GRAD_FLOOR`."""
-        return max([GRAD_FLOOR, *(float(g.abs().max()) for g in self.grads.values() if g.numel())])
+        """The largest finite entry of any gradient, at least `GRAD_FLOOR`."""
+        return max([GRAD_FLOOR, *(largest(grad) for grad in self.grads.values())])
 
 
 @contextmanager
-def one_seed() -> Iterator[None]:
+def one_seed(seed: int = SEED) -> Iterator[None]:
     """Inside, the default generators begin in one and the same state; afterwards they are as they were."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         yield
 
 
 class Subject:
     """A traced graph whose `parameters` have values. Where it has a `loss`, that is differentiated; else a fixed
-    weighting of all outputs."""
+    weighting of all outputs. `random_seed`: where the random numbers of its runs begin."""
 
-    def __init__(self, traced: Trace, loss: fx.Node | None = None):
-        self.traced, self.loss = traced, loss
+    def __init__(self, traced: Trace, loss: fx.Node | None = None, random_seed: int = SEED):
+        self.traced, self.loss, self.random_seed = traced, loss, random_seed
         self.weights = traced.parameters
         self.outputs = list(traced.graph.output_node().args[0])
 
     # Whole
 
-    @one_seed()
     def values(self, keep: Callable[[Tensor], None] = lambda value: None) -> dict[fx.Node, Any]:
-        """Every value of the graph on the global batch; `keep` is called with each that has a gradient."""
+        """Every value of the graph on the global batch, where the weights are; `keep` is called with each that has a
+        gradient."""
+        with one_seed(self.random_seed):
+            return self._values(keep)
+
+    def _values(self, keep: Callable[[Tensor], None]) -> dict[fx.Node, Any]:
         tensors = {**self.weights, **self.traced.buffers, **self.traced.constants}
-        inputs = iter(self.traced.call.tensors)
+        device = next((weight.device for weight in self.weights.values()), None)
+        inputs = (tensor.to(device) if device is not None else tensor for tensor in self.traced.call.tensors)
         values: dict[fx.Node, Any] = {}
         for node in self.traced.graph.nodes:
             if node.op == "placeholder":
@@ -154,8 +162,9 @@ class Subject:
             return self.called(decisions)
         return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")
 
-    def shards(self, program: Program, arrangement: Arrangement) -> Shards:
-        """Every rank's parameters. Ranks with the same part share its memory, unless a fault is to be planted."""
+    def shards(self, program: Program, arrangement: Arrangement, trained: bool = False) -> Shards:
+        """Every rank's parameters. Ranks with the same part share its memory, unless they are to be `trained` or a
+        fault is to be planted."""
         mesh, tamper = program.mesh, arrangement.tamper
         shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
         for name, stored in program.parameters.items():
@@ -170,13 +179,12 @@ class Subject:
                     parts[place] = self.weights[name].detach()
                     for axis, cut in cuts:
                         parts[place] = cut.take(parts[place], at[axis])
-                part = parts[place].clone() if tamper is not None else parts[place]
+                part = parts[place].clone() if trained or tamper is not None else parts[place]
                 local[name] = nn.Parameter(part, requires_grad=self.weights[name].requires_grad)
         if tamper is not None:
             tamper(program, shards)
         return shards
 
-    @one_seed()
     def lockstep(
         self,
         program: Program,
@@ -186,9 +194,10 @@ class Subject:
         new_buffers: dict[int, dict[str, Tensor]] | None = None,
     ) -> dict[int, list[tuple]]:
         buffers, inputs = self.traced.buffers, self.traced.call.tensors
-        return run_lockstep(
-            program, shards, buffers, inputs, on_value, placement=placement, new_buffers=new_buffers
-        )  # fmt: skip
+        with one_seed(self.random_seed):
+            return run_lockstep(
+                program, shards, buffers, inputs, on_value, placement=placement, new_buffers=new_buffers
+            )  # fmt: skip
 
     def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
         """What every rank differentiates: its losses, or its weighted outputs."""
@@ -336,4 +345,13 @@ def relative(found: Tensor, expected: Tensor, scale: float | None = None) -> flo
 
 def scale_of(value: Tensor) -> float:
     """The largest finite entry, at least `FLOOR`."""
-    return max(float(value.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if value.numel() else 0.0, FLOOR)
+    return max(largest(value), FLOOR)
+
+
+def largest(value: Tensor) -> float:
+    """The largest finite entry of a tensor, 0 of an empty one."""
+    if not value.numel():
+        return 0.0
+    value = value.detach()
+    size = value.abs().double() if value.is_complex() else value.double().abs()
+    return float(size.nan_to_num(0.0, 0.0, 0.0).max())

@@ -29,6 +29,7 @@ from autopart.functions import name_functions
 from autopart.graph import module_path, source_text, spoken_name, value
 from autopart.python_state import check_attributes, check_draws, check_hooks
 from autopart.repeated import Repeats
+from autopart.skeleton import without_values
 from autopart.trace_errors import shape_by_values, trace_error
 
 _NO_CACHE = "use_cache"
@@ -59,8 +60,11 @@ class Trace:
     `graph`: placeholders are the tensor inputs in `call.names` order (`meta["input_name"]`; with a true
     `meta["input_grad"]` where the input needs a gradient); its output node holds the flat outputs and, as
     its second argument, `buffer_updates`.
-    `parameters`: `{name: fake tensor}` in the model's order; `aliases`: other names of a tied parameter.
+    `parameters`: `{name: the model's own}` in the model's order; `aliases`: other names of a tied parameter.
     `constants`: tensors written into the trace. `notes`: what a user should know about how it was traced.
+    `autocast`: the dtype of the `torch.autocast` that the model was called in, "" outside of one.
+    `checkpointed`: paths of the modules that the model runs under `torch.utils.checkpoint`, "" for itself; None: of
+    functions that hold no module.
     """
 
     graph: fx.Graph
@@ -72,6 +76,12 @@ class Trace:
     output_spec: TreeSpec
     notes: tuple[str, ...]
     mode: str
+    checkpointed: tuple[str | None, ...] = ()
+    autocast: str = ""
+
+    def without_values(self) -> Trace:
+        """The same, with parameters that hold no memory."""
+        return replace(self, parameters={name: without_values(p) for name, p in self.parameters.items()})
 
     @property
     def buffer_updates(self) -> Mapping[str, fx.Node]:
@@ -89,6 +99,14 @@ class WithLoss(nn.Module):
 
     def forward(self, target: Any, call: dict[str, Any]) -> Any:
         return self.loss_fn(call_model(self.model, call), target)
+
+
+class WithLossAndOutputs(WithLoss):
+    """The same, which returns the loss and the model's own outputs."""
+
+    def forward(self, target: Any, call: dict[str, Any]) -> Any:
+        outputs = call_model(self.model, call)
+        return self.loss_fn(outputs, target), outputs
 
 
 def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,6 +160,16 @@ def flatten_call(arguments: Mapping[str, Any]) -> Call:
     return Call(tuple(t for _, t in tensors), tuple(name for name, _ in tensors), options)
 
 
+def check_values(call: Call) -> None:
+    """Raises InputError where an input of a call that computes has no values."""
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.is_meta:
+            raise InputError(
+                f"the input '{name}' is on meta", why="it has a shape and no values to compute with",
+                hint=f"a tensor with values, of shape {list(tensor.shape)}; a plan alone needs none, on meta",
+            )  # fmt: skip
+
+
 def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     """Trace `model(**arguments)`.
 
@@ -153,6 +181,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     call = flatten_call(arguments)
+    if device.type != "meta":
+        check_values(call)
     # Two inputs that are one tensor object would be merged into one by torch.export: trace on distinct copies.
     dtype = ambient_autocast(device.type)
     entry = Entry(model, arguments, call.names, torch.autocast(device.type, dtype) if dtype is not None else None)
@@ -170,7 +200,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
         raise
     except Exception as error:  # torch.export raises many kinds; each is told with the user's own line
         raise trace_error(model, error, entry.semantics.asked) from error
-    traced = _from_exported(model, program, call, arguments, notes)
+    traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
+    traced = replace(traced, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
     return _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
 
@@ -192,7 +223,7 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
-    with torch.enable_grad(), no_autocast(), _quiet(), traceable(entry), entry.semantics:
+    with torch.enable_grad(), no_autocast(), _quiet(), traceable(entry, entry.apply_function), entry.semantics:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)
@@ -279,6 +310,7 @@ def _without_loss_wrapper(traced: Trace) -> Trace:
         parameters={own(n): p for n, p in traced.parameters.items()},
         aliases={own(n): tuple(map(own, others)) for n, others in traced.aliases.items()},
         buffers={own(n): b for n, b in traced.buffers.items()},
+        checkpointed=tuple(path and own(f"{path}.").rstrip(".") for path in traced.checkpointed),
     )  # fmt: skip
 
 

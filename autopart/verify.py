@@ -12,7 +12,7 @@ rounding, and the partitioned program with the trace to 1e-10.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,36 +23,40 @@ import torch
 from torch import Tensor, nn
 
 from autopart.api import read_options
+from autopart.checkpoints import plain_checkpoints
 from autopart.compat import tree_flatten, tree_map
 from autopart.compiler import (
     LIFTED,
     LIFTED_HALF,
     Options,
-    check_plan_mesh,
-    check_plan_model,
-    check_plan_options,
     find_loss,
-    identity_of,
     make_plan,
     prepare,
 )
 from autopart.entry import call
 from autopart.errors import InputError, OptionError, RuntimeSetupError
+from autopart.finite import NotFinite, explain, infinite, not_finite
 from autopart.graph import draws_random_numbers
 from autopart.localize import BROKEN, Mismatch, first_mismatch
+from autopart.loop import StepModel, train
 from autopart.mesh import Mesh
+from autopart.model_source import ModelSource
 from autopart.passes.decide import decode
 from autopart.passes.shard import SequenceParallel
 from autopart.pins import Pins
 from autopart.plan import Plan
+from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
 from autopart.program import Rng
+from autopart.progress import phase
 from autopart.recomputation import Recompute
 from autopart.runtime.placement import placement_of
-from autopart.scale import ScaledCopy, fits, scaled_copy
+from autopart.scale import ONE_PASS, ScaledCopy, Work, check_room, copies_by_kind, fits, scaled_copy
 from autopart.shrink import smallest_failing
+from autopart.steps import StepMismatch, StepReport
 from autopart.subgraph import Subgraph
 from autopart.subject import Arrangement, Results, Subject, Tamper, one_seed, relative
-from autopart.trace import Trace, WithLoss, bind_call
+from autopart.trace import Trace, WithLoss, bind_call, check_values, flatten_call
+from autopart.training import MakeOptimizer, Training, read_training
 
 TOLERANCE = 1e-10
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
@@ -67,26 +71,33 @@ class Verification:
     `max_error`: the largest error of loss, outputs (relative to their largest entry) and gradients (relative to the
     largest gradient entry of the model), over all ranks. `errors`: by name (`loss`, `output 0`, parameters,
     `buffer bn.running_mean`). `first_mismatch`: None if all is well. `smallest`: with `shrink=True`, the smallest part
-    that is wrong alone.
+    that is wrong alone. `steps`: with `steps=`, what each training step was and how far all ranks are from it; their
+    errors are in `errors` too (`step 2 weight h.0.up.weight`). `not_finite`: NaN, or an infinite loss or gradient, in
+    the model itself: then nothing is proven, and `ok` is False.
     """
 
     ok: bool
     max_error: float
-    first_mismatch: Mismatch | None
+    first_mismatch: Mismatch | StepMismatch | None
     errors: Mapping[str, float]
     mesh: str
     notes: tuple[str, ...] = ()
     smallest: Subgraph | None = None
+    steps: tuple[StepReport, ...] = ()
+    not_finite: NotFinite | None = None
 
     def __str__(self) -> str:
-        head = f"{'exact' if self.ok else 'WRONG'} on {self.mesh}: largest error {self.max_error:.3g}"
+        verdict = "exact" if self.ok else "WRONG" if self.not_finite is None else "NOT FINITE"
+        head = f"{verdict} on {self.mesh}: largest error {self.max_error:.3g}"
         head += f" over {len(self.errors)} values"
-        worst = "" if self.ok else "\nworst: " + ", ".join(
+        worst = "" if self.ok or self.first_mismatch is None else "\nworst: " + ", ".join(
             f"{name} {error:.3g}" for name, error in sorted(self.errors.items(), key=lambda e: -e[1])[:5]
         )  # fmt: skip
         first = f"\nfirst: {self.first_mismatch}" if self.first_mismatch else ""
         notes = "".join(f"\nnote: {note}" for note in self.notes)
-        return head + worst + first + self._smallest_text() + notes
+        steps = "".join(f"\n{report}" for report in self.steps)
+        bad = f"\n{self.not_finite}" if self.not_finite is not None else ""
+        return head + worst + bad + steps + first + self._smallest_text() + notes
 
     def _smallest_text(self) -> str:
         if self.smallest is None:
@@ -99,31 +110,16 @@ class Verification:
 
 
 def verify(
-    model: nn.Module,
-    mesh: Any,
-    *,
-    example_args: tuple = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    plan: Plan | str | Path | None = None,
-    schedule: str | None = None,
-    microbatches: int | None = None,
-    virtual_stages: int | None = None,
-    sequence_parallel: SequenceParallel = "auto",
-    hardware: str | None = None,
-    pins: Pins | Mapping[str, Any] | str | Path | None = None,
-    zero: int | None = None,
-    memory: int | str | None = None,
-    recompute: Recompute | None = None,
-    compile: bool | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    target: Any = None,
-    rng: Rng = "exact",
-    tolerance: float = TOLERANCE,
-    shrink: bool = False,
-    scaled: bool | str = "auto",
-    tamper: Tamper | None = None,
-    **unknown: Any,
-) -> Verification:
+    model: nn.Module, mesh: Any, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | str | Path | None = None, schedule: str | None = None, microbatches: int | None = None,
+    virtual_stages: int | None = None, sequence_parallel: SequenceParallel = "auto", hardware: str | None = None,
+    pins: Pins | Mapping[str, Any] | str | Path | None = None, zero: int | None = None, memory: int | str | None = None,
+    recompute: Recompute | None = None, compile: bool | None = None, loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None, rng: Rng = "exact", tolerance: float = TOLERANCE, shrink: bool = False,
+    scaled: bool | str = "auto", tamper: Tamper | None = None, steps: int | None = None,
+    optimizer: MakeOptimizer | None = None, max_norm: float | None = None, scaler: Any = None,
+    batches: Sequence[Mapping[str, Any]] | None = None, **unknown: Any,
+) -> Verification:  # fmt: skip
     """Run ALL ranks of the partitioned model in this process, forward and backward, and compare with the model.
 
     No process group is needed; the model is copied to float64. What it draws in the mode it is in (dropout when
@@ -139,10 +135,16 @@ def verify(
         scaled: verify a copy with two of every run of equal blocks (True), the model itself (False), or the copy where
             the model does not fit into memory in float64 or has no weights ("auto"). A plan of the model is followed.
         tamper: called with the program and the ranks' parameters before the run, to plant a fault.
+        steps: then also run so many training steps, and compare loss, norm, gradients, weights and the optimizer's
+            state after each. The other four arguments are of these steps (3 where none is named).
+        optimizer: makes a rank's from its [(name, parameter)].  [default: AdamW, lr=1e-3]
+        max_norm: what gradients are clipped to. scaler: True, settings of a `torch.amp.GradScaler`, or one.
+        batches: one call's keyword arguments for each step.  [default: the example in every step]
     Raises as `plan`.
 
     Example:
         >>> assert autopart.verify(model, "dp2,pp4,tp4", example_kwargs=batch).ok    # doctest: +SKIP
+        >>> assert autopart.verify(model, "tp2", example_kwargs=batch, steps=3, max_norm=1.0).ok  # doctest: +SKIP
     """
     options = read_options(
         unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, pins=pins, rng=rng,
@@ -153,11 +155,34 @@ def verify(
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")
     sizes = Mesh.parse(mesh)
     arguments = bind_call(model, example_args, example_kwargs or {})
+    check_values(flatten_call(arguments))
+    training = read_training(
+        model, arguments, steps, optimizer, max_norm, scaler, batches, loss_fn is not None
+    )  # fmt: skip
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if given is None:
         options = _check_fits(model, arguments, loss_fn, target, sizes, options)
-    run = VerificationRun(model, arguments, loss_fn, target, scaled, options.rng)
-    return run.check(run.arrange(sizes, given, options, tamper), tolerance, shrink)
+    work = Work(sizes, training.steps if training is not None else 0, loss_fn is not None)
+    found = []
+    for copied in _chosen(model, arguments, scaled, work):
+        run = VerificationRun(model, arguments, loss_fn, target, copied, options.rng)
+        found.append(run.check(run.arrange(sizes, given, options, tamper), tolerance, shrink, training))
+    return together(found)
+
+
+def has_room(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scaled: bool | None) -> bool:
+    """Whether a model without weights could be verified as it is if it had them. With `scaled=False` it must: raises
+    InputError where it takes more than is free."""
+    assert source.example is not None
+    arguments = bind_call(source.model, (), source.example)
+    asked = read_training(
+        source.model, arguments, training["steps"], training.get("optimizer"), training["max_norm"],
+        training["scaler"], None,
+    )  # fmt: skip
+    work = Work(mesh, asked.steps if asked is not None else 0)
+    if scaled is False:
+        check_room(source.model, arguments, work)
+    return scaled is False or fits(source.model, arguments, work)
 
 
 def _check_fits(
@@ -177,7 +202,7 @@ def _check_fits(
 class VerificationRun:
     """A double-precision copy of a model, traced once for a call, to be checked under any number of arrangements.
 
-    `arguments`: the call by name, from `bind_call`.
+    `arguments`: the call by name, from `bind_call`. `scaled`: as `verify`, or the copy to check in the model's place.
 
     Example:
         >>> run = VerificationRun(model, bind_call(model, (), batch))              # doctest: +SKIP
@@ -186,10 +211,12 @@ class VerificationRun:
 
     def __init__(
         self, model: nn.Module, arguments: dict[str, Any], loss_fn: Any = None, target: Any = None,
-        scaled: bool | str = False, rng: Rng = "exact",
+        scaled: bool | str | ScaledCopy | None = False, rng: Rng = "exact",
     ):  # fmt: skip
         self.notes: list[str] = []
-        self.scaled = _scaled(model, arguments, scaled)
+        if isinstance(scaled, (bool, str)):
+            (scaled,) = _chosen(model, arguments, scaled, ONE_PASS)
+        self.scaled = scaled.with_weights() if scaled is not None else None
         self.parameters = {name: p.to("meta") for name, p in model.named_parameters()}
         if self.scaled is None:
             check_weights(model)
@@ -198,12 +225,12 @@ class VerificationRun:
             self.notes += self.scaled.notes
             self.base = self.scaled.model.double()
         check_trained(model)
-        arguments = tree_map(_double, arguments)
         self.model = self.base
+        self.target, self.has_loss_fn = target, loss_fn is not None
         if loss_fn is not None:
             self.model = WithLoss(self.base, loss_fn).train(model.training)
-            arguments = {"target": _double(target), "call": arguments}
-        self.arguments = arguments
+        self.arguments = arguments = self.in_double(arguments, target)
+        phase("tracing the model")
         self.traced = prepare(self.model, arguments, double=True)
         if rng == "fast" and _is_random(self.traced):
             self.notes.append("dropout is off: compared in eval mode")
@@ -211,6 +238,11 @@ class VerificationRun:
             self.traced = prepare(self.model, arguments, double=True)
         self.notes += self.traced.notes
         self.subject = Subject(self.traced, find_loss(self.traced))
+
+    def in_double(self, arguments: Mapping[str, Any], target: Any) -> dict[str, Any]:
+        """The arguments of a call of the user's model as those of a call of this run's."""
+        cast = tree_map(_double, self.scaled.arguments(arguments) if self.scaled is not None else dict(arguments))
+        return {"target": tree_map(_double, target), "call": cast} if self.has_loss_fn else cast
 
     def arrange(
         self, mesh: Any, plan: Plan | None = None, options: Options | None = None, tamper: Tamper | None = None
@@ -227,11 +259,16 @@ class VerificationRun:
             options = replace(options, recompute=self.scaled.recompute(options.recompute, self.traced))
         chosen = plan or make_plan(self.model, self.traced, sizes, options)
         decisions = decode(self.traced, chosen, sizes)
-        return Arrangement(decisions, placement_of(chosen.schedule.name), tamper)
+        return Arrangement(decisions, placement_of(chosen.schedule.name), tamper, chosen)
 
-    def check(self, arrangement: Arrangement, tolerance: float = TOLERANCE, shrink: bool = False) -> Verification:
-        """Run the program of an arrangement on all ranks, and compare."""
-        expected, apart = self._expected
+    def check(
+        self, arrangement: Arrangement, tolerance: float = TOLERANCE, shrink: bool = False,
+        training: Training | None = None,
+    ) -> Verification:  # fmt: skip
+        """Run the program of an arrangement on all ranks, and compare; where all is well its training steps too."""
+        phase("running the model on one device")
+        expected, apart, bad = self._expected
+        phase(f"running all {arrangement.decisions.mesh.num_ranks} ranks")
         allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
         errors = {"trace against model": apart} if apart > allowed else {}
         errors |= {f"buffer {name}": float("inf") for name in self.lost}
@@ -241,31 +278,64 @@ class VerificationRun:
         except BROKEN as error:  # a fault can break the run itself
             failure = error
         worst = max(errors.values(), default=0.0) if failure is None else float("inf")
-        ok = failure is None and worst <= tolerance
-        first = None if ok else first_mismatch(self.subject, arrangement, tolerance, errors)
+        equal = failure is None and worst <= tolerance
+        first: Mismatch | None = None if equal else first_mismatch(self.subject, arrangement, tolerance, errors)
         smallest = None
-        if shrink and not ok:
+        if shrink and not equal:
             smallest = smallest_failing(self.subject, arrangement, tolerance, first, failure is not None)
-        return Verification(ok, worst, first, errors, str(arrangement.decisions.mesh), tuple(self.notes), smallest)
+        notes = [
+            *self.notes,
+            *(f"{name} {text}, as they should" for name, text in infinite(self.subject, expected).items()),
+        ]
+        found = Verification(
+            equal and bad is None, worst, first, errors, str(arrangement.decisions.mesh), tuple(notes), smallest,
+            not_finite=bad and replace(bad, same=equal),
+        )  # fmt: skip
+        return found if training is None else self._trained(found, arrangement, training, tolerance)
+
+    def _trained(
+        self, found: Verification, arrangement: Arrangement, training: Training, tolerance: float
+    ) -> Verification:
+        """What was found, and what the training steps show."""
+        if not found.ok:
+            return replace(found, notes=(*found.notes, "no training step was run: one pass is not right already"))
+        targets = training.targets or (self.target,) * len(training.batches)
+        batches = tuple(self.in_double(b, target) for b, target in zip(training.batches, targets, strict=True))
+        training = replace(training, example=self.arguments, batches=batches)
+        as_traced = bool({LIFTED, LIFTED_HALF, NOT_DOUBLE} & set(self.notes))
+        reports = train(StepModel(self.model, self.base, as_traced), self.subject, arrangement, training, tolerance)
+        errors = {f"step {r.step} {name}": error for r in reports for name, error in r.errors.items()}
+        first = reports[-1].first
+        worst = max([found.max_error, *errors.values()])
+        rounding = reports[-1].rounding
+        note = f"weights of which the gradient is rounding alone are not compared: {', '.join(rounding[:3])}"
+        note += f" and {len(rounding) - 3} more" * (len(rounding) > 3)
+        return replace(
+            found, ok=first is None, max_error=worst, first_mismatch=first, errors={**found.errors, **errors},
+            steps=tuple(reports), notes=(*found.notes, *([note] if rounding else [])),
+        )  # fmt: skip
 
     @cached_property
-    def _expected(self) -> tuple[Results, float]:
-        """What the program must compute, and how far the trace is from the model where that is not the same."""
+    def _expected(self) -> tuple[Results, float, NotFinite | None]:
+        """What the program must compute, how far the trace is from the model where that is not the same, and what of
+        the model is not finite."""
         try:
             own = self._of_model(self.arguments)
         except (RuntimeError, NotImplementedError):
             own = self._of_model_in_float32()
             self.notes.append(NOT_DOUBLE)
+        values = not_finite(self.subject, own)
+        bad = explain(self.subject, values) if values else None
         if not {LIFTED, LIFTED_HALF, NOT_DOUBLE} & set(self.notes):
-            return own, 0.0
+            return own, 0.0, bad
         traced = self.subject.expected()
-        return traced, traced.distance(own)
+        return traced, traced.distance(own), bad
 
     def _of_model(self, arguments: dict[str, Any]) -> Results:
         """What the model itself computes; notes the buffers that it changes unseen by the trace."""
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
         with buffers_restored(self.base):
-            with one_seed():
+            with one_seed(), plain_checkpoints():
                 flat = tree_flatten(call(self.model, arguments))[0]
             written = {name: self.base.get_buffer(name).detach().clone() for name in self.traced.buffer_updates}
             changed = {name for name, value in before.items() if relative(self.base.get_buffer(name), value) > 0}
@@ -305,12 +375,42 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer.copy_(value)
 
 
-def _scaled(model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str) -> ScaledCopy | None:
-    """The copy to verify in place of the model, if one is asked for or needed."""
+def _chosen(
+    model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str, work: Work
+) -> list[ScaledCopy] | list[None]:  # fmt: skip
+    """The copies to verify in place of the model, if any is asked for or needed; else None alone."""
     if scaled not in (True, False, "auto"):
         raise OptionError(f"scaled={scaled!r} is no choice", hint='True, False or "auto"')
-    needed = scaled is True or (scaled == "auto" and not fits(model.parameters()))
-    return scaled_copy(model, arguments) if needed else None
+    if scaled is False:
+        check_weights(model)
+        check_room(model, arguments, work)
+        return [None]
+    is_meta = any(p.is_meta for p in model.parameters())
+    if scaled == "auto" and not is_meta and fits(model, arguments, work):
+        return [None]
+    try:
+        return [scaled_copy(model, arguments, work)]
+    except InputError as too_large:
+        try:
+            copies = copies_by_kind(model, arguments, work)
+        except Exception:  # whatever a model's own code raises when it has no block of some kind
+            copies = []
+        if not copies:
+            raise too_large from None
+        return copies
+
+
+def together(found: Sequence[Verification]) -> Verification:
+    """What was found of several copies of one model, as one."""
+    if len(found) == 1:
+        return found[0]
+    wrong = next((one for one in found if not one.ok), found[0])
+    errors: dict[str, float] = {}
+    for number, one in enumerate(found, 1):
+        errors |= {f"copy {number}: {name}": error for name, error in one.errors.items()}
+    notes = dict.fromkeys(note for one in found for note in one.notes)
+    worst = max(one.max_error for one in found)
+    return replace(wrong, max_error=worst, errors=errors, notes=tuple(notes))
 
 
 def check_weights(model: nn.Module) -> None:

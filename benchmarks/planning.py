@@ -57,7 +57,7 @@ PASSES = {
     "solve": ("decide",),
     "lower": ("lower",),
     "memory": ("memory_of",),
-    "summary": ("stage_rows", "collectives", "cost", "encode", "identity_of"),
+    "summary": ("plan_of",),
 }
 
 

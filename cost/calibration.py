@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import isotonic_regression, nnls
 
 from autopart.measurement import LINKS, Device, Measured
 
@@ -92,6 +91,8 @@ def _usual(peaks: Mapping[str, float]) -> str:
 
 def _products(rows: Sequence[Measured], launch_s: float) -> tuple[dict[str, float], list[list[float]]]:
     """The peak of each dtype, and the curve of the one that models are trained in."""
+    from scipy.optimize import isotonic_regression
+
     peaks: dict[str, float] = defaultdict(float)
     for row in rows:
         peaks[row.dtype] = max(peaks[row.dtype], row.flops / row.time_s)
@@ -146,6 +147,8 @@ def _not_measured(link: str, base: Hardware) -> Entry:
 
 def _link(link: str, rows: Sequence[Measured], source: str) -> Entry:
     """Rate and latency of a link: the collectives' formulas fitted by least squares of their relative errors."""
+    from scipy.optimize import nnls
+
     hops, moved = zip(*(_hops_and_bytes(row) for row in rows), strict=True)
     taken = np.array([row.time_s for row in rows])
     (latency, per_byte), _ = nnls(np.array([hops, moved]).T / taken[:, None], np.ones(len(rows)))

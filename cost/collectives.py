@@ -54,9 +54,9 @@ TIME: dict[str, sympy.Expr] = {kind: parts.time_s for kind, parts in PARTS.items
 WIRE_BYTES: dict[str, sympy.Expr] = {kind: parts.bytes.subs({k: 1, g: n}) for kind, parts in PARTS.items()}
 """Bytes each rank sends, wherever the ranks lie."""
 
-_TIME = {kind: sympy.lambdify((g, k, S, B, alpha, B_node, alpha_node), time) for kind, time in TIME.items()}
-_BYTES = {kind: sympy.lambdify((n, S), expression) for kind, expression in WIRE_BYTES.items()}
-_NODE_BYTES = {kind: sympy.lambdify((g, k, S), parts.node_bytes) for kind, parts in PARTS.items()}
+_TIME = {kind: sympy.lambdify((g, k, S, B, alpha, B_node, alpha_node), time, "math") for kind, time in TIME.items()}
+_BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression in WIRE_BYTES.items()}
+_NODE_BYTES = {kind: sympy.lambdify((g, k, S), parts.node_bytes, "math") for kind, parts in PARTS.items()}
 
 
 @lru_cache(maxsize=10_000)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from .per_block import Choice, Problem
 
@@ -163,6 +161,9 @@ class _Counts:
         self.size = sum(sizes)
 
     def solved(self, limit: float, nodes: int) -> Any:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
         problem, longest = self.problem, self.problem.time_s.max()
         seconds = problem.time_s[self.runs] / longest
         cost = np.zeros(self.size)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from autopart.errors import AutopartError, MemoryLimitError
-from autopart.explain import quantity
+from autopart.headline import quantity
 from autopart.mesh import Mesh
 from autopart.plan import Schedule
 from autopart.schedules import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD
@@ -17,6 +18,12 @@ from .memory import RankMemory
 
 SEARCH_S = 10.0
 """Processor time for which other ways are looked for; the one that is being estimated then is the last."""
+
+TRIES = 5
+"""Settings that are estimated for the note of a plan that does not fit."""
+
+MOST_TENSOR_RANKS = 8
+"""Those of a node: with as many, a larger mesh gets more stages."""
 
 _SAID = {
     "activations": "activations", "optimizer": "optimizer state", "parameters": "parameters", "gradients": "gradients",
@@ -100,6 +107,43 @@ def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) ->
     for axis in ("tp", "pp", "dp"):
         larger = Mesh.parse({**mesh.sizes, axis: 2 * mesh.size(axis)})
         yield Way(f"mesh='{larger}' ({larger.num_ranks} ranks)", larger, {}, more_ranks=True)
+
+
+def quick_ways(mesh: Mesh, given: Mapping[str, Any]) -> Iterator[Way]:
+    """The few changes that take the most away: one by one on the same ranks, then together, there and on twice to eight
+    times as many."""
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if mesh.size("dp") > 1 and not given.get("zero") and not given.get("compile"):
+        changes.append(("zero=3", {"zero": 3}))
+    if given.get("recompute") in (None, "none"):
+        changes.append(("recompute='full'", {"recompute": "full"}))
+    for text, options in changes:
+        yield Way(text, mesh, options)
+    text = ", ".join(text for text, _ in changes)
+    together = {name: value for _, options in changes for name, value in options.items()}
+    if len(changes) > 1:
+        yield Way(text, mesh, together)
+    axis = "tp" if mesh.size("tp") < MOST_TENSOR_RANKS else "pp"
+    for times in (2, 8):
+        larger = Mesh.parse({**mesh.sizes, axis: times * mesh.size(axis)})
+        on = f"mesh='{larger}' ({larger.num_ranks} ranks)"
+        yield Way(f"{text}, {on}" if text else on, larger, together, more_ranks=True)
+
+
+def what_helps(found: Iterator[Way], needed: int, limit: int, estimate: Estimate) -> list[str]:
+    """Of the ways that take less than `needed` bytes a text each, the first that fits the last. At most `TRIES` are
+    estimated: a count and not a time, so that all processes say the same."""
+    lines = []
+    for way in islice(found, TRIES):
+        try:
+            total = fullest(estimate(way.mesh, way.options)).total
+        except AutopartError:  # it cannot be cut so
+            continue
+        if total < needed:
+            lines.append(f"{way.text} takes {quantity(total, 'B')}{'' if total <= limit else ', still too much'}")
+        if total <= limit:
+            break
+    return lines
 
 
 def _tried(found: Iterator[Way], total: int, estimate: Estimate) -> Iterator[tuple[Way, int]]:

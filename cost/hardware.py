@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from autopart.errors import OptionError
+from autopart.files import read_text
 
+if TYPE_CHECKING:
+    import torch
+
+_FORM = '"name": {"value": 1.0, "unit": "s", "source": "measured"} for each, as in autopart/cost/profiles'
 _PROFILES = Path(__file__).parent / "profiles"
 DEFAULT = "a100-80gb-sxm"
 
@@ -85,6 +88,37 @@ class Hardware:
         """The dtype, or the slowest that there is a peak for."""
         return dtype if dtype in self.flops_per_s else min(self.flops_per_s, key=lambda known: self.flops_per_s[known])
 
+    def peak_of(self, flops: Mapping[str, float]) -> tuple[float, str]:
+        """The peak of matrix work of so many FLOPs by dtype, in FLOP/s, and whose it is in words.
+
+        Of several dtypes it is all FLOPs over the seconds that each takes at its own peak, so that nothing exceeds it.
+        Peaks of float32 are those without TF32, as torch multiplies unless it is told otherwise.
+
+        >>> Hardware.load().peak_of({"bfloat16": 3.0}), Hardware.load().peak_of({"float32": 3.0})
+        ((312000000000000.0, 'bfloat16'), (19500000000000.0, 'float32 without TF32'))
+        """
+        by_peak: dict[str, float] = {}
+        for dtype, amount in flops.items():
+            known = self.known_dtype(dtype)
+            by_peak[known] = by_peak.get(known, 0.0) + amount
+        total = sum(by_peak.values())
+        if not total:
+            return self.matmul_flops_per_s, ""
+        shares = {dtype: amount / total for dtype, amount in by_peak.items() if amount > 0}
+        peak = 1 / sum(share / self.flops_per_s[dtype] for dtype, share in shares.items())
+        if len(shares) == 1:
+            (only,) = shares
+            peak = self.flops_per_s[only]
+            return peak, self._said(only, {dtype for dtype, amount in flops.items() if amount} - {only})
+        largest = sorted(shares, key=lambda dtype: -shares[dtype])
+        return peak, ", ".join(f"{100 * shares[dtype]:.3g} % {self._said(dtype)}" for dtype in largest)
+
+    def _said(self, dtype: str, others: Collection[str] = ()) -> str:
+        """A dtype in words. `others`: those that take its peak for want of their own."""
+        tensor_cores = any(name in self.flops_per_s for name in USUAL_DTYPES[:2])
+        said = f"{dtype} without TF32" if dtype == "float32" and tensor_cores else dtype
+        return f"{said}, as there is none for {', '.join(sorted(others))}" if others else said
+
     def efficiency(self, flops: float) -> float:
         """The share of the peak that one matrix product of so many FLOPs reaches."""
         return _share(self.matmul_efficiency, flops) * self.matmul_sustained
@@ -155,8 +189,8 @@ class _File:
 
     def read(self) -> Hardware:
         try:
-            data = json.loads(Path(self.where).read_text())
-        except ValueError as error:
+            data = json.loads(read_text(Path(self.where), "a hardware profile", OptionError, _FORM))
+        except json.JSONDecodeError as error:
             raise self._error("cannot be read", f"it is no JSON: {error}") from error
         return self.checked(data)
 
@@ -238,8 +272,7 @@ class _File:
         return points
 
     def _error(self, what: str, why: str = "") -> OptionError:
-        hint = '"name": {"value": 1.0, "unit": "s", "source": "measured"} for each, as in autopart/cost/profiles'
-        return OptionError(f"the hardware profile {what}", why=why, where=self.where, hint=hint)
+        return OptionError(f"the hardware profile {what}", why=why, where=self.where, hint=_FORM)
 
 
 def _is_number(value: Any) -> bool:

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from textwrap import fill
 from typing import Any
 
 from autopart.errors import PlanError
+from autopart.headline import TEXT_WIDTH, fit_text, fits, step_size, utilisation
 from autopart.mesh import Mesh
 from autopart.plan import TIMING_PARTS, Plan, Schedule
 
@@ -37,6 +39,8 @@ class Simulation:
     Seconds and bytes are of one rank; ranks that differ on `dp` or `tp` alone do the same. `timeline`: when each
     coordinate of `pp` does what. `peak_memory_bytes`: by stage, the most that the rank which runs it holds at a time.
     `collectives`: those of a step. `parts`: of the busiest rank, seconds by kind of work, `idle` included.
+    `peak_flops_per_s`: of a device for the dtypes that its products have, `peak_dtype` in words. `plan`: whose step it
+    is, None for a setting that was only estimated.
     """
 
     timeline: Timeline
@@ -47,6 +51,8 @@ class Simulation:
     peak_memory_bytes: tuple[int, ...]
     collectives: tuple[CollectiveTime, ...]
     parts: Mapping[str, float] = field(repr=False)
+    peak_dtype: str = ""
+    plan: Plan | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def step_time_s(self) -> float:
@@ -77,27 +83,40 @@ class Simulation:
         """The same step with other memory, by stage."""
         return replace(self, peak_memory_bytes=peak_memory_bytes)
 
-    def as_data(self) -> dict[str, Any]:
-        """Everything but the timeline, for JSON."""
+    def figures(self) -> dict[str, Any]:
+        """Of the step alone: what `Plan.cost` keeps."""
         return {
             "step_time_s": self.step_time_s, "tflops_per_device": self.tflops_per_device, "mfu": self.mfu,
-            "hfu": self.hfu, "bubble_fraction": self.bubble_fraction,
-            "peak_memory_bytes": list(self.peak_memory_bytes), "parts_s": dict(self.parts),
-            "collectives": [asdict(row) for row in self.collectives],
+            "hfu": self.hfu, "peak_flops_per_s": self.peak_flops_per_s, "peak_dtype": self.peak_dtype,
+            "bubble_fraction": self.bubble_fraction, "parts_s": dict(self.parts),
         }  # fmt: skip
 
+    def as_data(self) -> dict[str, Any]:
+        """Everything but the timeline, for JSON."""
+        rows = [asdict(row) for row in self.collectives]
+        found = {**self.figures(), "peak_memory_bytes": list(self.peak_memory_bytes), "collectives": rows}
+        if self.plan is not None:
+            found |= {"step": step_size(self.plan), "fits": fits(self.plan)}
+        return found
+
     def __str__(self) -> str:
+        plan = self.plan
+        sizes = dict.fromkeys(self.peak_memory_bytes)
         rows = [
-            ("step", _seconds(self.step_time_s)),
-            ("per device", f"{self.tflops_per_device:.4g} TFLOP/s, {self.mfu:.1%} of its peak"),
+            ("step", _seconds(self.step_time_s) + (f", of {step_size(plan)}" if plan and step_size(plan) else "")),
+            ("per device", utilisation(self.figures())),
             ("bubble", f"{self.bubble_fraction:.4g} of the busy time"),
-            ("peak memory", ", ".join(f"{size / 1e9:.4g} GB" for size in dict.fromkeys(self.peak_memory_bytes))),
+            ("peak memory", ", ".join(f"{size / 1e9:.4g} GB" for size in sizes)),
+            *([("memory", fit_text(plan))] if plan and fit_text(plan) else []),
             *((kind, _seconds(seconds)) for kind, seconds in self.parts.items()),
             *((f"{row.axis} {row.kind}", f"{row.count} of {row.bytes / max(1, row.count) / 1e6:.4g} MB, "
                f"{_seconds(row.seconds)}") for row in self.collectives),
         ]  # fmt: skip
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+        width = max(len(label) for label, _ in rows) + 2
+        return "\n".join(
+            fill(text, TEXT_WIDTH, initial_indent=f"{label:<{width}}", subsequent_indent=" " * width)
+            for label, text in rows
+        )
 
 
 def simulate(plan: Plan) -> Simulation:
@@ -118,7 +137,7 @@ def simulate(plan: Plan) -> Simulation:
             hint="autopart.plan(...), or leave the entry in the file",
         )  # fmt: skip
     memory = [row["total"] for row in plan.memory]
-    return simulated(plan.timing, plan.schedule, plan.mesh_object(), memory)
+    return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), memory), plan=plan)
 
 
 def simulated(
@@ -152,6 +171,7 @@ def simulated(
         found, mesh.num_ranks, 3.0 * timing["forward_flops"], timing.get("recomputed_flops", 0),
         timing["peak_flops_per_s"], tuple(memory[home[stage]] for stage in range(len(stages))),
         _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, found, home, schedule.microbatches),
+        timing.get("peak_dtype", ""),
     )  # fmt: skip
 
 

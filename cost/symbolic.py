@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import Any
-
-import sympy
-from scipy.optimize import brentq
+from typing import TYPE_CHECKING, Any
 
 from autopart.errors import OptionError, PlanError
 from autopart.mesh import Mesh
-from autopart.plan import COSTS, Plan, Schedule
+from autopart.plan import Plan, Schedule
 
-from .formula import IN_NODE, SIZES, Formula, Totals
-from .hardware import Hardware
+if TYPE_CHECKING:
+    import sympy
 
-_NAMES = tuple(str(symbol) for symbol in SIZES)
+    from .formula import Formula
+
+OF_OLD_PLANS = ("formula", "values")
+"""What plans had beside a time that was not the simulated one."""
+
+_NAMES = ("b", "s", "tp", "dp", "pp", "m", "v")
+"""Of `cost.formula.SIZES`. sympy and the formulas are imported where they are asked for: a plan is shown without."""
+
+
+def _simulated(plan: Plan) -> Any:
+    from .simulate import simulate  # loads torch, which a plan that is only shown does not need
+
+    return simulate(plan)
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,7 @@ class Figures:
 
 class Cost(dict[str, Any]):
     """What a plan costs. As a mapping: its figures. `expression`: seconds of a step in sympy, `parts`: the same by
-    kind, `memory` and `memory_parts`: bytes of a rank. The formulas are those of equal stages: `autopart.simulate`
-    knows the plan's own.
+    kind, `memory` and `memory_parts`: bytes of a rank. The formulas are those of equal stages, times `scale`.
 
     Symbols are those of `autopart.cost.formula`: `b` rows of a microbatch on a rank, `s` tokens of a row, `tp`, `dp`,
     `pp`, `m` microbatches, `v` stages a rank, and the hardware's.
@@ -51,14 +59,32 @@ class Cost(dict[str, Any]):
 
     @staticmethod
     def of(plan: Plan) -> Cost:
-        """A plan's."""
+        """A plan's. One of an older version says a time of other formulas: the step is simulated in its place."""
         found = Cost(plan.cost)
         found.plan = plan
+        if plan.timing and "step_time_s" in found and any(name in found for name in OF_OLD_PLANS):
+            for name in OF_OLD_PLANS:
+                found.pop(name, None)
+            found |= _simulated(plan).figures()
         return found
+
+    @cached_property
+    def scale(self) -> float:
+        """What the formulas are multiplied by, so that at the plan's own sizes they say what `autopart.simulate` does.
+
+        The simulated step over theirs: stages that weigh unlike, waiting in a pipeline, odd buckets of gradients. 1
+        where the plan has no step.
+        """
+        simulated_s = self.get("step_time_s") or (_simulated(self.plan).step_time_s if self.plan is not None else 0.0)
+        formula_s = math.fsum(map(float, islice(self._numbers({}), len(self.formula.parts_s))))
+        return simulated_s / formula_s if simulated_s and formula_s else 1.0
 
     @cached_property
     def formula(self) -> Formula:
         """Raises PlanError for a plan without them."""
+        from .formula import Formula, Totals
+        from .hardware import Hardware
+
         totals = self.plan.timing.get("totals") if self.plan is not None else None
         if self.plan is None or totals is None:
             raise PlanError(
@@ -70,13 +96,13 @@ class Cost(dict[str, Any]):
 
     @property
     def expression(self) -> sympy.Expr:
-        """Seconds of a step."""
-        return self.formula.step_time_s
+        """Seconds of a step: at the plan's own sizes those of `autopart.simulate`, at others the formula's estimate."""
+        return self.scale * self.formula.step_time_s
 
     @property
     def parts(self) -> Mapping[str, sympy.Expr]:
         """Seconds of a step by kind of work, of each collective, `sends`, `bubble`, `gradient sums`, `optimizer`."""
-        return self.formula.parts_s
+        return {kind: self.scale * seconds for kind, seconds in self.formula.parts_s.items()}
 
     @property
     def memory(self) -> sympy.Expr:
@@ -91,6 +117,8 @@ class Cost(dict[str, Any]):
     @property
     def forward_flops(self) -> sympy.Expr:
         """Matrix work of the forward of one microbatch, of all stages, on one rank of `tp`."""
+        import sympy
+
         works = self.formula.totals.works.items()
         return sympy.Add(*(n * self.formula.of(work.flops) for (part, work), n in works if part == "forward"))
 
@@ -104,6 +132,8 @@ class Cost(dict[str, Any]):
 
         >>> plan.cost.subs(tp=8), plan.cost.subs({"tp": 8}), plan.cost.subs("tp", 8)    # doctest: +SKIP
         """
+        from .formula import IN_NODE, SIZES
+
         pairs = [values] if len(values) == 2 else list(dict(*values).items())
         symbols = {str(symbol): symbol for symbol in (*SIZES, *IN_NODE.values(), *self.formula.constants)}
         given = {str(name): value for name, value in (*pairs, *named.items())}
@@ -115,21 +145,32 @@ class Cost(dict[str, Any]):
     def at(self, **sizes: float) -> Figures:
         """The figures with some of `b, s, tp, dp, pp, m, v` changed, all else being the plan's.
 
+        With nothing changed the seconds are those of `autopart.simulate`; at other sizes they are the formulas', as
+        many times more or less (`scale`) as they are here.
+
         Raises OptionError for other names and for sizes that are not above zero.
         """
         for name, size in sizes.items():
             if name not in _NAMES or not size > 0:
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(_NAMES)}")
-        numbers = iter(self._compiled(*self._values(sizes).values()))
-        parts = {kind: float(number) for kind, number in zip(self.parts, islice(numbers, len(self.parts)), strict=True)}
+        numbers, kinds = self._numbers(sizes), self.formula.parts_s
+        parts = {kind: self.scale * float(n) for kind, n in zip(kinds, islice(numbers, len(kinds)), strict=True)}
         memory = {kind: float(next(numbers)) for kind in self.memory_parts}
         return Figures(math.fsum(parts.values()), float(next(numbers)), parts, memory)
+
+    def _numbers(self, sizes: Mapping[str, float]) -> Iterator[float]:
+        """What `_compiled` gives, at these sizes."""
+        return iter(self._compiled(*self._values(sizes).values()))
 
     @cached_property
     def _compiled(self) -> Callable[..., list[float]]:
         """All parts of the time, then of the memory, and its whole, as a function of what `_values` lists."""
+        import sympy
+
+        from .formula import IN_NODE, SIZES
+
         symbols = (*self.formula.constants, *SIZES, *IN_NODE.values())
-        found = [*self.parts.values(), *self.memory_parts.values(), self.memory]
+        found = [*self.formula.parts_s.values(), *self.memory_parts.values(), self.memory]
         return sympy.lambdify(symbols, found, modules="numpy")
 
     def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
@@ -142,13 +183,12 @@ class Cost(dict[str, Any]):
 
     def latex(self) -> str:
         """The seconds of a step in LaTeX."""
-        return sympy.latex(self.expression)
+        import sympy
+
+        return str(sympy.latex(self.expression))
 
     def __str__(self) -> str:
         return str(self.expression)
-
-
-COSTS[:] = [Cost.of]
 
 
 def crossover(a: Plan, b: Plan, over: str = "s", low: float = 1.0, high: float = 2.0**20) -> float | None:
@@ -161,6 +201,8 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float = 1.0, high: float =
     Example:
         >>> autopart.crossover(with_recompute, without, over="s")    # doctest: +SKIP
     """
+    from scipy.optimize import brentq
+
     first, second = (plan.cost if isinstance(plan.cost, Cost) else Cost.of(plan) for plan in (a, b))
 
     def difference(at: float) -> float:

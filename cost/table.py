@@ -26,7 +26,7 @@ from .hardware import Hardware
 from .memory import OPTIMIZER_VALUES
 from .simulate import Simulation, simulated
 from .stages import balance
-from .work import NOTHING, Size, Sizes, Work, gradient_sum_s, optimizer_s
+from .work import NOTHING, Size, Sizes, Work, flops_by_dtype, gradient_sum_s, optimizer_s
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,10 @@ def estimate(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
     ranks = [priced.once(names, everywhere) for names in held]
     again = sum(count * work.flops.at(priced.times) * work.times
                 for (part, work), count in table.counts.items() if part == "recompute")  # fmt: skip
+    forward = ((work, count) for (part, work), count in table.counts.items() if part == "forward")
+    peak, dtype = hardware.peak_of(flops_by_dtype(forward, priced.times))
     timing = {
-        "peak_flops_per_s": hardware.matmul_flops_per_s, "forward_flops": table.row_flops * setting.rows,
+        "peak_flops_per_s": peak, "peak_dtype": dtype, "forward_flops": table.row_flops * setting.rows,
         "recomputed_flops": again * schedule.microbatches * mesh.num_ranks / mesh.size("pp"),
         "stages": rows, "ranks": ranks,
     }  # fmt: skip

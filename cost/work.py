@@ -128,6 +128,15 @@ class Work(NamedTuple):
         return wire_bytes(self.kind, mesh.size(self.axis), float(self.size.at(times))) * self.times
 
 
+def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> dict[str, float]:
+    """Matrix work by dtype of (work, how often)."""
+    found: dict[str, float] = {}
+    for work, count in works:
+        if work.flops.terms:
+            found[work.dtype] = found.get(work.dtype, 0.0) + float(work.flops.at(times)) * work.times * count
+    return found
+
+
 def gradient_sum_s(size_bytes: float, groups: Sequence[tuple[str, int, int]], hardware: Hardware) -> float:
     """Seconds of summing gradients of so many bytes, in buckets that are copied together and apart again.
 

@@ -1,1 +1,9 @@
-"""Make a plan and rewrite a graph by it."""
+"""Make a plan and rewrite a graph by it.
+
+Programs are written in operators of autopart's own (`torch.ops.autopart`), which the runtime defines: they are there
+before any pass is.
+"""
+
+from autopart.runtime import collectives
+
+__all__ = ["collectives"]

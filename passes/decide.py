@@ -253,10 +253,11 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, str] | No
 
 
 def is_plan_of(plan: Plan, trace: Trace) -> bool:
-    """Whether a plan was made for this very trace: the same mode, inputs and shapes."""
+    """Whether a plan was made for this very trace: the same mode, autocast, inputs and shapes."""
     shapes = {name: list(t.shape) for name, t in zip(trace.call.names, trace.call.tensors, strict=True)}
     planned = {name: list(entry["shape"]) for name, entry in plan.inputs.items()}
-    return plan.model.get("mode") == trace.mode and shapes == planned
+    same = plan.model.get("mode") == trace.mode and plan.autocast == trace.autocast
+    return same and shapes == planned
 
 
 def decided_by(trace: Trace, decisions: Decisions) -> dict[str, str]:

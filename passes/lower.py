@@ -76,19 +76,20 @@ class Decisions:
 
 
 def lower(
-    trace: Trace, decisions: Decisions, outputs: Sequence[Any], whole_outputs: bool, rng: Rng = "fast"
-) -> Program:
+    trace: Trace, decisions: Decisions, outputs: Sequence[Any], whole_outputs: bool, rng: Rng = "fast",
+    beside: Sequence[Any] = (),
+) -> Program:  # fmt: skip
     """The program that computes `outputs` (nodes of the graph, or constants) under these decisions.
 
     `whole_outputs`: bring outputs to their global value on `dp` (for a call); else leave them as they are made there,
-    such as a partial sum of the loss (for a training step, which sums once).
+    such as a partial sum of the loss (for a training step, which sums once). Those of `beside` come behind them, whole.
     """
     writer = _Writer(trace, decisions, rng)
-    needed = _needed([*outputs, *trace.buffer_updates.values()])
+    needed = _needed([*outputs, *beside, *trace.buffer_updates.values()])
     for node in operators(trace.graph):
         if node in decisions.stage_of and node in needed:
             writer.write(node)
-    return writer.finish(outputs, whole_outputs)
+    return writer.finish([*((o, whole_outputs) for o in outputs), *((o, True) for o in beside)])
 
 
 def _needed(outputs: Sequence[Any]) -> set[fx.Node]:
@@ -435,15 +436,16 @@ class _Writer:
 
     # Finishing
 
-    def finish(self, outputs: Sequence[Any], whole_outputs: bool) -> Program:
+    def finish(self, outputs: Sequence[tuple[Any, bool]]) -> Program:
+        """The program of these outputs, each with whether it is to be whole on `dp`."""
         last = self.stages[-1]
         results: list[Output] = []
         nodes: list[tuple[fx.Node, Key, fx.Node]] = []
-        for output in outputs:
+        for output, whole in outputs:
             if not isinstance(output, fx.Node):
                 results.append(Output(None, {}, output))
                 continue
-            layout = self._output_layout(output, whole_outputs)
+            layout = self._output_layout(output, whole)
             results.append(Output(len(nodes), dict(layout)))
             nodes.append((output, layout, self.get(output, layout, last)))
         for name, node in self.trace.buffer_updates.items():

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 _LARGEST = 1_000_000
 """Entries of a table that deciding a variable may make; above that it is left to the programme."""
@@ -165,6 +163,9 @@ def _programme(
     costs: list[np.ndarray], tables: list[dict[int, np.ndarray]], left: list[int]
 ) -> tuple[dict[int, int], float]:
     """The variables that are left, by HiGHS: a binary per option, a column per possible pair of options."""
+    from scipy import sparse
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     first: dict[int, int] = {}
     objective: list[float] = []
     for v in left:

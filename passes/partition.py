@@ -48,10 +48,11 @@ def partition(graph: fx.Graph, num_stages: int) -> Partition:
     nodes = active_operators(graph)
     found = find_partition(nodes, num_stages)
     if found is None:
+        places = num_places(nodes)
         raise StageError(
             f"the model cannot be cut into {num_stages} stages",
-            why=f"it has {len(nodes)} operators on parameters and {num_places(nodes)} places to cut between them",
-            hint=f"at most {num_places(nodes) + 1} stages (pp times virtual_stages)",
+            why=f"it has {len(nodes)} operators that depend on parameters, and {places} places to cut between them",
+            hint=f"pp={places + 1} or less (pp times virtual_stages is the number of stages)",
         )
     return found
 

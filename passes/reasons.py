@@ -11,8 +11,8 @@ from torch import fx
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
-from autopart.explain import quantity
 from autopart.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
+from autopart.headline import quantity
 from autopart.layout import DIRECTIONS, Placement, R, cannot_store_over_dp
 from autopart.mesh import Mesh
 from autopart.pins import Pins

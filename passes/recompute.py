@@ -88,6 +88,45 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
     return ()
 
 
+# The model's own checkpoints
+
+
+def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None]) -> tuple[Recompute, tuple[str, ...]]:
+    """What to compute again where the model itself checkpoints those modules, and what a user should know of it.
+
+    `checkpointed`: as `Trace.checkpointed`. A repeated block is computed again where the model checkpoints it, what is
+    around it, or all of its parts that have weights.
+    """
+    block_of = blocks(traced)
+    paths = [path for path in checkpointed if path is not None]
+    weighted: dict[str, list[str]] = {block: [] for block in block_of.values() if block}
+    for node in operators(traced):
+        block = block_of.get(node.meta["key"], "")
+        if block and any(read.meta.get("parameter") for read in node.all_input_nodes):
+            weighted[block].append(node.meta["key"])
+    again = [block for block, keys in weighted.items() if keys and all(_is_in(key, paths) for key in keys)]
+    lost = [path for path in paths if not (_is_in(f"{path}/", again) or any(_is_in(f"{b}/", [path]) for b in again))]
+    told = [*lost, *(["plain operations"] if None in checkpointed else [])]
+    notes = []
+    if again:
+        which = "every repeated block" if len(again) == len(weighted) else _listed(again)
+        notes.append(f"the model's own checkpoints are kept: the backward computes {which} again")
+    if told:
+        which = f"checkpoint of {told[0]}" if len(told) == 1 else f"checkpoints of {_listed(told)}"
+        notes.append(f"the model's own {which}: not kept, its values are stored (whole repeated blocks can be kept)")
+    return ("full" if len(again) == len(weighted) else dict.fromkeys(again, "full")) if again else "none", tuple(notes)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names of a list."""
+    return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+
+
+def _is_in(key: str, paths: Sequence[str]) -> bool:
+    """Whether an operator is in one of some modules."""
+    return any(not path or key.startswith((f"{path}.", f"{path}/")) for path in paths)
+
+
 # Repeated blocks
 
 

@@ -7,15 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import sympy
 import torch
 from torch import fx
 
-from autopart.cost.collectives import node_share, wire_bytes
-from autopart.cost.hardware import Hardware
+from autopart.cost.collectives import wire_bytes
+from autopart.cost.simulate import Simulation
 from autopart.graph import operator_name, pattern_of, size_bytes, source_of, tensor_inputs
 from autopart.layout import DIRECTIONS
-from autopart.mesh import Mesh
 from autopart.plan import Collective
 from autopart.program import Program, Stage
 from autopart.trace import Trace
@@ -100,7 +98,7 @@ def _sends(program: Program) -> list[Collective]:
 
 
 def _numel(shape: tuple[int, ...]) -> int:
-    return int(sympy.prod(shape)) if shape else 1
+    return math.prod(shape)
 
 
 def _gradients(trace: Trace, program: Program) -> list[Collective]:
@@ -211,52 +209,26 @@ def _num_parameters(stage: Stage, program: Program) -> int:
     return sum(_numel(p.shape) for p in program.parameters.values() if stage.index in p.stages)
 
 
-F, X, m, p, v, n = sympy.symbols("F X m p v n", positive=True)
-C, G, B, C_node, G_node, B_node = sympy.symbols("C G B C_node G_node B_node", nonnegative=True)
-STEP_TIME = (1 + (p - 1) / (v * m)) * v * (3 * F / (n * X) + C * m / B + C_node * m / B_node) + G / B + G_node / B_node
-"""Seconds of a step: `F` forward FLOPs of the heaviest stage over the global batch, `n` ranks that share a stage, `X`
-FLOP/s, `C` bytes a stage sends per microbatch, `G` bytes of gradients per step, `B` bytes/s; `m` microbatches on `p`
-pipeline ranks of `v` stages each (bubble as in PTD-P, Narayanan et al. 2021, section 2.2). `C`, `G` and `B` are those
-inside a node, `C_node`, `G_node` and `B_node` those between nodes."""
+def cost(
+    trace: Trace, num_stages: int, rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...], step: Simulation,
+    device_memory: tuple[str, float],
+) -> dict[str, Any]:  # fmt: skip
+    """The predicted cost: the step as simulated, what was counted, and the memory that a rank has.
 
-
-def cost(trace: Trace, decisions: Decisions, rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...],
-         hardware: Hardware) -> dict[str, Any]:  # fmt: skip
-    """The predicted cost: a formula, its value, and the parts."""
-    mesh, stages = decisions.mesh, decisions.num_stages
+    Args:
+        device_memory: who says how much that is, a profile's name or "memory=", and the bytes.
+    """
     flops = max(row["flops"] for row in rows)
-    per_microbatch, between_per_microbatch = _sent(moved, "microbatch", mesh, hardware)
-    per_step, between_per_step = _sent(moved, "step", mesh, hardware)
-    values = {
-        F: flops, n: mesh.size("dp") * mesh.size("tp"), X: hardware.matmul_flops_per_s,
-        C: (per_microbatch - between_per_microbatch) / stages, G: per_step - between_per_step,
-        B: hardware.link_bytes_per_s, m: decisions.microbatches, p: mesh.size("pp"), v: stages // mesh.size("pp"),
-    }  # fmt: skip
-    formula = STEP_TIME.subs({C_node: 0, G_node: 0})
-    if between_per_microbatch or between_per_step:
-        formula = STEP_TIME
-        values |= {
-            C_node: between_per_microbatch / stages, G_node: between_per_step, B_node: hardware.node_link_bytes_per_s,
-        }  # fmt: skip
-    bound = partition(trace.graph, stages).lower_bound if stages > 1 else float(flops)
+    bound = partition(trace.graph, num_stages).lower_bound if num_stages > 1 else float(flops)
+    sent = {per: sum(c.bytes for c in moved if c.per == per) for per in ("microbatch", "step")}
     return {
-        "formula": str(formula),
-        "values": {str(symbol): value for symbol, value in values.items()},
-        "step_time_s": float(formula.subs(values)),
+        **step.figures(),
+        "device_memory_bytes": device_memory[1],
+        "device_memory_of": device_memory[0],
         "forward_flops": int(sum(row["flops"] for row in rows)),
         "heaviest_stage_flops": int(flops),
         "stage_lower_bound_flops": int(bound),
         "imbalance": round(flops / bound - 1, 6) if bound else 0.0,
-        "bytes_per_microbatch": per_microbatch,
-        "bytes_per_step": per_step,
-        "bubble_fraction": round((mesh.size("pp") - 1) / decisions.microbatches * mesh.size("pp") / stages, 6),
+        "bytes_per_microbatch": sent["microbatch"],
+        "bytes_per_step": sent["step"],
     }
-
-
-def _sent(moved: tuple[Collective, ...], per: str, mesh: Mesh, hardware: Hardware) -> tuple[int, int]:
-    """Bytes sent per microbatch or step, and how many of them to other nodes, by where the ranks of each axis lie."""
-    rows = [c for c in moved if c.per == per]
-    between = (
-        c.bytes * node_share(c.forward or c.backward, mesh.size(c.axis), hardware, mesh.stride(c.axis)) for c in rows
-    )
-    return sum(c.bytes for c in rows), round(sum(between))

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopart.cost.collectives import time_s
 from autopart.cost.hardware import Hardware
-from autopart.cost.work import Work, gradient_sum_s, optimizer_s
+from autopart.cost.work import Work, flops_by_dtype, gradient_sum_s, optimizer_s
 from autopart.mesh import Mesh
 from autopart.plan import TIMING_PARTS, Schedule
 from autopart.program import Program, Stage, StoredTensor
@@ -25,10 +25,11 @@ def timing(
     trace: Trace, program: Program, schedule: Schedule, hardware: Hardware, walks: Sequence[Walk],
     compiled: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `autopart.simulate` needs of a plan, as data: the peak of a device, `forward_flops` of the model's matrix
-    work on the global batch, `recomputed_flops` of what all ranks run again, `stages`, one row each, and `ranks`, one
-    for each coordinate of `pp`; seconds are of one microbatch, of ranks of a step. `totals`: what the formulas of
-    `Plan.cost` are made of.
+    """What `autopart.simulate` needs of a plan, as data.
+
+    The peak of a device for the dtypes that are multiplied; `forward_flops` of the model's matrix work on the global
+    batch, `recomputed_flops` of what all ranks run again; `stages`, one row each, and `ranks`, one for each coordinate
+    of `pp`; seconds are of one microbatch, of ranks of a step. `totals`: what the formulas of `Plan.cost` are made of.
 
     Args:
         walks: one of each stage.
@@ -42,8 +43,11 @@ def timing(
     ]
     again = sum(work.flops.value * work.times for found in stages for one in found for work in one.recompute)
     ranks = program.mesh.num_ranks // program.mesh.size("pp")
+    peak, dtype = hardware.peak_of(
+        flops_by_dtype((work, 1) for found in stages for one in found for work in one.forward)
+    )
     return {
-        "peak_flops_per_s": hardware.matmul_flops_per_s,
+        "peak_flops_per_s": peak, "peak_dtype": dtype,
         "forward_flops": sum(matrix_work(node) for node in active_operators(trace.graph)),
         "recomputed_flops": round(again * program.microbatches * ranks), "stages": rows,
         "ranks": [*_rank_rows(trace, program, schedule, hardware)], "totals": totals.as_data(),

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from autopart.eager_semantics import no_autocast
 from autopart.layout import P
-from autopart.program import MICROBATCH_AXIS, Program
+from autopart.program import MICROBATCH_AXIS, SEEDS, Program
 from autopart.runtime.batch import merge_microbatches, merged_shapes
 from autopart.runtime.buffers import write_buffers
 from autopart.runtime.draws import check_same_state, one_stream
 from autopart.runtime.gradients import connect_tied, sync_gradients, synchronised
+from autopart.runtime.hooks import Held, held_back
 from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.placement import placement_of, stages_at
 from autopart.runtime.processes import Process
 from autopart.runtime.state import broadcast_from
+from autopart.runtime.step_options import NO_OPTIONS, StepOptions, divide_by, scaled
 
 
 class Executable:
@@ -50,35 +52,53 @@ class Executable:
         """The model's flat outputs for the global batch. Differentiable where there is no pipeline."""
         with no_autocast(), self._loaded(inputs):
             if self.pipeline is not None:
-                outputs = self._forward_pipeline(self.pipeline)
+                outputs = self._everywhere(self.pipeline.forward())
             else:
                 parameters = None
                 if torch.is_grad_enabled():
                     parameters = synchronised(self.parameters, self.program, self.process)
                 runs = [self._chain(microbatch, parameters) for microbatch in range(self.program.microbatches)]
-                outputs = merge_microbatches(self.program, runs)
+                outputs = self._everywhere(runs)
             self._write_buffers()
         return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
 
-    def step(self, inputs: Sequence[Any]) -> Tensor:
-        """Forward and backward of one global batch; adds to `.grad` and returns the loss, detached."""
+    def step(self, inputs: Sequence[Any], options: StepOptions = NO_OPTIONS) -> tuple[Tensor, list[Any]]:
+        """Forward and backward of one global batch; adds to `.grad`.
+
+        Returns the loss and what the program has beside it, for the global batch, detached.
+        """
+        with held_back(self.parameters) as hooks:
+            runs = self._run(inputs, options, hooks)
+        hooks.see_accumulated()
+        loss = self._whole_loss([loss for loss, *_ in runs])
+        beside = self.program.outputs[1:]
+        outputs = self._everywhere(runs) if any(o.position is not None for o in beside) else []
+        return loss, [o.constant if o.position is None else outputs[o.position] for o in beside]
+
+    def _run(self, inputs: Sequence[Any], options: StepOptions, hooks: Held) -> list[tuple[Tensor, ...]]:
+        """Forward and backward of all microbatches; the last stage's outputs of each, where it is here."""
         with torch.enable_grad(), no_autocast(), self._loaded(inputs), self._fresh_gradients():
+            if options.num_tokens is not None:
+                divide_by(options.num_tokens, self.modules, self.program, self.process)
             if self.pipeline is not None:
-                losses = self.pipeline.step()
+                runs = self.pipeline.step(options.loss_scale)
             else:
-                losses = [self._step_microbatch(index) for index in range(self.program.microbatches)]
+                count = self.program.microbatches
+                runs = [self._step_microbatch(index, options.loss_scale) for index in range(count)]
             self._write_buffers()
             sync_gradients(self.parameters, self.program, self.process, self.placement)
-        return self._whole_loss([loss.detach() for loss in losses])
+            hooks.see_gradients()
+        return runs
 
     def _write_buffers(self) -> None:
         made = {module.stage.index: module.new_buffers() for module in self.modules}
         write_buffers(self.buffers, made, self.program, self.process, self.placement)
 
-    def _step_microbatch(self, microbatch: int) -> Tensor:
-        (loss,) = self._chain(microbatch, None)
-        loss.backward()
-        return loss.detach()
+    def _step_microbatch(self, microbatch: int, loss_scale: float) -> tuple[Tensor, ...]:
+        loss, *beside = self._chain(microbatch, None)
+        beside = [value.detach() for value in beside]  # before the backward: what it alone keeps is freed there
+        scaled(loss, loss_scale).backward()
+        return loss.detach(), *beside
 
     def _chain(self, microbatch: int, parameters: Mapping[str, Tensor] | None) -> tuple[Any, ...]:
         """One microbatch through all stages, which are all here."""
@@ -87,13 +107,15 @@ class Executable:
             values = module.run(values, microbatch, parameters)
         return values
 
-    def _forward_pipeline(self, pipeline: Pipeline) -> list[Tensor]:
-        runs = pipeline.forward()
+    def _everywhere(self, runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The last stage's outputs for the global batch, on every rank along `pp`, from those of each microbatch."""
         sends = self.program.stages[-1].sends
+        if self.pipeline is None:
+            return merge_microbatches(self.program, runs)
         values: Sequence[Tensor | None] = merge_microbatches(self.program, runs) if runs else [None] * len(sends)
-        shapes = merged_shapes(self.program)
+        owner, shapes = self.pipeline.last_coordinate, merged_shapes(self.program)
         return [
-            broadcast_from(value, pipeline.last_coordinate, self.process, shape, boundary.dtype)
+            broadcast_from(value, owner, self.process, shape, boundary.dtype)
             for value, shape, boundary in zip(values, shapes, sends, strict=True)
         ]
 
@@ -106,7 +128,7 @@ class Executable:
                 if layout.get(axis) == P:
                     dist.all_reduce(total, group=group)
         if self.pipeline is not None:
-            (boundary,) = self.program.stages[-1].sends
+            boundary = self.program.stages[-1].sends[0]
             owner = self.pipeline.last_coordinate
             total = broadcast_from(total, owner, self.process, boundary.shape, boundary.dtype)
         assert total is not None
@@ -115,7 +137,7 @@ class Executable:
     @contextmanager
     def _loaded(self, inputs: Sequence[Any]) -> Iterator[None]:
         device = self.process.device
-        here = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
+        here = brought_to(device, self.program, inputs)
         if self.program.draws == "exact":
             check_same_state(self.process)
         with one_stream(self.program, here, device) as rewind:
@@ -144,3 +166,12 @@ class Executable:
             earlier = before[name]
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
+def brought_to(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a call on the device of its rank. Seeds of dropout stay on the host, which reads them: every read
+    of one on a GPU would wait for all that runs there."""
+    return [
+        value.to(device) if isinstance(value, Tensor) and name != SEEDS else value
+        for name, value in zip(program.input_names, inputs, strict=True)
+    ]

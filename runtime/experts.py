@@ -23,7 +23,8 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
     rows, counts, mine = _by_expert(expert, first, weight.size(0))
     if _has_kernel(x, weight):
         made = F.grouped_mm(x[rows], weight, offs=counts.cumsum(0, dtype=torch.int32))
-        return torch.zeros_like(made).index_copy(0, rows, made) * mine.unsqueeze(-1)
+        # Rows after the last group are memory that nobody has written: they may hold a NaN, which no factor makes zero.
+        return torch.where(mine.unsqueeze(-1), torch.zeros_like(made).index_copy(0, rows, made), 0)
     y = x.new_zeros(x.size(0), weight.size(2))
     for matrix, own in zip(weight, rows.split([*counts.tolist(), _rest(rows, counts)]), strict=False):
         y[own] = x[own] @ matrix

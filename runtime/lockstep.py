@@ -63,6 +63,7 @@ def run_lockstep(
     rank's gradient of a program whose only output is the loss.
     """
     device = _device_of(inputs, parameters)
+    inputs = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
     runs = []
     with one_stream(program, inputs, device) as rewind:
         for stage in program.stages:
@@ -96,8 +97,9 @@ def run_lockstep(
 
 
 def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tensor]]) -> torch.device:
-    tensors = [t for t in inputs if isinstance(t, Tensor)]
-    tensors += [t for local in parameters.values() for t in local.values()]
+    """Where the parameters are; the inputs are moved there, as the runtime moves a batch."""
+    tensors = [t for local in parameters.values() for t in local.values()]
+    tensors += [t for t in inputs if isinstance(t, Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 

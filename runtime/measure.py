@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
+from autopart.compat import is_gloo
 from autopart.measurement import Device, Measured
 from autopart.mesh import Mesh
 from autopart.runtime.collectives import PRIMITIVES
@@ -200,18 +201,23 @@ class Bench:
         return run
 
     def exchange(self, size: int, group: dist.ProcessGroup) -> Callable[[], float]:
-        """There and back between neighbours, half of which is one send."""
+        """There and back between neighbours, half of which is one send; through the host where the group is gloo's, as
+        stages send."""
+        through_host = self.device.type == "cuda" and is_gloo(group, self.device)
 
         def run() -> float:
-            x, rank = self.random(size // 4), group.rank()
+            own, rank = self.random(size // 4), group.rank()
             peer = rank ^ 1
 
             def call() -> None:
                 if peer >= group.size():
                     return
                 first, second = (dist.send, dist.recv) if rank < peer else (dist.recv, dist.send)
+                x = own.cpu() if through_host else own
                 for move in (first, second):
                     move(x, group=group, **{"group_dst" if move is dist.send else "group_src": peer})
+                if through_host:
+                    own.copy_(x)
 
             return self.together(call) / 2
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -11,18 +13,32 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopart.agreed import TIMEOUT_S
 from autopart.calls import MAX_CALLS, Recent, format_call
 from autopart.compat import tree_unflatten
-from autopart.errors import StageError, TraceError
+from autopart.errors import OptionError, StageError, TraceError
 from autopart.mesh import Mesh
 from autopart.program import Program
+from autopart.runtime import norms, optimizers, scaler
+from autopart.runtime.agreement import begin_alike, described
+from autopart.runtime.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
 from autopart.runtime.executable import Executable
+from autopart.runtime.full_optimizer import full_state, load_full_state
+from autopart.runtime.homes import settle, settle_empty
+from autopart.runtime.hooks import check_model_hooks, problem_of, trained_names, without_backward
+from autopart.runtime.idioms import Branch, Idioms
+from autopart.runtime.optimizer_state import connect_state_dicts
 from autopart.runtime.placement import placement_of, stages_at
-from autopart.runtime.processes import check_agreement, check_values, connect, first_ranks_seed
+from autopart.runtime.processes import connect, first_ranks_seed, meet
+from autopart.runtime.replicas import Replicas
+from autopart.runtime.same_call import Given, check_call
 from autopart.runtime.sharing import Originals, part_of_another, remember
 from autopart.runtime.state import gather, names_with_gradient, settled, shard_parameters
+from autopart.runtime.step_options import StepOptions
+from autopart.runtime.watch import meeting, watched
+from autopart.skeleton import Source
 
-Purpose = Literal["forward", "step"]
+Purpose = Literal["forward", "step", "step_outputs"]
 
 
 class Compiler(Protocol):
@@ -47,8 +63,11 @@ class Compiler(Protocol):
     def ready(self) -> Program | None:
         """A program that was traced when the module was made, if any."""
 
+    def agreed(self) -> Mapping[str, str]:
+        """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
 
-class ParallelModule(nn.Module):
+
+class ParallelModule(Idioms):
     """A model partitioned over a device mesh.
 
     Every rank makes it from the same model and calls it with the same global batch. Parameters have the model's own
@@ -66,28 +85,47 @@ class ParallelModule(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Source,
         mesh: Mesh,
         compiler: Compiler,
         *,
         schedule: str | None = None,
         device_mesh: DeviceMesh | None = None,
         compile: bool = False,
+        timeout: float = TIMEOUT_S,
+        check_replicas: int | bool | None = None,
     ):
         super().__init__()
-        self._process = connect(mesh, _device_of(model), device_mesh)
+        source = model if isinstance(model, Source) else Source(model)
+        model = source.model
+        check_model_hooks(model)
+        norms.recognise_in_torch()
+        scaler.share_infinities()
+        optimizers.watch_optimizers()
+        program = compiler.ready()
+        watch = meet(mesh, device_mesh, timeout, compile)
+        host_group = None if watch is None else watch.group
+        subjects = {"mesh": str(mesh), **compiler.agreed(), **described(model)}
+        begin_alike(model, subjects, host_group, program, weights=program is not None)
+        self._process = connect(mesh, _device_of(model), device_mesh, watch)
         self._compiler = compiler
         self._schedule, self._compile = schedule, compile
-        self._source = _Source(model)
+        self._source = source
         self._originals = Originals()
         self._executables: Recent[Executable] = Recent(2 * MAX_CALLS)  # a call and a training step of each
         self._program: Program | None = None
         self._local_parameters: dict[str, nn.Parameter] = {}
+        self._trained: set[str] = set()  # the names of parameters that were not frozen when they were traced
         self._local_buffers: dict[str, Tensor] = {}
+        self._extra_state = extra_state(model)
+        connect_state_dicts()
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
-        program = compiler.ready()
+        self._calls: Counter[str] = Counter()
+        self._replicas = Replicas(self._process, placement_of(schedule), check_replicas)
         if program is not None:
             self._adopt(program)
+        if watch is not None:
+            watch.made()
 
     @property
     def plan(self) -> Any:
@@ -108,33 +146,101 @@ class ParallelModule(nn.Module):
         """Where this rank computes."""
         return self._process.device
 
+    def pause_timeout(self) -> AbstractContextManager[None]:
+        """Around work of your own that takes longer than `timeout=`, such as evaluating or saving on one rank: ranks
+        that wait for this one at the start of their next call do so without a limit. Enter it on the ranks that work.
+
+        Example:
+            if rank == 0:
+                with pm.pause_timeout():
+                    evaluate()
+        """
+        return nullcontext() if self._process.watch is None else self._process.watch.pause()
+
+    @watched
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, for the global batch, on every rank.
 
         Without a pipeline axis it is differentiable: after `loss.backward()` this rank's gradients are complete, those
         of inputs that need one too, so it can stand for a module inside a larger model.
-        With one it runs without gradients; use `step` to train.
+        With one it runs without gradients: `backward()` of what it returns is refused; use `step` to train.
         """
         self._originals.warn_of_changes()
+        if torch.is_grad_enabled() and "pp" not in self._process.groups:
+            self._process.step_scale = None  # the loss is scaled outside, or not
         program, inputs = self._compiler.program(args, kwargs, purpose="forward", training=self.training)
-        return tree_unflatten(self._executable(program, inputs, "forward").forward(inputs), program.output_spec)
+        executable = self._executable(program, inputs, "forward")
+        outputs = executable.forward(inputs)
+        if "pp" in self._process.groups and torch.is_grad_enabled():
+            outputs = without_backward(outputs, program)
+        return tree_unflatten(outputs, program.output_spec)
 
+    @watched
     def step(
-        self, *args: Any, loss_fn: Callable[..., Tensor] | None = None, target: Any = None, **kwargs: Any
-    ) -> Tensor:
+        self,
+        *args: Any,
+        loss_fn: Callable[..., Tensor] | None = None,
+        target: Any = None,
+        loss_scale: float | Tensor | None = None,
+        num_tokens: int | Tensor | None = None,
+        outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Forward and backward of one global batch through the schedule.
 
         Adds complete gradients to `.grad` of this rank's parameters and returns the loss of the global batch, a
-        detached scalar, on every rank. `loss_fn(outputs, target)` is for a model that returns no loss; it is traced
-        with the model. A batch of another shape is traced when it first comes.
+        detached scalar (its backward has run), on every rank. `loss_fn(outputs, target)` is for a model that returns
+        no loss; it is traced with the model. A batch of another shape is traced when it first comes.
+
+        `loss_scale` (a number, or a tensor with one entry): the gradients are those of `loss_scale` times the loss; the
+        loss that is returned is not multiplied, nor is what was in `.grad` before.
+        `num_tokens` (where the loss is a mean over labels): how many labels count in all the batches whose gradients
+        are added up; the loss is then its sum over this batch's labels divided by that number, and so are gradients.
+        `outputs=True` returns `(loss, outputs)`: what the model returns, of this same forward, for the global batch and
+        detached, on every rank (which takes their memory).
         """
+        options = StepOptions.read(
+            self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs
+        )
+        self._process.step_scale = options.loss_scale
         self._originals.warn_of_changes()
         if loss_fn is None and target is not None:  # an input of the model that has this name
             kwargs, target = {**kwargs, "target": target}, None
+        purpose: Purpose = "step_outputs" if outputs else "step"
         program, inputs = self._compiler.program(
-            args, kwargs, purpose="step", training=self.training, loss_fn=loss_fn, target=target
+            args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
         )
-        return self._executable(program, inputs, "step").step(inputs)
+        executable = self._executable(program, inputs, "step", options.text)
+        loss, flat = executable.step(inputs, options)
+        if not outputs:
+            return loss
+        returned = tree_unflatten(flat, program.output_spec)
+        return loss, returned if loss_fn is None else returned[1]
+
+    @watched
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the whole model's gradients, a detached scalar, the same on every rank: what
+        `torch.nn.utils.get_total_norm` gives on one device. A collective call.
+
+        Every part of a parameter counts once, wherever it is held: shards are put together, copies are not added.
+        `norm_type`: any p but 0; `math.inf` is the largest element. Raises OptionError for 0.
+        """
+        self._traced("grad_norm")
+        return norms.grad_norm(self._local_parameters.values(), self._process, norm_type)
+
+    @watched
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that the whole model's norm is at most `max_norm`, and return what it was: a detached
+        scalar, the same on every rank, as `torch.nn.utils.clip_grad_norm_` on one device. A collective call.
+
+        With `error_if_nonfinite` a norm that is not finite raises RuntimeError on every rank, and nothing is scaled.
+
+        Example: `pm.step(**batch); pm.clip_grad_norm_(1.0); optimizer.step()`
+        """
+        total = self.grad_norm(norm_type)
+        norms.check_finite(total, error_if_nonfinite)
+        torch.nn.utils.clip_grads_with_norm_(self._local_parameters.values(), max_norm, total)
+        return total
 
     def graph(self, stage: int | None = None) -> fx.GraphModule:
         """The graph of a stage (None: this rank's first), with axis names in its collectives."""
@@ -153,6 +259,7 @@ class ParallelModule(nn.Module):
         graphs = {f"Graph of stage {stage}": program.stages[stage].graph for stage in self._stages(program)}
         self.plan.report(path, graphs)
 
+    @meeting
     def full_state_dict(self) -> dict[str, Any]:
         """{name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""
         program = self._traced("full_state_dict")
@@ -166,9 +273,37 @@ class ParallelModule(nn.Module):
             elif isinstance(value, Tensor):
                 result[name] = self._local_buffers.get(name, value).detach().to(self.device, copy=True)
             else:
-                result[name] = value
+                result[name] = self._extra_state.get(name, value)
         return result
 
+    @meeting
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole state of an optimizer of this module, on every rank. A collective call.
+
+        As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)` of the unpartitioned
+        model: `{"state": {name: {"exp_avg": full tensor, ...}}, "param_groups": [{"params": [name, ...], ...}]}`.
+        Raises CheckpointError for a state that is not cut as its parameter is.
+
+        Example:
+            full = pm.full_optimizer_state_dict(optimizer)  # on every rank
+            if torch.distributed.get_rank() == 0:
+                torch.save(full, "optimizer.pt")
+        """
+        program = self._traced("full_optimizer_state_dict()")
+        return full_state(optimizer, program, self._source.model, self._process, placement_of(self._schedule))
+
+    @meeting
+    def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
+        """Load what `full_optimizer_state_dict` gave, on this mesh or another, or of the unpartitioned model.
+
+        Every rank is given all of it and keeps its part. Raises CheckpointError where it does not fit.
+
+        Example:
+            pm.load_full_optimizer_state_dict(optimizer, torch.load("optimizer.pt"))
+        """
+        load_full_state(optimizer, full, self._traced("load_full_optimizer_state_dict()"), self._source.model)
+
+    @meeting
     def full_grads(self) -> dict[str, Tensor]:
         """{name: full gradient} for the model's `named_parameters` that have one, on every rank. A collective call."""
         program = self._traced("full_grads")
@@ -193,9 +328,44 @@ class ParallelModule(nn.Module):
         return super().named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards by their names; `full_state_dict` has the full tensors."""
+        """This rank's shards by their names; `full_state_dict` has the full tensors.
+
+        `torch.distributed.checkpoint` saves them as parts of the model's own tensors, and loads them on any mesh.
+
+        Example:
+            torch.distributed.checkpoint.save({"model": pm.state_dict()}, checkpoint_id="step100")
+        """
         self._traced("state_dict()")
-        return super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        state_dict = super().state_dict(*args, **kwargs)
+        with_places(self, state_dict, prefix, self._extra_state)
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights under the model's own names, each as this rank's shard or as the full tensor.
+
+        Names of other stages are accepted. Returns and raises as `nn.Module.load_state_dict`; OptionError for `assign`.
+        """
+        self._traced("load_state_dict()")
+        if assign:
+            raise OptionError(
+                "load_state_dict(assign=True) on a partitioned model",
+                why="its parameters are shards, which optimizers and the program hold",
+                hint="leave assign out: values are copied into them",
+            )
+        return super().load_state_dict(state_dict, strict=strict)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        loading = Loading(self, shapes_of(self._traced("load_state_dict()"), self._source.model), missing, errors)
+        loading.take(state_dict, prefix, self._extra_state)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+    def _meet(self, name: str) -> None:
+        """Raises InputError on every rank where only some of them call the method of this name."""
+        if self._program is not None:
+            check_call(Given(name, self._calls[name], f"{name}()", {}), self._program, self._process)
 
     def _traced(self, asked: str) -> Program:
         if self._program is None:
@@ -210,18 +380,35 @@ class ParallelModule(nn.Module):
         """The stages of this rank."""
         return stages_at(program, self._process.pp, placement_of(self._schedule))
 
-    def _executable(self, program: Program, inputs: Sequence[Tensor], purpose: Purpose) -> Executable:
+    def _executable(
+        self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = ""
+    ) -> Executable:
         mode = "train" if self.training else "eval"
-        check_agreement(self._process, f"{purpose}({format_call(program.input_names, inputs)}) in {mode} mode")
+        text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {mode} mode"
+        problem = None
+        if purpose == "step" or torch.is_grad_enabled():
+            problem = problem_of(self, self._local_parameters, self._trained, purpose == "step")
+            text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
+        if self._process.watch is not None:
+            self._process.watch.allow(first=program not in self._executables)
+        named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
+        check_call(Given(purpose, self._calls[purpose], text, named), program, self._process)
+        if problem is not None:
+            raise problem
 
         def make() -> Executable:
-            check_values(self._process, program.input_names, inputs)
+            is_first = self._program is None
+            subjects = self._compiler.agreed() if is_first else {}
+            begin_alike(self._source.model, subjects, self._process.host_group, program, weights=is_first)
             adopted = self._adopt(program)
             return Executable(
                 adopted, self._process, self._local_parameters, self._local_buffers, self._schedule, self._compile
             )
 
-        return self._executables.get(program, make)
+        executable = self._executables.get(program, make)
+        if self.training and self._program is not None:
+            self._replicas.next_step(self._program, self._local_parameters)
+        return executable
 
     def _adopt(self, program: Program) -> Program:
         """The program with every parameter where earlier programs have it. Registers what this rank's stages read and
@@ -229,24 +416,27 @@ class ParallelModule(nn.Module):
         model = self._source.model
         if self._program is not None:
             program = replace(program, parameters=settled(program.parameters, self._program.parameters))
+        known = self._program.parameters if self._program is not None else ()
+        self._trained = trained_names(model, program, known, self._trained)
         stages = self._stages(program)
         parameters = shard_parameters(
-            model, program, self._process.coordinates, stages=stages, device=self._process.device
-        )
+            model, program, self._process.coordinates,
+            stages=stages, device=self._process.device, known=self._local_parameters,
+        )  # fmt: skip
         for name, parameter in parameters.items():
-            if name not in self._local_parameters:
-                full, stored = model.get_parameter(name), program.parameters[name]
-                mesh = str(program.mesh)
-                shared = part_of_another(model, name, full, mesh, stored.layout)
-                parameter = parameter if shared is None else shared
-                remember(model, full, parameter, mesh, stored.layout)
-                self._originals.add(name, full)
-                self._local_parameters[name] = parameter
-                for alias in (name, *program.parameters[name].aliases):
-                    holder, last = _holder(self, alias)
-                    holder.register_parameter(last, parameter)
+            full, stored = model.get_parameter(name), program.parameters[name]
+            mesh = str(program.mesh)
+            shared = part_of_another(model, name, full, mesh, stored.layout)
+            parameter = parameter if shared is None else shared
+            remember(model, full, parameter, mesh, stored.layout)
+            self._originals.add(name, full)
+            self._local_parameters[name] = parameter
+            settle(parameter, name, program, self._process, placement_of(self._schedule))
+        self._register(model, _stored_names(program))
         if not self._local_parameters:  # so that every rank can make an optimizer
-            self.register_parameter("no_parameters_here", nn.Parameter(torch.empty(0, device=self._process.device)))
+            nothing = nn.Parameter(torch.empty(0, device=self._process.device))
+            self.register_parameter(NO_PARAMETERS, nothing)
+            settle_empty(nothing, self._process)
         persistent = set(model.state_dict(keep_vars=True))
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if name not in self._local_buffers and not buffer.is_meta:
@@ -256,19 +446,26 @@ class ParallelModule(nn.Module):
                 self._local_buffers[name] = local
                 holder, last = _holder(self, name)
                 holder.register_buffer(last, local, persistent=name in persistent)
+        if self._program is None or program.parameters.keys() != self._program.parameters.keys():
+            self._source.let_go(program.parameters.keys())
         self._program = program
         return program
 
+    def _begin_as_copy(self) -> None:
+        self._executables = Recent(2 * MAX_CALLS)
+        self._replicas = Replicas(self._process, placement_of(self._schedule), self._replicas.check_replicas)
+        for name, parameter in self._local_parameters.items():
+            settle(parameter, name, self._traced("copy"), self._process, placement_of(self._schedule))
+        if NO_PARAMETERS in self._parameters:
+            settle_empty(self.get_parameter(NO_PARAMETERS), self._process)
 
-class _Source:
-    """The user's model, out of sight of `nn.Module`'s own bookkeeping."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-
-class _Branch(nn.Module):
-    """A node of the tree that gives the local tensors their dotted names."""
+    def _register(self, model: nn.Module, stored_names: Mapping[str, str]) -> None:
+        """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
+        for name, _ in model.named_parameters(remove_duplicate=False):
+            parameter = self._local_parameters.get(stored_names.get(name, ""))
+            holder, last = _holder(self, name) if parameter is not None else (self, "")
+            if parameter is not None and last not in holder._parameters:
+                holder.register_parameter(last, parameter)
 
 
 def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -277,7 +474,7 @@ def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     for part in path:
         # By the dict: a part may have the name of one of ParallelModule's own attributes.
         if part not in root._modules:
-            root._modules[part] = _Branch()
+            root._modules[part] = Branch()
         child = root._modules[part]
         assert child is not None
         root = child

@@ -41,6 +41,20 @@ class Cut:
         """Whether the full tensor is its shards one behind the other in memory, all of one length."""
         return self.dim == 0 and not self.sections and self.size % self.num_shards == 0
 
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """(start, length) in the full dim of shard `index` of each section.
+
+        >>> Cut(0, 10, (8, 2), 2).spans(1)
+        [(4, 4), (9, 1)]
+        """
+        spans = []
+        start = 0
+        for size in section_sizes(self.size, self.sections):
+            lengths = shard_sizes(size, self.num_shards)
+            spans.append((start + sum(lengths[:index]), lengths[index]))
+            start += size
+        return spans
+
     def take(self, full: Tensor, index: int) -> Tensor:
         """Shard `index` of `full`, contiguous."""
         pieces = [window for _, window in self._windows(full, index)]
@@ -76,10 +90,5 @@ class Cut:
 
     def _windows(self, full: Tensor, index: int) -> list[tuple[int, Tensor]]:
         """Shard `index` of each section of `full`, as views."""
-        windows = []
-        start = 0
-        for number, size in enumerate(section_sizes(self.size, self.sections)):
-            lengths = shard_sizes(size, self.num_shards)
-            windows.append((number, full.narrow(self.dim, start + sum(lengths[:index]), lengths[index])))
-            start += size
-        return windows
+        spans = self.spans(index)
+        return [(number, full.narrow(self.dim, *span)) for number, span in enumerate(spans)]

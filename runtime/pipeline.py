@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autopart.actions import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
-from autopart.compat import PipelineStage, split_backward_counts_twice
+from autopart.compat import schedule_class, split_backward_counts_twice, stage_class
 from autopart.program import Boundary, Program, Stage
 from autopart.runtime.batch import Arguments, stage_arguments
 from autopart.runtime.buffers import Made, made_by
@@ -21,7 +20,8 @@ from autopart.runtime.placement import placement_of, stage_coordinate
 from autopart.runtime.processes import Process
 from autopart.runtime.recompute import has_regions, with_regions
 from autopart.runtime.regather import note_gathers
-from autopart.schedules import check_schedule, schedule_for
+from autopart.runtime.step_options import scaled
+from autopart.schedules import SINGLE_STAGE, check_schedule, schedule_for
 
 
 def default_schedule(program: Program) -> str:
@@ -57,6 +57,8 @@ class StageModule(nn.Module):
         self.arguments: list[Arguments] = []
         self.prologue_updates: Sequence[Tensor] = ()
         self.graph_updates: list[Sequence[Tensor]] = []
+        self.beside: dict[int, tuple[Tensor, ...]] = {}
+        """{microbatch: the outputs beside its loss} of a step's last stage"""
 
     @property
     def backward_is_whole(self) -> bool:
@@ -83,7 +85,7 @@ class StageModule(nn.Module):
         self.prologue_updates, self.graph_updates = values[count:], []
 
     def unload(self) -> None:
-        self.arguments, self.prologue_updates, self.graph_updates = [], (), []
+        self.arguments, self.prologue_updates, self.graph_updates, self.beside = [], (), [], {}
 
     def new_buffers(self) -> Made:
         """{buffer: its new value} of what this stage has made since `load`."""
@@ -110,7 +112,8 @@ class StageModule(nn.Module):
             received = _Received.apply(self.process.device, *received)
         sends = self.run(received, int(microbatch))
         if self.is_last:
-            return _Sends.apply(self.process.device, *sends)[0]
+            self.beside[int(microbatch)] = tuple(value.detach() for value in sends[1:])
+            return _Sends.apply(self.process.device, sends[0])[0]
         return _Sends.apply(self.process.wire, *sends)
 
     @property
@@ -154,26 +157,28 @@ class Pipeline:
         schedule = schedule_for(schedule, len(program.stages), pp, program.microbatches)
         check_schedule(schedule, len(program.stages), pp, program.microbatches)
         self.modules, self.program, self.process, self.placement = modules, program, process, placement_of(schedule)
+        self.loss_scale = 1.0
         stages = [self._pipeline_stage(module) for module in modules]
         options: dict[str, Any] = {
             "n_microbatches": program.microbatches,
-            "loss_fn": _first,
+            "loss_fn": self._loss,
             "scale_grads": False,  # the loss says by itself what it is a mean of
         }
-        if schedule in SINGLE_STAGE_SCHEDULES:
-            self.schedule = SINGLE_STAGE_SCHEDULES[schedule](stages[0], **options)
+        if schedule in SINGLE_STAGE:
+            self.schedule = schedule_class(schedule)(stages[0], **options)
         else:
-            self.schedule = MULTI_STAGE_SCHEDULES[schedule](stages, **options)
+            self.schedule = schedule_class(schedule)(stages, **options)
 
-    def _pipeline_stage(self, module: StageModule) -> PipelineStage:
+    def _pipeline_stage(self, module: StageModule) -> Any:
+        returned = module.stage.sends[:1] if module.is_last else module.stage.sends
         # With example values on both sides of every stage, pipelining runs nothing to find shapes out.
-        return PipelineStage(
+        return stage_class()(
             module,
             module.stage.index,
             len(self.program.stages),
             self.process.wire,
             input_args=_examples(module.stage.receives, self.process),
-            output_args=_examples(module.stage.sends, self.process),
+            output_args=_examples(returned, self.process),
             group=self.process.groups["pp"],
             dw_builder=_nothing_left if module.backward_is_whole else None,
         )
@@ -186,14 +191,23 @@ class Pipeline:
     def coordinate(self, stage: int) -> int:
         return stage_coordinate(stage, len(self.program.stages), self.process.mesh.size("pp"), self.placement)
 
-    def step(self) -> list[Tensor]:
-        """Forward and backward of all microbatches; the microbatches' losses where the last stage runs, else none."""
+    def step(self, loss_scale: float) -> list[tuple[Tensor, ...]]:
+        """Forward and backward of all microbatches; the last stage's outputs of each where it runs, else none.
+
+        Gradients are those of `loss_scale` times the loss.
+        """
+        self.loss_scale = loss_scale
         losses: list[Tensor] = []
         # Pipelining cuts this into one number per microbatch; the stages look their own rows up.
         numbers = torch.arange(self.program.microbatches)
         target = torch.zeros(self.program.microbatches)
         self.schedule.step(microbatch=numbers, target=target, losses=losses, return_outputs=False)
-        return losses
+        beside = [module.beside for module in self.modules if module.is_last]
+        return [(loss.detach(), *beside[0][index]) for index, loss in enumerate(losses)]
+
+    def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
+        """What pipelining differentiates: the last stage computes the loss itself."""
+        return scaled(loss, self.loss_scale)
 
     @torch.no_grad()
     def forward(self) -> list[tuple[Tensor, ...]]:
@@ -258,11 +272,6 @@ def _num_uses(node: fx.Node) -> int:
 def _nothing_left() -> Callable[..., None]:
     """For PipelineStage's `dw_builder`: the inputs' part runs the whole backward, the weights' part nothing."""
     return lambda: None
-
-
-def _first(loss: Tensor, target: Tensor) -> Tensor:
-    """The loss of a stage that computes it itself."""
-    return loss
 
 
 def _examples(boundaries: Sequence[Boundary], process: Process) -> tuple[Tensor, ...]:

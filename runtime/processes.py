@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopart.compat import is_gloo, runs_on_host, set_group_timeout
-from autopart.errors import InputError, RuntimeSetupError
+from autopart.agreed import TIMEOUT_S
+from autopart.compat import is_gloo, runs_on_host
+from autopart.errors import RuntimeSetupError
 from autopart.mesh import Mesh
+from autopart.runtime.watch import PATIENCE, Watch
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it raises, in the process groups made here."""
@@ -34,6 +36,9 @@ class Process:
     owner_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     connected: set[tuple[int, ...]] = field(default_factory=set)  # also the owner groups of other ranks
     host_group: dist.ProcessGroup | None = None  # all ranks, by gloo on the host
+    watch: Watch | None = None  # None: there is one rank
+    serial: int = field(default_factory=itertools.count().__next__)  # in the order of their making
+    step_scale: float | None = None  # the last `step`'s `loss_scale`; None after a forward whose loss the user scales
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -68,19 +73,39 @@ class Process:
             group = dist.new_group(members, timeout=GROUP_TIMEOUT)
             if dist.get_rank() in members:
                 self.owner_groups[owners] = group
+                if self.watch is not None:
+                    self.watch.over([group])
 
 
-def connect(mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | None = None) -> Process:
-    """This process as a rank of `mesh`: starts torch.distributed where torchrun has set it up, and makes the groups.
+def meet(
+    mesh: Mesh, device_mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, compile: bool = False
+) -> Watch | None:
+    """A group of all ranks that needs no GPU, and who watches it, before any group of `mesh` is made; None: `mesh` has
+    one rank.
+
+    Starts torch.distributed where torchrun has set it up. Raises RuntimeSetupError where it has not.
+    """
+    if mesh.num_ranks == 1 and device_mesh is None:
+        return None
+    if not dist.is_initialized():
+        _initialize(mesh)
+    return Watch(_host_group(device_mesh), timeout_s, compile)
+
+
+def connect(
+    mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | None = None,
+    watch: Watch | None = None,
+) -> Process:  # fmt: skip
+    """This process as a rank of `mesh`, with its groups; `watch` is what `meet` gave.
 
     The device is the device mesh's where one is given, else a GPU where the process group is nccl's or the model is
     on one, else the CPU. Raises RuntimeSetupError where the number of processes does not fit the mesh.
     """
-    if mesh.num_ranks == 1 and device_mesh is None:
+    if watch is None:
+        watch = meet(mesh, device_mesh)
+    if watch is None:
         return Process(mesh, 0, _device(model_device.type if model_device.type == "cuda" else "cpu", model_device), {})
-    if not dist.is_initialized():
-        _initialize(mesh)
-    num_ranks = device_mesh.size() if device_mesh is not None else dist.get_world_size()
+    num_ranks = watch.group.size()
     if num_ranks != mesh.num_ranks:
         raise RuntimeSetupError(
             f"mesh {mesh} needs {mesh.num_ranks} processes, there are {num_ranks}",
@@ -91,19 +116,16 @@ def connect(mesh: Mesh, model_device: torch.device, device_mesh: DeviceMesh | No
         uses_cuda = model_device.type == "cuda" or "nccl" in str(dist.get_backend())
         device = _device("cuda" if uses_cuda else "cpu", model_device)
         device_mesh = init_device_mesh(device.type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
-        groups = _axis_groups(mesh, device_mesh)
-        for group in groups.values():
-            if group is not dist.group.WORLD:
-                set_group_timeout(group, GROUP_TIMEOUT)
     else:
         device = _device(device_mesh.device_type, model_device)
-        groups = _axis_groups(mesh, device_mesh)
+    groups = _axis_groups(mesh, device_mesh, watch.send_s)
+    watch.over(list(groups.values()))
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     rank = 0
     for size, index in zip(mesh.sizes.values(), coordinate, strict=True):
         rank = rank * size + index
-    return Process(mesh, rank, device, groups, device_mesh, host_group=_host_group(device_mesh))
+    return Process(mesh, rank, device, groups, device_mesh, host_group=watch.group, watch=watch)
 
 
 def first_ranks_seed(process: Process) -> int:
@@ -114,53 +136,6 @@ def first_ranks_seed(process: Process) -> int:
     return int(seed)
 
 
-def check_agreement(process: Process, call: str) -> None:
-    """Raises InputError on every rank where the ranks are not called alike: their collectives would not meet.
-
-    A collective call, of two numbers on the host.
-    """
-    if process.host_group is None:
-        return
-    if all(_same_everywhere([call.encode()], process.host_group)):
-        return
-    calls = [""] * process.mesh.num_ranks
-    dist.all_gather_object(calls, call, group=process.host_group)
-    ranks = {text: [rank for rank, other in enumerate(calls) if other == text] for text in dict.fromkeys(calls)}
-    raise InputError(
-        "the ranks are called with different inputs",
-        why="; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items()),
-        hint=_SAME_BATCH,
-    )
-
-
-def check_values(process: Process, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
-    """Raises InputError on every rank where whole numbers among the inputs, such as tokens, differ between ranks.
-
-    A collective call. Floating values are left out: ranks may compute them with other roundings.
-    """
-    if process.host_group is None:
-        return
-    exact = {name: t for name, t in zip(names, values, strict=True) if not t.is_floating_point() and not t.is_complex()}
-    same = _same_everywhere([t.cpu().contiguous().numpy().tobytes() for t in exact.values()], process.host_group)
-    differ = [name for name, agreed in zip(exact, same, strict=True) if not agreed]
-    if differ:
-        raise InputError(
-            f"the ranks are called with different values of {', '.join(differ)}",
-            why="every rank takes the whole batch, and computes its part of it", hint=_SAME_BATCH,
-        )  # fmt: skip
-
-
-_SAME_BATCH = "give every rank the same global batch, without a DistributedSampler"
-
-
-def _same_everywhere(contents: Sequence[bytes], group: dist.ProcessGroup) -> list[bool]:
-    """Which of these are the same on all ranks of a group; as many on every rank."""
-    digests = [int.from_bytes(hashlib.blake2b(c, digest_size=7).digest(), "little") for c in contents]
-    extremes = torch.tensor([[digest, -digest] for digest in digests], dtype=torch.int64)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    return [high == -low for high, low in extremes.tolist()]
-
-
 def _initialize(mesh: Mesh) -> None:
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
     if missing:
@@ -169,26 +144,51 @@ def _initialize(mesh: Mesh) -> None:
             why=f"this process was not started by torchrun: {', '.join(missing)} not set",
             hint=f"torchrun --nproc-per-node {mesh.num_ranks} script.py, or call init_process_group first",
         )
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    one_gpu_each = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+    one_gpu_each = _one_gpu_each()
     if one_gpu_each:
         torch.cuda.set_device(_local_rank())
     dist.init_process_group("nccl" if one_gpu_each else "gloo", timeout=GROUP_TIMEOUT)
 
 
-def _host_group(device_mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks of the mesh in one group that needs no GPU."""
-    world = dist.group.WORLD
-    if world is not None and device_mesh.size() == world.size() and runs_on_host(world):
-        return world
-    ranks = sorted(device_mesh.mesh.flatten().tolist())
-    group = dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True)
-    assert group is not None
-    return group
+def _host_group(device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """All ranks of the mesh (None: of the world) in a group of our own that needs no GPU."""
+    ranks = list(range(dist.get_world_size())) if device_mesh is None else sorted(device_mesh.mesh.flatten().tolist())
+    return _own_group([ranks], PATIENCE)
 
 
-def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    return {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
+def _own_group(rows: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
+    """A new group on the host, of that row of ranks which this process is in.
+
+    Torch names a group that only its members make by how many groups a process has had, which differs where some had
+    tied tensors to share: the members would wait for each other for ever. So all processes make all rows, where they
+    are all in one.
+    """
+    mine: dist.ProcessGroup | None = None
+    together = sum(map(len, rows)) == dist.get_world_size()
+    for ranks in rows:
+        if dist.get_rank() in ranks:
+            mine = dist.new_group(
+                list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=not together
+            )  # fmt: skip
+        elif together:
+            dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+    assert mine is not None
+    return mine
+
+
+def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str, dist.ProcessGroup]:
+    """A group for each axis.
+
+    On the host, one that is the whole world's is made anew: how long its ranks wait for each other is for the user to
+    say. So is that of a pipeline: the time limit of a send or receive is that with which its group was made.
+    """
+    groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
+    for axis, group in groups.items():
+        if runs_on_host(group) and (axis == "pp" or group is dist.group.WORLD):
+            dim = list(mesh.sizes).index(axis)
+            rows = device_mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(axis)).tolist()
+            groups[axis] = _own_group(rows, timedelta(seconds=send_s))
+    return groups
 
 
 def _device(kind: str, model_device: torch.device) -> torch.device:
@@ -196,10 +196,26 @@ def _device(kind: str, model_device: torch.device) -> torch.device:
         return torch.device(kind)
     if model_device.type == "cuda":
         index = torch.cuda.current_device() if model_device.index is None else model_device.index
+        if index == 0 and _one_gpu_each():  # `.to("cuda")` on every rank, without `torch.cuda.set_device`
+            index = _local_rank()
     else:
         index = _local_rank() % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _uses_gpus(model_device: torch.device) -> bool:
+    """Whether ranks compute on GPUs: their model is on one, or their process group is nccl's. One that was made without
+    a backend has nccl for GPUs beside gloo: it counts where each rank of this machine has a GPU of its own."""
+    if model_device.type == "cuda" or str(dist.get_backend()) == "nccl":
+        return True
+    return "nccl" in str(dist.get_backend_config()) and _one_gpu_each()
+
+
+def _one_gpu_each() -> bool:
+    """Whether this machine has a GPU for each of its ranks, as far as torchrun says how many these are."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return torch.cuda.is_available() and torch.cuda.device_count() >= local_size
 
 
 def _local_rank() -> int:

@@ -17,9 +17,10 @@ from autopart.layout import Layout, format_layout
 
 @dataclass(frozen=True)
 class _Held:
-    """This rank's part of a parameter, made for `model`, and how it lies."""
+    """This rank's part of a parameter, made for `model` (of class `kind`), and how it lies."""
 
     model: weakref.ref[nn.Module]
+    kind: str
     local: weakref.ref[nn.Parameter]
     mesh: str
     layout: Layout
@@ -36,12 +37,11 @@ def part_of_another(model: nn.Module, name: str, full: nn.Parameter, mesh: str, 
     """
     for held in _HELD.get(full, ()):
         other, local = held.model(), held.local()
-        if other is None or local is None or _related(model, other):
+        if local is None or (other is not None and _related(model, other)):
             continue
         if (held.mesh, dict(held.layout)) != (mesh, dict(layout)) or "pp" in mesh:
             raise LayoutError(
-                f"'{name}' of {type(model).__name__} is shared with a {type(other).__name__} that was parallelized on "
-                "its own",
+                f"'{name}' of {type(model).__name__} is shared with a {held.kind} that was parallelized on its own",
                 why=f"there it lies {_spoken(held.layout)} on {held.mesh}, here {_spoken(layout)} on {mesh}",
                 hint="parallelize the module that holds both, or use plans that store it alike on one mesh without pp",
             )
@@ -52,7 +52,7 @@ def part_of_another(model: nn.Module, name: str, full: nn.Parameter, mesh: str, 
 def remember(model: nn.Module, full: nn.Parameter, local: nn.Parameter, mesh: str, layout: Layout) -> None:
     """Note who has a part of a model's parameter."""
     held = [h for h in _HELD.get(full, ()) if h.local() is not None]
-    _HELD[full] = [*held, _Held(weakref.ref(model), weakref.ref(local), mesh, layout)]
+    _HELD[full] = [*held, _Held(weakref.ref(model), type(model).__name__, weakref.ref(local), mesh, layout)]
 
 
 def _spoken(layout: Layout) -> str:
@@ -65,19 +65,20 @@ def _related(one: nn.Module, other: nn.Module) -> bool:
 
 
 class Originals:
-    """The model's own parameters, of which parts were copied: notices when they change afterwards."""
+    """The model's own parameters, of which parts were copied: notices when they change afterwards, and keeps none."""
 
     def __init__(self) -> None:
-        self._versions: dict[str, tuple[Tensor, int]] = {}
+        self._versions: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     def add(self, name: str, full: Tensor) -> None:
         if not full.is_inference():
-            self._versions[name] = full, full._version
+            self._versions[name] = weakref.ref(full), full._version
 
     def warn_of_changes(self) -> None:
         """Warn, once, of a parameter that was written after it was copied."""
-        for name, (full, version) in self._versions.items():
-            if full._version != version:
+        for name, (of, version) in self._versions.items():
+            full = of()
+            if full is not None and full._version != version:
                 warnings.warn(
                     f"the model's own '{name}' was changed after autopart had copied it, and the partitioned one was "
                     "not: give the optimizer the parameters of what parallelize() returned; load weights before; and "

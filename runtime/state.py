@@ -56,8 +56,9 @@ def shard_parameters(
     *,
     stages: Collection[int] | None = None,
     device: torch.device | None = None,
+    known: Collection[str] = (),
 ) -> dict[str, nn.Parameter]:
-    """{name: local parameter} of the rank at `coordinates`, for the `stages` it runs (None: all).
+    """{name: local parameter} of the rank at `coordinates`, for the `stages` it runs (None: all), but for `known` ones.
 
     Each is a copy of its part of the model's parameter, with the same dtype and `requires_grad`. Raises
     RuntimeSetupError for a parameter on the meta device.
@@ -65,7 +66,7 @@ def shard_parameters(
     source = dict(model.named_parameters(remove_duplicate=False))
     local = {}
     for name, stored in program.parameters.items():
-        if stages is not None and not set(stages) & set(stored.stages):
+        if name in known or (stages is not None and not set(stages) & set(stored.stages)):
             continue
         full = source[name]
         if full.is_meta:

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 SEED = 0
+SAMPLE = 3
+"""How many cases of a parametrised test `make test` runs at least; of a large one it runs one in ONE_IN."""
+ONE_IN = 12
 hypothesis.settings.register_profile("suite", derandomize=True)  # always the same examples; `make fuzz` draws others
 hypothesis.settings.load_profile("suite")
 
@@ -25,11 +28,35 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
+    for cases in _by_function(items).values():
+        for item in [] if cases[0].get_closest_marker("whole") else beyond_sample(cases):
+            item.add_marker(pytest.mark.large)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _by_function(items):
+    """{(file, function): its cases in order}."""
+    functions = {}
+    for item in items:
+        functions.setdefault((item.fspath, getattr(item, "originalname", item.name)), []).append(item)
+    return functions
+
+
+def beyond_sample(cases):
+    """The cases of a matrix that `make test` leaves to `make test-all`: all but some at equal distances.
+
+    >>> beyond_sample(list("abcd")), len(beyond_sample(range(3600)))
+    (['d'], 3300)
+    """
+    kept = max(SAMPLE, len(cases) // ONE_IN)
+    if len(cases) <= kept:
+        return []
+    chosen = {index * len(cases) // kept for index in range(kept)}
+    return [case for index, case in enumerate(cases) if index not in chosen]
 
 
 def pytest_sessionfinish():

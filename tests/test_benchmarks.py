@@ -35,12 +35,20 @@ def test_planning():
     assert row["peak_memory_bytes"] >= row["before_memory_bytes"]
 
 
+def test_checks():
+    found = figures("checks.py")
+    for row in found["meshes"].values():
+        assert row["off_us"] > 0 and row["checks_us"] == pytest.approx(row["calls_us"] + row["copies_us"])
+
+
+@pytest.mark.large
 def test_overhead():
     found = figures("overhead.py")
     assert all(median["wall_s"] > 0 for median in found["median"].values())
     assert {"autopart-tp/dtensor-tp", "autopart-pp/hand-pp"} <= set(found["ratio"])
 
 
+@pytest.mark.large
 def test_predicted():
     (row,) = figures("predicted.py")["meshes"].values()
     assert row["predicted_s"] > 0 and 0 < row["min_s"] <= row["median_s"]
@@ -49,6 +57,14 @@ def test_predicted():
         assert {"matmul", "attention", "optimizer", "other"} <= rank["kinds_s"].keys() and rank["thread_s"] > 0
 
 
+def test_imports():
+    rows = figures("imports.py")["variants"]
+    assert rows["torch"]["ratio"] == rows["torch"]["processor_ratio"] == 1.0
+    assert {"autopart", "torch, autopart", "parallelize", "help", "explain"} < set(rows)
+    assert all(row["processor_s"] > 0 for row in rows.values())
+
+
+@pytest.mark.large
 def test_methods():
     (case,) = figures("methods.py")["cases"]
     gaps = {row["method"]: row["gap"] for row in case["rows"]}
@@ -58,6 +74,7 @@ def test_methods():
     assert min(row["step_time_s"] for row in case["rows"]) < case["uniform"]["step_time_s"]
 
 
+@pytest.mark.large
 def test_published():
     found = figures("published.py")
     assert found["worst_error"] < 0.1 and len(found["rows"]) == 2

@@ -48,7 +48,8 @@ def steps(mesh, options):
 
 @needs_compiler
 @pytest.mark.parametrize(("mesh", "options"), [
-    ("tp2", {}), ("pp2", {"microbatches": 2}), ("pp2", {"microbatches": 2, "recompute": {"blocks.*": "full"}}),
+    pytest.param("tp2", {}, marks=pytest.mark.large), ("pp2", {"microbatches": 2}),
+    pytest.param("pp2", {"microbatches": 2, "recompute": {"blocks.*": "full"}}, marks=pytest.mark.large),
 ])  # fmt: skip
 def test_compiled_stages_compute_the_same(mesh, options):
     for (losses, grads), (compiled_losses, compiled_grads) in run_ranks(steps, 2, mesh, options, timeout_s=400):
@@ -64,7 +65,8 @@ def test_chains_of_pointwise_operators_are_one_kernel():
     before, after = (autopart.simulate(plan) for plan in (eager, compiled))
     assert after.step_time_s < before.step_time_s and after.parts["other"] < before.parts["other"]
     assert after.parts["matmul"] == before.parts["matmul"] and after.collectives == before.collectives
-    assert compiled.cost.at(tp=2).parts_s["other"] == pytest.approx(after.parts["other"], rel=1e-6)
+    formula_s = compiled.cost.at(tp=2).parts_s["other"] / compiled.cost.scale
+    assert formula_s == pytest.approx(after.parts["other"], rel=1e-6)
     assert compiled.memory == eager.memory
 
 
@@ -100,6 +102,7 @@ def test_what_contradicts_a_plan():
         autopart.verify(model, "tp2", example_kwargs=batch, plan=plan, compile=True)
 
 
+@pytest.mark.large
 def test_ways_out_of_too_much_memory_can_be_compiled():
     model, batch = example()
     with pytest.raises(MemoryLimitError) as caught:

@@ -143,6 +143,7 @@ class Two(nn.Module):
         return x
 
 
+@pytest.mark.large
 def test_the_others_can_be_right_and_wrong():
     model, x = Two(), torch.randn(4, 8)
     expected = [model(x).detach()]

@@ -281,6 +281,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["exits", "killed"])
+@pytest.mark.large
 def test_workers_exit_with_the_parent(tmp_path, how):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

@@ -204,8 +204,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter\n  try    "
         "leave tp out of the mesh; dp works for any model"),
     "pp: too many stages": (skip("pp64"),
-        "StageError: the model cannot be cut into 64 stages\n  why    it has 38 operators on parameters and 37 "
-        "places to cut between them\n  try    at most 38 stages (pp times virtual_stages)"),
+        "StageError: the model cannot be cut into 64 stages\n  why    it has 38 operators that depend on "
+        "parameters, and 37 places to cut between them\n  try    pp=38 or less (pp times virtual_stages is the "
+        "number of stages)"),
     "dp: batch": (skip("dp3"),
         "StageError: a batch of 8 rows cannot be cut into dp=3 x microbatches=1 equal parts\n  why    8 is not a "
         "multiple of 3\n  try    a batch of a multiple of 3 rows"),
@@ -241,7 +242,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
-        "sequence_parallel, hardware, pins, zero, memory, recompute, compile, rng, example_args, example_kwargs"),
+        "sequence_parallel, hardware, pins, zero, memory, recompute, compile, rng, timeout, check_replicas, "
+        "example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "
         "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path "
@@ -438,10 +440,10 @@ def on_two_ranks(mesh: str, use: str) -> Any:
 SAME_BATCH = "give every rank the same global batch, without a DistributedSampler"
 
 
-def disagree(first: str, second: str) -> str:
+def disagree(first: str, second: str, where: str) -> str:
     return (
         f"InputError: the ranks are called with different inputs\n  why    rank 0: {first}; rank 1: {second}\n"
-        f"  try    {SAME_BATCH}"
+        f"  where  {where}\n  try    {SAME_BATCH}"
     )
 
 
@@ -456,13 +458,14 @@ RANK_CASES = {
     ("tp2", "divides nothing"): "LayoutError: tp=2 divides no weight of the model\n  why    the weights of its matrix "
         "products have dims 5\n  where  linear at test_errors.py:{linear_line} (linear)\n  try    tp=5",
     ("dp2", "shapes"): disagree("step(x f64[8,32], y f64[8,32]) in train mode", "step(x f64[4,32], y f64[4,32]) in "
-        "train mode"),
+        "train mode", "step 1"),
     ("tp2", "values"): "InputError: the ranks are called with different values of ids\n  why    every rank takes the "
-        f"whole batch, and computes its part of it\n  try    {SAME_BATCH}",
+        "whole batch, and computes its part of it\n  where  forward 1: rank 1 unlike rank 0\n"
+        f"  try    {SAME_BATCH}",
     ("pp2", "modes"): disagree("forward(x f64[8,32], y f64[8,32]) in train mode", "forward(x f64[8,32], y f64[8,32]) "
-        "in eval mode"),
+        "in eval mode", "forward 1"),
     ("dp2", "purposes"): disagree("forward(x f64[8,32], y f64[8,32]) in train mode", "step(x f64[8,32], y f64[8,32]) "
-        "in train mode"),
+        "in train mode", "forward 1"),
     ("tp2", "names"): CASES["call: names"][1],
 }  # fmt: skip
 

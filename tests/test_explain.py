@@ -7,7 +7,7 @@ import pytest
 import zoo
 
 import autopart
-from autopart.explain import quantity
+from autopart.headline import quantity
 from autopart.passes.summary import block_of
 from autopart.plan import Plan
 
@@ -89,12 +89,14 @@ def test_a_layout_edited_for_one_layer_is_shown(gpt2_plan):
 def test_balance_and_cost(gpt2_plan):
     text, cost = gpt2_plan.explain(), gpt2_plan.cost
     assert f"{100 * cost['imbalance']:.2f} % above" in text
-    assert cost["formula"] in text and quantity(cost["step_time_s"], "s") in text
+    assert f"{quantity(cost['step_time_s'], 's')} a step of 8 rows x 12 tokens" in text
     assert quantity(cost["forward_flops"], "FLOP") in text
 
 
 def test_width(gpt2_plan):
-    assert max(map(len, gpt2_plan.explain().splitlines())) <= 120
+    parts = gpt2_plan.explain().split("\n\n")
+    assert max(map(len, parts[1].splitlines())) <= 120  # the table of layouts
+    assert max(len(line) for part in (parts[0], *parts[2:]) for line in part.splitlines()) <= 80
 
 
 @pytest.mark.parametrize(

@@ -102,14 +102,14 @@ def test_without_a_pipeline_the_formula_is_the_simulated_step(mesh, options):
     found = plan(mesh, **options)
     figures = found.cost.at()
     # Sums of gradients over `tp` (norms under sequence parallelism) and odd buckets are the simulator's alone.
-    assert figures.step_time_s == pytest.approx(autopart.simulate(found).step_time_s, rel=0.05)
+    assert found.cost.scale == pytest.approx(1, rel=0.05)
     assert float(figures) == pytest.approx(sum(figures.parts_s.values()))
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "phi3"])
 def test_every_model_has_formulas(name):
     found = plan("tp2", zoo.ZOO[name](), sequence_parallel=False)
-    assert found.cost.at().step_time_s == pytest.approx(autopart.simulate(found).step_time_s, rel=0.05)
+    assert found.cost.scale == pytest.approx(1, rel=0.05)
     assert found.cost.at(b=64).step_time_s > found.cost.at().step_time_s
 
 

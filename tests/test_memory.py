@@ -17,8 +17,8 @@ from autopart.actions import StageBytes, actions, most_at_once, most_held
 from autopart.compiler import prepare
 from autopart.cost.memory import BUCKET_BYTES, parse_size
 from autopart.errors import MemoryLimitError, OptionError
-from autopart.explain import quantity
 from autopart.graph import operator_name
+from autopart.headline import quantity
 from autopart.passes.kept import kept
 from autopart.plan import MEMORY_KINDS, Plan
 from autopart.runtime import gradients
@@ -226,7 +226,8 @@ def test_a_plan_has_a_row_a_pipeline_coordinate(plan):
 def test_it_is_explained(plan):
     text = plan.explain()
     assert "memory of the fullest rank" in text and "0,2" in text and "in flight" in text
-    assert max(map(len, text.splitlines())) <= 120
+    part = next(part for part in text.split("\n\n") if part.startswith("memory of the fullest rank"))
+    assert max(map(len, part.splitlines())) <= 80
 
 
 def test_a_plan_without_it_still_loads(plan):
@@ -305,7 +306,8 @@ def test_what_fits_is_planned():
     model, batch = ZOO["gpt2"]()
     plan = plan_of(run_of(ZOO["gpt2"]), "tp2", sequence_parallel=False)
     need = max(row["total"] for row in plan.memory)
-    assert autopart.plan(model, "tp2", example_kwargs=batch, sequence_parallel=False, memory=need) == plan
+    fitted = autopart.plan(model, "tp2", example_kwargs=batch, sequence_parallel=False, memory=need)
+    assert [row.what for row in fitted.diff(plan).rows] == ["device_memory_bytes"]
     with pytest.raises(MemoryLimitError):
         autopart.plan(model, "tp2", example_kwargs=batch, sequence_parallel=False, memory=need - 1)
 
@@ -318,7 +320,9 @@ def test_a_limit_changes_what_is_left_open():
     needs = [max(row["total"] for row in plan.memory) for plan in plans]
     for limit in needs:
         expected = next(plan for plan, need in zip(plans, needs, strict=True) if need <= limit)
-        assert plan_of(run, "dp2,tp2", memory=limit) == expected
+        limited = plan_of(run, "dp2,tp2", memory=limit)
+        # their cost alone differs: it says what the plan had to fit into
+        assert dataclasses.replace(limited, cost={}) == dataclasses.replace(expected, cost={})
     assert len(set(needs)) == 4 and min(needs) == needs[3] and needs[0] == max(needs)
     model, batch = ZOO["llama"]()
     assert autopart.verify(model, "dp2,tp2", example_kwargs=batch, memory=needs[3]).ok

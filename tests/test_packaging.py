@@ -1,9 +1,11 @@
 """What an install leaves behind: `autopart` and its parts, and no top-level `cost`, `passes` or `runtime`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -29,6 +31,7 @@ for name in ("cost", "passes", "runtime"):
 
 IMPORT_ALL = """
 import sys
+import tomllib
 sys.path.insert(0, sys.argv[1])
 import autopart.cost, autopart.passes.rules, autopart.runtime
 for module in (autopart, autopart.cost, autopart.passes.rules, autopart.runtime):
@@ -117,3 +120,12 @@ def test_leftover_top_level_module_is_found(wheel: Path, tmp_path: Path) -> None
 def test_unpacked_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     site = unpack(wheel, tmp_path / "site")
     run(sys.executable, "-I", "-c", IMPORT_ALL, str(site), cwd=tmp_path)
+
+
+def test_every_dependency_is_imported() -> None:
+    """What an install brings along is used by the package itself."""
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    sources = [path.read_text() for folder in ("autopart", *LAYER_FOLDERS) for path in (ROOT / folder).rglob("*.py")]
+    names = [re.match(r"[\w-]+", requirement)[0] for requirement in asked]
+    unused = [name for name in names if not any(re.search(rf"^\s*(import|from) {name}\b", s, re.M) for s in sources)]
+    assert names and not unused

@@ -246,7 +246,7 @@ HEAD = '"head.weight": {"tp": "S(1; sections=2)"}'
 WRONG = {
     # name: (what stands there, what is written instead, the texts the error must have; {line} is where it was written)
     "bad JSON": ('"schedule": {', '"schedule": {,', ["is no JSON", "Expecting property name", "{line}"]),
-    "empty file": (None, "", ["is no JSON", "line 1"]),
+    "empty file": (None, "", ["is empty"]),
     "missing section": ('"parameters": {', '"parametrs": {', ["form of a plan", "'parameters' is a required property"]),
     "extra section": (
         '"hardware"', '"extra": 1,\n  "hardware"', ["form of a plan", "'extra' was unexpected", "{line}"],

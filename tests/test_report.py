@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import autopart
 from autopart.cli import main
-from autopart.explain import quantity
+from autopart.headline import quantity
 from autopart.report import MOST
 
 

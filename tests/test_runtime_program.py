@@ -12,7 +12,7 @@ import torch.distributed as td
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopart.compat import tree_flatten
+from autopart.compat import schedule_class, tree_flatten
 from autopart.errors import RuntimeSetupError, StageError, TraceError
 from autopart.layout import R_GRAD_P, P, R, shard
 from autopart.mesh import Mesh
@@ -21,10 +21,9 @@ from autopart.runtime.collectives import bind
 from autopart.runtime.gradients import Bucket, axis_buckets, sync_gradients_lockstep
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.pipeline import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
 from autopart.runtime.placement import placement_of, stage_coordinate, stages_at
 from autopart.runtime.state import join, shard_parameters
-from autopart.schedules import SCHEDULES, V_SHAPED, check_schedule
+from autopart.schedules import MULTI_STAGE, SCHEDULES, V_SHAPED, check_schedule
 
 WIDTH, HIDDEN, BATCH = 6, 7, 16
 OPS = torch.ops.autopart
@@ -198,6 +197,9 @@ class HandCompiler:
     def ready(self):
         return self.program((), {}, purpose="step", training=True)[0] if self.traced else None
 
+    def agreed(self):
+        return {"plan": self.plan}
+
 
 # --- Against the plain model.
 
@@ -321,6 +323,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("mesh", "num_blocks", "cases"), PIPELINES)
 def test_pipelines(mesh, num_blocks, cases):
     names = dist.run_ranks(run_module, 4, mesh, num_blocks, cases)
@@ -500,11 +503,11 @@ def make_schedule(schedule, pp, per_rank, microbatches):
         )
         for s in here
     ]
-    if schedule in MULTI_STAGE_SCHEDULES:
-        return MULTI_STAGE_SCHEDULES[schedule](stages, n_microbatches=microbatches, loss_fn=operator.add)
+    if schedule in MULTI_STAGE:
+        return schedule_class(schedule)(stages, n_microbatches=microbatches, loss_fn=operator.add)
     if per_rank != 1:
         raise ValueError("one stage per rank")
-    return SINGLE_STAGE_SCHEDULES[schedule](stages[0], n_microbatches=microbatches, loss_fn=operator.add)
+    return schedule_class(schedule)(stages[0], n_microbatches=microbatches, loss_fn=operator.add)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -12,7 +12,7 @@ from autopart import scale
 from autopart.errors import InputError
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.tables import SHAPED
-from autopart.scale import fewest, renamed, scaled_copy
+from autopart.scale import Work, fewest, renamed, scaled_copy
 from autopart.verify import VerificationRun
 
 LAYERS = 32
@@ -130,12 +130,16 @@ def test_blocks_that_the_model_counts_on_stay():
 
 def test_memory_decides(monkeypatch):
     model, batch = zoo.llama(num_layers=8)
-    size = scale.needed_bytes(model.parameters())
     assert not any("copy" in note for note in autopart.verify(model, "tp2", example_kwargs=batch).notes)
-    monkeypatch.setattr(scale, "available_bytes", lambda: size - 1)
+    needed = Work().estimate(model, autopart.trace.bind_call(model, (), batch)).total
+    monkeypatch.setattr(scale, "MOST_FOR_COPY", needed)
+    monkeypatch.setattr(scale, "SHARE_COPY", scale.SHARE_WHOLE)
+    monkeypatch.setattr(scale, "available_bytes", lambda: needed)
     found = autopart.verify(model, "tp2", example_kwargs=batch)
     assert found.ok and "verified on a copy with 2 of 8 blocks (model.layers)" in found.notes
-    monkeypatch.setattr(scale, "available_bytes", lambda: size // 100)
+    monkeypatch.setattr(scale, "available_bytes", lambda: 10_000)
     with pytest.raises(InputError) as error:
         autopart.verify(model, "tp2", example_kwargs=batch)
     assert "in float64 needs" in str(error.value) and "2 of 8 blocks (model.layers)" in str(error.value)
+    with pytest.raises(InputError, match="in float64 needs"):
+        autopart.verify(model, "tp2", example_kwargs=batch, scaled=False)

@@ -8,8 +8,7 @@ import zoo
 
 import autopart
 from autopart.errors import StageError
-from autopart.runtime.pipeline import MULTI_STAGE_SCHEDULES
-from autopart.schedules import SCHEDULES, check_schedule
+from autopart.schedules import MULTI_STAGE, SCHEDULES, check_schedule
 
 RUNS = [  # schedule, pp, virtual stages, microbatches
     ("gpipe", 2, 1, (1, 2, 4, 8)),
@@ -97,7 +96,7 @@ def test_default_microbatches_fit_the_schedule(schedule):
     plan = autopart.plan(model, "pp2", example_kwargs=batch, schedule=schedule)
     chosen = plan.schedule
     assert chosen.name == (schedule or "1f1b")
-    assert chosen.virtual_stages == (2 if schedule in MULTI_STAGE_SCHEDULES else 1)
+    assert chosen.virtual_stages == (2 if schedule in MULTI_STAGE else 1)
     assert chosen.microbatches >= 2 * chosen.virtual_stages, "the default leaves the pipeline idle"
     check_schedule(chosen.name, 2 * chosen.virtual_stages, 2, chosen.microbatches)
 

@@ -127,7 +127,7 @@ def test_a_step_is_at_least_its_busiest_rank():
     assert found.step_time_s >= max(found.timeline.busy_s)
     assert sum(found.parts.values()) == pytest.approx(found.step_time_s)
     assert len(found.peak_memory_bytes) == 2
-    assert found.mfu == found.hfu == found.tflops_per_device * 1e12 / Hardware.load().matmul_flops_per_s
+    assert found.mfu == found.hfu == found.tflops_per_device * 1e12 / Hardware.load().flops_per_s["float64"]
 
 
 def test_zero_3_gathers_weights_in_both_directions():

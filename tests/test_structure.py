@@ -19,20 +19,29 @@ PACKAGE = ROOT / "autopart"
 ORCHESTRATORS = (
     "__init__",
     "__main__",
+    "advice",
     "alternatives",
     "api",
     "block_search",
     "calibrate",
     "candidates",
     "cli",
+    "cli_options",
+    "cli_run",
     "compiler",
+    "doctor",
+    "finite",
     "localize",
+    "loop",
+    "plan_checks",
+    "plan_figures",
     "rulecheck",
     "rules",
     "scale",
     "report",
     "search",
     "shrink",
+    "steps",
     "subgraph",
     "subject",
     "verify",
@@ -44,12 +53,18 @@ MAY_IMPORT = {
     "runtime": {"base", "runtime"},
     "orchestrator": {"base", "cost", "passes", "runtime", "orchestrator"},
 }
+# What a plan can be asked for is made above it: imported inside the methods that give it.
+LATE_IMPORTS = {("autopart.plan", "autopart.cost.symbolic"), ("autopart.plan", "autopart.report")}
+# Programs are written in operators, which the runtime defines.
+OPERATORS = ("autopart.passes", "autopart.runtime.collectives")
+# Imported before a command is known, or to show a plan: torch takes seconds.
+WITHOUT_TORCH = ("autopart", "autopart.cli", "autopart.diff", "autopart.explain", "autopart.cost.symbolic")
 LAYER_FOLDERS = ("cost", "passes", "runtime")
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 PRINTING_MODULES = ("autopart.cli",)
 TRANSFORMERS_MODULES: tuple[str, ...] = ("autopart.model_source",)
-COMPAT_MODULE = "autopart.compat"
+COMPAT_MODULES = ("autopart.compat", "autopart.compat_training")
 # Below these, a leading underscore is part of a public name: operators (torch.ops.aten._softmax) and torch.fx.
 PUBLIC_PREFIXES = ("torch.ops.", "torch.fx.")
 
@@ -71,6 +86,11 @@ class Module:
         """(line, module, name) of each import, wherever it stands; `import a.b` has the name ""."""
         return [found for node in ast.walk(self.tree) for found in self._imports_of(node)]
 
+    @cached_property
+    def first_lines(self) -> set[int]:
+        """The lines of the imports that run when the module is imported."""
+        return {node.lineno for node in _run_at_import(self.tree.body) if isinstance(node, ast.Import | ast.ImportFrom)}
+
     def _imports_of(self, node: ast.AST) -> Iterator[tuple[int, str, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
@@ -87,6 +107,17 @@ class Module:
         parts = self.name.split(".")
         parent = parts[: len(parts) - node.level + self.is_package]
         return ".".join([*parent, node.module] if node.module else parent)
+
+
+def _run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported: none of functions, none for type checkers alone."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            yield from _run_at_import(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _run_at_import([n for n in getattr(node, field, []) if isinstance(n, ast.stmt)])
 
 
 Check = Callable[[Module, set[str]], Iterator[str]]
@@ -113,6 +144,9 @@ def import_edges(module: Module, known: set[str]) -> Iterator[str]:
         if imported.partition(".")[0] in LAYER_FOLDERS:
             yield f"{module.name}:{line} imports {imported}; its name is autopart.{imported}"
         elif target_layer is not None and target_layer not in MAY_IMPORT[layer]:
+            is_late = line not in module.first_lines and (module.name, imported) in LATE_IMPORTS
+            if is_late or (module.name, imported) == OPERATORS:
+                continue
             yield f"{module.name}:{line} ({layer}) imports {imported} ({target_layer})"
 
 
@@ -123,6 +157,22 @@ def cost_without_process_groups(module: Module, known: set[str]) -> Iterator[str
     for line, target, name in module.imports:
         if f"{target}.{name}.".startswith("torch.distributed."):
             yield f"{module.name}:{line} imports {target}; cost knows nothing of torch.distributed"
+
+
+def torch_at_import(module: Module, modules: dict[str, Module]) -> Iterator[str]:
+    """The ways in which importing a module imports torch."""
+    seen, paths = {module.name}, [[module]]
+    while paths:
+        path = paths.pop()
+        last = path[-1]
+        for line, target, name in last.imports:
+            if line not in last.first_lines:
+                continue
+            if target.partition(".")[0] == "torch":
+                yield f"{' imports '.join(m.name for m in path)}:{line} imports {target}"
+            for imported in {target, f"{target}.{name}"} & set(modules) - seen:
+                seen.add(imported)
+                paths.append([*path, modules[imported]])
 
 
 def file_length(module: Module, known: set[str]) -> Iterator[str]:
@@ -161,8 +211,8 @@ def no_transformers(module: Module, known: set[str]) -> Iterator[str]:
 
 
 def private_torch(module: Module, known: set[str]) -> Iterator[str]:
-    """Private names of torch, imported or reached as attributes, stand in one file, where an upgrade can break them."""
-    if module.name == COMPAT_MODULE:
+    """Private names of torch, imported or reached as attributes, stand where an upgrade is looked for."""
+    if module.name in COMPAT_MODULES:
         return
     aliases = torch_aliases(module.tree)
     used = [(line, f"{target}.{name}".rstrip(".")) for line, target, name in module.imports]
@@ -171,7 +221,7 @@ def private_torch(module: Module, known: set[str]) -> Iterator[str]:
     ]
     for line, dotted in sorted(set(used)):
         if is_private_torch(dotted):
-            yield f"{module.name}:{line} touches {dotted}; only {COMPAT_MODULE} may"
+            yield f"{module.name}:{line} touches {dotted}; only {' and '.join(COMPAT_MODULES)} may"
 
 
 def torch_aliases(tree: ast.Module) -> dict[str, str]:
@@ -229,6 +279,9 @@ BAD = [
     (import_edges, Module("autopart.runtime.stage", "from autopart.passes.rules import view")),
     (import_edges, Module("autopart.passes.solve", "from cost import time")),
     (import_edges, Module("autopart.api", "import runtime.stage")),
+    (import_edges, Module("autopart.passes.solve", "from autopart.runtime import collectives")),
+    (import_edges, Module("autopart.plan", "from autopart.cost.symbolic import Cost")),
+    (import_edges, Module("autopart.diff", "def f():\n    from autopart.cost.symbolic import Cost")),
     (cost_without_process_groups, Module("autopart.cost.time", "import torch.distributed as dist")),
     (cost_without_process_groups, Module("autopart.cost.time", "from torch import distributed")),
     (cost_without_process_groups, Module("autopart.cost.time", "from torch.distributed.tensor import Shard")),
@@ -250,6 +303,8 @@ BAD = [
 ]
 
 GOOD = [
+    Module("autopart.plan", "def f():\n    from autopart.cost.symbolic import Cost"),
+    Module("autopart.passes", "from autopart.runtime import collectives", is_package=True),
     Module("autopart.graph", "from autopart import layout\nfrom .layout import Layout\nimport torch, sympy"),
     Module("autopart.cost.time", "from autopart.cost import memory\nfrom ..graph import Graph\nfrom . import memory"),
     Module("autopart.cost", "from .time import f\nfrom ..graph import Graph", is_package=True),
@@ -263,9 +318,10 @@ GOOD = [
     Module("autopart.graph", "from torch.fx import _symbolic_trace\nimport torch.fx"),
     Module("autopart.graph", "graph.print_tabular()\n" * (MAX_FILE_LINES - 1)),
     Module("autopart.graph", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
-    Module(COMPAT_MODULE, "import torch.distributed._functional_collectives"),
+    Module(COMPAT_MODULES[0], "import torch.distributed._functional_collectives"),
 ]
 PLANTED_NAMES = {"autopart.layout", "autopart.graph", "autopart.cost.memory", "autopart.passes.rules.view"}
+PLANTED_NAMES |= {"autopart.runtime.collectives"}
 PLANTED_NAMES |= {f"autopart.{folder}" for folder in LAYER_FOLDERS}
 
 
@@ -293,6 +349,35 @@ def test_package(check: Check, modules: list[Module]) -> None:
     known = {module.name for module in modules}
     violations = [violation for module in modules for violation in check(module, known)]
     assert not violations, "\n  ".join([check.__doc__ or "", *violations])
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_imported_without_torch(name: str, modules: list[Module]) -> None:
+    by_name = {module.name: module for module in modules}
+    assert list(torch_at_import(by_name[name], by_name)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch",
+        "from torch import nn",
+        "try:\n    import torch.fx\nexcept ImportError:\n    pass",
+        "class A:\n    from torch import nn",
+        "from autopart import trace",
+        "from autopart.trace import f",
+        "if TYPE_CHECKING:\n    import sympy\nelse:\n    import torch",
+    ],
+)
+def test_a_planted_import_of_torch_is_found(source: str) -> None:
+    by_name = {"autopart.trace": Module("autopart.trace", "import torch")}
+    assert list(torch_at_import(Module("autopart.plan", source), by_name))
+
+
+def test_a_late_import_of_torch_is_none() -> None:
+    source = "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n    from autopart.trace import f"
+    by_name = {"autopart.trace": Module("autopart.trace", "import torch")}
+    assert list(torch_at_import(Module("autopart.plan", source), by_name)) == []
 
 
 @pytest.mark.parametrize(("check", "module"), BAD, ids=lambda value: getattr(value, "__name__", None))

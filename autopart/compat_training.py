@@ -1,0 +1,84 @@
+"""Private parts of torch that a training loop meets: norms of gradients and the scaling of a loss."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class _Norms:
+    """Holds the code that two functions of `torch.nn.utils` have once `redirect_norms` has run, and torch's own."""
+
+    clip: Callable[..., Any]
+    total: Callable[..., Any]
+    own_clip: Callable[..., Any] | None = None
+    own_total: Callable[..., Any]
+
+    def clip_code(*args: Any, **kwargs: Any) -> Any:
+        from autopart.compat_training import _Norms
+
+        return _Norms.clip(_Norms.own_clip, *args, **kwargs)
+
+    def total_code(*args: Any, **kwargs: Any) -> Any:
+        from autopart.compat_training import _Norms
+
+        return _Norms.total(_Norms.own_total, *args, **kwargs)
+
+
+def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
+    """From now on `torch.nn.utils.clip_grad_norm_(...)` is `clip(torch's own, ...)`, and `get_total_norm(...)` is
+    `total(torch's own, ...)`, under `torch.no_grad()`.
+
+    The code is exchanged, so that this holds of names that were imported before as well.
+    """
+    if _Norms.own_clip is not None:
+        return
+    _Norms.clip, _Norms.total = staticmethod(clip), staticmethod(total)
+    total_function, clip_function = (
+        f.__wrapped__ for f in (torch.nn.utils.get_total_norm, torch.nn.utils.clip_grad_norm_)
+    )
+    _Norms.own_total = staticmethod(_exchanged(total_function, _Norms.total_code, {}))
+    own_total = {total_function.__name__: _Norms.own_total}
+    _Norms.own_clip = staticmethod(_exchanged(clip_function, _Norms.clip_code, own_total))
+
+
+def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
+    """Gives a function another code, and returns one that has its own; `names` are what that one finds by them."""
+    scope = {**function.__globals__, **names}
+    own = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    function.__signature__ = inspect.signature(function)
+    function.__code__ = code.__code__
+    return own
+
+
+def redirect_unscale(to: Callable[..., Any]) -> None:
+    """From now on every `torch.amp.GradScaler` that divides an optimizer's gradients by the scale, and looks for
+    infinities among them, calls `to(torch's own way, scaler, optimizer, ...)`; it gives {device: 1.0 or 0.0}."""
+    scalers: Any = torch.amp.GradScaler
+    own = scalers._unscale_grads_
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @functools.wraps(own)
+    def unscale(self: Any, *args: Any) -> Any:
+        return to(own, self, *args)
+
+    scalers._unscale_grads_ = unscale
+
+
+def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of every tensor, in its dtype or float32, whichever is larger: a vector for each device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return [
+        torch.stack(torch._foreach_norm(same, norm_type, dtype=torch.float32 if dtype in HALVES else None))
+        for (_, dtype), same in kinds.items()
+    ]

@@ -1,0 +1,66 @@
+"""Text files of the user's: read with an error in words, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from autopart.errors import AutopartError
+
+
+def read_text(path: Path, what: str, error: type[AutopartError], hint: str) -> str:
+    """The text of a file that is there.
+
+    Args:
+        what: what it should be, with its article: "a plan".
+        error: the kind of error that is raised where it is a folder, empty, unreadable, or no text.
+    """
+    if path.is_dir():
+        raise error(f"{path} is a folder, not {what}", hint=f"a file in {path}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise error(f"cannot read {path}", why=problem.strerror or str(problem)) from None
+    except UnicodeDecodeError as problem:
+        why = f"byte {problem.start} is not UTF-8 text, and {what} is JSON"
+        raise error(f"{path} is not {what}", why=why, hint=hint) from None
+    if not text.strip():
+        raise error(f"{path} is empty", why="nothing was written, or not yet", hint=hint)
+    return text
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is there whole, or stays as it was: beside it first, then renamed.
+
+    Raises OSError. What is no regular file (`/dev/stdout`) is written to as it is.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def check_place(path: Path, error: type[AutopartError], hint: str = "") -> None:
+    """Raises an error where a file cannot be written for its folder: before the work whose result goes there."""
+    folder = path.resolve().parent
+    why = ""
+    if path.is_dir():
+        why = "it is a folder"
+    elif not folder.is_dir():
+        why = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        why = "you may not write there"
+    if why:
+        raise error(f"cannot write {path}", why=why, hint=hint)

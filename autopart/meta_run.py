@@ -1,0 +1,143 @@
+"""A run of a model's own Python that computes nothing: tensors have shapes, and autograd notes who is made of whom.
+
+Parameters and inputs are on the meta device, and say that they are where the model's are. What is made of numbers alone
+is real as long as it is small, so that Python can ask for its values. What a call gives is looked up where the same
+call was made before: torch takes long to work out a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopart.compat import TorchDispatchMode, exporting, tree_map
+
+_SMALL = 2**16
+"""Entries of the largest tensor that is real."""
+_TENSOR: Any = Tensor
+_DEVICE = _TENSOR.device.__get__
+_IS_META, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cuda.__get__
+
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype."""
+
+
+@contextmanager
+def meta_run(device: torch.device) -> Iterator[None]:
+    """Inside, operators on tensors of the meta device run as described above; these say that they are on `device`."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), _Forms(), _Placed(device):
+        yield
+
+
+class _Placed(TorchFunctionMode):
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = torch.device("cpu") if device.type == "meta" else device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func == _DEVICE:
+            return self.device if found.type == "meta" else found
+        if func == _IS_META:
+            return False
+        return self.device.type == "cuda" if func == _IS_CUDA else found
+
+
+class _Forms(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[Any, Any] = {}
+        self.own: dict[int, Tensor] = {}
+        """Real tensors that were made inside, by where their memory begins: these may be written."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors: list[Tensor] = []
+        key = (func, _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else ())
+        real = not any(tensor.is_meta for tensor in tensors)
+        schema = func._schema
+        if real and not schema.is_mutable and not func.is_view and func.namespace != "prim":
+            real = self._may_be_real(func, args, kwargs)
+        if real and (not schema.is_mutable or all(t.untyped_storage().data_ptr() in self.own for t in tensors)):
+            return self._keep(func(*args, **kwargs))
+        if not tensors:
+            return func(*args, **_placed_on_meta(func, args, kwargs))
+        if not all(tensor.is_meta for tensor in tensors):
+            meta_args, meta_kwargs = tree_map(_on_meta, (args, dict(kwargs)))
+            made = func(*meta_args, **meta_kwargs)
+            return args[0] if schema.is_mutable else made
+        if schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
+            return func(*args, **_placed_on_meta(func, args, kwargs))
+        return self._made(func, key, args, kwargs)
+
+    def _may_be_real(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call gives only small tensors, or of a size that depends on values; and none with three dims, which
+        is a state or an activation: torch's recurrent layers want it where their input is."""
+        meta_args, meta_kwargs = tree_map(_on_meta, (args, dict(kwargs)))
+        try:
+            made = _leaves(func(*meta_args, **_placed_on_meta(func, meta_args, meta_kwargs)))
+        except (RuntimeError, NotImplementedError):
+            return True
+        return all(t.numel() <= _SMALL and (t.ndim < 3 or not t.is_floating_point()) for t in made)
+
+    def _keep(self, made: Any) -> Any:
+        for leaf in _leaves(made):
+            self.own[leaf.untyped_storage().data_ptr()] = leaf
+        return made
+
+    def _made(self, func: Any, key: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives that writes nothing and gives no part of its inputs' memory."""
+        try:
+            forms = self.known.get(key)
+        except TypeError:  # an argument that cannot be a key
+            return func(*args, **kwargs)
+        if forms is not None:
+            found = [_empty(form) for form in forms[1]]
+            return forms[0](found) if forms[0] is not None else found[0]
+        made = func(*args, **_placed_on_meta(func, args, kwargs))
+        kind = None if isinstance(made, Tensor) else type(made) if type(made) in (tuple, list) else False
+        leaves = [made] if kind is None else made
+        if kind is not False and all(isinstance(leaf, Tensor) for leaf in leaves):
+            self.known[key] = kind, [(tuple(t.shape), t.stride(), t.dtype) for t in leaves]
+        return made
+
+
+def _empty(form: Form) -> Tensor:
+    return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
+
+
+def _leaves(made: Any) -> Sequence[Tensor]:
+    parts = made if isinstance(made, (tuple, list)) else (made,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _on_meta(leaf: Any) -> Any:
+    """A tensor on meta; one number stays as it is, which any device takes."""
+    return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+def _placed_on_meta(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keyword arguments with which a call gives tensors on meta."""
+    makes = not args or not any(isinstance(leaf, Tensor) for leaf in args)
+    if kwargs.get("device") is None and not (makes and any(a.name == "device" for a in func._schema.arguments)):
+        return kwargs
+    return {**kwargs, "device": torch.device("meta")}
+
+
+def _key(value: Any, tensors: list[Tensor]) -> Any:
+    """What a call's form depends on; the tensors in a value are added to a list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple([_key(part, tensors) for part in value])
+    return type(value), value

@@ -1,0 +1,21 @@
+"""Names of parameters, modules and operators as text."""
+
+from __future__ import annotations
+
+import re
+
+
+def parents(name: str) -> list[str]:
+    """The modules that hold a parameter or an operator, outermost first.
+
+    >>> parents("model.layers.3.mlp/mul"), parents("lm_head.weight")
+    (['model', 'model.layers', 'model.layers.3', 'model.layers.3.mlp'], ['lm_head'])
+    """
+    path = name.rsplit("/", 1)[0] if "/" in name else name.rpartition(".")[0]
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def pattern_of(path: str) -> str:
+    """A path with the numbers of repeated blocks left open: `model.layers.*.mlp`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

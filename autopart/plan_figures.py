@@ -1,0 +1,69 @@
+"""A plan of what is decided: its entries, and its figures from the program that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from autopart.cost.hardware import Hardware
+from autopart.cost.memory import RankMemory
+from autopart.cost.simulate import simulated
+from autopart.passes.decide import encode
+from autopart.passes.footprint import Walk
+from autopart.passes.lower import Decisions
+from autopart.passes.pins import pinned_layouts
+from autopart.passes.reasons import Solved, certificate
+from autopart.passes.recompute import recompute_notes
+from autopart.passes.sizes import size_notes
+from autopart.passes.storage import storage_notes
+from autopart.passes.summary import collectives, cost, stage_rows
+from autopart.passes.timing import timing
+from autopart.passes.unsharded import unsharded
+from autopart.plan import Plan, Reasons, Schedule
+from autopart.plan_checks import identity_of
+from autopart.program import Program
+from autopart.trace import Trace
+
+if TYPE_CHECKING:
+    from autopart.compiler import Options
+
+
+class Draft(NamedTuple):
+    """What is chosen for a plan, the program of it, how the tensor axis was solved (None where that was not), and a
+    walk of every stage of the program."""
+
+    schedule: Schedule
+    decisions: Decisions
+    program: Program
+    solved: Solved | None
+    walks: Sequence[Walk]
+
+
+def plan_of(
+    kind: str, traced: Trace, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Reasons | None,
+    notes: Sequence[str] = (),
+) -> Plan:  # fmt: skip
+    """The plan of a draft for a model of class `kind`; `memory`: of its ranks; `notes`: after those of its parts."""
+    schedule, decisions, program, solved, walks = draft
+    mesh, hardware = decisions.mesh, Hardware.load(options.hardware)
+    pinned = pinned_layouts(traced, mesh, options.pins).operators
+    own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0),
+                 *recompute_notes(traced.graph, decisions.recompute))  # fmt: skip
+    rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
+    names = {"class": kind, **identity_of(traced.parameters), "mode": traced.mode}
+    if traced.autocast:
+        names["autocast"] = traced.autocast
+    inputs = {
+        name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
+        for name, t in zip(traced.call.names, traced.call.tensors, strict=True)
+    }
+    took = timing(traced, program, schedule, hardware, walks, options.compile)
+    step = simulated(took, schedule, mesh, [rank.total for rank in memory])
+    limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
+    return Plan(
+        dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
+        unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
+        cost=cost(traced, decisions.num_stages, rows, moved, step, limit) | certificate(solved),
+        memory=tuple(rank.as_row() for rank in memory), timing=took,
+        notes=(*own_notes, *notes), pins=options.pins.as_data(), reasons=reasons,
+    )  # fmt: skip

@@ -1,0 +1,83 @@
+"""What a long piece of work is doing at this moment, said by the code that does it and shown by who wants to.
+
+`phase("tracing the model")` costs nothing where nobody listens. `shown(write)` writes a line for every phase of a piece
+of work that takes longer than two seconds, and every announcement at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+AFTER_S = 2.0
+"""Work that is done sooner says nothing."""
+
+SETTLED_S = 0.2
+"""A phase that is over sooner gets no line."""
+
+Listener = Callable[[str], None]
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_announcer: ContextVar[Listener | None] = ContextVar("announcer", default=None)
+
+
+def phase(text: str) -> None:
+    """Say what begins now, in a few words: `phase("simulating 3 of 12")`."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(text)
+
+
+def announce(text: str) -> None:
+    """Say at once what is about to be done, in one line; nothing where nobody listens."""
+    announcer = _announcer.get()
+    if announcer is not None:
+        announcer(text)
+
+
+class _Lines:
+    """The present phase, and a thread that writes it once the work has taken `after_s` seconds."""
+
+    def __init__(self, write: Listener, after_s: float):
+        self.write, self.after_s = write, after_s
+        self.start_s = time.monotonic()
+        self.text, self.since_s, self.is_written = "", self.start_s, True
+        self.lock, self.done = threading.Lock(), threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="autopart-progress", daemon=True)
+
+    def begin(self, text: str) -> None:
+        with self.lock:
+            self.text, self.since_s, self.is_written = text, time.monotonic(), False
+
+    def _watch(self) -> None:
+        self.done.wait(self.after_s)
+        while not self.done.wait(SETTLED_S / 2):
+            with self.lock:
+                now_s = time.monotonic()
+                if self.is_written or now_s - self.since_s < SETTLED_S:
+                    continue
+                self.is_written, text = True, self.text
+            self.write(f"[{now_s - self.start_s:3.0f} s] {text}")
+
+
+@contextmanager
+def shown(write: Listener, after_s: float = AFTER_S) -> Iterator[None]:
+    """Inside, each phase is written as a line, `[ 12 s] simulating 3 of 12`, from the time that the work has taken
+    `after_s` seconds.
+
+    Example:
+        >>> with shown(lambda line: print(line, file=sys.stderr)):    # doctest: +SKIP
+        ...     plans = autopart.search(model, 64)
+    """
+    lines = _Lines(write, after_s)
+    token, announcing = _listener.set(lines.begin), _announcer.set(write)
+    lines.thread.start()
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+        _announcer.reset(announcing)
+        lines.done.set()
+        lines.thread.join()

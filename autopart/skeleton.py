@@ -1,0 +1,164 @@
+"""A model without the values of its parameters, for later traces and for names once its parameters are cut.
+
+While the user's own code keeps the model, that is what is traced. When it lets go of it, the memory is free, and its
+skeleton takes its place: the same modules, with the same buffers, and cut parameters that have a shape, a device, and
+no memory. (On the meta device they would not go with the buffers in a trace.)
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
+
+
+class Source:
+    """The user's model: held until its parameters are cut, then only as long as somebody else does."""
+
+    def __init__(self, model: nn.Module):
+        self._held: nn.Module | None = model
+        self._own: weakref.ref[nn.Module] = weakref.ref(model)
+        self._skeleton: nn.Module | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, or its skeleton once it is gone."""
+        known = (self._held, self._own(), self._skeleton)
+        return next(model for model in known if model is not None)
+
+    def let_go(self, cut: Collection[str]) -> None:
+        """Hold no value of these parameters any longer. Warns, and holds the model, where it has no skeleton."""
+        try:
+            self._skeleton = skeleton_of(self.model, cut)
+            self._held = None
+        except NoSkeleton as error:
+            self._held = self.model
+            warnings.warn(
+                f"every rank keeps the whole {type(self.model).__name__} in memory beside its shards: {error}.",
+                stacklevel=2,
+            )
+
+
+class NoSkeleton(Exception):
+    """Why a model cannot be copied without its parameters."""
+
+
+def without_values(tensor: Tensor) -> Tensor:
+    """A tensor like this one on the meta device; of a parameter, a parameter with its attributes."""
+    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return _as(tensor, form)
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """A tensor like this one, where it is, whose memory has no size: its values must not be read."""
+    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    form.untyped_storage().resize_(0)
+    return _as(tensor, form)
+
+
+def _as(tensor: Tensor, form: Tensor) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return form.requires_grad_(tensor.requires_grad)
+    twin = nn.Parameter(form, requires_grad=tensor.requires_grad)
+    vars(twin).update(vars(tensor))
+    return twin
+
+
+def skeleton_of(model: nn.Module, cut: Collection[str]) -> nn.Module:
+    """A copy of a model that shares its tensors, but for the parameters of some names, which have no memory.
+
+    Raises NoSkeleton where a copy would not be the same model, or would hold the original's parameters.
+    """
+    try:
+        shared, originals = _twins(model, cut)
+        made = copy.deepcopy(model, shared)
+    except Exception as error:  # whatever the attributes of a user's modules make of a copy
+        raise NoSkeleton(f"it cannot be copied ({type(error).__name__}: {str(error)[:100]})") from error
+    if _named(made) != _named(model):
+        raise NoSkeleton("its copy has other parameters or buffers")
+    whole = next((name for name, p in made.named_parameters() if name in cut and p.untyped_storage().nbytes()), None)
+    if whole is not None:
+        raise NoSkeleton(f"its copy has a copy of '{whole}'")
+    held = next((thing for thing in _reachable(made) if id(thing) in originals), None)
+    if held is not None:
+        raise NoSkeleton(f"its copy still refers to {_spoken(held, model)}")
+    return made
+
+
+def _twins(model: nn.Module, cut: Collection[str]) -> tuple[dict[int, Any], dict[int, Any]]:
+    """What stands for every tensor of a model in its skeleton, by id; and what no skeleton may refer to."""
+    twins: dict[int, Any] = {}
+    originals: dict[int, Any] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        twins.setdefault(id(parameter), emptied(parameter) if name in cut else parameter)
+        if name in cut:
+            originals[id(parameter)] = parameter
+    for module in model.modules():
+        originals[id(module)] = module
+        for tensor in filter(_is_tensor, (*module._buffers.values(), *vars(module).values())):
+            computed = tensor.requires_grad and not tensor.is_leaf  # by a hook before every forward
+            twins.setdefault(id(tensor), emptied(tensor.detach()) if computed else tensor)
+    return twins, originals
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _named(model: nn.Module) -> list[tuple[str, int]]:
+    """All names of parameters and buffers; tied ones have the same number."""
+    first: dict[int, int] = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [(name, first.setdefault(id(tensor), number)) for number, (name, tensor) in enumerate(tensors)]
+
+
+def _reachable(root: Any) -> Iterator[Any]:
+    """What an object refers to: attributes, entries, and what functions hold of their surroundings."""
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, _PLAIN) or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        yield thing
+        todo += _parts(thing)
+
+
+def _parts(thing: Any) -> list[Any]:
+    if isinstance(thing, types.MethodType):
+        return [thing.__self__, thing.__func__]
+    if isinstance(thing, types.FunctionType):
+        cells = [cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell)]
+        return [*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), vars(thing)]
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, dict):
+        return [*thing.keys(), *thing.values()]
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        return list(thing)
+    return [vars(thing)] if hasattr(thing, "__dict__") else []
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _spoken(thing: Any, model: nn.Module) -> str:
+    if isinstance(thing, nn.Module):
+        name = next((name for name, module in model.named_modules() if module is thing), "")
+        return f"the model's own module '{name}'" if name else "the model itself"
+    name = next((name for name, parameter in model.named_parameters() if parameter is thing), "")
+    return f"its parameter '{name}'"

@@ -1,0 +1,67 @@
+"""The number of labels that a loss is the mean of: a training step may be given that of several batches instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from autopart.graph import operator_name
+from autopart.program import LabelCount, Program
+
+from .analyze import DATA
+
+_SAME = ("aten::reshape", "aten::view", "aten::clone", "aten::alias", "aten::squeeze", "aten::_to_copy", "aten::to")
+_SCALED = ("aten::mul", "aten::div", "aten::neg")
+_SUMS = ("aten::sum",)
+_COUNTED = (*_SAME, "aten::clamp", "aten::clamp_min", "aten::maximum")
+
+
+def with_label_count(program: Program, loss: fx.Node) -> Program:
+    """A program of a training step that knows which of its inputs its loss is divided by, or why there is none."""
+    division = _division(loss)
+    if division is None:
+        return replace(program, label_count=_why_not(loss))
+    count = division.args[1]
+    if [user for user in count.users if user is not division]:
+        return replace(program, label_count="the number of labels is used for something else too")
+    for stage in program.stages:
+        names = {stage_input.name for stage_input in stage.inputs}
+        for node in stage.graph.graph.find_nodes(op="placeholder"):
+            if node.target in names and node.meta.get("origin") == count.name:
+                return replace(program, label_count=LabelCount(stage.index, str(node.target)))
+    return replace(program, label_count="its number of labels is not known before the step")
+
+
+def _division(loss: fx.Node) -> fx.Node | None:
+    """Where the sum over labels is divided by their count, if the loss is that but for constant factors."""
+    node = loss
+    while True:
+        name = operator_name(node) if node.op == "call_function" else ""
+        others = [argument for argument in node.args[1:] if isinstance(argument, fx.Node)]
+        if name == "aten::div" and others:
+            return node if _is_sum(node.args[0]) and _is_count(others[0]) else None
+        if name not in (*_SAME, *_SCALED) or others or not isinstance(node.args[0], fx.Node):
+            return None
+        node = node.args[0]
+
+
+def _is_sum(node: fx.Node) -> bool:
+    while operator_name(node) in (*_SAME, *_SCALED) and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return operator_name(node) in _SUMS
+
+
+def _is_count(node: fx.Node) -> bool:
+    """Whether a number is a sum over what the inputs alone say, such as labels that are not ignored or a mask."""
+    if node.meta["role"] != DATA:
+        return False
+    while operator_name(node) in _COUNTED and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return operator_name(node) in _SUMS
+
+
+def _why_not(loss: fx.Node) -> str:
+    if loss.op == "call_function" and operator_name(loss) == "aten::add":
+        return "the loss has several terms: labels divide only one of them"
+    return "the loss is not a sum over labels divided by how many there are"

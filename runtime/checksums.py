@@ -1,0 +1,67 @@
+"""A number for the bytes of a tensor: equal tensors have equal ones, and another tensor almost surely another.
+
+It is made where the tensor lies, by integer sums that come out the same in any order, so on every kind of machine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WEIGHTED_WORDS = 2**14
+"""So many words of eight bytes have a weight of their own. A larger tensor is summed, and a sample of it weighted."""
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A number for the bits of a tensor, NaN and the sign of zero included: int64 [], on the tensor's device.
+
+    A tensor that differs in one element alone always has another one.
+
+    Example:
+        >>> bool(checksum(torch.zeros(3)) == checksum(torch.tensor([0.0, -0.0, 0.0])))
+        False
+    """
+    values = tensor.detach()
+    if values.dtype == torch.int64 and values.is_contiguous() and values.numel() > 1:  # tokens, at every step
+        return _weighted(values.view(-1))
+    values = values.resolve_conj().resolve_neg().contiguous()
+    if values.numel() == 1:  # contiguous, whatever its stride
+        values = values.clone(memory_format=torch.contiguous_format)
+    bits = values.reshape(-1).view(torch.uint8)
+    whole = bits.numel() // 8 * 8
+    words = bits[:whole].view(torch.int64) if bits.storage_offset() % 8 == 0 else bits[:whole].clone().view(torch.int64)
+    if whole == bits.numel():
+        return _weighted(words)
+    rest = F.pad(bits[whole:], (0, 8 - (bits.numel() - whole))).view(torch.int64)
+    return _weighted(words) + _weighted(rest) * 3
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """`checksum` of each, on the host."""
+    numbers = [checksum(tensor) for tensor in tensors]
+    if len({number.device for number in numbers}) > 1:
+        numbers = [number.to("cpu") for number in numbers]
+    return [int(number) for number in torch.stack(numbers).tolist()] if numbers else []
+
+
+def _weighted(words: Tensor) -> Tensor:
+    """int64 [n] -> []. Sums wrap around; a weight is odd, so that no change of one word is lost."""
+    weights = _weights(words.device)
+    if words.numel() <= WEIGHTED_WORDS:
+        return (words * weights[: words.numel()]).sum()
+    stride = -(-words.numel() // WEIGHTED_WORDS)
+    sample = words[::stride]
+    return words.sum() + (sample * (weights[: sample.numel()] - 1)).sum()
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers that look random: the finaliser of splitmix64 (Steele et al. 2014) on 1, 2, 3, ..."""
+    x = torch.arange(1, WEIGHTED_WORDS + 1, device=device) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ (x >> shift)) * factor
+    return (x ^ (x >> 31)) | 1

@@ -1,0 +1,214 @@
+"""What users do with an `nn.Module` beside calling it: right for a partitioned one, or refused in words."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from autopart.errors import MissingAttribute, UsageError
+
+CONVERT = "convert the model before: parallelize(model.bfloat16().cuda(), ...)"
+_OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_local_buffers", "_copies")
+
+_ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""What DistributedDataParallel asks a module for before it gives every rank the parameters of the first."""
+
+
+class Idioms(nn.Module):
+    """What a partitioned model has of `nn.Module`, where that would otherwise be wrong without a word.
+
+    `copy.deepcopy` gives a module with parameters of its own (for moving averages) that runs on the same processes.
+    """
+
+    def apply(self, fn: Callable[..., Any]) -> NoReturn:
+        """Raises UsageError: here are no layers of the model's own classes to initialise."""
+        _refuse_apply()
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises UsageError: stages are compiled by an option."""
+        raise UsageError("pm.compile() compiles nothing", why="what runs are the graphs of the stages",
+                         hint="parallelize(..., compile=True)")  # fmt: skip
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """What `to`, `half`, `cuda` and their like are made of; fine where it would change nothing."""
+        tensors = [*self.__dict__["_local_parameters"].values(), *self.__dict__["_local_buffers"].values()]
+        if not tensors:
+            tensors = [*self.__dict__["_source"].model.parameters()]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            _refuse_conversion(fn, dtype, self.__dict__["_process"].device)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.__dict__["_program"] is None:
+            raise UsageError(
+                "copy.deepcopy(pm) comes too early",
+                why="the model is traced, and partitioned, at its first call",
+                hint="parallelize(model, mesh, example_kwargs=batch)",
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in self.__dict__.items():
+            if name in _OWN_TENSORS:
+                value = copy.deepcopy(value, memo)
+            elif isinstance(value, (dict, set, Counter)):
+                value = copy.copy(value)
+            copied.__dict__[name] = value
+        copied._begin_as_copy()
+        return copied
+
+    def _begin_as_copy(self) -> None:
+        """Forget what belongs to the parameters of the module that this is a copy of."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "a partitioned model cannot be pickled", why="it holds process groups and compiled programs of this rank",
+            hint="torch.save(pm.full_state_dict(), path)",
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            source = self.__dict__.get("_source")
+            if name == _ASKED_BY_DDP:
+                _refuse_ddp()
+            if name.startswith("_") or source is None:
+                raise
+        return attribute_of(source.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        source = self.__dict__.get("_source")
+        known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if source is not None and not known:
+            part_of_model = name in vars(source.model) or name in self._modules or name in self._parameters
+            if part_of_model or isinstance(value, (nn.Module, nn.Parameter)):
+                _refuse_change(name)
+        super().__setattr__(name, value)
+
+
+class Branch(nn.Module):
+    """A node of the tree that gives the local tensors of a partitioned model their dotted names.
+
+    `pm.layers[0].weight` is a parameter; what a layer computes is a part of the program.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError("a layer of a partitioned model cannot be called alone",
+                         why="its operators are a part of the program that pm(...) runs",
+                         hint="call the model's own layer, or let the model return what it computes")  # fmt: skip
+
+    def __getitem__(self, index: Any) -> nn.Module:
+        names = list(self._modules)
+        if isinstance(index, str) and index in names:
+            return self._modules[index]  # type: ignore[return-value]
+        if isinstance(index, int) and str(index % max(len(names), 1)) in names and -len(names) <= index:
+            found = self._modules.get(str(index if index >= 0 else index + len(names)))
+            if found is not None:
+                return found
+        raise IndexError(f"this rank holds no parameters of {index!r}; it has {', '.join(names) or 'none'}")
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(child for child in self._modules.values() if child is not None)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def apply(self, fn: Callable[..., Any]) -> NoReturn:
+        _refuse_apply()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for tensor in (*self.parameters(), *self.buffers()):
+            _refuse_conversion(fn, tensor.dtype, tensor.device)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+        raise MissingAttribute(
+            f"'{name}' is not on this rank", hint="ask the model itself",
+            why="layers hold parameters alone, each rank those of its stages",
+        )  # fmt: skip
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in self.__dict__:
+            _refuse_change(name)
+        super().__setattr__(name, value)
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
+            "a hook on a layer of a partitioned model would never run", why="its operators are a part of the program",
+            hint="register it on the model before: it is traced",
+        )  # fmt: skip
+
+    register_forward_hook = register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
+
+
+def attribute_of(model: nn.Module, name: str) -> Any:
+    """A plain attribute of the user's model, such as its `config`.
+
+    Raises MissingAttribute, an AttributeError, for what would run the model's own code or read its own weights.
+    """
+    kind = type(model).__name__
+    static = inspect.getattr_static(model, name, None)
+    is_plain = name in vars(model) or not (callable(static) or hasattr(static, "__get__"))
+    if static is not None and is_plain and not isinstance(static, (Tensor, nn.Module)) and not callable(static):
+        return static
+    if callable(static) and not isinstance(static, nn.Module):
+        raise MissingAttribute(
+            f"a partitioned model has no {name}()",
+            why=f"{kind}.{name} runs the model's own code, on whole weights",
+            hint=f"model.load_state_dict(pm.full_state_dict()); model.{name}(...)",
+        )
+    if name in model._modules:
+        raise MissingAttribute(f"'{name}' of {kind} is not on this rank", why="a partitioned model has parameters "
+                               "alone, each rank those of its stages", hint=f"ask the model: model.{name}")  # fmt: skip
+    raise MissingAttribute(f"a partitioned {kind} has no attribute '{name}'", hint=f"ask the model: model.{name}")
+
+
+def _refuse_apply() -> NoReturn:
+    raise UsageError(
+        "pm.apply(fn) would find no layer of the model's own classes",
+        why="its layers hold parameters alone: none is an nn.Linear",
+        hint="initialise the model before parallelize()",
+    )
+
+
+def _refuse_ddp() -> NoReturn:
+    raise UsageError(
+        "DistributedDataParallel around a partitioned model", why="it would give every rank the first one's shards",
+        hint="an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself",
+    )  # fmt: skip
+
+
+def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises UsageError where `fn` gives another tensor for one of this dtype and device."""
+    probe = torch.empty(0, dtype=dtype, device=device)
+    made = fn(probe)
+    if made is not probe:
+        raise UsageError(
+            "a partitioned model keeps the dtype and device it was made with",
+            why=f"its programs were traced for {str(dtype).removeprefix('torch.')} on {device.type}, not "
+            f"{str(made.dtype).removeprefix('torch.')} on {made.device.type}",
+            hint=CONVERT,
+        )
+
+
+def _refuse_change(name: str) -> NoReturn:
+    raise UsageError(
+        f"setting '{name}' of a partitioned model would change nothing",
+        why="the program was traced with what the model had",
+        hint="change the model before; values: pm.load_state_dict(...)",
+    )

@@ -1,0 +1,109 @@
+"""The groups of an optimizer by their parameters' names, and those of all pipeline stages put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.errors import CheckpointError
+from autopart.runtime.homes import home_of
+from autopart.runtime.processes import Process
+
+PARAMS, GIVEN_NAMES = "params", "param_names"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of parameters: their names (the model's, and those that the user gave the optimizer), and its options."""
+
+    names: list[str]
+    given_names: list[str] | None
+    options: dict[str, Any]
+
+
+def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -> Group:
+    """A group of an optimizer on this rank. Raises CheckpointError for a parameter of another module."""
+    names, given = [], []
+    for index, parameter in enumerate(group[PARAMS]):
+        home = home_of(parameter)
+        if home is None and parameter.numel():
+            raise CheckpointError(
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not of this module",
+                hint="one optimizer for the partitioned module, torch.optim.AdamW(pm.parameters())",
+            )
+        if home is not None:
+            names.append(first_name(home.name))
+            given.append(group[GIVEN_NAMES][index] if GIVEN_NAMES in group else "")
+    options = {key: _on_host(value) for key, value in group.items() if key not in (PARAMS, GIVEN_NAMES)}
+    return Group(names, given if GIVEN_NAMES in group else None, options)
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def of_all_stages(own: list[Group], process: Process) -> list[list[Group]]:
+    """The groups of every `pp` coordinate. A collective call where there are several."""
+    if "pp" not in process.groups:
+        return [own]
+    everyones: list[list[Group]] = [[]] * process.mesh.size("pp")
+    dist.all_gather_object(everyones, own, group=process.groups["pp"])
+    return everyones
+
+
+def merge_by_index(stages: Sequence[Sequence[Group]]) -> list[Group]:
+    """The groups of all stages in one, each by its number. Raises CheckpointError where they are not the same ones."""
+    counts = [len(groups) for groups in stages]
+    alike = len(set(counts)) == 1 and all(
+        _same_options(group, first) for groups in stages for group, first in zip(groups, stages[0], strict=True)
+    )
+    if not alike:
+        raise CheckpointError(
+            "the optimizer's groups are not the same ones on every pipeline stage",
+            why="groups by stage: " + "; ".join(", ".join(map(_spoken, groups)) or "none" for groups in stages),
+            hint="make every group on every rank, also where it is empty; or use pm.full_optimizer_state_dict",
+        )
+    return [_joined(groups) for groups in zip(*stages, strict=True)]
+
+
+def merge_by_options(stages: Sequence[Sequence[Group]]) -> list[Group]:
+    """The groups of all stages in one, by number or else by their options, where a stage has not all of them."""
+    if len({len(groups) for groups in stages}) == 1 or any(
+        _same_options(a, b) for groups in stages for i, a in enumerate(groups) for b in groups[:i]
+    ):
+        return merge_by_index(stages)
+    merged: list[list[Group]] = []
+    for groups in stages:
+        for group in groups:
+            row = next((row for row in merged if _same_options(row[0], group)), None)
+            if row is None:
+                merged.append([group])
+            else:
+                row.append(group)
+    return [_joined(row) for row in merged]
+
+
+def _same_options(one: Group, other: Group) -> bool:
+    if one.options.keys() != other.options.keys():
+        return False
+    pairs = ((value, other.options[key]) for key, value in one.options.items())
+    return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    """One group of several stages; what several hold (tied parameters) once."""
+    given: dict[str, str] = {}
+    for group in groups:
+        for name, label in zip(group.names, group.given_names or [""] * len(group.names), strict=True):
+            given.setdefault(name, label)
+    return Group(list(given), None if groups[0].given_names is None else list(given.values()), groups[0].options)
+
+
+def _spoken(group: Group) -> str:
+    options = {key: value for key, value in group.options.items() if key in ("lr", "weight_decay", "momentum")}
+    return f"{len(group.names)} parameters with {options}"

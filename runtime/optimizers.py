@@ -1,0 +1,157 @@
+"""Optimizers that need more than a rank holds: refused by name at their first step on a partitioned model.
+
+An optimizer that updates each element by its own history, as SGD and Adam do, does on a part of a tensor what it does
+on the whole. One that looks at a tensor's rows, norm or singular values computes something else there, silently.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopart.errors import OptionError
+from autopart.runtime.homes import Home, home_of, process_of
+from autopart.runtime.processes import Process
+
+ELEMENTWISE = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
+"""Of torch.optim: each element's step depends on that element alone."""
+
+OF_A_TENSOR = {
+    "muon": "it orthogonalises whole matrices",
+    "adafactor": "it keeps means of a matrix's rows and columns",
+    "lamb$": "it scales a tensor's step by the tensor's norm",
+    "lars$|larc$": "it scales a tensor's step by the tensor's norm",
+    "novograd": "it scales a tensor's step by its gradient's norm",
+    "shampoo|^soap$": "it keeps a matrix for each dim of a tensor",
+    "galore|apollo": "it projects each matrix on a smaller one",
+    "adammini": "it keeps one step size for each block of a tensor",
+    "^came$|^sm3": "it keeps means of a matrix's rows and columns",
+}
+"""{what the class's name matches, in lower case without underscores: why a part of a tensor is not enough}."""
+
+OF_THE_MODEL = {
+    "lbfgs": "its step follows from all parameters together",
+    "prodigy|dadapt": "its step size follows from all parameters together",
+    "^sam$": "it moves all parameters by the norm of all gradients",
+    "zeroredundancy|localsgd": "it takes every rank's parameters for the same",
+}
+"""{the same: why a part of the model is not enough}."""
+
+
+def watch_optimizers() -> None:
+    """From now on an optimizer that cannot work on parts raises OptionError at its first `step()` with such."""
+    if not _WATCHED:
+        _WATCHED["hook"] = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
+
+
+_WATCHED: dict[str, Any] = {}
+_CHECKED: Any = WeakIdKeyDictionary()
+"""{optimizer: how many parameters it had when it was looked at}."""
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    """Raises OptionError where the optimizer needs more than this rank holds of what it was given."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) == count:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    process = next((process for process in map(process_of, parameters) if process is not None), None)
+    if process is not None and process.groups:
+        homes = [home for home in map(home_of, parameters) if home is not None]
+        cut = next((home for home in homes if home.cuts), None)
+        _check_class(optimizer, cut, process)
+    _CHECKED[optimizer] = count
+
+
+def _check_class(optimizer: torch.optim.Optimizer, cut: Home | None, process: Process) -> None:
+    name = type(optimizer).__name__
+    why = _reason(optimizer, OF_A_TENSOR)
+    of_model = _reason(optimizer, OF_THE_MODEL)
+    if of_model and (cut is not None or "pp" in process.groups):
+        where = f"'{cut.name}', cut by {_axes(cut)}" if cut is not None else "pp: a stage's parameters on each rank"
+        raise OptionError(
+            f"{name} cannot train a part of a model",
+            why=f"{of_model}, and a rank has a part",
+            where=where,
+            hint="torch.optim.AdamW, or a mesh of dp alone with zero=0",
+        )
+    if cut is None:
+        return
+    if not why and not _known_elementwise(optimizer):
+        elementwise = is_elementwise(optimizer, process.device)
+        if elementwise is None:
+            warnings.warn(
+                f"{name} trains '{cut.name}' in parts:\n"
+                "  right only if it updates each element by itself, which could not be tried",
+                stacklevel=4,
+            )
+        elif not elementwise:
+            why = "on two halves of a small matrix it did something else"
+    if why:
+        raise OptionError(
+            f"{name} cannot train '{cut.name}' in parts",
+            why=why,
+            where=f"this one is cut by {_axes(cut)}",
+            hint=f"torch.optim.AdamW for it, or leave it whole: {_whole(cut)}",
+        )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
+    """Whether an optimizer of this class does on two halves of a matrix what it does on the matrix, with the same
+    options; None where it cannot be tried. Three steps, and no random number of the user's is drawn."""
+    matrix = torch.arange(24.0, device=device).reshape(6, 4)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            (whole,) = _movements(optimizer, [matrix])
+            halves = [torch.cat(_movements(optimizer, list(matrix.chunk(2, dim))), dim) for dim in (0, 1)]
+    except Exception:  # whatever a class unknown to us raises, of a constructor called in another way
+        return None
+    if not whole.any():
+        return None
+    return all(torch.allclose(moved, whole, rtol=1e-3, atol=1e-6) for moved in halves)
+
+
+def _movements(optimizer: torch.optim.Optimizer, places: list[Tensor]) -> list[Tensor]:
+    """How far three steps move the parts of a matrix; values and gradients follow from the places in the matrix."""
+    parameters = [nn.Parameter(place.sin()) for place in places]
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    if "lr" in options:
+        options["lr"] = 0.01  # a schedule may begin with 0
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    given = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    kind: Any = type(optimizer)
+    another = kind([{**options, "params": [parameter]} for parameter in parameters], **given)
+    for step in range(3):
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.grad = (place * 0.7 + step).cos()
+        another.step()
+    return [parameter.detach() - place.sin() for parameter, place in zip(parameters, places, strict=True)]
+
+
+def _reason(optimizer: torch.optim.Optimizer, reasons: dict[str, str]) -> str:
+    names = [kind.__name__.lower().replace("_", "") for kind in type(optimizer).__mro__]
+    found = [why for pattern, why in reasons.items() for name in names if re.search(pattern, name)]
+    return found[0] if found else ""
+
+
+def _known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is one of torch's own that is."""
+    step = inspect.unwrap(type(optimizer).step)
+    return any(step is inspect.unwrap(getattr(torch.optim, name).step) for name in ELEMENTWISE)
+
+
+def _axes(home: Home) -> str:
+    return " and ".join(axis for axis, _ in home.cuts)
+
+
+def _whole(home: Home) -> str:
+    return "zero=0" if all(axis == "dp" for axis, _ in home.cuts) else "dp with zero=0, or pp"

@@ -1,0 +1,172 @@
+"""Whether all ranks are called alike: at the same step, in the same way, and on the same batch.
+
+It is one collective on the host, of a dozen numbers, at the start of every call. Whole numbers among the inputs, such
+as tokens, are compared exactly. Ranks may compute floats with other roundings, so of those a sample that moves with
+the step is compared within rounding: its projections on four vectors of signs, and its mean magnitude.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.errors import InputError
+from autopart.program import SEEDS, Program
+from autopart.runtime.agreement import by_rank, gather_objects, ranks_text
+from autopart.runtime.checksums import checksums
+from autopart.runtime.processes import Process
+from autopart.runtime.watch import finish
+
+SAMPLE = 256
+PROJECTIONS = 4
+TOLERANCE = 1e-5
+"""How far two ranks' samples of an input may be apart, relative to its mean magnitude; of types with fewer digits,
+four times their precision. Batches of other data are apart by about 1."""
+SMALLEST = 1e-6
+"""Values smaller than this are taken for rounding around zero."""
+_NOT_FINITE = {"nan": 3.0, "posinf": 5.0, "neginf": -5.0}
+_SAME_BATCH = "give every rank the same global batch, without a DistributedSampler"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What this rank was given: the name of the call (`step`), its number, how it was called, and its inputs."""
+
+    name: str
+    number: int
+    text: str
+    inputs: dict[str, Tensor]
+
+    @functools.cached_property
+    def whole_numbers(self) -> dict[str, int]:
+        """{input of whole numbers: the checksum of its values}."""
+        exact = {name: t for name, t in self.inputs.items() if not _is_rounded(t)}
+        return dict(zip(exact, checksums(exact.values()), strict=True))
+
+    @functools.cached_property
+    def floats(self) -> dict[str, list[float]]:
+        """{input of floats: what is compared of its sample, in units of what may differ}."""
+        return {name: _marks(t, self.number) for name, t in self.inputs.items() if _is_rounded(t)}
+
+    def numbers(self) -> list[float]:
+        """What one collective compares: first three that must be equal, then those that may differ by `slack`."""
+        exact = hashlib.blake2b(repr(self.whole_numbers).encode(), digest_size=6).digest()
+        text = hashlib.blake2b(self.text.encode(), digest_size=6).digest()
+        columns = zip(*(self._weighted(place, marks) for place, marks in enumerate(self.floats.values())), strict=True)
+        sums = [math.fsum(column) for column in columns] or [0.0] * (PROJECTIONS + 1)
+        return [float(self.number), float(int.from_bytes(text)), float(int.from_bytes(exact)), *sums]
+
+    @property
+    def slack(self) -> float:
+        return 1.5 * len(self.floats)
+
+    def _weighted(self, place: int, marks: Sequence[float]) -> list[float]:
+        """The marks of one of several inputs, so that differences of two do not cancel."""
+        factor = 0.5 + (place * 0.6180339887) % 1
+        return [factor * mark for mark in marks]
+
+
+EXACT = 3  # of Given.numbers
+
+
+def same_rows(program: Program) -> list[list[int]]:
+    """The ranks in groups that must be given the same batch: all of them, for every rank takes the global batch."""
+    return [list(range(program.mesh.num_ranks))]
+
+
+def check_call(given: Given, program: Program, process: Process) -> None:
+    """Raises InputError, the same on every rank, where the ranks are not called alike. A collective call."""
+    if process.host_group is None:
+        return
+    mine = given.numbers()
+    groups = same_rows(program)
+    here = [*mine, *(-number for number in mine)]
+    elsewhere = [-math.inf] * len(here)
+    spans = torch.tensor(
+        [*(here if process.rank in ranks else elsewhere for ranks in groups), here], dtype=torch.float64
+    )
+    finish(dist.all_reduce(spans, dist.ReduceOp.MAX, group=process.host_group, async_op=True), process.host_group)
+    width = len(mine)
+    apart = [[row[i] + row[width + i] for i in range(width)] for row in spans.tolist()]
+    called_alike = not any(apart[-1][: EXACT - 1])
+    if called_alike and not any(row[EXACT - 1] or max(row[EXACT:]) > given.slack for row in apart[:-1]):
+        return
+    raise _error(given, groups, process)
+
+
+def _error(given: Given, groups: Sequence[Sequence[int]], process: Process) -> InputError:
+    group = process.host_group
+    assert group is not None
+    mine = (process.rank, given.name, given.number, given.text, given.whole_numbers, given.floats)
+    everyones = gather_objects(mine, group)
+    _, names, numbers, texts, _, _ = zip(*everyones, strict=True)
+    where = f"{names[0]} {numbers[0]}"
+    if len(set(texts)) > 1:
+        what = "the ranks are called with different inputs"
+        return InputError(what, why=by_rank(texts, group), where=where, hint=_SAME_BATCH)
+    if len(set(numbers)) > 1:
+        steps = [f"{name} {number}" for name, number in zip(names, numbers, strict=True)]
+        return InputError(
+            "the ranks are not at the same step", why=by_rank(steps, group),
+            hint="make the same calls on every rank, also where one rank skips a batch or catches an error",
+        )  # fmt: skip
+    differ: dict[str, list[int]] = {}
+    for ranks in groups:
+        members = [index for index, row in enumerate(everyones) if row[0] in ranks]
+        for index in members:
+            for name in _differing(everyones[members[0]], everyones[index]):
+                differ.setdefault(name, []).append(index)
+    named = {"the seeds of dropout" if name == SEEDS else name: who for name, who in differ.items()}
+    others = sorted({index for who in differ.values() for index in who})
+    if others:
+        where += f": {ranks_text(others, group)} unlike {ranks_text([0], group)}"
+    return InputError(
+        f"the ranks are called with different values of {', '.join(named or given.floats)}",
+        why="every rank takes the whole batch, and computes its part of it", where=where, hint=_SAME_BATCH,
+    )  # fmt: skip
+
+
+def _differing(one: tuple, other: tuple) -> list[str]:
+    """The inputs that two ranks have other values of."""
+    exact = [name for name, number in one[4].items() if other[4][name] != number]
+    pairs = {name: zip(marks, other[5][name], strict=True) for name, marks in one[5].items()}
+    return exact + [name for name, pair in pairs.items() if any(abs(a - b) > 1 for a, b in pair)]
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@torch.no_grad()
+def _marks(tensor: Tensor, number: int) -> list[float]:
+    """Projections of a sample on vectors of signs, and the logarithm of its mean magnitude."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.detach()
+    if values.numel() == 0:
+        return [0.0] * (PROJECTIONS + 1)
+    count = min(SAMPLE, values.numel())
+    stride = values.numel() // count
+    first = number * 7919 % stride
+    if values.is_contiguous():
+        sample = values.reshape(-1)[first::stride][:count]
+    else:  # without a copy of it all
+        places = first + stride * torch.arange(count, device=values.device)
+        sample = values[torch.unravel_index(places, values.shape)]
+    sample = sample.to("cpu", torch.float64).nan_to_num(**_NOT_FINITE)  # not in place: it may be the input
+    size = max(float(sample.abs().mean()), SMALLEST)
+    projections = (_signs()[:, :count] @ sample).tolist()
+    unit = max(TOLERANCE, 4 * torch.finfo(values.dtype).eps)
+    return [*(p / (size * math.sqrt(count) * unit) for p in projections), math.log(size) / unit]
+
+
+@functools.cache
+def _signs() -> Tensor:
+    """float64 [PROJECTIONS, SAMPLE] of 1 and -1, the same on every rank."""
+    bits = hashlib.shake_256(b"signs").digest(PROJECTIONS * SAMPLE)
+    return torch.tensor([1.0 if byte & 1 else -1.0 for byte in bits], dtype=torch.float64).view(PROJECTIONS, SAMPLE)

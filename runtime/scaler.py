@@ -1,0 +1,96 @@
+"""Loss scaling over all ranks: an infinity in one rank's part of a gradient is every rank's.
+
+`torch.amp.GradScaler` looks at the gradients that its own rank holds. The ranks would then disagree about a step, one
+taking it and another not, and about the scale from there on (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2,
+has the method).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.compat_training import redirect_unscale
+from autopart.errors import InputError
+from autopart.runtime.homes import process_of
+from autopart.runtime.norms import inside, reduce_over_all
+from autopart.runtime.processes import Process
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for a partitioned model, with the same methods, arguments and `state_dict`.
+
+    Whether a gradient is infinite is decided over all ranks, so that all of them take a step or none does, and the
+    scale stays the same on all. Torch's own class does that too once a model is partitioned; this one also works
+    without `scale(loss)`, and its `device` is the one there is: "cuda", or "cpu" without GPUs.
+
+    Example:
+        scaler = autopart.GradScaler()
+        pm.step(**batch, loss_scale=scaler.get_scale())    # or scaler.scale(loss).backward(), where there is no pp
+        scaler.unscale_(optimizer)
+        pm.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ):
+        self.where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(self.where, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def get_scale(self) -> float:
+        """What the loss is multiplied by: a number, the same on every rank; 1 where the scaler is not enabled."""
+        if self.is_enabled():
+            self.scale(torch.zeros((), device=self.where))  # which makes the scale, as the first loss would
+        return super().get_scale()
+
+
+def share_infinities() -> None:
+    """From now on every `torch.amp.GradScaler` finds the infinities of all ranks in a partitioned model's gradients."""
+    redirect_unscale(_unscale)
+
+
+def _unscale(
+    own: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any
+) -> dict[torch.device, Tensor]:
+    """Divides an optimizer's gradients by the scale, and returns, by device, whether one was not finite: 1.0 or 0.0.
+
+    `own` is what torch does. A collective call where the optimizer has parameters of a partitioned model.
+    """
+    found = own(scaler, optimizer, *args)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    process = next((process for process in map(process_of, parameters) if process is not None), None)
+    if process is None or not process.groups:
+        return found
+    _check_scaled(process, scaler)
+    here = max((value.item() for value in found.values()), default=0.0)
+    shared = torch.tensor([here, len(found)])  # whether an infinity was found, and whether there is any gradient
+    with inside(process, "unscaling of gradients"):
+        reduce_over_all(shared, dist.ReduceOp.MAX, process)
+    infinite, any_gradient = shared.tolist()
+    if not found and any_gradient:  # other ranks have some
+        return {process.device: torch.tensor(infinite, device=process.device)}
+    for value in found.values():
+        value.fill_(infinite)
+    return found
+
+
+def _check_scaled(process: Process, scaler: torch.amp.GradScaler) -> None:
+    """Raises InputError where the gradients were never multiplied by the scale that they are divided by."""
+    if process.step_scale == 1.0 != scaler.get_scale():
+        raise InputError(
+            f"the gradients were not multiplied by the scaler's {scaler.get_scale():g}",
+            why="step() had no loss_scale: divided, they would be too small",
+            hint="pm.step(..., loss_scale=scaler.get_scale())",
+        )

@@ -1,0 +1,103 @@
+"""Where a program of ours is, from the stack of a thread or of an error, in the words of its graphs."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+PLACES = {
+    "check_call": "at the comparison of the calls",
+    "begin_alike": "at the comparison of models and plans",
+    "check_same_state": "at the comparison of random states",
+    "sync_gradients": "at the sum of gradients",
+    "write_buffers": "at the new values of buffers",
+    "next_step": "at the comparison of copies",
+    "gather": "at the gathering of parameters",
+    "program": "while the model is traced",
+}
+"""By the names of functions of autopart."""
+
+GRAPH_CODE = "<eval_with_key>"  # what torch.fx calls the files of the code that it writes
+_OURS = str(Path(__file__).parent.parent.resolve())
+_NOT_THE_USERS = (_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
+
+
+def place_in_stack(thread: int, inside: bool) -> str:
+    """Where a thread is: in our words where it is `inside` a call, else its line of the user's code."""
+    frame = sys._current_frames().get(thread)
+    frames = [(f, line) for f, line in traceback.walk_stack(frame)] if frame is not None else []
+    return (_ours(frames) if inside else "") or _users(frames)
+
+
+def place_in_traceback(error: BaseException) -> str:
+    """Where an error was raised, in our words; "" where it was not in a call."""
+    below = [*traceback.walk_tb(error.__traceback__)][::-1]
+    return _ours([*below, *traceback.walk_stack(sys._getframe(1))])
+
+
+Line = tuple[str, int, dict[str, Any]]
+"""A line of a graph's code: its file and number, and the globals by which Python finds the text."""
+
+
+def line_of_graph() -> Line | None:
+    """The line of a stage graph's code that runs now; its text is read only where it is needed."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(12):
+        if frame is None:
+            break
+        if frame.f_code.co_filename.startswith(GRAPH_CODE):
+            return frame.f_code.co_filename, frame.f_lineno, frame.f_globals
+        frame = frame.f_back
+    return None
+
+
+def _ours(frames: list[tuple[FrameType, int]]) -> str:
+    """By the innermost frame that has a name for it."""
+    for frame, line in frames:
+        name = frame.f_code.co_name
+        if frame.f_code.co_filename.startswith(GRAPH_CODE):
+            node = _node_at((frame.f_code.co_filename, line, frame.f_globals))
+            return f"at {node}{_source(frame.f_locals.get('self'), node)}" if node else ""
+        context = frame.f_locals.get("ctx") if name == "backward" else None
+        if hasattr(context, "conversion"):
+            return f"at the backward of {_node_at(context.line) or context.conversion.operator}"
+        is_pipelining = "pipelining" in frame.f_code.co_filename and name in ("step", "_step_microbatches")
+        if is_pipelining or name in ("_receive", "_send"):
+            return "at a send or receive of the pipeline"
+        if name in PLACES and _is_ours(frame):
+            return PLACES[name]
+    return ""
+
+
+def _node_at(line: Line | None) -> str:
+    """The node that a line of a graph's code computes: `all_reduce_12`."""
+    found = re.match(r"\s*(\w+)\s*=", linecache.getline(*line)) if line is not None else None
+    return found[1] if found is not None else ""
+
+
+def _source(module: object, name: str) -> str:
+    graph = module.graph if isinstance(module, torch.fx.GraphModule) else None
+    for node in graph.nodes if graph is not None else ():
+        lines = re.findall(r'File "([^"]*)", line (\d+)', node.stack_trace or "") if node.name == name else []
+        if lines:
+            return f" ({Path(lines[-1][0]).name}:{lines[-1][1]})"
+    return ""
+
+
+def _users(frames: list[tuple[FrameType, int]]) -> str:
+    for frame, line in frames:
+        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            return f"at {Path(frame.f_code.co_filename).name}:{line}"
+    return ""
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(Path(frame.f_code.co_filename).resolve()).startswith((_OURS, str(Path(__file__).parent.resolve())))

@@ -1,0 +1,204 @@
+"""Optimizers that need whole tensors are refused where they are given parts, by name, and no other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import dist
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import autopart
+from autopart.errors import OptionError
+from autopart.mesh import Mesh
+from autopart.runtime import optimizers
+
+TIMEOUT_S = 120.0
+CPU = torch.device("cpu")
+
+
+class Signs(torch.optim.Optimizer):
+    """Sign descent with momentum: each element by itself."""
+
+    def __init__(self, params: Iterable[Any], lr: float, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    momentum.mul_(group["beta"]).add_(parameter.grad)
+                    parameter.data.add_(momentum.sign(), alpha=-group["lr"])
+
+
+class Centred(Signs):
+    """Takes the mean of each gradient away first (Yong et al. 2020, arXiv:2004.01461)."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.sub_(parameter.grad.mean())
+        super().step()
+
+
+class Sealed(Signs):
+    """Cannot be made in another place."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, 0.1)
+        if self.param_groups[0]["params"][0].numel() == 24:
+            raise RuntimeError("no")
+
+
+class LAMB(Signs):
+    """By its name alone."""
+
+
+class Mine(torch.optim.AdamW):
+    """Torch's step under another name."""
+
+
+def one(values: int = 4) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(values, values))]
+
+
+def test_elementwise_optimizers_are_told_from_others():
+    for name in optimizers.ELEMENTWISE:
+        if name != "SparseAdam":  # which takes sparse gradients alone
+            optimizer = getattr(torch.optim, name)(one(), lr=0.1)
+            assert optimizers.is_elementwise(optimizer, CPU) is True, name
+            assert optimizers._known_elementwise(optimizer)
+    for kind in (torch.optim.Muon, torch.optim.Adafactor, Centred):
+        assert optimizers.is_elementwise(kind(one(), lr=0.1), CPU) is False, kind
+    assert optimizers.is_elementwise(Signs(one(), lr=0.0), CPU) is True  # a warm-up begins at 0
+    assert optimizers.is_elementwise(Sealed(one()), CPU) is None
+    assert optimizers.is_elementwise(torch.optim.LBFGS(one()), CPU) is None  # wants a closure
+    assert optimizers._known_elementwise(Mine(one())) and not optimizers._known_elementwise(Signs(one(), 0.1))
+
+
+def test_trying_an_optimizer_draws_no_number():
+    class Noisy(Signs):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(torch.randn_like(parameter))
+
+    before = torch.get_rng_state()
+    assert optimizers.is_elementwise(Noisy(one(), 0.1), CPU) is False
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_optimizer_of_torch_is_judged():
+    """A new one has to be looked at."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    names = {kind.__name__ for kind in kinds if issubclass(kind, torch.optim.Optimizer)} - {"Optimizer"}
+    assert names == {*optimizers.ELEMENTWISE, "Muon", "Adafactor", "LBFGS"}
+
+
+# --- on processes ----------------------------------------------------------------------------------------------------
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.dim() == 2]
+
+
+def first_steps(mesh: str, zero: int) -> dict[str, str]:
+    """What the first step of each says: "" where it runs, and then ends where one device ends."""
+    model, batch = zoo.skip_mlp(num_layers=2, hidden=8)
+    makers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True),
+        "AdamW fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True),
+        "Mine": lambda m: Mine(m.parameters(), lr=0.1),
+        "Signs": lambda m: Signs(m.parameters(), lr=0.1),
+        "Muon": lambda m: torch.optim.Muon(matrices(m), lr=0.1),
+        "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.1),
+        "LAMB": lambda m: LAMB(m.parameters(), lr=0.1),
+        "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=4),
+        "Centred": lambda m: Centred(m.parameters(), lr=0.1),
+    }
+    said = {}
+    for name, make in makers.items():
+        one, fresh = copy.deepcopy(model), copy.deepcopy(model)
+        pm = autopart.parallelize(fresh, mesh, example_kwargs=batch, **({"zero": zero} if zero else {}))
+        try:
+            train(make(pm), lambda pm=pm: pm.step(**batch))
+        except OptionError as error:
+            said[name] = str(error)
+            continue
+        said[name] = ""
+        train(make(one), lambda one=one: backward(one, batch))
+        found = pm.full_state_dict()
+        for key, value in one.state_dict().items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10, msg=f"{name} {key}")
+    return said
+
+
+def backward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss = model(**batch)
+    loss.backward()
+    return loss
+
+
+def train(optimizer: torch.optim.Optimizer, backward: Callable[[], Tensor]) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return backward()
+
+    closure()
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)
+    else:
+        optimizer.step()
+
+
+OF_MUON = """Muon cannot train 'layers.0.weight' in parts
+  why    it orthogonalises whole matrices
+  where  this one is cut by tp
+  try    torch.optim.AdamW for it, or leave it whole: dp with zero=0, or pp"""
+OF_LBFGS = """LBFGS cannot train a part of a model
+  why    its step follows from all parameters together, and a rank has a part
+  where  'layers.0.weight', cut by tp
+  try    torch.optim.AdamW, or a mesh of dp alone with zero=0"""
+
+
+@pytest.mark.parametrize(("mesh", "zero", "refused"), [
+    ("tp2", 0, {"Muon", "Adafactor", "LAMB", "LBFGS", "Centred"}),
+    ("dp2", 3, {"Muon", "Adafactor", "LAMB", "LBFGS", "Centred"}),
+    ("dp2", 0, set()),
+    ("pp2", 0, {"LBFGS"}),
+])  # fmt: skip
+def test_optimizers_are_right_or_refused(mesh, zero, refused):
+    said = dist.run_ranks(first_steps, Mesh.parse(mesh).num_ranks, mesh, zero, timeout_s=TIMEOUT_S)
+    assert all({name for name, text in rank.items() if text} == refused for rank in said)
+    assert all(len(line) <= 80 for rank in said for text in rank.values() for line in text.splitlines())
+    if mesh == "tp2":
+        assert said[0] == said[1]
+        assert said[0]["Muon"] == OF_MUON and said[0]["LBFGS"] == OF_LBFGS
+        assert "why    on two halves of a small matrix it did something else\n" in said[0]["Centred"]
+    if mesh == "pp2":
+        assert "where  pp: a stage's parameters on each rank" in said[0]["LBFGS"]
+    if zero:
+        assert "or leave it whole: zero=0" in said[0]["LAMB"]
+
+
+def unknown(mesh: str) -> list[str]:
+    model, batch = zoo.skip_mlp(num_layers=1, hidden=8)
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch)
+    pm.step(**batch)
+    optimizer = Sealed(pm.parameters())
+    with pytest.warns(UserWarning) as seen:
+        optimizer.step()
+        optimizer.step()
+    return [str(warning.message) for warning in seen]
+
+
+def test_one_warning_where_an_optimizer_cannot_be_tried():
+    for said in dist.run_ranks(unknown, 2, "tp2", timeout_s=TIMEOUT_S):
+        (text,) = said
+        assert text.startswith("Sealed trains 'layers.0.weight' in parts:\n  right only if")

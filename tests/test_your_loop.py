@@ -1,0 +1,131 @@
+"""The loop that docs/your-loop.md shows, run as it stands on real processes, and compared with one process."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from dist import run_ranks
+
+import autopart
+
+PAGE = Path(__file__).parent.parent / "docs" / "your-loop.md"
+NUM_STEPS, ACCUMULATE = 20, 2
+MESHES = {"tp2": {}, "pp2": {}, "dp2": {}, "dp2,tp2": {}, "dp2 zero": {"zero": 3}}
+
+
+def blocks_of_the_page():
+    """What the Python blocks of the page define, by name."""
+    namespace = {}
+    for source in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
+        exec(compile(source, str(PAGE), "exec"), namespace)
+    return namespace
+
+
+def example():
+    """A model with a tied weight and biases, and batches with other numbers of labels that count."""
+    model, batch = zoo.gpt2(hidden=32, heads=4, vocab=32, rows=4, seq=8)
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for index in range(NUM_STEPS * ACCUMULATE):
+        ids = torch.randint(2, 32, batch["input_ids"].shape, generator=generator)
+        labels = ids.clone()
+        labels[:, : index % 5] = -100
+        batches.append({"input_ids": ids, "labels": labels})
+    return model, batches
+
+
+def in_one_process():
+    """The same loop as one writes it for one device; a mean over all labels of a step's batches."""
+    model, batches = example()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=NUM_STEPS)
+    losses, norms = [], []
+    for first in range(0, len(batches), ACCUMULATE):
+        group = batches[first : first + ACCUMULATE]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in group]
+        total = 0.0
+        for batch, count in zip(group, counts, strict=True):
+            loss = model(**batch).loss * count / sum(counts)
+            loss.backward()
+            total += loss.item()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return in_one_process()
+
+
+def on_a_rank(mesh, options):
+    model, batches = example()
+    return blocks_of_the_page()["train"](model, mesh, batches, ACCUMULATE, **options)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", MESHES)
+def test_the_loop_of_the_page_equals_one_process(name, expected):
+    mesh = name.split()[0]
+    losses, norms, weights = expected
+    assert max(norms) > 1.0, "nothing is clipped"
+    size = 4 if "," in mesh else 2
+    for history in run_ranks(on_a_rank, size, mesh, MESHES[name], timeout_s=180):
+        assert history["loss"] == pytest.approx(losses, rel=1e-10)
+        assert history["norm"] == pytest.approx(norms, rel=1e-10)
+        for key, whole in weights.items():
+            assert (history["weights"][key] - whole).abs().max() <= 1e-10, key
+
+
+def stop_and_go_on(meshes, folder):
+    """Three steps on the first mesh, saved; three more on the second, resumed. The weights in the end."""
+    blocks = blocks_of_the_page()
+    _, batches = example()
+    for index, mesh in enumerate(meshes):
+        model, _ = example()
+        if index:  # what is loaded must not have been there before
+            torch.nn.init.normal_(next(model.parameters()))
+        pm = autopart.parallelize(model, mesh, example_kwargs=batches[0])
+        optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+        if index:
+            blocks["resume"](pm, optimizer, scheduler, folder)
+        for batch in batches[3 * index : 3 * index + 3]:
+            pm.step(**batch)
+            pm.clip_grad_norm_(1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if not index:
+            blocks["save"](pm, optimizer, scheduler, folder)
+    return pm.full_state_dict()
+
+
+@pytest.mark.parametrize("meshes", [("tp2", "pp2"), ("pp2", "dp2")], ids=" then ".join)
+def test_a_run_is_resumed_on_another_mesh(meshes, tmp_path):
+    model, batches = example()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    for batch in batches[:6]:
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for weights in run_ranks(stop_and_go_on, 2, meshes, str(tmp_path / "checkpoint"), timeout_s=180):
+        for key, whole in model.state_dict().items():
+            assert (weights[key] - whole).abs().max() <= 1e-10, key
+
+
+def test_the_loop_is_proven_in_one_process(capsys):
+    model, batches = example()
+    blocks_of_the_page()["prove"](model, "dp2,tp2", batches[0])
+    assert "exact on dp2,tp2" in capsys.readouterr().out
