@@ -22,16 +22,14 @@ from autopart.entry import call
 from autopart.passes.decide import decided_by, decode
 from autopart.program import Program
 from autopart.progress import phase
+from autopart.runtime.checkpoint import NO_PARAMETERS
 from autopart.runtime.gradients import sync_gradients_lockstep
 from autopart.runtime.norms import grad_norm_lockstep
 from autopart.runtime.state import settled
 from autopart.steps import Compared, StepReport
-from autopart.subject import FLOOR, GRAD_FLOOR, SEED, Arrangement, Subject, one_seed, whole_loss
+from autopart.subject import FLOOR, GRAD_FLOOR, SEED, Arrangement, Subject, buffers_restored, one_seed, whole_loss
 from autopart.trace import Call, flatten_call
 from autopart.training import SCALER_DEFAULTS, Named, Training, check_optimizer
-
-NO_PARAMETERS = "no_parameters_here"
-"""What a rank without parameters gives its optimizer, as in `ParallelModule`."""
 
 
 @dataclass(frozen=True)
@@ -226,17 +224,14 @@ def train(
 def _as_before(model: nn.Module) -> Iterator[None]:
     """What is written to weights and buffers inside is undone, and gradients are gone."""
     weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    buffers = [(module, name, buffer, buffer.clone()) for module in model.modules()
-               for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
     try:
-        yield
+        with buffers_restored(model):
+            yield
     finally:
         with torch.no_grad():
             for parameter, value in weights:
                 parameter.copy_(value)
                 parameter.grad = None
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer.copy_(value)
 
 
 class _Calls:

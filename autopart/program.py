@@ -198,6 +198,11 @@ class Program:
     """Of a training step: what its loss is divided by, or why that is not a number of labels."""
 
     @property
+    def stored_names(self) -> dict[str, str]:
+        """{any name of a parameter: the one it is stored under}."""
+        return {alias: name for name, stored in self.parameters.items() for alias in (name, *stored.aliases)}
+
+    @property
     def row_ranks(self) -> int:
         """How many `dp` ranks the rows of the batch are cut over."""
         return 1 if self.copied else self.mesh.size("dp")

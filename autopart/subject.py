@@ -82,6 +82,19 @@ class Results:
 
 
 @contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """What the model writes to its buffers inside is undone."""
+    before = [(module, name, buffer, buffer.clone()) for module in model.modules()
+              for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in before:
+                module._buffers[name] = buffer.copy_(value)
+
+
+@contextmanager
 def one_seed(seed: int = SEED) -> Iterator[None]:
     """Inside, the default generators begin in one and the same state; afterwards they are as they were."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

@@ -12,8 +12,7 @@ rounding, and the partitioned program with the trace to 1e-10.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -54,7 +53,7 @@ from autopart.scale import ONE_PASS, ScaledCopy, Work, check_room, copies_by_kin
 from autopart.shrink import smallest_failing
 from autopart.steps import StepMismatch, StepReport
 from autopart.subgraph import Subgraph
-from autopart.subject import Arrangement, Results, Subject, Tamper, one_seed, relative
+from autopart.subject import Arrangement, Results, Subject, Tamper, buffers_restored, one_seed, relative
 from autopart.trace import Trace, WithLoss, bind_call, check_values, flatten_call
 from autopart.training import MakeOptimizer, Training, read_training
 
@@ -361,18 +360,6 @@ def deepcopy(model: nn.Module) -> nn.Module:
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     return copy.deepcopy(model, memo)
-
-
-@contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """What the model writes to its buffers inside is undone."""
-    before = [(module, name, buffer, buffer.clone()) for module in model.modules()
-              for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
-    try:
-        yield
-    finally:
-        for module, name, buffer, value in before:
-            module._buffers[name] = buffer.copy_(value)
 
 
 def _chosen(

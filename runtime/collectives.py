@@ -33,7 +33,7 @@ from autopart.layout import CONVERSIONS, Conversion
 from autopart.runtime import experts
 from autopart.runtime.pieces import Cut
 from autopart.runtime.stacks import line_of_graph
-from autopart.runtime.watch import raise_if_lost
+from autopart.runtime.watch import watching
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
 CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter")
@@ -71,11 +71,8 @@ class _Convert(torch.autograd.Function):
 def _communicate(collective: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
     """Runs a functional collective, whose last argument is the group's name, and waits for it."""
     on_host = x.is_cuda and is_gloo(resolve_group(arguments[-1]), x.device)
-    try:
+    with watching(arguments[-1]):
         result = torch.ops._c10d_functional.wait_tensor(collective(x.cpu() if on_host else x, *arguments))
-    except RuntimeError as error:
-        raise_if_lost(error, arguments[-1])
-        raise
     return result.to(x.device) if on_host else result
 
 

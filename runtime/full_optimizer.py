@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopart.errors import CheckpointError
 from autopart.program import Program
 from autopart.runtime.homes import home_of
-from autopart.runtime.optimizer_groups import GIVEN_NAMES, PARAMS, Group, group_of, merge_by_options, of_all_stages
+from autopart.runtime.optimizer_groups import GIVEN_NAMES, PARAMS, Group, group_of, merge_by_options
 from autopart.runtime.optimizer_state import local_state, parameters_of
-from autopart.runtime.processes import Process
+from autopart.runtime.processes import Process, of_all_stages
 from autopart.runtime.state import gather
 
 FullState = dict[str, Any]
@@ -32,8 +31,8 @@ class InParts:
 
 def first_names(program: Program, model: nn.Module) -> dict[str, str]:
     """{any name of a parameter: the one in the model's `named_parameters()`}, in its order."""
-    stored_names = {alias: name for name, stored in program.parameters.items() for alias in (name, *stored.aliases)}
     first: dict[str, str] = {}
+    stored_names = program.stored_names
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in stored_names]
     for name in names:
         first.setdefault(stored_names[name], name)
@@ -89,11 +88,7 @@ def _told(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
                         hint="an optimizer whose state has the shape of its parameters, such as torch.optim.AdamW",
                     )
         mine[home.name] = values
-    if "pp" not in process.groups:
-        return mine
-    everyones: list[dict[str, dict[str, Any]]] = [{}] * process.mesh.size("pp")
-    dist.all_gather_object(everyones, mine, group=process.groups["pp"])
-    return {name: values for theirs in reversed(everyones) for name, values in theirs.items()}
+    return {name: values for theirs in reversed(of_all_stages(mine, process)) for name, values in theirs.items()}
 
 
 def _written(group: Group, order: Mapping[str, int] | None) -> dict[str, Any]:

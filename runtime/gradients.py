@@ -17,7 +17,7 @@ from torch import Tensor
 from autopart.program import Program
 from autopart.runtime.placement import groups_along, owners
 from autopart.runtime.processes import Process
-from autopart.runtime.watch import raise_if_lost
+from autopart.runtime.watch import sum_over
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -131,11 +131,7 @@ class _SumGradients(torch.autograd.Function):
             return None, *grads
         flat = flatten(present)
         for group in ctx.groups:
-            try:
-                dist.all_reduce(flat, group=group)
-            except RuntimeError as error:
-                raise_if_lost(error, group.group_name)
-                raise
+            sum_over(group, flat)
         pieces = iter(unflatten(flat, present))
         return None, *(None if grad is None else next(pieces) for grad in grads)
 

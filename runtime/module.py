@@ -265,7 +265,7 @@ class ParallelModule(Idioms):
         program = self._traced("full_state_dict")
         placement = placement_of(self._schedule)
         gathered = gather(self._local_parameters, program, self._process, placement, list(program.parameters))
-        stored_name = _stored_names(program)
+        stored_name = program.stored_names
         result: dict[str, Any] = {}
         for name, value in self._source.model.state_dict().items():
             if name in stored_name:
@@ -311,7 +311,7 @@ class ParallelModule(Idioms):
         present = names_with_gradient(self._local_parameters, program, self._process, placement)
         grads = {name: p.grad for name, p in self._local_parameters.items() if p.grad is not None}
         gathered = gather(grads, program, self._process, placement, present)
-        stored_name = _stored_names(program)
+        stored_name = program.stored_names
         names = [name for name, _ in self._source.model.named_parameters()]
         return {name: gathered[stored_name[name]] for name in names if stored_name.get(name) in gathered}
 
@@ -432,7 +432,7 @@ class ParallelModule(Idioms):
             self._originals.add(name, full)
             self._local_parameters[name] = parameter
             settle(parameter, name, program, self._process, placement_of(self._schedule))
-        self._register(model, _stored_names(program))
+        self._register(model, program.stored_names)
         if not self._local_parameters:  # so that every rank can make an optimizer
             nothing = nn.Parameter(torch.empty(0, device=self._process.device))
             self.register_parameter(NO_PARAMETERS, nothing)
@@ -479,11 +479,6 @@ def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
         assert child is not None
         root = child
     return root, last
-
-
-def _stored_names(program: Program) -> dict[str, str]:
-    """{any name of a parameter: the name it is stored under}."""
-    return {alias: name for name, stored in program.parameters.items() for alias in (name, *stored.aliases)}
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -24,7 +24,7 @@ from autopart.program import Program
 from autopart.runtime.homes import Home, counts_at, home_of, process_of, settled_parameters, settled_processes
 from autopart.runtime.placement import owners
 from autopart.runtime.processes import Process
-from autopart.runtime.watch import finish, raise_if_lost
+from autopart.runtime.watch import finish, sum_over
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What a norm can be; a set of them travels as the sum of their bits."""
@@ -175,7 +175,7 @@ def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_
         values = values.to(process.device)
         for axis, group in process.groups.items():
             if axis != "pp":
-                _all_reduce(values, group)
+                sum_over(group, values)
     else:
         reduce_over_all(values, dist.ReduceOp.SUM, process)
     rows = [_Row(*numbers) for numbers in values.tolist()]
@@ -212,14 +212,6 @@ def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
     group = process.host_group
     if group is not None:
         finish(dist.all_reduce(values, operation, group=group, async_op=True), group)
-
-
-def _all_reduce(values: Tensor, group: dist.ProcessGroup) -> None:
-    try:
-        dist.all_reduce(values, group=group)
-    except RuntimeError as error:
-        raise_if_lost(error, group.group_name)
-        raise
 
 
 def inside(process: Process, doing: str) -> AbstractContextManager[None]:

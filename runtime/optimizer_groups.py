@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopart.errors import CheckpointError
 from autopart.runtime.homes import home_of
-from autopart.runtime.processes import Process
 
 PARAMS, GIVEN_NAMES = "params", "param_names"
 
@@ -45,15 +43,6 @@ def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -
 
 def _on_host(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
-
-
-def of_all_stages(own: list[Group], process: Process) -> list[list[Group]]:
-    """The groups of every `pp` coordinate. A collective call where there are several."""
-    if "pp" not in process.groups:
-        return [own]
-    everyones: list[list[Group]] = [[]] * process.mesh.size("pp")
-    dist.all_gather_object(everyones, own, group=process.groups["pp"])
-    return everyones
 
 
 def merge_by_index(stages: Sequence[Sequence[Group]]) -> list[Group]:

@@ -21,8 +21,8 @@ from autopart.errors import CheckpointError
 from autopart.runtime.checkpoint import NO_PARAMETERS, at_home, part_here, put_together
 from autopart.runtime.checkpoint_plans import call_with_optimizers
 from autopart.runtime.homes import Home, home_of, process_of
-from autopart.runtime.optimizer_groups import PARAMS, Group, group_of, merge_by_index, of_all_stages
-from autopart.runtime.processes import Process
+from autopart.runtime.optimizer_groups import PARAMS, Group, group_of, merge_by_index
+from autopart.runtime.processes import Process, of_all_stages
 from autopart.runtime.shard_tensor import (
     Place,
     ShardTensor,

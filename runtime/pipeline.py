@@ -164,10 +164,7 @@ class Pipeline:
             "loss_fn": self._loss,
             "scale_grads": False,  # the loss says by itself what it is a mean of
         }
-        if schedule in SINGLE_STAGE:
-            self.schedule = schedule_class(schedule)(stages[0], **options)
-        else:
-            self.schedule = schedule_class(schedule)(stages, **options)
+        self.schedule = schedule_class(schedule)(stages[0] if schedule in SINGLE_STAGE else stages, **options)
 
     def _pipeline_stage(self, module: StageModule) -> Any:
         returned = module.stage.sends[:1] if module.is_last else module.stage.sends

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from autopart.runtime.watch import PATIENCE, Watch
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it raises, in the process groups made here."""
+
+T = TypeVar("T")
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -113,8 +116,7 @@ def connect(
             hint=f"torchrun --nproc-per-node {mesh.num_ranks} ..., or a mesh of {num_ranks} ranks",
         )
     if device_mesh is None:
-        uses_cuda = model_device.type == "cuda" or "nccl" in str(dist.get_backend())
-        device = _device("cuda" if uses_cuda else "cpu", model_device)
+        device = _device("cuda" if _uses_gpus(model_device) else "cpu", model_device)
         device_mesh = init_device_mesh(device.type, tuple(mesh.sizes.values()), mesh_dim_names=tuple(mesh.sizes))
     else:
         device = _device(device_mesh.device_type, model_device)
@@ -134,6 +136,15 @@ def first_ranks_seed(process: Process) -> int:
     for group in process.groups.values():
         dist.broadcast(seed, group=group, group_src=0)
     return int(seed)
+
+
+def of_all_stages(mine: T, process: Process) -> list[T]:
+    """What the ranks of every `pp` coordinate have, in their order. A collective call where there are several."""
+    if "pp" not in process.groups:
+        return [mine]
+    everyones = [mine] * process.mesh.size("pp")
+    dist.all_gather_object(everyones, mine, group=process.groups["pp"])
+    return everyones
 
 
 def _initialize(mesh: Mesh) -> None:

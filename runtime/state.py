@@ -15,7 +15,7 @@ from autopart.runtime.collectives import PRIMITIVES
 from autopart.runtime.lockstep import LIST_PRIMITIVES
 from autopart.runtime.pieces import Cut
 from autopart.runtime.placement import groups_along, owners
-from autopart.runtime.processes import Process
+from autopart.runtime.processes import Process, of_all_stages
 
 
 def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
@@ -108,11 +108,7 @@ def gather(
 def _dtypes(local: Mapping[str, Tensor], process: Process) -> dict[str, torch.dtype]:
     """{name: dtype} of the tensors of all ranks along `pp`."""
     mine = {name: tensor.dtype for name, tensor in local.items()}
-    if "pp" not in process.groups:
-        return mine
-    everyones: list[dict[str, torch.dtype]] = [{}] * process.mesh.size("pp")
-    dist.all_gather_object(everyones, mine, group=process.groups["pp"])
-    return {name: dtype for theirs in everyones for name, dtype in theirs.items()}
+    return {name: dtype for theirs in of_all_stages(mine, process) for name, dtype in theirs.items()}
 
 
 def broadcast_from(

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from autopart.compat import clone_of, default_store, keep_for_ever, set_group_timeout
 from autopart.errors import HangError
@@ -242,11 +243,22 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
         watch.wait(work)
 
 
-def raise_if_lost(error: RuntimeError, group_name: str) -> None:
-    """Raises HangError where an error in a group's collective is that another rank does not come, or is gone."""
-    watch = _WATCHES.get(group_name)
-    if watch is not None:
-        watch.raise_if_lost(error)
+@contextmanager
+def watching(group_name: str) -> Iterator[None]:
+    """Around a group's collective. Raises HangError where its error is that another rank does not come, or is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        watch = _WATCHES.get(group_name)
+        if watch is not None:
+            watch.raise_if_lost(error)
+        raise
+
+
+def sum_over(group: dist.ProcessGroup, values: Tensor) -> None:
+    """Add up `values` of all ranks of a group, in place. Raises HangError where a rank does not come."""
+    with watching(group.group_name):
+        dist.all_reduce(values, group=group)
 
 
 def _store_of(group: dist.ProcessGroup) -> Callable[[], dist.Store]:
