@@ -28,7 +28,7 @@ from autopart.measurement import Device, Measured
 from autopart.mesh import Mesh
 from autopart.runtime.collectives import PRIMITIVES
 from autopart.runtime.pieces import Cut
-from autopart.runtime.processes import Process, connect
+from autopart.runtime.processes import Process, connect, reduce_over_all
 
 _CHAIN = 100  # operators in a row whose launch is measured
 _CALLS = 4  # of a collective, between two barriers
@@ -240,7 +240,7 @@ def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, 
         times[what] = min(run(), times.get(what, float("inf")))
     found = torch.tensor(list(times.values()), dtype=torch.float64)
     if process.host_group is not None:
-        dist.all_reduce(found, group=process.host_group)
+        reduce_over_all(found, dist.ReduceOp.SUM, process)
         found /= dist.get_world_size(process.host_group)
     return device_of(process), [replace(what, time_s=s) for what, s in zip(times, found.tolist(), strict=True)]
 

@@ -23,8 +23,8 @@ from autopart.errors import InputError, OptionError
 from autopart.program import Program
 from autopart.runtime.homes import Home, counts_at, home_of, process_of, settled_parameters, settled_processes
 from autopart.runtime.placement import owners
-from autopart.runtime.processes import Process
-from autopart.runtime.watch import finish, sum_over
+from autopart.runtime.processes import Process, reduce_over_all
+from autopart.runtime.watch import sum_over
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What a norm can be; a set of them travels as the sum of their bits."""
@@ -205,13 +205,6 @@ def _stages(processes: Sequence[Process]) -> int:
     """A checksum that ranks with the same parameters share."""
     distinct = {id(process): process for process in processes}.values()
     return zlib.crc32(repr(sorted({(str(process.mesh), process.pp) for process in distinct})).encode())
-
-
-def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
-    """All-reduce a tensor on the host over all ranks of the mesh. Raises HangError where one does not come."""
-    group = process.host_group
-    if group is not None:
-        finish(dist.all_reduce(values, operation, group=group, async_op=True), group)
 
 
 def inside(process: Process, doing: str) -> AbstractContextManager[None]:

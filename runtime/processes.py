@@ -7,17 +7,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopart.agreed import TIMEOUT_S
 from autopart.compat import is_gloo, runs_on_host
 from autopart.errors import RuntimeSetupError
 from autopart.mesh import Mesh
-from autopart.runtime.watch import PATIENCE, Watch
+from autopart.runtime.watch import PATIENCE, Watch, finish
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it raises, in the process groups made here."""
@@ -136,6 +137,13 @@ def first_ranks_seed(process: Process) -> int:
     for group in process.groups.values():
         dist.broadcast(seed, group=group, group_src=0)
     return int(seed)
+
+
+def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
+    """All-reduce a tensor on the host over all ranks of the mesh. Raises HangError where one does not come."""
+    group = process.host_group
+    if group is not None:
+        finish(dist.all_reduce(values, operation, group=group, async_op=True), group)
 
 
 def of_all_stages(mine: T, process: Process) -> list[T]:

@@ -22,9 +22,8 @@ from autopart.program import Program
 from autopart.runtime.agreement import first_ranks_values, gather_objects, ranks_text
 from autopart.runtime.checksums import checksums
 from autopart.runtime.placement import owners
-from autopart.runtime.processes import Process
+from autopart.runtime.processes import Process, reduce_over_all
 from autopart.runtime.state import stored_cuts
-from autopart.runtime.watch import finish
 
 EARLY = (1, 2, 4, 8)
 EVERY = 100
@@ -89,7 +88,7 @@ class Replicas:
         steps, self.last_step = step - self.last_step, step
         mine = dict(zip(parameters, checksums(parameters.values()), strict=True))
         slots = [(part, ranks) for part, groups in self._groups.items() for ranks in groups]
-        if not slots or self._all_alike(slots, mine, group):
+        if not slots or self._all_alike(slots, mine):
             return
         drifted = self._drifted(parameters, mine, group)
         apart = _apart(drifted, parameters, steps, group)
@@ -114,16 +113,14 @@ class Replicas:
             self._names.setdefault((tuple(owners(program, stored, self.placement)), cut_axes), []).append(name)
         self._groups = {part: copies(part, self.process) for part in self._names}
 
-    def _all_alike(
-        self, slots: Sequence[tuple[Part, list[int]]], mine: Mapping[str, int], group: dist.ProcessGroup
-    ) -> bool:
+    def _all_alike(self, slots: Sequence[tuple[Part, list[int]]], mine: Mapping[str, int]) -> bool:
         spans = torch.full((len(slots), 2), torch.iinfo(torch.int64).min)
         for slot, (part, ranks) in enumerate(slots):
             if self.process.rank in ranks:
                 numbers = repr([mine[name] for name in self._names[part]]).encode()
                 number = int.from_bytes(hashlib.blake2b(numbers, digest_size=7).digest())
                 spans[slot] = torch.tensor([number, -number])
-        finish(dist.all_reduce(spans, dist.ReduceOp.MAX, group=group, async_op=True), group)
+        reduce_over_all(spans, dist.ReduceOp.MAX, self.process)
         return not bool(spans.sum(1).any())
 
     def _drifted(

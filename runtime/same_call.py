@@ -21,8 +21,7 @@ from autopart.errors import InputError
 from autopart.program import SEEDS, Program
 from autopart.runtime.agreement import by_rank, gather_objects, ranks_text
 from autopart.runtime.checksums import checksums
-from autopart.runtime.processes import Process
-from autopart.runtime.watch import finish
+from autopart.runtime.processes import Process, reduce_over_all
 
 SAMPLE = 256
 PROJECTIONS = 4
@@ -92,7 +91,7 @@ def check_call(given: Given, program: Program, process: Process) -> None:
     spans = torch.tensor(
         [*(here if process.rank in ranks else elsewhere for ranks in groups), here], dtype=torch.float64
     )
-    finish(dist.all_reduce(spans, dist.ReduceOp.MAX, group=process.host_group, async_op=True), process.host_group)
+    reduce_over_all(spans, dist.ReduceOp.MAX, process)
     width = len(mine)
     apart = [[row[i] + row[width + i] for i in range(width)] for row in spans.tolist()]
     called_alike = not any(apart[-1][: EXACT - 1])

@@ -17,8 +17,8 @@ from torch import Tensor
 from autopart.compat_training import redirect_unscale
 from autopart.errors import InputError
 from autopart.runtime.homes import process_of
-from autopart.runtime.norms import inside, reduce_over_all
-from autopart.runtime.processes import Process
+from autopart.runtime.norms import inside
+from autopart.runtime.processes import Process, reduce_over_all
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from autopart.errors import InputError
 from autopart.program import LabelCount, Program
-from autopart.runtime.processes import Process
+from autopart.runtime.processes import Process, reduce_over_all
 
 if TYPE_CHECKING:
     from autopart.runtime.pipeline import StageModule
@@ -132,10 +132,9 @@ def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Progra
                 raise InputError(f"num_tokens={num_tokens:g} is not a whole number", why="it counts labels")
             most = max(most, float(count))
             arguments[place.name] = torch.full_like(count, num_tokens)
-    if process.host_group is not None:
-        on_host = torch.tensor(most, dtype=torch.float64)
-        dist.all_reduce(on_host, dist.ReduceOp.MAX, group=process.host_group)
-        most = on_host.item()
+    on_host = torch.tensor(most, dtype=torch.float64)
+    reduce_over_all(on_host, dist.ReduceOp.MAX, process)
+    most = on_host.item()
     if most > num_tokens:
         raise InputError(
             f"num_tokens={num_tokens:g} is fewer than the {most:g} labels of this batch alone",
