@@ -11,7 +11,7 @@ import torch
 
 SEED = 0
 SAMPLE = 3
-"""How many cases of a parametrised test `make test` runs at least; of a large one it runs one in ONE_IN."""
+"""How many cases of a parametrised test `make test` runs at least; of a large one it runs one in ONE_IN, of `few` one."""
 ONE_IN = 12
 hypothesis.settings.register_profile("suite", derandomize=True)  # always the same examples; `make fuzz` draws others
 hypothesis.settings.load_profile("suite")
@@ -29,7 +29,8 @@ def pytest_configure():
 
 def pytest_collection_modifyitems(items):
     for cases in _by_function(items).values():
-        for item in [] if cases[0].get_closest_marker("whole") else beyond_sample(cases):
+        sample = 1 if cases[0].get_closest_marker("few") else SAMPLE
+        for item in [] if cases[0].get_closest_marker("whole") else beyond_sample(cases, sample):
             item.add_marker(pytest.mark.large)
     if torch.cuda.is_available():
         return
@@ -46,13 +47,13 @@ def _by_function(items):
     return functions
 
 
-def beyond_sample(cases):
+def beyond_sample(cases, sample=SAMPLE):
     """The cases of a matrix that `make test` leaves to `make test-all`: all but some at equal distances.
 
-    >>> beyond_sample(list("abcd")), len(beyond_sample(range(3600)))
-    (['d'], 3300)
+    >>> beyond_sample(list("abcd")), beyond_sample(list("abcd"), 1), len(beyond_sample(range(3600)))
+    (['d'], ['b', 'c', 'd'], 3300)
     """
-    kept = max(SAMPLE, len(cases) // ONE_IN)
+    kept = sample if sample < SAMPLE else max(SAMPLE, len(cases) // ONE_IN)
     if len(cases) <= kept:
         return []
     chosen = {index * len(cases) // kept for index in range(kept)}

@@ -69,6 +69,7 @@ LINEAR, SQUARE = s * b * HIDDEN, 5 * HEADS * s**2 * b
 MASKS, SCORE_MASK = 2 * LINEAR, HEADS * s**2 * b
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options", "published"),
     [

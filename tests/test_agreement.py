@@ -93,6 +93,7 @@ BEGINNINGS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("case", "lazy"), [*((case, False) for case in BEGINNINGS), ("plan", True), ("code", True), ("blocks", True)]
 )

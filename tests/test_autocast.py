@@ -62,6 +62,7 @@ def around_step(mesh: str, at_start: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "at_start"), [("tp2", False), ("dp2", True)])
 def test_autocast_around_step_is_one_process_autocast(mesh: str, at_start: bool) -> None:
     model, batch = built()

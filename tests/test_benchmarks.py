@@ -20,12 +20,14 @@ def figures(name):
     return json.loads(answer.stdout.splitlines()[-1])
 
 
+@pytest.mark.large
 def test_stages():
     (row,) = figures("stages.py")["models"].values()
     assert 1 <= row["ratio"] <= row["equal_layers_ratio"]
     assert sum(row["shares"]) == pytest.approx(1) and len(row["shares"]) == 4
 
 
+@pytest.mark.large
 def test_planning():
     (row,) = figures("planning.py")["cases"].values()
     times_s = row["time_s"]
@@ -35,6 +37,7 @@ def test_planning():
     assert row["peak_memory_bytes"] >= row["before_memory_bytes"]
 
 
+@pytest.mark.large
 def test_checks():
     found = figures("checks.py")
     for row in found["meshes"].values():
@@ -57,6 +60,7 @@ def test_predicted():
         assert {"matmul", "attention", "optimizer", "other"} <= rank["kinds_s"].keys() and rank["thread_s"] > 0
 
 
+@pytest.mark.large
 def test_imports():
     rows = figures("imports.py")["variants"]
     assert rows["torch"]["ratio"] == rows["torch"]["processor_ratio"] == 1.0

@@ -72,6 +72,7 @@ MODELS = {  # name: (builder, attentions and MLPs of all layers)
 }  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", MODELS)
 def test_no_more_than_an_expert(name):
     builder, parts = MODELS[name]

@@ -88,6 +88,7 @@ def test_quanta_cost_no_more_than_their_bound():
     assert exact > 10
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("method", SAMPLING)
 def test_sampling_methods_fit_repeat_and_come_near(method):
     gaps = []
@@ -126,6 +127,7 @@ def options_of(blocks: Blocks, choice: Choice) -> dict:
     ).options
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "schedule", "off"),
     [("dp4", None, 0.01), ("tp2", None, 0.01), ("pp4", "gpipe", 0.05), ("dp2,pp2,tp2", "1f1b", 0.05),
@@ -150,6 +152,7 @@ def test_what_is_searched_is_what_is_simulated_and_planned(space, mesh, schedule
     assert simulated.peak_memory_bytes == pytest.approx(real.peak_memory_bytes, rel=0.08)
 
 
+@pytest.mark.large
 def test_what_is_found_is_a_plan_that_computes_what_the_model_does():
     torch.manual_seed(0)
     model, _ = gpt(hidden=32, layers=4, tokens=16, rows=8)
@@ -175,6 +178,7 @@ def test_what_is_found_is_a_plan_that_computes_what_the_model_does():
     assert str(tight) and autopart.verify(real, "pp2,dp2", example_kwargs=batch, plan=plan).max_error < 1e-10
 
 
+@pytest.mark.large
 def test_blocks_of_two_kinds_and_models_that_are_not_made_smaller():
     model, batch = zoo.ZOO["t5"]()
     most = autopart.search_blocks(model, "pp2", example_kwargs=batch, microbatches=2)
@@ -188,6 +192,7 @@ def test_blocks_of_two_kinds_and_models_that_are_not_made_smaller():
     assert max(row["total"] for row in plan.memory) < most.memory_bytes
 
 
+@pytest.mark.large
 def test_mistakes(space):
     model, call = space.model, {"example_kwargs": space.example, "global_batch": 32}
     for mesh, options, error in [

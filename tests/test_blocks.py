@@ -73,6 +73,7 @@ def size_of(programme):
     return len(programme.choices), len(programme.values)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kept", ["dict", "attributes"])
 def test_names_do_not_matter(kept):
     listed, other = programme_of(kept="list"), programme_of(kept=kept)
@@ -84,6 +85,7 @@ def test_names_do_not_matter(kept):
     assert [s["flops"] for s in plans[0].stages] == [s["flops"] for s in plans[1].stages]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("build", [model_of, zoo.gpt2, zoo.llama, zoo.bert, zoo.phi3, zoo.transformer_encoder])
 def test_depth_adds_no_decision(build):
     three, five = (programme_of(build=build, num_layers=depth) for depth in (3, 5))

@@ -295,6 +295,7 @@ ON_TWO = {  # every model; those that sum over rows are on dp2, where the rows a
 ON_FOUR = {"dp2,tp2": ("batch norm",), "pp2,tp2": ("Codebook",), "dp2,pp2": ("batch norm", "Cache")}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for mesh, names in ON_TWO.items() for name in names])
 def test_training_over_processes(name, mesh):
     assert all(dist.run_ranks(trains_and_evaluates, 2, name, mesh)), "nothing was written"
@@ -304,6 +305,7 @@ def test_every_model_that_writes_trains_over_processes():
     assert {name for names in ON_TWO.values() for name in names} == set(MODELS) - set(WRITES_NOTHING)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for mesh, names in ON_FOUR.items() for name in names])
 def test_training_over_four_processes(name, mesh):
     assert Mesh.parse(mesh).num_ranks == 4

@@ -155,6 +155,7 @@ def everything_is_saved_once(path: Path, model: nn.Module) -> None:
             assert sum(chunk.sizes.numel() for chunk in entry.chunks) == value.numel(), name
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "first", "second", "how"), [
     ("tied", ("tp2", {}), ("pp2", {}), "save"),
     ("tied", ("pp2", {}), ("tp2", {}), "moved"),

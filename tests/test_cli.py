@@ -112,6 +112,7 @@ def test_schema_needs_nothing_else():
     assert result.exit_code == 0 and json.loads(result.output) == schema()
 
 
+@pytest.mark.large
 @pytest.mark.timeout(180)
 def test_plan_of_a_seven_billion_parameter_llama(config, tmp_path):
     path = tmp_path / "plan.json"
@@ -165,6 +166,7 @@ def test_verify_a_config_and_a_plan(config, tmp_path):
     assert result.exit_code == 0 and result.stdout.startswith("exact on pp2,tp2"), result.output
 
 
+@pytest.mark.large
 def test_verify_without_dropout(config):
     result = invoke("verify", "--hf-config", config(GPT2), "--mesh", "tp2", "--rng", "fast")
     assert result.exit_code == 0 and "eval mode" in result.output, result.output
@@ -178,6 +180,7 @@ def test_verify_exits_with_1_where_values_differ(config):
 # run
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rng", ["fast", "exact"])
 def test_run_in_one_process(config, rng):
     result = invoke("run", "--hf-config", config(GPT2), "--mesh", "dp1", "--steps", 2, "--compare", "--rng", rng)
@@ -185,6 +188,7 @@ def test_run_in_one_process(config, rng):
     check_steps(result.stdout, 2)
 
 
+@pytest.mark.large
 def test_run_under_torchrun(config):
     path = config({**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autopart"]

@@ -46,6 +46,7 @@ def steps(mesh, options):
     return found
 
 
+@pytest.mark.large
 @needs_compiler
 @pytest.mark.parametrize(("mesh", "options"), [
     pytest.param("tp2", {}, marks=pytest.mark.large), ("pp2", {"microbatches": 2}),

@@ -164,6 +164,7 @@ def test_other_ranks_results_survive_an_exception():
     assert set(caught.value.errors) == {1}
 
 
+@pytest.mark.large
 def test_exception_does_not_wait_for_sleepers():
     start = time.monotonic()
     with pytest.raises(RankError, match="planted") as caught:

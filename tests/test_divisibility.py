@@ -56,6 +56,7 @@ def outcome(run, mesh):
     return "exact"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("case", CASES)
 def test_every_size_is_exact_or_refused_by_the_plan(case):
     model, batch = CASES[case]()

@@ -475,6 +475,7 @@ def told_in_time(mesh: str, use: str) -> tuple[str, float]:
     return told(lambda: on_two_ranks(mesh, use)), time.monotonic() - started
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "use"), RANK_CASES, ids=lambda part: part)
 def test_every_rank_raises_the_same_text(mesh, use):
     run_ranks(told_in_time, 2, "dp2", "world")  # imports what takes seconds the first time

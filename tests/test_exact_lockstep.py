@@ -57,6 +57,7 @@ def test_zoo_model_on_mesh(name, mesh):
     assert_exact(zoo.ZOO[name], mesh)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("case", AWKWARD)
 def test_sizes_that_do_not_divide(case):
     builder, sizes, mesh = AWKWARD[case]

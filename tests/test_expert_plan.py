@@ -117,6 +117,7 @@ def per_block(program, block):
 ALL = [(case, mesh) for case in CASES for mesh in MESHES]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "mesh"), ALL)
 def test_a_block_has_two_all_reduces_each_way(case, mesh):
     names, num_blocks = CASES[case][2:]
@@ -244,6 +245,7 @@ def plain_plan(names, mesh):
     return layouts, per_block(program, r"^blocks\.\d+")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("names", NAMES)
 def test_names_of_modules_do_not_matter(names, mesh):
@@ -293,6 +295,7 @@ def test_joined_rows_of_the_batch_are_exact(mesh):
 # --- Fewer key-value heads than ranks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kv_heads", "tp", "most"), [(2, 4, 1.05), (2, 8, 1.03), (1, 4, 1.05)])
 def test_few_key_value_heads_cost_little(kv_heads, tp, most):
     """In bytes sent a block, against four all-reduces of a value of shape [rows, seq, hidden]."""

@@ -113,6 +113,7 @@ def with_transformers(build, folder, plan):
     return compare(parallel, batch, logits, grads), sharded
 
 
+@pytest.mark.few
 @pytest.mark.filterwarnings("ignore:the format gathers")
 @pytest.mark.parametrize("build", [saved_llama, qwen3])
 def test_transformers_computes_the_same(build, tmp_path):
@@ -292,6 +293,7 @@ CANNOT = {
 }  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("case", CANNOT)
 def test_what_a_format_cannot_say_is_told(case):
     use, text = CANNOT[case]
@@ -303,6 +305,7 @@ def test_what_a_format_cannot_say_is_told(case):
 # --- back as pins --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.filterwarnings("ignore:the format gathers")
 @pytest.mark.parametrize("to", ["transformers", "parallelize_module", "pipelining"])
 def test_what_is_exported_comes_back_as_pins(to):

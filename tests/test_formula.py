@@ -51,6 +51,7 @@ def works(mesh, **sizes):
     return [(one.node.meta.get("key"), w) for one in found for part in parts for w in getattr(one, part)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     ("times", "mesh", "sizes"),
@@ -92,6 +93,7 @@ def test_parameters_are_the_published_formula():
     assert plan().cost.formula.totals.stored.value / 4 == pytest.approx(published + 2 * hidden)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [("dp1", {}), ("dp1", {"microbatches": 4}), ("tp2", {}), ("tp4", {"sequence_parallel": True}), ("dp2,tp2", {}),
@@ -106,6 +108,7 @@ def test_without_a_pipeline_the_formula_is_the_simulated_step(mesh, options):
     assert float(figures) == pytest.approx(sum(figures.parts_s.values()))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "phi3"])
 def test_every_model_has_formulas(name):
     found = plan("tp2", zoo.ZOO[name](), sequence_parallel=False)

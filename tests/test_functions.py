@@ -219,6 +219,7 @@ def same_as_eager(mesh):
             zoo.assert_same_grads(made.full_grads(), grads)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 def test_exact_in_processes(mesh):
     dist.run_ranks(same_as_eager, 2, mesh, timeout_s=120.0)

@@ -64,6 +64,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("chunk_seed", range(first, first + -(-number // PER_CHUNK)))
 
 
+@pytest.mark.few
 def test_random_graphs_in_random_layouts(chunk_seed):
     print(f"--fuzz-seed {chunk_seed}")
     seed(chunk_seed)(OPTIONS(given(cases())(assert_exact)))()
@@ -77,6 +78,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_fault_is_found_and_shrunk(plant, monkeypatch):
     monkeypatch.setitem(LIST_PRIMITIVES, *PLANTED[plant])
@@ -89,6 +91,7 @@ def test_a_planted_fault_is_found_and_shrunk(plant, monkeypatch):
         assert_exact(shrunk)
 
 
+@pytest.mark.large
 def test_every_conversion_is_drawn():
     """In a hundred graphs: a generator that only draws what needs nothing would prove nothing."""
     missing = {f"autopart.{c.operator}.default" for c in CONVERSIONS.values()}

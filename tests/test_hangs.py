@@ -96,6 +96,7 @@ def test_the_groups_of_a_users_device_mesh():
     assert "rank 1 does not come: rank 0 waited 1.5 s in step 3" in text
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "place"), [("tp2", "at all_reduce"), ("pp2", "pipeline"), ("dp2", "gradients")])
 def test_a_rank_that_hangs_inside_a_step(mesh, place):
     (text, seconds), _ = dist.run_ranks(train, 2, mesh, "inside", timeout_s=90)

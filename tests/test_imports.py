@@ -70,6 +70,7 @@ def test_diff_loads_no_torch(plan_file):
     assert loaded(command("diff", plan_file, plan_file)).isdisjoint({*HEAVY} - {"jsonschema"})
 
 
+@pytest.mark.large
 def test_public_functions_load_no_compiler():
     """What `import autopart` and the first use of its functions add to `import torch`."""
     modules = loaded("import autopart; autopart.parallelize, autopart.plan, autopart.verify")
@@ -91,6 +92,7 @@ def test_every_public_name_is_there():
     assert set(autopart.__all__) <= set(dir(autopart)) and "__version__" in dir(autopart)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("first", ["import {}", "from {} import *", ""])
 def test_a_function_is_no_module_whatever_is_imported_first(first):
     names = ["plan", "search", "verify", "calibrate"]

@@ -77,6 +77,7 @@ class Translator(nn.Module):
         return F.cross_entropy(self.head(made).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_transformer_of_torch(mesh):
     batch = {name: torch.randint(32, (4, 8)) for name in ("source", "target", "labels")}

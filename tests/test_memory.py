@@ -39,6 +39,7 @@ RUNS = {
 # --- activations ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("run", "name"), [(run, name) for run, (models, *_) in RUNS.items() for name in models])
 def test_activations_are_those_that_autograd_saves(name, run):
     """To the byte, of one microbatch, counted at the end of a forward on real processes."""
@@ -115,6 +116,7 @@ PEAKS = [
 HELD_BACK = 0.05  # of a step, by threads that communicate: what they have sent, for a moment that is not the same twice
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh", "options", "margin"), PEAKS, ids=str)
 def test_a_real_step_takes_what_is_counted(name, mesh, options, margin):
     """What is counted is the most that torch's allocator hands out at a time, and not less."""
@@ -144,6 +146,7 @@ def test_a_stage_that_runs_again_holds_nothing_for_a_second_part_of_its_backward
 # --- what is stored ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [("gpt2", "tp2", {}), ("llama", "pp2", {}), ("vit", "dp2", {}), ("bert", "tp2", {"sequence_parallel": True}),
@@ -283,6 +286,7 @@ WAYS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_out_takes_what_its_plan_takes(refused, way):
     """The estimate, which keeps what is known, is that of a plan made anew."""
@@ -312,6 +316,7 @@ def test_what_fits_is_planned():
         autopart.plan(model, "tp2", example_kwargs=batch, sequence_parallel=False, memory=need - 1)
 
 
+@pytest.mark.large
 def test_a_limit_changes_what_is_left_open():
     """Values are cut along the sequence, weights over dp, in this order, and only where a rank lacks the room."""
     run = run_of(ZOO["llama"])

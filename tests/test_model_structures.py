@@ -312,6 +312,7 @@ def test_tracing_leaves_attributes_alone():
     assert not hooked.hooked and not hooked.up._forward_hooks
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2,tp2"])
 def test_low_rank_adapters(mesh):
     """peft hands its arguments on to the model, whose weights are frozen."""
@@ -388,6 +389,7 @@ def half_precision(dtype, mesh):
         assert grad.dtype == dtype and (grad - whole).abs().max() < 2**-5 * whole.abs().max(), name
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("dtype", "mesh"), [(torch.bfloat16, "tp2"), (torch.float16, "dp2")])
 def test_half_precision_over_processes(dtype, mesh):
     dist.run_ranks(half_precision, 2, dtype, mesh)

@@ -72,6 +72,7 @@ def test_a_sort_that_matters_is_left_alone(fault, rows):
         assert autopart.verify(model, "tp2", example_args=(rows,)).ok
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_mixtral(implementation):
     config = MixtralConfig(

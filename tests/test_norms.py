@@ -86,6 +86,7 @@ def test_a_norm_has_the_dtype_that_torch_gives(dtypes):
     torch.testing.assert_close(norms.local_norm(grads), exact, rtol=1e-6, atol=0.0)  # halves are not summed as halves
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero", "schedule"), [
     ("tp4", 0, None), ("dp4", 0, None), ("dp4", 3, None), ("pp4", 0, None), ("pp2", 0, "zbv"),
     ("dp2,pp2,tp2", 0, None), ("dp2,pp2,tp2", 3, None), ("tp3", 0, None),
@@ -162,6 +163,7 @@ def by_torch_in_two(pm: autopart.ParallelModule) -> Tensor:
     return norm
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_norms_and_clipping_are_one_devices(mesh, zero):
     found = on_ranks(norms_and_clipping, mesh, zero)

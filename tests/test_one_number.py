@@ -65,6 +65,7 @@ def made(case):
     return autopart.plan(model, mesh, example_kwargs=batch, hardware=hardware, **options)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
 def test_every_place_says_the_same_number(case, tmp_path):
     plan, (_, _, _, dtype, hardware) = made(case), CASES[case]
@@ -153,6 +154,7 @@ def test_an_old_plan_without_timing_says_whose_number_it_has():
 # --- the search ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large
 def test_found_plans_are_told_and_ordered_by_their_own_steps():
     model, batch = llama(torch.bfloat16, layers=4)
     plans = autopart.search(model, 8, example_kwargs=batch)
@@ -202,6 +204,7 @@ def profile(tmp_path):
     return str(path)
 
 
+@pytest.mark.large
 def test_a_plan_that_does_not_fit_says_so_everywhere_and_what_would_help(profile, tmp_path):
     model, batch = llama(torch.float32)
     plan = autopart.plan(model, "dp2,tp8", example_kwargs=batch, hardware=profile)

@@ -132,6 +132,7 @@ def load_plain(name: str, path: str, flat: bool, saved: dict[str, Any]) -> None:
     near(dict(model.state_dict()), dict(one_process(name, steps=4)[0].state_dict()))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "first", "second", "flat"), [
     ("tied", ("tp2", {}), ("pp2", {}), False),
     ("tied", ("pp2", {}), ("tp2", {}), False),
@@ -164,6 +165,7 @@ def files_of_each_rank(mesh: str, folder: str) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_files_of_each_rank_are_loaded_on_the_same_mesh(tmp_path, mesh):
     dist.run_ranks(files_of_each_rank, 2, mesh, str(tmp_path), timeout_s=TIMEOUT_S)

@@ -49,6 +49,7 @@ def shaped(name, rows, seq):
 SHAPES = [(8, 7), (16, 12), (6, 12), (5, 12), (1, 9), (3, 5), (2, 8)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [*(("gpt2", mesh) for mesh in ("dp2", "tp2", "pp2", "dp4,tp2")), *((name, "dp2,pp2,tp2") for name in BUILDERS)],
@@ -60,6 +61,7 @@ def test_a_plan_serves_other_shapes(name, mesh):
         assert found.ok and found.max_error < 1e-12, f"{rows} x {seq}: {found}"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_rows_runs(schedule):
     virtual = 1 if schedule in ("gpipe", "1f1b") else 2
@@ -164,12 +166,14 @@ def train_on(name, mesh, shapes):
     return traced
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "dp2"), ("bert", "tp2"), ("gpt2", "pp2"), ("bert", "pp2")])
 def test_a_loop_over_batches_of_other_shapes(name, mesh):
     traced = dist.run_ranks(train_on, 2, name, mesh, LOOP, timeout_s=120.0)
     assert traced == [len(set(LOOP)) - 1] * 2  # the first was traced at construction
 
 
+@pytest.mark.large
 def test_a_loop_on_all_axes():
     dist.run_ranks(train_on, 4, "llama", "pp2,tp2", LOOP[:4], timeout_s=120.0)
     dist.run_ranks(train_on, 4, "gpt2", "dp2,pp2", LOOP[3:], timeout_s=120.0)
@@ -216,6 +220,7 @@ def generate(mesh):
     assert ids.shape == (2, 4)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
 def test_a_growing_sequence(mesh):
     dist.run_ranks(generate, 2, mesh, timeout_s=120.0)
@@ -233,6 +238,7 @@ def options_and_inputs(mesh):
     zoo.assert_close_outputs(pm(**ids, output_hidden_states=True), hidden)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_other_options_and_inputs(mesh):
     dist.run_ranks(options_and_inputs, 2, mesh, timeout_s=120.0)

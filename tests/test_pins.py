@@ -62,6 +62,7 @@ def stored_in(plan, model):
 # --- layouts -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("case", "mesh"), [*((case, "tp2") for case in LAYOUTS), *((case, "pp2,tp2") for case in list(LAYOUTS)[::3])]
 )

@@ -55,6 +55,7 @@ def test_the_schema_is_one():
     jsonschema.Draft202012Validator.check_schema(schema())
 
 
+@pytest.mark.large
 def test_a_large_model_has_a_small_plan():
     """32 layers of Llama, on the meta device: repeated blocks are written once."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,6 +78,7 @@ def deterministic_text() -> str:
     return "".join(autopart.plan(model, mesh, example_kwargs=batch).to_json() for (model, batch), mesh in built)
 
 
+@pytest.mark.large
 def test_plans_are_the_same_in_every_process():
     program = "import test_plan; print(test_plan.deterministic_text())"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another order of sets than here
@@ -174,6 +176,7 @@ def divides(shape: torch.Size, dim: int) -> bool:
     return dim < len(shape) and shape[dim] % 2 == 0
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", EDITED)
 def test_any_layout_of_any_parameter_stays_exact(name):
     run = run_of(ZOO[name], **SMALL)
@@ -210,6 +213,7 @@ def test_an_edited_weight_is_stored_and_read_as_edited(name):
     assert followed
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", EDITED)
 def test_other_cuts_stay_exact(name):
     run = run_of(ZOO[name], rows=2, seq=6)

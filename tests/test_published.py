@@ -35,6 +35,7 @@ def throughput(name, rows, microbatch, virtual=1, scatter=True, **sizes):
 GPT_162B, GPT_5_9B, GPT_91B, GPT_175B = (20480, 32, 128), (3840, 32, 32), (15360, 32, 128), (12288, 96, 96)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rows", [32, 128])
 def test_tensor_parallelism_fills_a_node_and_pipelines_go_between(rows):
     found = {tp: throughput(GPT_162B, rows, 1, tp=tp, pp=64 // tp) for tp in (2, 4, 8, 16, 32)}
@@ -64,12 +65,14 @@ def test_scattered_sends_help():
     assert 1.05 < scattered / whole < 1.15
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rows", [128, 512])
 def test_the_best_microbatch_of_91b_is_two(rows):
     found = {size: throughput(GPT_91B, rows, size, tp=8, pp=8) for size in (1, 2, 4, 8)}
     assert max(found, key=found.__getitem__) == 2
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("run", published.RUNS[:5], ids=lambda run: f"{run.billions}B")
 def test_the_table(run):
     """The first half of the table; `benchmarks/published.py` has all of it."""
@@ -77,6 +80,7 @@ def test_the_table(run):
     assert abs(row["error"]) < 0.1 and row["memory_bytes"] < 80e9
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("recompute", "mfu"), [("full", 0.421), ("selective", 0.542)])
 def test_a_run_with_fused_sums_of_gradients(recompute, mfu):
     """A 530B GPT on 2,240 A100s, recomputed whole, or in part with sequence parallelism (Korthikanti et al. 2022,
@@ -88,6 +92,7 @@ def test_a_run_with_fused_sums_of_gradients(recompute, mfu):
     assert found.mfu == pytest.approx(mfu, rel=0.04)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("hardware", "name"), [
     ("a100-80gb-sxm", "350m"), ("a100-80gb-sxm", "1b"), ("a100-80gb-sxm", "7b"), ("h100-80gb-sxm", "1b"),
     ("h100-80gb-sxm", "7b"),

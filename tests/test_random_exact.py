@@ -37,12 +37,14 @@ def test_a_draw_is_that_of_one_device(name):
     check(*around(name))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", RECURRENT)
 def test_dropout_between_recurrent_layers(name):
     torch.manual_seed(0)
     check(RECURRENT[name](), {"x": torch.randn(4, 4, 8)}, meshes=("dp2", "pp2", "tp2"), microbatches=1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["tp4", "dp2,tp2", "pp4", "dp2,pp2,tp2"])
 def test_a_model_is_that_of_one_device(name, mesh):
@@ -56,6 +58,7 @@ def test_an_input_that_is_dropped():
     assert found.ok, found
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv", "dualpipev"])
 def test_stages_that_share_a_rank(schedule):
     model, batch = gpt2(num_layers=4)
@@ -129,6 +132,7 @@ def called(model, batch):
     return losses
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh"), [
     ("conv_net", "dp2,pp2,tp2"), ("vit", "dp2,pp2"), ("t5", "pp2,tp2"), ("gpt2", "dp2,tp2"),
 ])  # fmt: skip
@@ -137,6 +141,7 @@ def test_training_on_several_axes(name, mesh):
     dist.run_ranks(trains_alike, Mesh.parse(mesh).num_ranks, name, mesh, plan=plan, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options"), [
     ("tp1", {}),
     ("pp2", {"microbatches": 4, "schedule": "zbv"}),
@@ -155,6 +160,7 @@ def differ_by_one(mesh):
     return str(raised.value)
 
 
+@pytest.mark.large
 def test_ranks_whose_generators_differ_are_told():
     text = (
         "the ranks' random generators are not in the same state\n  why    with rng='exact' every rank draws the "
@@ -167,6 +173,7 @@ def test_ranks_whose_generators_differ_are_told():
 # --- plans ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2,tp2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_serves_both_modes_and_both_kinds(name, mesh):

@@ -149,6 +149,7 @@ def trained_copies(name, mesh):
     return losses, copies
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["gpt2", "conv_net"])
 def test_copies_of_a_weight_stay_equal_over_ranks(name):
     results = dist.run_ranks(trained_copies, 4, name, "dp2,tp2", timeout_s=120.0)

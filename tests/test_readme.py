@@ -101,6 +101,7 @@ def run_session(step, names, where):
     return ""
 
 
+@pytest.mark.large
 @pytest.mark.timeout(900)
 def test_readme_runs(folder):
     names = {"__name__": "readme"}

@@ -122,6 +122,7 @@ def test_blocks_are_recomputed_as_they_match_first(mesh):
     }  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_memory_of_some_blocks_is_between_that_of_none_and_all(mesh):
     ways = ("full", {"*.[0-2]": "full"}, {"*.0": "full"}, {"*.0": "selective"}, {"*.0": "none"})
@@ -389,6 +390,7 @@ def saved(build: str, mesh: str, options: dict) -> dict[str, list[tuple[int, int
     return found
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("build", "mesh", "options"), [
     ("shared", "tp2", {}), ("shared", "pp2", {}), ("shared", "dp2", {"zero": 3}),
 ])  # fmt: skip
@@ -424,6 +426,7 @@ def same_step(build, mesh, how, **options):
     assert all(node.op != "call_module" for node in pm.graph().graph.nodes), "the graph reads as ever"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("build", "mesh", "how", "options"), [
     ("gpt2", "tp2", "full", {}), ("shared", "dp2", "selective", {"zero": 3}),
     ("shared", "dp2,tp2", "full", {"zero": 3}),
@@ -442,6 +445,7 @@ def every_schedule(counted):
     return counted
 
 
+@pytest.mark.large
 def test_every_schedule_recomputes_once():
     """Also those that split the backward, which then do all of it in its first part."""
     for rank in dist.run_ranks(every_schedule, 2, {}, timeout_s=120.0):

@@ -168,6 +168,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", CASES)
 def test_same_graph_as_a_full_trace(name):
     torch.manual_seed(0)

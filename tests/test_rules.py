@@ -154,6 +154,7 @@ def test_what_holds_is_claimed(sample):
     assert not missing, "\n".join([str(sample), *missing, "add it to the rule, or to NOT_CLAIMED with its reason"])
 
 
+@pytest.mark.large
 def test_every_reason_is_needed():
     """`NOT_CLAIMED` has no entry left over from a rule that has learned to claim it."""
     told = {(name, pattern) for name, patterns in NOT_CLAIMED.items() for pattern in patterns}

@@ -323,13 +323,14 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.whole
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "num_blocks", "cases"), PIPELINES)
 def test_pipelines(mesh, num_blocks, cases):
     names = dist.run_ranks(run_module, 4, mesh, num_blocks, cases)
     assert names[0] != names[-1]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("frozen", [("blocks.0.", "scale"), ("blocks",), ("blocks.1.", "gain")])
 def test_frozen_parameters(frozen):
     """The first stage trains nothing; all but the tied ends; a stage in the middle."""
@@ -348,6 +349,7 @@ def fail_on(rank, schedule):
     pm.step(*make_batch())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_on_one_rank_ends_all(rank, schedule):

@@ -62,6 +62,7 @@ def pointwise(node):
     return Rule("... -> ...").instantiate(shapes, shapes)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2,tp2"])
 def test_a_llama_of_32_layers_on_meta(mesh):
     model, batch = llama_on_meta()
@@ -92,6 +93,7 @@ def test_fewest(kinds, kept):
     assert fewest(kinds) == kept
 
 
+@pytest.mark.large
 def test_the_plan_of_the_whole_model_is_followed():
     model, batch = llama_on_meta()
     plan = autopart.plan(model, "pp2,tp2", example_kwargs=batch)
@@ -128,6 +130,7 @@ def test_blocks_that_the_model_counts_on_stay():
     assert found.ok and not any("copy" in note for note in found.notes)
 
 
+@pytest.mark.large
 def test_memory_decides(monkeypatch):
     model, batch = zoo.llama(num_layers=8)
     assert not any("copy" in note for note in autopart.verify(model, "tp2", example_kwargs=batch).notes)

@@ -73,6 +73,7 @@ def break_one(module: nn.Module) -> None:
         parameter.grad[-1, -1] = math.inf
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "dtype", "zero", "kind", "fused"), [
     ("tp2", torch.float64, 0, "stock", False), ("tp2", torch.float32, 0, "ours", False),
     ("pp2", torch.float64, 0, "ours", False), ("pp2", torch.float64, 0, "stock", False),

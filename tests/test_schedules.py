@@ -61,6 +61,7 @@ def same_gradients(name, schedule, pp, virtual_stages, counts):
         zoo.assert_close_outputs(pm(**batch), outputs)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run[:3])))
 def test_schedule_is_exact(run, name):

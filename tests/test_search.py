@@ -25,6 +25,7 @@ def space():
     return space_of(model, "a100-80gb-sxm", 32, batch)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [("dp1", {}), ("dp4", {"microbatches": 2}), ("tp2", {}), ("tp4", {"sequence_parallel": True}), ("dp2,tp2", {}),
@@ -54,6 +55,7 @@ def test_the_formulas_rank_as_the_simulation_does(space):
     assert {c.mesh.num_ranks for c in swept} == {8}
 
 
+@pytest.mark.large
 def test_found_plans_are_a_pareto_list_that_computes_what_the_model_does():
     torch.manual_seed(0)
     model, _ = gpt(hidden=32, layers=4, tokens=16, rows=8)
@@ -70,6 +72,7 @@ def test_found_plans_are_a_pareto_list_that_computes_what_the_model_does():
     assert autopart.plan(real, 4, example_kwargs=batch) == plans[0]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["skip_mlp", "t5"])
 def test_any_model_can_be_searched(name, tmp_path):
     """Few places to cut, or blocks of two kinds; with a profile of one's own."""
@@ -132,6 +135,7 @@ def test_mistakes(call, error):
         call(model, batch)
 
 
+@pytest.mark.large
 def test_command_line(tmp_path):
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32,
               "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip

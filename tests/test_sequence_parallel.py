@@ -47,6 +47,7 @@ def test_nothing_between_matrix_products_is_whole(name):
     assert [entry.count for entry in plan.collectives if entry.per == "step"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seq", [7, 13])
 def test_a_sequence_that_tp_does_not_divide(seq):
     model, batch = zoo.llama(seq=seq)
@@ -79,6 +80,7 @@ def train(name):
     zoo.assert_same_grads(pm.full_grads(), grads)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_processes(name):
     dist.run_ranks(train, 2, name, timeout_s=120.0)
@@ -116,6 +118,7 @@ def test_as_many_bytes_at_real_sizes():
     assert sent[True] <= 1.001 * sent[False]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp8", "dp2,tp4"])
 def test_it_comes_by_itself_where_it_is_faster(mesh):
     model, batch = large_llama(2)

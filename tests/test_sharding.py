@@ -177,6 +177,7 @@ def graphs(draw):
     return drawing.subject().traced.graph
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("between", ["whole", "cut", "free"])
 def test_no_combination_is_cheaper(between):
     tried = []

@@ -114,6 +114,7 @@ def test_collectives_are_those_of_the_plan(mesh, axis, zero):
     assert sum(c.bytes for c in found.collectives) == pytest.approx(most, rel=1e-9)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["memory_bytes_per_s", "link_bytes_per_s", "launch_s", "link_latency_s"])
 def test_slower_hardware_is_never_faster(name, tmp_path):
     worse = {"memory_bytes_per_s": (1e9, 1e8), "link_bytes_per_s": (1e9, 1e8), "launch_s": (1e-6, 1e-5),

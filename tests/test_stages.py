@@ -86,6 +86,7 @@ def real_gpt2(size):
     return prepare(model, bind_call(model, (), {"input_ids": ids, "labels": ids.clone()})).graph
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 @pytest.mark.parametrize("size", REAL)
 def test_real_gpt2_is_balanced(size, num_stages):
@@ -123,6 +124,7 @@ def possible_cuts(graph):
     return [n.meta["key"] for n, sent in zip(nodes, crossing_bytes(nodes), strict=True) if math.isfinite(sent)][1:]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_random_cuts_are_exact(name):
     """Also in the middle of attention, inside a norm, between a skip and what it is added to."""
@@ -146,6 +148,7 @@ def test_values_travel_through_stages_that_do_not_read_them():
     assert verified(run, "pp8", replace(plan_of(run, "pp8"), cuts=cuts)).ok
 
 
+@pytest.mark.large
 def test_most_operators_can_begin_a_stage():
     for name, builder in zoo.ZOO.items():
         graph = run_of(builder).traced.graph

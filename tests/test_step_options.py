@@ -89,6 +89,7 @@ def scaled_step(mesh, **options):
     same_grads(pm, expected)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -181,6 +182,7 @@ def step_with_outputs(mesh, norm=False, **options):
     zoo.assert_close_outputs(pm.step(**data), loss)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -225,6 +227,7 @@ def outputs_of_a_transformer(mesh):
     same_grads(pm, grads_of(model))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 @pytest.mark.parametrize("check", [outputs_beside_loss_fn, outputs_of_a_transformer])
 def test_outputs_beside(check, mesh):
@@ -314,6 +317,7 @@ def masked_mean(outputs, target):
     return (each * counts.flatten()).sum() / counts.sum().clamp(min=1)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -355,6 +359,7 @@ def transformers_have_their_own_way(mesh):
         pm.step(**data, num_items_in_batch=total, num_tokens=total)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "pp2"])
 def test_num_items_in_batch_of_transformers(mesh):
     run(transformers_have_their_own_way, mesh)

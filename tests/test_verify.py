@@ -268,6 +268,7 @@ def line_of(mismatch, model):
     return linecache.getline(file, int(number)).strip()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_planted_fault_is_found_and_named(case):
     fault = FAULTS[case]

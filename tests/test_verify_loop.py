@@ -102,6 +102,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("build", "mesh", "options", "asked"), MATRIX)
 def test_training_steps_equal_one_device(build, mesh, options, asked):
     found = trained(run_of(build), mesh, options, **asked)
@@ -267,6 +268,7 @@ def test_an_optimizer_that_is_stepped_twice_on_one_rank(monkeypatch):
 # --- Optimizers that are not elementwise, and gradients of nothing
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
 def test_an_optimizer_that_needs_the_whole_of_a_weight(kind):
     def optimizer(named):

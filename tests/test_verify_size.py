@@ -72,6 +72,7 @@ def test_more_memory_more_of_the_model(tmp_path, monkeypatch):
     assert widths[0] < widths[1] < 4096, widths
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("entries", "mesh"), [(GPT2, "tp2"), pytest.param(MIXTRAL, "tp2", marks=pytest.mark.large), (GPT2, "pp2")]
 )

@@ -19,6 +19,7 @@ def plan():
     return autopart.plan(model, "dp2,tp8", example_kwargs=batch)
 
 
+@pytest.mark.large
 def test_every_plan_has_a_certificate(plan):
     model, batch = zoo.gpt2()
     for made in (plan, *(autopart.plan(model, mesh, example_kwargs=batch) for mesh in ("dp2", "pp2,tp2", "tp4"))):
@@ -48,6 +49,7 @@ def test_the_price_of_the_runner_up_is_that_of_asking_for_it(plan):
         assert why.others[place] == why_not.others[f"{place} on tp"].partition("; with ")[0]
 
 
+@pytest.mark.large
 def test_pinning_costs_what_why_not_says():
     model, batch = zoo.llama()
     before = autopart.plan(model, "tp2", example_kwargs=batch)

@@ -109,6 +109,7 @@ def stop_and_go_on(meshes, folder):
     return pm.full_state_dict()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("meshes", [("tp2", "pp2"), ("pp2", "dp2")], ids=" then ".join)
 def test_a_run_is_resumed_on_another_mesh(meshes, tmp_path):
     model, batches = example()

@@ -87,6 +87,7 @@ def awkward() -> Built:
 # --- exact -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("build", "mesh"), [
     (zoo.gpt2, "dp2"), (zoo.gpt2, "dp2,pp2,tp2"), (zoo.llama, "dp4"), (zoo.t5, "dp2,pp2"), (zoo.phi3, "dp2,tp2"),
     (zoo.conv_net, "dp2,tp2"), (bert_with_dropout, "dp2,pp2,tp2"), (batch_norms, "dp2,tp2"), (adapters, "dp2,pp2,tp2"),
@@ -308,6 +309,7 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("build", "mesh", "options"), RUNS)
 def test_training_over_processes(build, mesh, options):
     found = dist.run_ranks(trains, Mesh.parse(mesh).num_ranks, build, mesh, options, timeout_s=120)
@@ -318,6 +320,7 @@ def test_training_over_processes(build, mesh, options):
     assert all(math.ceil(here * 0.9) < whole for here, whole in found)
 
 
+@pytest.mark.large
 def test_calls_over_processes():
     dist.run_ranks(calls, 4, timeout_s=120)
 
