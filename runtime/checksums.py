@@ -43,6 +43,8 @@ def checksum(tensor: Tensor) -> Tensor:
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """`checksum` of each, on the host."""
     numbers = [checksum(tensor) for tensor in tensors]
+    if len(numbers) == 1:
+        return [int(numbers[0])]
     if len({number.device for number in numbers}) > 1:
         numbers = [number.to("cpu") for number in numbers]
     return [int(number) for number in torch.stack(numbers).tolist()] if numbers else []
@@ -52,7 +54,7 @@ def _weighted(words: Tensor) -> Tensor:
     """int64 [n] -> []. Sums wrap around; a weight is odd, so that no change of one word is lost."""
     weights = _weights(words.device)
     if words.numel() <= WEIGHTED_WORDS:
-        return (words * weights[: words.numel()]).sum()
+        return torch.dot(words, weights[: words.numel()])
     stride = -(-words.numel() // WEIGHTED_WORDS)
     sample = words[::stride]
     return words.sum() + (sample * (weights[: sample.numel()] - 1)).sum()

@@ -146,6 +146,20 @@ def reduce_over_all(values: Tensor, operation: Any, process: Process) -> None:
         finish(dist.all_reduce(values, operation, group=group, async_op=True), group)
 
 
+def gather_over_all(numbers: Sequence[float], process: Process) -> Tensor:
+    """The numbers of all ranks of the mesh: float64 [ranks, numbers], a row each in the order of the host group. Raises
+    HangError where a rank does not come.
+
+    It takes half the time of a reduction: gloo sends a number of messages one after the other, here half as many.
+    """
+    mine, group = torch.tensor(numbers, dtype=torch.float64), process.host_group
+    if group is None:
+        return mine[None]
+    rows = torch.empty(group.size(), len(numbers), dtype=torch.float64)
+    finish(dist.all_gather(list(rows), mine, group=group, async_op=True), group)
+    return rows
+
+
 def of_all_stages(mine: T, process: Process) -> list[T]:
     """What the ranks of every `pp` coordinate have, in their order. A collective call where there are several."""
     if "pp" not in process.groups:

@@ -13,15 +13,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopart.errors import InputError
 from autopart.program import SEEDS, Program
 from autopart.runtime.agreement import by_rank, gather_objects, ranks_text
 from autopart.runtime.checksums import checksums
-from autopart.runtime.processes import Process, reduce_over_all
+from autopart.runtime.processes import Process, gather_over_all
 
 SAMPLE = 256
 PROJECTIONS = 4
@@ -30,7 +30,6 @@ TOLERANCE = 1e-5
 four times their precision. Batches of other data are apart by about 1."""
 SMALLEST = 1e-6
 """Values smaller than this are taken for rounding around zero."""
-_NOT_FINITE = {"nan": 3.0, "posinf": 5.0, "neginf": -5.0}
 _SAME_BATCH = "give every rank the same global batch, without a DistributedSampler"
 
 
@@ -84,20 +83,20 @@ def check_call(given: Given, program: Program, process: Process) -> None:
     """Raises InputError, the same on every rank, where the ranks are not called alike. A collective call."""
     if process.host_group is None:
         return
-    mine = given.numbers()
-    groups = same_rows(program)
-    here = [*mine, *(-number for number in mine)]
-    elsewhere = [-math.inf] * len(here)
-    spans = torch.tensor(
-        [*(here if process.rank in ranks else elsewhere for ranks in groups), here], dtype=torch.float64
-    )
-    reduce_over_all(spans, dist.ReduceOp.MAX, process)
-    width = len(mine)
-    apart = [[row[i] + row[width + i] for i in range(width)] for row in spans.tolist()]
-    called_alike = not any(apart[-1][: EXACT - 1])
-    if called_alike and not any(row[EXACT - 1] or max(row[EXACT:]) > given.slack for row in apart[:-1]):
+    rows = gather_over_all([process.rank, *given.numbers()], process).tolist()
+    _, *first = rows[0]
+    if all(numbers == first for _, *numbers in rows):
         return
-    raise _error(given, groups, process)
+    numbers_of, groups = {int(rank): numbers for rank, *numbers in rows}, same_rows(program)
+    called_alike = all(numbers[: EXACT - 1] == first[: EXACT - 1] for numbers in numbers_of.values())
+    if not called_alike or not all(_same_batch([numbers_of[rank] for rank in ranks], given.slack) for ranks in groups):
+        raise _error(given, groups, process)
+
+
+def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
+    """Whether ranks were given the same values, by the `Given.numbers` of each."""
+    apart = [max(column) - min(column) for column in zip(*rows, strict=True)]
+    return not apart[EXACT - 1] and max(apart[EXACT:]) <= slack
 
 
 def _error(given: Given, groups: Sequence[Sequence[int]], process: Process) -> InputError:
@@ -143,29 +142,34 @@ def _is_rounded(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-@torch.no_grad()
 def _marks(tensor: Tensor, number: int) -> list[float]:
     """Projections of a sample on vectors of signs, and the logarithm of its mean magnitude."""
-    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.detach()
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
     if values.numel() == 0:
         return [0.0] * (PROJECTIONS + 1)
     count = min(SAMPLE, values.numel())
     stride = values.numel() // count
     first = number * 7919 % stride
     if values.is_contiguous():
-        sample = values.reshape(-1)[first::stride][:count]
+        sample = values.as_strided((count,), (stride,), values.storage_offset() + first)
     else:  # without a copy of it all
         places = first + stride * torch.arange(count, device=values.device)
         sample = values[torch.unravel_index(places, values.shape)]
-    sample = sample.to("cpu", torch.float64).nan_to_num(**_NOT_FINITE)  # not in place: it may be the input
-    size = max(float(sample.abs().mean()), SMALLEST)
-    projections = (_signs()[:, :count] @ sample).tolist()
+    array = sample.resolve_neg().to("cpu", torch.float64).numpy()  # not to be written: it may be the input itself
+    total = float(np.abs(array).sum())
+    if not math.isfinite(total):
+        array = np.nan_to_num(array, nan=3.0, posinf=5.0, neginf=-5.0)
+        total = float(np.abs(array).sum())
+    size = max(total / count, SMALLEST)
     unit = max(TOLERANCE, 4 * torch.finfo(values.dtype).eps)
-    return [*(p / (size * math.sqrt(count) * unit) for p in projections), math.log(size) / unit]
+    projections = _signs()[:, :count] @ array / (size * math.sqrt(count) * unit)
+    return [*projections.tolist(), math.log(size) / unit]
 
 
 @functools.cache
-def _signs() -> Tensor:
+def _signs() -> np.ndarray:
     """float64 [PROJECTIONS, SAMPLE] of 1 and -1, the same on every rank."""
     bits = hashlib.shake_256(b"signs").digest(PROJECTIONS * SAMPLE)
-    return torch.tensor([1.0 if byte & 1 else -1.0 for byte in bits], dtype=torch.float64).view(PROJECTIONS, SAMPLE)
+    return np.array([1.0 if byte & 1 else -1.0 for byte in bits]).reshape(PROJECTIONS, SAMPLE)

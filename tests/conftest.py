@@ -11,7 +11,7 @@ import torch
 
 SEED = 0
 SAMPLE = 3
-"""How many cases of a parametrised test `make test` runs at least; of a large one it runs one in ONE_IN, of `few` one."""
+"""How many cases of a parametrised test `make test` runs at least: of a large one one in ONE_IN, of `few` one alone."""
 ONE_IN = 12
 hypothesis.settings.register_profile("suite", derandomize=True)  # always the same examples; `make fuzz` draws others
 hypothesis.settings.load_profile("suite")
