@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import pytest
 import torch
 from torch import fx
 from zoo import gpt2
@@ -27,9 +29,8 @@ def printed(graph: fx.Graph) -> str:
     """One line per node: `name = operator(arguments)  # f64[4,6,8]{tp:S(2)}`, without source paths."""
     lines = []
     for node in graph.nodes:
-        value, layout = node.meta.get("val"), format_layout(node.meta.get("layout", {}))
-        shape = ",".join(map(str, value.shape)) if value is not None else ""
-        kind = f"{DTYPE_NAMES[value.dtype]}[{shape}]{layout.replace('{}', '')}" if value is not None else ""
+        layout = format_layout(node.meta.get("layout", {})).replace("{}", "")
+        kind = kind_of(node.meta.get("val")) + layout
         inputs = ", ".join([str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()])
         target = getattr(node.target, "__name__", node.target) if callable(node.target) else node.target
         called = f"{node.op} {target}" if node.op in ("placeholder", "get_attr") else f"{target}({inputs})"
@@ -38,21 +39,31 @@ def printed(graph: fx.Graph) -> str:
     return "\n".join(lines)
 
 
+def kind_of(value: Any) -> str:
+    """`f64[4,6]`; of several values `(f64[4,6], f64[4])`; nothing for what is no tensor."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(kind_of, value))})"
+    return f"{DTYPE_NAMES[value.dtype]}[{','.join(map(str, value.shape))}]" if isinstance(value, torch.Tensor) else ""
+
+
 def without_paths(text: str) -> str:
     """No path of the machine that made it."""
     assert not re.search(r"(^|[\s\"'])/[a-z]+/[\w./-]+", text), text
     return text
 
 
-def test_the_tp2_program_of_a_gpt2_block(golden):
+@pytest.mark.parametrize(("mesh", "options"), [("tp2", {}), ("dp2,pp2", {"zero": 3, "recompute": "full"})])
+def test_the_program_of_a_gpt2_block(mesh, options, golden):
     model, batch = tiny()
-    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    plan = autopart.plan(model, mesh, example_kwargs=batch, **options)
     trace = prepare(model, bind_call(model, (), batch))
     loss = trace.graph.output_node().args[0][0]
-    program = lower(trace, decode(trace, plan, Mesh.parse("tp2")), [loss], whole_outputs=False)
-    (stage,) = program.stages
-    text = f"prologue\n\n{printed(stage.prologue.graph)}\n\nstage 0\n\n{printed(stage.graph.graph)}"
-    golden("gpt2_block_tp2_program", without_paths(text))
+    program = lower(trace, decode(trace, plan, Mesh.parse(mesh)), [loss], whole_outputs=False)
+    stages = [
+        f"prologue\n\n{printed(stage.prologue.graph)}\n\nstage {stage.index}\n\n{printed(stage.graph.graph)}"
+        for stage in program.stages
+    ]
+    golden(f"gpt2_block_{mesh.replace(',', '_')}_program", without_paths("\n\n".join(stages)))
 
 
 def test_the_plan_of_a_gpt2_block(golden):
