@@ -61,7 +61,7 @@ class Repeats:
         self._by_kind: defaultdict[Any, list[Template]] = defaultdict(list)
         self._recorded: Counter[Any] = Counter()
         self._active: Recording | Replay | None = None
-        self._lost = self.tried = False
+        self.lost = self.tried = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class Repeats:
         del output
         self.known.drop(template.stand_ins)
         if state.changed() or not call.is_intact() or call.tracing.last is not replay.last or replay.leaked():
-            self._lost = True
+            self.lost = True
             raise NotAlike
         if not alike:
             call.tracing.restore(counts)
@@ -159,7 +159,7 @@ class Repeats:
 
     def expand(self, graph: fx.Graph) -> None:
         """Write out every node that stands for a block. Raises NotAlike where the recorded one has lost a part."""
-        if self._lost:
+        if self.lost:
             raise NotAlike
         tagged: dict[tuple[int, int], fx.Node] = {}
         for node in graph.nodes:

@@ -28,7 +28,7 @@ from autopart.exported import drop_checks, functional, inline_regions, name_outp
 from autopart.functions import name_functions
 from autopart.graph import module_path, source_text, spoken_name, value
 from autopart.python_state import check_attributes, check_draws, check_hooks
-from autopart.repeated import Repeats
+from autopart.repeated import NotAlike, Repeats
 from autopart.skeleton import without_values
 from autopart.trace_errors import shape_by_values, trace_error
 
@@ -215,10 +215,17 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
         with repeats.watching():
             program = _exported(entry, example)
         repeats.expand(program.graph)
-    except Exception:  # of a repeat that is none, or of the model itself: then the full trace has it too
+    except Exception as error:  # of a repeat that is none, or of the model itself: then the full trace has it too
         if not repeats.tried:
             raise
-        return _exported(entry, example)
+        program = _exported(entry, example)
+        if not repeats.lost and not isinstance(error, NotAlike):
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+            warnings.warn(
+                f"the blocks of {type(entry.model).__name__} that repeat were traced one by one, which takes longer: "
+                f"{reason}. This is a fault of autopart, and changes no result.",
+                stacklevel=2,
+            )
     return program
 
 

@@ -6,6 +6,7 @@ difference before updating a file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from test_golden import printed, without_paths
 from test_normalize import SortedExperts
 from torch import Tensor, fx, nn
 
-from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
+from autopart.passes.normalize import AS_TRACED, NORMALIZE, PassError, in_double, run_passes
 from autopart.trace import bind_call, trace
 
 aten = torch.ops.aten
@@ -117,3 +118,17 @@ def test_what_a_pass_writes(name, golden):
 
 def test_every_pass_has_a_sample():
     assert {rewrite.__name__ for rewrite in (*AS_TRACED, in_double, *NORMALIZE)} == set(SAMPLES)
+
+
+def test_an_error_names_the_pass_the_node_and_the_line():
+    def broken_pass(graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                raise ZeroDivisionError("planted")
+
+    x = torch.randn(4, 6, dtype=torch.float64)
+    model = Sample(lambda x, w: x @ w)
+    graph = trace(model, bind_call(model, (x,), {})).graph
+    with pytest.raises(PassError, match=r"pass 'broken_pass' failed at 'matmul'") as caught:
+        run_passes(graph, (broken_pass,))
+    assert re.search(r"why    ZeroDivisionError: planted\n  where  .*test_pass_golden.py:\d+", str(caught.value))

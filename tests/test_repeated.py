@@ -468,3 +468,15 @@ def test_the_comparison_sees_a_difference():
         change(next(node for node in operators(other.graph) if node.target is torch.ops.aten.mul.Tensor))
         with pytest.raises(AssertionError):
             assert_same_trace(one, other)
+
+
+def test_a_fault_in_the_repeats_is_told_and_costs_only_time(monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("planted")
+
+    model, batch = zoo.gpt2(num_layers=LAYERS)
+    whole = full_trace(model, batch)
+    monkeypatch.setattr(repeated.Repeats, "_expand", broken)
+    with pytest.warns(UserWarning, match=r"GPT2LMHeadModel that repeat .* longer: ZeroDivisionError: planted"):
+        traced = trace(model, bind_call(model, (), batch))
+    assert [str(node) for node in traced.graph.nodes] == [str(node) for node in whole.graph.nodes]

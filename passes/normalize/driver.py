@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -12,7 +13,7 @@ from torch import fx
 
 from autopart.compat import tree_flatten
 from autopart.errors import AutopartError
-from autopart.graph import draws_random_numbers, short_name, value
+from autopart.graph import draws_random_numbers, short_name, source_text, value
 
 _made: ContextVar[dict[tuple, Any]] = ContextVar("what calls on fake tensors have given while passes run")
 
@@ -41,7 +42,21 @@ def _run(graph: fx.Graph, passes: tuple[Callable[[fx.Graph], None], ...]) -> Non
         except AutopartError:
             raise
         except Exception as error:
-            raise PassError(f"pass '{rewrite.__name__}' failed", why=f"{type(error).__name__}: {error}") from error
+            raise _failed(rewrite.__name__, error) from error
+
+
+def _failed(name: str, error: Exception) -> PassError:
+    """The error of a pass: by the innermost frame that has a node, which node of the user's source it was at."""
+    node: fx.Node | None = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        here = frame.f_locals.get("node")
+        node = here if isinstance(here, fx.Node) else node
+    at = f" at '{node.name}'" if node is not None else ""
+    return PassError(
+        f"pass '{name}' failed{at}", why=f"{type(error).__name__}: {error}",
+        where=source_text(node) if node is not None else "",
+        hint="this is a fault of autopart: report it with the model",
+    )  # fmt: skip
 
 
 def _check_order(graph: fx.Graph) -> None:
