@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopart.api import parallelize, plan
-    from autopart.block_search import BlockSearch, search_blocks
-    from autopart.calibrate import Calibration, calibrate
     from autopart.cost.simulate import Simulation, simulate
     from autopart.cost.symbolic import crossover
     from autopart.errors import AutopartError
-    from autopart.formats import pins_from
-    from autopart.mesh import Mesh
-    from autopart.plan import Plan
-    from autopart.rules import RuleCheck, check_rule, rule
+    from autopart.ir.mesh import Mesh
+    from autopart.plans.plan import Plan
+    from autopart.proof.rules import RuleCheck, check_rule, rule
+    from autopart.proof.verify import Verification, verify
     from autopart.runtime.module import ParallelModule
     from autopart.runtime.scaler import GradScaler
-    from autopart.search import search
-    from autopart.verify import Verification, verify
+    from autopart.show.formats import pins_from
+    from autopart.tuning.block_search import BlockSearch, search_blocks
+    from autopart.tuning.calibrate import Calibration, calibrate
+    from autopart.tuning.search import search
 
 __all__ = [
     "AutopartError", "BlockSearch", "Calibration", "GradScaler", "Mesh", "ParallelModule", "Plan", "RuleCheck",
@@ -39,12 +37,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "AutopartError": "errors", "BlockSearch": "block_search", "Calibration": "calibrate",
-    "GradScaler": "runtime.scaler", "Mesh": "mesh", "ParallelModule": "runtime.module", "Plan": "plan",
-    "RuleCheck": "rules", "Simulation": "cost.simulate", "Verification": "verify", "calibrate": "calibrate",
-    "check_rule": "rules", "crossover": "cost.symbolic", "parallelize": "api", "pins_from": "formats", "plan": "api",
-    "rule": "rules", "search": "search", "search_blocks": "block_search", "simulate": "cost.simulate",
-    "verify": "verify",
+    "AutopartError": "errors", "BlockSearch": "tuning.block_search", "Calibration": "tuning.calibrate",
+    "GradScaler": "runtime.scaler", "Mesh": "ir.mesh", "ParallelModule": "runtime.module", "Plan": "plans.plan",
+    "RuleCheck": "proof.rules", "Simulation": "cost.simulate", "Verification": "proof.verify",
+    "calibrate": "tuning.calibrate", "check_rule": "proof.rules", "crossover": "cost.symbolic", "parallelize": "api",
+    "pins_from": "show.formats", "plan": "api", "rule": "proof.rules", "search": "tuning.search",
+    "search_blocks": "tuning.block_search", "simulate": "cost.simulate", "verify": "proof.verify",
 }  # fmt: skip
 """The module, below autopart, that each public name is defined in."""
 
@@ -66,15 +64,3 @@ if not TYPE_CHECKING:  # for type checkers the names above are all there are
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """autopart itself. Four functions have the name of the module that holds them (`plan`, `search`, `verify`,
-    `calibrate`): as attributes of the package these names are the functions, whichever is imported first."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

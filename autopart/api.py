@@ -9,26 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autopart.advice import advised
-from autopart.compiler import Compiler, Options, make_plan, prepare
+from autopart.compiler import Compiler, make_plan, prepare
 from autopart.errors import InputError, OptionError
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Rng
+from autopart.ir.recomputation import Recompute
+from autopart.options import Options, read_options
 from autopart.passes.shard import SequenceParallel
-from autopart.pins import Pins
-from autopart.plan import Plan
-from autopart.program import Rng
-from autopart.recomputation import Recompute
+from autopart.plans.pins import Pins
+from autopart.plans.plan import Plan
 from autopart.runtime.module import ParallelModule
-from autopart.schedules import schedule_named
-from autopart.search import search
-from autopart.trace import bind_call
+from autopart.tracing.trace import bind_call
+from autopart.tuning.advice import advised
+from autopart.tuning.search import search
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-NOT_BUILT = {
-    "precision": "mixed precision",
-}
 
 
 def parallelize(
@@ -62,7 +58,7 @@ def parallelize(
         microbatches, virtual_stages: parts that a step cuts a rank's rows into; pipeline stages per rank.
         sequence_parallel: whether what lies between matrix products is cut along the sequence; "auto": where faster.
         hardware: the profile that prices choices, a name or a path.
-        pins: what is fixed first, or a JSON file of it: `{"h.*.up.weight": {"tp": "S(0)"}}`; see `autopart.pins`.
+        pins: what is fixed first, or a JSON file of it: `{"h.*.up.weight": {"tp": "S(0)"}}`; see `autopart.plans.pins`.
         zero: 3: a rank of `dp` stores its part of every matrix, gathered where it is read (ZeRO-3, FSDP); 0: all of it.
         memory: what a rank has, "80GB", "24GiB" or bytes: `sequence_parallel` and `zero` are then chosen to fit.
         recompute: run again: "none", "selective" (the core of attention), "full" (blocks); by block `{"h.0": "full"}`.
@@ -165,25 +161,3 @@ def _searched(
         model, devices, hardware=options.hardware, memory=options.memory, example_kwargs=example, count=1
     )  # fmt: skip
     return best, Options(**kept)
-
-
-def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:
-    """The options that `parallelize`, `plan` and `verify` share; None: the default.
-
-    Raises OptionError for one that is unknown, not built yet, or out of range.
-    """
-    for name in unknown:
-        if name in NOT_BUILT:
-            raise OptionError(
-                f"option {name}= is not built yet", why=f"it is for {NOT_BUILT[name]}", hint="leave it out"
-            )
-        raise OptionError(
-            f"unknown option {name}=",
-            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, "
-            "memory, recompute, compile, rng, timeout, check_replicas, example_args, example_kwargs",
-        )
-    if isinstance(given.get("schedule"), str):
-        given["schedule"] = schedule_named(given["schedule"])
-    if given.get("pins") is not None:
-        given["pins"] = Pins.parse(given["pins"])
-    return Options(**{name: option for name, option in given.items() if option is not None})

@@ -19,8 +19,8 @@ from autopart.cli_options import MESH, META, MODEL, PLAN, SCHEDULE, TOLERANCE, T
 from autopart.console import JSON, WIDTH, rank, tell, told
 from autopart.errors import OptionError, PlanError
 from autopart.files import check_place
-from autopart.headline import headlines
-from autopart.plan import WRITABLE, Plan, schema
+from autopart.plans.headline import headlines
+from autopart.plans.plan import WRITABLE, Plan, schema
 from autopart.progress import phase
 
 
@@ -112,7 +112,7 @@ def search(
         check_place(Path(output), PlanError, WRITABLE)
     source = Asked(options).source(meta=options["model"] is None)
     from autopart.cost.hardware import DEFAULT
-    from autopart.search import search as search_plans
+    from autopart.tuning.search import search as search_plans
 
     found = search_plans(
         source.model, devices, hardware=hardware or DEFAULT, memory=memory, example_kwargs=source.example, count=count
@@ -223,8 +223,8 @@ def verify(
     is_config = options["model"] is None
     source = asked.source(meta=is_config, short=True)
     from autopart.api import plan as make_plan
-    from autopart.verify import has_room
-    from autopart.verify import verify as verify_model
+    from autopart.proof.verify import has_room
+    from autopart.proof.verify import verify as verify_model
 
     if chosen is None:
         phase("planning")
@@ -300,8 +300,8 @@ def calibrate(out: str | None, name: str | None, base: str | None, quick: bool, 
       torchrun --nproc-per-node 2 -m autopart calibrate --out here.json
       autopart plan --hardware here.json ...
     """
-    from autopart.calibrate import calibrate as calibrate_machine
     from autopart.cli_run import ending_processes
+    from autopart.tuning.calibrate import calibrate as calibrate_machine
 
     with ending_processes():
         found = calibrate_machine(out, name=name, base=base, quick=quick, progress=True)

@@ -13,13 +13,13 @@ import click
 
 from autopart.console import note
 from autopart.errors import InputError, OptionError
-from autopart.headline import fits, step_size
-from autopart.mesh import Mesh
-from autopart.plan import Plan
-from autopart.schedules import SCHEDULES
+from autopart.ir.mesh import Mesh
+from autopart.ir.schedules import SCHEDULES
+from autopart.plans.headline import fits, step_size
+from autopart.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from autopart.model_source import ModelSource
+    from autopart.tracing.model_source import ModelSource
 
 Command = Callable[..., Any]
 
@@ -149,7 +149,7 @@ class Asked:
     def source(self, meta: bool, short: bool = False, again: bool = False) -> ModelSource:
         """The model and its example. `meta`: weights without memory, where that is not said. `short`: rows of a config
         are short where that is not said, since they are computed. `again`: what is to be told was told before."""
-        from autopart.model_source import SourceOptions, from_callable, from_hf_config
+        from autopart.tracing.model_source import SourceOptions, from_callable, from_hf_config
 
         v = self.values
         if (v["model"] is None) == (v["hf_config"] is None):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from autopart.api import parallelize
 from autopart.compat import tree_map
 from autopart.console import rank, tell
-from autopart.mesh import Mesh
-from autopart.model_source import ModelSource
-from autopart.plan import Plan
+from autopart.ir.mesh import Mesh
+from autopart.plans.plan import Plan
+from autopart.tracing.model_source import ModelSource
 
 
 @contextmanager

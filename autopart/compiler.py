@@ -7,24 +7,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from autopart.agreed import TIMEOUT_S, agreed, check_loop_options
-from autopart.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
 from autopart.compat import tree_map, tree_unflatten
 from autopart.cost.fit import Estimate, does_not_fit, fullest
-from autopart.cost.hardware import DEFAULT, Hardware
-from autopart.cost.memory import RankMemory, parse_size
+from autopart.cost.hardware import Hardware
+from autopart.cost.memory import RankMemory
 from autopart.errors import InputError, LayoutError, OptionError, PlanError
-from autopart.graph import format_value, is_floating, shape
-from autopart.lost_gradients import with_gradients_checked
-from autopart.mesh import Mesh
+from autopart.ir.graph import format_value, is_floating, shape
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import SEEDS, Program, Rng
+from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
+from autopart.options import Options
 from autopart.passes.analyze import annotate, batch_size
 from autopart.passes.batch import choose_batch, mixed_rows
-from autopart.passes.decide import NO_PINS, decide, decided_by, decode, without_microbatches
+from autopart.passes.decide import decide, decided_by, decode, without_microbatches
 from autopart.passes.footprint import walked
 from autopart.passes.labels import with_label_count
 from autopart.passes.lower import Decisions, lower
@@ -32,62 +32,28 @@ from autopart.passes.memory import cut_again, memory_of
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
 from autopart.passes.reasons import Reasons
 from autopart.passes.recompute import check_recompute, recompute_of_checkpoints
-from autopart.passes.shard import SequenceParallel
 from autopart.passes.storage import choose_over_dp
-from autopart.pins import Pins
-from autopart.plan import Plan, Schedule
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
 from autopart.plan_figures import Draft, plan_of
-from autopart.program import SEEDS, Program, Rng
+from autopart.plans.agreed import agreed
+from autopart.plans.plan import Plan, Schedule
 from autopart.progress import phase
-from autopart.recomputation import Recompute, parse_recompute
-from autopart.schedules import MULTI_STAGE, check_compile, check_schedule, schedule_for
-from autopart.skeleton import Source
-from autopart.trace import Call, Trace, WithLoss, WithLossAndOutputs, bind_call, check_values, flatten_call, trace
+from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
+from autopart.tracing.lost_gradients import with_gradients_checked
+from autopart.tracing.skeleton import Source
+from autopart.tracing.trace import (
+    Call,
+    Trace,
+    WithLoss,
+    WithLossAndOutputs,
+    bind_call,
+    check_values,
+    flatten_call,
+    trace,
+)
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
 LIFTED_HALF = "the model's casts to half precision (autocast) are computed in float64 here"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of `parallelize` and `plan`; None: chosen for you."""
-
-    schedule: str | None = None
-    microbatches: int | None = None
-    virtual_stages: int | None = None
-    sequence_parallel: SequenceParallel = "auto"
-    hardware: str = DEFAULT
-    rng: Rng = "fast"
-    pins: Pins = NO_PINS
-    zero: int | None = None
-    memory: int | str | None = None
-    recompute: Recompute | None = None
-    compile: bool = False
-    timeout: float = TIMEOUT_S
-    check_replicas: int | bool | None = None
-
-    def __post_init__(self) -> None:
-        check_loop_options(self.timeout, self.check_replicas)
-        check_compile(self.compile, self.schedule, self.zero)
-        if self.zero in (1, 2) and not isinstance(self.zero, bool):
-            cut = "the optimizer's state" if self.zero == 1 else "the optimizer's state and gradients"
-            raise OptionError(f"zero={self.zero} is not built yet", why=f"it cuts {cut} over dp, not the parameters",
-                              hint="zero=3, which cuts all three, or zero=0")  # fmt: skip
-        if self.zero not in (None, 0, 3) or isinstance(self.zero, bool):
-            raise OptionError(f"unknown zero={self.zero!r}", hint="0 (parameters whole on dp) or 3 (cut over dp)")
-        if self.rng not in get_args(Rng):
-            raise OptionError(f"unknown rng={self.rng!r}", hint="rng='fast', or rng='exact'")
-        if self.recompute is not None:
-            object.__setattr__(self, "recompute", parse_recompute(self.recompute))
-        if self.sequence_parallel not in (True, False, "auto"):
-            raise OptionError(f"unknown sequence_parallel={self.sequence_parallel!r}", hint="True, False or 'auto'")
-        if self.memory is not None:
-            object.__setattr__(self, "memory", parse_size(self.memory))
-        for name, number in (("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages)):
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                counted = name.replace("_", " ")
-                raise OptionError(f"{name}={number!r} is no number of {counted}", why="it is a whole number from 1")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopart.estimate import available_bytes
+from autopart.proof.estimate import available_bytes
 
 OLDEST, NEWEST = (2, 11), (2, 13)
 """The versions of torch that are tested."""

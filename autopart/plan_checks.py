@@ -13,12 +13,12 @@ from torch import Tensor
 
 from autopart.cost.hardware import DEFAULT
 from autopart.errors import MemoryLimitError, OptionError, PlanError
-from autopart.headline import quantity
-from autopart.mesh import Mesh
-from autopart.plan import MEMORY_KINDS, Plan
+from autopart.ir.mesh import Mesh
+from autopart.plans.headline import quantity
+from autopart.plans.plan import MEMORY_KINDS, Plan
 
 if TYPE_CHECKING:
-    from autopart.compiler import Options
+    from autopart.options import Options
 
 
 def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:

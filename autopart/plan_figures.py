@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import RankMemory
 from autopart.cost.simulate import simulated
+from autopart.ir.program import Program
 from autopart.passes.decide import encode
 from autopart.passes.footprint import Walk
 from autopart.passes.lower import Decisions
@@ -19,13 +20,12 @@ from autopart.passes.storage import storage_notes
 from autopart.passes.summary import collectives, cost, stage_rows
 from autopart.passes.timing import timing
 from autopart.passes.unsharded import unsharded
-from autopart.plan import Plan, Reasons, Schedule
 from autopart.plan_checks import identity_of
-from autopart.program import Program
-from autopart.trace import Trace
+from autopart.plans.plan import Plan, Reasons, Schedule
+from autopart.tracing.trace import Trace
 
 if TYPE_CHECKING:
-    from autopart.compiler import Options
+    from autopart.options import Options
 
 
 class Draft(NamedTuple):

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopart.compiler import Options
 from autopart.cost.flops import flop_counter
 from autopart.errors import StageError
-from autopart.graph import operator_name
-from autopart.subject import Arrangement
-from autopart.trace import bind_call
-from autopart.verify import VerificationRun
+from autopart.ir.graph import operator_name
+from autopart.options import Options
+from autopart.proof.subject import Arrangement
+from autopart.proof.verify import VerificationRun
+from autopart.tracing.trace import bind_call
 
 FLOPS_MESH = "tp2"
 MICROBATCHES = {"pp2": 4, "pp2,tp2": 4, "dp2,pp2": 2, "dp2,pp2,tp2": 2}  # of 8 rows; the default would be one row each

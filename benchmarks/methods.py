@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from autopart.block_search import blocks_of, completed
 from autopart.cost.methods import Method, solve
 from autopart.cost.per_block import Blocks
 from autopart.cost.table import Setting, estimate
 from autopart.errors import MemoryLimitError
-from autopart.mesh import Mesh
-from autopart.recomputation import Word
-from autopart.search import Space, space_of
+from autopart.ir.mesh import Mesh
+from autopart.ir.recomputation import Word
+from autopart.tuning.block_search import blocks_of, completed
+from autopart.tuning.search import Space, space_of
 
 
 class Case(NamedTuple):

@@ -29,9 +29,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopart.cost.table import Setting, estimate
-from autopart.mesh import Mesh
-from autopart.plan import Schedule
-from autopart.search import Space, space_of
+from autopart.ir.mesh import Mesh
+from autopart.plans.plan import Schedule
+from autopart.tuning.search import Space, space_of
 
 SEQUENCE, VOCABULARY, MEMORY = 2048, 51200, 80e9
 STATES = 8.0  # bytes for each of a parameter in 16 bits: gradient 4, master 4, two moments 8, of 2

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopart.compiler import prepare
 from autopart.passes.partition import equal_layer_loads, partition
-from autopart.trace import bind_call
+from autopart.tracing.trace import bind_call
 
 NUM_STAGES = 4
 QUICK = {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopart.measurement import LINKS, Device, Measured
+from autopart.ir.measurement import LINKS, Device, Measured
 
 from .collectives import PARTS, S, g, k, n, time_s
 from .hardware import USUAL_DTYPES, Hardware

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import sympy
 
-from autopart.layout import Placement, conversion
+from autopart.ir.layout import Placement, conversion
 
 from .hardware import Hardware
 
@@ -45,8 +45,8 @@ PARTS: dict[str, Parts] = {
     "all_to_all": Parts(g - 1, (g - 1) / (g * k) * S / (g * k), g * (k - 1), (k - 1) / k * S / (g * k)),
     "send": Parts(1 - _crosses, (1 - _crosses) * S, _crosses, _crosses * S),
 }
-"""Every other primitive of `autopart.layout` is local and free. A rank of an all-to-all holds S / n. A send is that of
-a pipeline whose ranks lie in k nodes: its slowest hop."""
+"""Every other primitive of `autopart.ir.layout` is local and free. A rank of an all-to-all holds S / n. A send is that
+of a pipeline whose ranks lie in k nodes: its slowest hop."""
 
 TIME: dict[str, sympy.Expr] = {kind: parts.time_s for kind, parts in PARTS.items()}
 """Seconds of each collective."""

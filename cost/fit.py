@@ -9,10 +9,10 @@ from itertools import islice
 from typing import Any
 
 from autopart.errors import AutopartError, MemoryLimitError
-from autopart.headline import quantity
-from autopart.mesh import Mesh
-from autopart.plan import Schedule
-from autopart.schedules import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD
+from autopart.ir.mesh import Mesh
+from autopart.ir.schedules import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD
+from autopart.plans.headline import quantity
+from autopart.plans.plan import Schedule
 
 from .memory import RankMemory
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
-from autopart.graph import value
+from autopart.ir.graph import value
 
 
 def counted_flops(node: fx.Node) -> int:

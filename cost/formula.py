@@ -19,8 +19,8 @@ import numpy as np
 import sympy
 from sympy.utilities.lambdify import implemented_function
 
-from autopart.mesh import Mesh
-from autopart.plan import Schedule
+from autopart.ir.mesh import Mesh
+from autopart.plans.plan import Schedule
 
 from . import collectives
 from .collectives import levels

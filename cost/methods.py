@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from autopart.errors import MemoryLimitError, OptionError
-from autopart.headline import quantity
+from autopart.plans.headline import quantity
 
 from .exact_methods import dynamic_programming, integer_programming
 from .per_block import Choice, Problem

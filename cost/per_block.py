@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autopart.errors import OptionError
-from autopart.plan import TIMING_PARTS
-from autopart.recomputation import Word
+from autopart.ir.recomputation import Word
+from autopart.plans.plan import TIMING_PARTS
 
 from .hardware import Hardware
 from .simulate import Simulation

@@ -11,9 +11,9 @@ from textwrap import fill
 from typing import Any
 
 from autopart.errors import PlanError
-from autopart.headline import TEXT_WIDTH, fit_text, fits, step_size, utilisation
-from autopart.mesh import Mesh
-from autopart.plan import TIMING_PARTS, Plan, Schedule
+from autopart.ir.mesh import Mesh
+from autopart.plans.headline import TEXT_WIDTH, fit_text, fits, step_size, utilisation
+from autopart.plans.plan import TIMING_PARTS, Plan, Schedule
 
 from .timeline import Durations, Timeline, timeline
 

@@ -10,8 +10,8 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from autopart.errors import OptionError, PlanError
-from autopart.mesh import Mesh
-from autopart.plan import Plan, Schedule
+from autopart.ir.mesh import Mesh
+from autopart.plans.plan import Plan, Schedule
 
 if TYPE_CHECKING:
     import sympy

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from autopart.actions import Action, StageBytes, actions, most_at_once
 from autopart.errors import StageError
-from autopart.mesh import Mesh
-from autopart.plan import TIMING_PARTS, Schedule
+from autopart.ir.actions import Action, StageBytes, actions, most_at_once
+from autopart.ir.mesh import Mesh
+from autopart.plans.plan import TIMING_PARTS, Schedule
 
 from .collectives import time_s
 from .formula import Totals

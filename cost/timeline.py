@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from autopart.actions import Action, actions, most_held
 from autopart.errors import OptionError, StageError
-from autopart.schedules import MULTI_STAGE, check_schedule
+from autopart.ir.actions import Action, actions, most_held
+from autopart.ir.schedules import MULTI_STAGE, check_schedule
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Durations:
 
 
 class Span(NamedTuple):
-    """An action and when it runs, in seconds from the start of the step; `kind` as in `autopart.actions.Action`."""
+    """An action and when it runs, in seconds from the start of the step; `kind` as in `autopart.ir.actions.Action`."""
 
     start_s: float
     end_s: float
@@ -136,10 +136,10 @@ def timeline(
     *,
     overlap_sends: bool | None = None,
 ) -> Timeline:
-    """Runs a schedule's actions (`autopart.actions.actions`) on these durations.
+    """Runs a schedule's actions (`autopart.ir.actions.actions`) on these durations.
 
     Args:
-        schedule: its name (`autopart.schedules.SCHEDULES`), or None for one stage without a pipeline.
+        schedule: its name (`autopart.ir.schedules.SCHEDULES`), or None for one stage without a pipeline.
         overlap_sends: whether values travel while ranks compute. None: as `torch.distributed.pipelining` has it.
 
     What torch does (`schedules.py`, 2.13). The runtime of schedules with several stages a rank posts receives ahead

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
 
 from .collectives import time_s, wire_bytes
 from .hardware import Hardware

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from autopart.errors import TraceError
-from autopart.graph import (
+from autopart.ir.graph import (
     assign_keys,
     describe,
     draws_random_numbers,
@@ -42,8 +42,8 @@ from autopart.graph import (
     tensor_inputs,
     value,
 )
-from autopart.layout import Sections
-from autopart.trace import Trace
+from autopart.ir.layout import Sections
+from autopart.tracing.trace import Trace
 
 from .blocks import Place, places
 from .rules import Pattern, pattern_for

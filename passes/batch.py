@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from autopart.errors import StageError
-from autopart.graph import describe, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
-from autopart.layout import R_GRAD_P, P, Placement, R, conversion
+from autopart.ir.graph import describe, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
+from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 
 from .analyze import ACTIVE, BATCH, PARAMETER, WEIGHT
 from .strategies import Strategy, strategies

@@ -19,10 +19,10 @@ from torch import fx
 from autopart.cost.collectives import PARTS
 from autopart.cost.flops import counted_flops
 from autopart.cost.work import NOTHING, Powers, Size, Work
-from autopart.graph import operator_name, tensor_inputs
-from autopart.layout import DIRECTIONS
-from autopart.program import Program
-from autopart.trace import Trace
+from autopart.ir.graph import operator_name, tensor_inputs
+from autopart.ir.layout import DIRECTIONS
+from autopart.ir.program import Program
+from autopart.tracing.trace import Trace
 
 from .footprint import Memory, Value, Walk, memories, needs_grad
 from .powers import Growth

@@ -16,13 +16,13 @@ from torch import fx
 
 from autopart.cost.hardware import Hardware
 from autopart.errors import LayoutError, PlanError, StageError
-from autopart.graph import describe, operator_name, operators, pattern_of, shape, tensor_inputs
-from autopart.layout import R_GRAD_P, P, Placement, R, cannot_store, cannot_store_over_dp
-from autopart.mesh import Mesh
-from autopart.pins import Pins
-from autopart.plan import Plan, Schedule
-from autopart.schedules import can_run, schedule_for
-from autopart.trace import Trace
+from autopart.ir.graph import describe, operator_name, operators, pattern_of, shape, tensor_inputs
+from autopart.ir.layout import R_GRAD_P, P, Placement, R, cannot_store, cannot_store_over_dp
+from autopart.ir.mesh import Mesh
+from autopart.ir.schedules import can_run, schedule_for
+from autopart.plans.pins import Pins
+from autopart.plans.plan import Plan, Schedule
+from autopart.tracing.trace import Trace
 
 from .analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
 from .batch import check_microbatches, choose_batch, mixed_rows

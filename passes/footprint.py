@@ -2,7 +2,7 @@
 
 Of every stage graph a rank's values are followed node by node: whose memory each is, what autograd keeps of it
 (`kept.py`), and until when it is read. So a microbatch's activations are those that the runtime holds, to the byte; how
-many microbatches are held at a time comes from the schedule's own actions (`autopart.actions`).
+many microbatches are held at a time comes from the schedule's own actions (`autopart.ir.actions`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopart.actions import StageBytes
-from autopart.graph import operator_name, tensor_inputs, value
-from autopart.layout import DIRECTIONS, section_sizes, shard_sizes
-from autopart.program import SEEDS, Boundary, Program, Stage
-from autopart.trace import Trace
+from autopart.ir.actions import StageBytes
+from autopart.ir.graph import operator_name, tensor_inputs, value
+from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
+from autopart.ir.program import SEEDS, Boundary, Program, Stage
+from autopart.tracing.trace import Trace
 
 from .kept import KNOWN, Effect, Form, Kept, Output
 

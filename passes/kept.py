@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopart.compat import TorchDispatchMode, fake_mode, is_composite, tree_flatten
-from autopart.eager_semantics import no_autocast
-from autopart.graph import value
+from autopart.ir.graph import value
+from autopart.tracing.eager_semantics import no_autocast
 
 MAX_KNOWN = 20_000
 """How many signatures are remembered, over all plans of a process."""

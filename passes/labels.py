@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopart.graph import operator_name
-from autopart.program import LabelCount, Program
+from autopart.ir.graph import operator_name
+from autopart.ir.program import LabelCount, Program
 
 from .analyze import DATA
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from autopart.errors import LayoutError
-from autopart.graph import argument, describe, operator_name, shape, value
-from autopart.layout import Placement
-from autopart.program import MICROBATCH_AXIS
+from autopart.ir.graph import argument, describe, operator_name, shape, value
+from autopart.ir.layout import Placement
+from autopart.ir.program import MICROBATCH_AXIS
 
 from .rules.tables import COUNT_ARGUMENT, SHAPE_ARGUMENT
 from .strategies import Strategy

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autopart.errors import InputError, OptionError
-from autopart.graph import (
+from autopart.ir.graph import (
     describe,
     draws_random_numbers,
     operator_name,
@@ -28,9 +28,9 @@ from autopart.graph import (
     tensor_inputs,
     value,
 )
-from autopart.layout import R_GRAD_P, P, Placement, R, Sections, conversion, is_direct
-from autopart.mesh import Mesh
-from autopart.program import (
+from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, conversion, is_direct
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import (
     MICROBATCH_AXIS,
     SEEDS,
     BufferUpdate,
@@ -39,8 +39,8 @@ from autopart.program import (
     Rng,
     StageInput,
 )
-from autopart.recomputation import Recompute
-from autopart.trace import Trace
+from autopart.ir.recomputation import Recompute
+from autopart.tracing.trace import Trace
 
 from .analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
 from .local_ops import LocalCall, autopart_ops, local_shape, local_value, operator_name_of, write_local

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import fx
 
-from autopart.actions import Action, actions, most_at_once, most_held
 from autopart.cost.memory import BUCKET_BYTES, OPTIMIZER_VALUES, RankMemory
-from autopart.graph import pattern_of, short_name
-from autopart.mesh import Mesh
-from autopart.pins import Pins
-from autopart.plan import Schedule
-from autopart.program import Boundary, Program, StoredTensor
-from autopart.trace import Trace
+from autopart.ir.actions import Action, actions, most_at_once, most_held
+from autopart.ir.graph import pattern_of, short_name
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Boundary, Program, StoredTensor
+from autopart.plans.pins import Pins
+from autopart.plans.plan import Schedule
+from autopart.tracing.trace import Trace
 
 from .decide import batch_strategies, stages_from_cuts
 from .footprint import StageMemory, Walk, stage_memory

@@ -11,8 +11,8 @@ from torch import fx
 from autopart.cost.flops import counted_flops
 from autopart.cost.stages import Partition, balance
 from autopart.errors import StageError
-from autopart.graph import name_of, operator_name, operators, size_bytes, source_of, tensor_inputs
-from autopart.mesh import Mesh
+from autopart.ir.graph import name_of, operator_name, operators, size_bytes, source_of, tensor_inputs
+from autopart.ir.mesh import Mesh
 
 from .analyze import ACTIVE, tuple_values
 from .normalize.statistics import INNER

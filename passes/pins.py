@@ -17,11 +17,11 @@ from typing import TypeVar
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs
-from autopart.layout import Placement, R, cannot_store
-from autopart.mesh import Mesh
-from autopart.pins import LayoutPin, Pin, Pins
-from autopart.trace import Trace
+from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs
+from autopart.ir.layout import Placement, R, cannot_store
+from autopart.ir.mesh import Mesh
+from autopart.plans.pins import LayoutPin, Pin, Pins
+from autopart.tracing.trace import Trace
 
 from .analyze import ACTIVE, BATCH, DATA_DIM, PARAMETER, WEIGHT, Atom, tuple_values
 from .pairs import NoSolution

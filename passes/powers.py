@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor, fx
 
 from autopart.cost.work import Powers
-from autopart.graph import tensor_inputs, value
-from autopart.program import MICROBATCH_AXIS, Program
-from autopart.trace import Trace
+from autopart.ir.graph import tensor_inputs, value
+from autopart.ir.program import MICROBATCH_AXIS, Program
+from autopart.tracing.trace import Trace
 
 from .analyze import BATCH, DATA_DIM, Atom, factor_atoms
 

@@ -18,8 +18,8 @@ from torch import fx
 from autopart.cost.collectives import conversion_time_s, time_s
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import BUCKET_BYTES
-from autopart.graph import operators, shape, size_bytes, tensor_inputs
-from autopart.layout import R_GRAD_P, Placement, R, conversion, is_direct
+from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs
+from autopart.ir.layout import R_GRAD_P, Placement, R, conversion, is_direct
 
 from .analyze import ACTIVE, BATCH, PARAMETER, WEIGHT, Atom, tuple_values
 from .storage import MIN_DIMS, Storage

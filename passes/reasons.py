@@ -11,14 +11,14 @@ from torch import fx
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
-from autopart.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
-from autopart.headline import quantity
-from autopart.layout import DIRECTIONS, Placement, R, cannot_store_over_dp
-from autopart.mesh import Mesh
-from autopart.pins import Pins
-from autopart.plan import Why
-from autopart.program import Program
-from autopart.trace import Trace
+from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
+from autopart.ir.layout import DIRECTIONS, Placement, R, cannot_store_over_dp
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program
+from autopart.plans.headline import quantity
+from autopart.plans.pins import Pins
+from autopart.plans.plan import Why
+from autopart.tracing.trace import Trace
 
 from .analyze import ACTIVE, WEIGHT
 from .pairs import NoSolution

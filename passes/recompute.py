@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 
 from torch import fx
 
-from autopart.graph import (
+from autopart.ir.graph import (
     is_floating,
     operator_name,
     operators,
@@ -26,8 +26,8 @@ from autopart.graph import (
     source_of,
     tensor_inputs,
 )
-from autopart.layout import CONVERSIONS
-from autopart.recomputation import Recompute, check_names, word_of, words_of
+from autopart.ir.layout import CONVERSIONS
+from autopart.ir.recomputation import Recompute, check_names, word_of, words_of
 
 from .analyze import ACTIVE, PARAMETER, WEIGHT
 from .partition import active_operators, matrix_work

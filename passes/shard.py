@@ -17,8 +17,8 @@ import numpy as np
 from torch import fx
 
 from autopart.cost.hardware import Hardware
-from autopart.graph import operators, source_of, tensor_inputs
-from autopart.layout import R_GRAD_P, P, Placement, R
+from autopart.ir.graph import operators, source_of, tensor_inputs
+from autopart.ir.layout import R_GRAD_P, P, Placement, R
 
 from .analyze import ACTIVE, PARAMETER, WEIGHT
 from .blocks import Place

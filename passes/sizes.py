@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from autopart.cost.collectives import wire_bytes
-from autopart.graph import pattern_of, shape, size_bytes, source_of, tensor_inputs
-from autopart.layout import Placement, R, conversion, is_direct, shard_sizes
-from autopart.trace import Trace
+from autopart.ir.graph import pattern_of, shape, size_bytes, source_of, tensor_inputs
+from autopart.ir.layout import Placement, R, conversion, is_direct, shard_sizes
+from autopart.tracing.trace import Trace
 
 from .analyze import FEATURE
 from .lower import Decisions

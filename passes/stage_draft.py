@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.graph import shape, value
-from autopart.layout import Placement
-from autopart.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
-from autopart.trace import Trace
+from autopart.ir.graph import shape, value
+from autopart.ir.layout import Placement
+from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
+from autopart.tracing.trace import Trace
 
 from .analyze import PARAMETER, WEIGHT
 from .local_ops import local_shape

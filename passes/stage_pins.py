@@ -11,9 +11,9 @@ from torch import fx
 
 from autopart.cost.stages import Partition
 from autopart.errors import OptionError, StageError
-from autopart.graph import describe, parents
-from autopart.mesh import Mesh
-from autopart.pins import CutPin, Pins, TogetherPin
+from autopart.ir.graph import describe, parents
+from autopart.ir.mesh import Mesh
+from autopart.plans.pins import CutPin, Pins, TogetherPin
 
 from .partition import active_operators, crossing_bytes, find_partition, num_places, partition
 from .pins import cannot_hold, no_match, smallest_conflict

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopart.errors import LayoutError, OptionError
-from autopart.graph import pattern_of
-from autopart.layout import R_GRAD_P, Placement, R, cannot_store_over_dp, shard
-from autopart.mesh import Mesh
-from autopart.pins import LayoutPin, Pins
-from autopart.program import StoredTensor
-from autopart.trace import Trace
+from autopart.ir.graph import pattern_of
+from autopart.ir.layout import R_GRAD_P, Placement, R, cannot_store_over_dp, shard
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import StoredTensor
+from autopart.plans.pins import LayoutPin, Pins
+from autopart.tracing.trace import Trace
 
 from .pins import cannot_hold, pinned_over_dp, smallest_conflict
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.graph import is_tensor, tensor_inputs
-from autopart.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
+from autopart.ir.graph import is_tensor, tensor_inputs
+from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
 
 from .analyze import BATCH, DATA, DATA_DIM, FEATURE, INPUT, Atom, Atoms, factor_atoms, tuple_values
 from .rules import Pattern

@@ -12,11 +12,11 @@ from torch import fx
 
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.simulate import Simulation
-from autopart.graph import operator_name, pattern_of, size_bytes, source_of, tensor_inputs
-from autopart.layout import DIRECTIONS
-from autopart.plan import Collective
-from autopart.program import Program, Stage
-from autopart.trace import Trace
+from autopart.ir.graph import operator_name, pattern_of, size_bytes, source_of, tensor_inputs
+from autopart.ir.layout import DIRECTIONS
+from autopart.ir.program import Program, Stage
+from autopart.plans.plan import Collective
+from autopart.tracing.trace import Trace
 
 from .analyze import PARAMETER, WEIGHT
 from .lower import Decisions

@@ -14,9 +14,9 @@ from torch import fx
 from autopart.cost.formula import Totals
 from autopart.cost.table import Parameter, Row, Table
 from autopart.cost.work import NOTHING, Powers, Size, Sizes, Work
-from autopart.graph import source_of, tensor_inputs
-from autopart.program import Program
-from autopart.trace import Trace
+from autopart.ir.graph import source_of, tensor_inputs
+from autopart.ir.program import Program
+from autopart.tracing.trace import Trace
 
 from .analyze import batch_size
 from .counting import Counted, counted

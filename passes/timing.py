@@ -9,10 +9,10 @@ from typing import Any
 from autopart.cost.collectives import time_s
 from autopart.cost.hardware import Hardware
 from autopart.cost.work import Work, flops_by_dtype, gradient_sum_s, optimizer_s
-from autopart.mesh import Mesh
-from autopart.plan import TIMING_PARTS, Schedule
-from autopart.program import Program, Stage, StoredTensor
-from autopart.trace import Trace
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program, Stage, StoredTensor
+from autopart.plans.plan import TIMING_PARTS, Schedule
+from autopart.tracing.trace import Trace
 
 from .counting import Counted, counted
 from .footprint import Walk

@@ -9,9 +9,9 @@ from torch import fx
 
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.flops import counted_flops
-from autopart.graph import format_value, operator_name, size_bytes, source_of, tensor_inputs, value
-from autopart.layout import Placement, R, conversion
-from autopart.trace import Trace
+from autopart.ir.graph import format_value, operator_name, size_bytes, source_of, tensor_inputs, value
+from autopart.ir.layout import Placement, R, conversion
+from autopart.tracing.trace import Trace
 
 from .analyze import BATCH, FEATURE, PARAMETER, Atoms, tuple_values
 from .batch import placement

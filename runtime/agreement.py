@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopart.errors import RuntimeSetupError
-from autopart.graph import DTYPE_NAMES
-from autopart.program import Program
+from autopart.ir.graph import DTYPE_NAMES
+from autopart.ir.program import Program
 from autopart.runtime.checksums import checksums
 from autopart.runtime.watch import finish
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopart.layout import Layout, P, Placement, R, Sections, section_sizes, shard_sizes
-from autopart.program import MICROBATCH_AXIS, Program, StageInput
+from autopart.ir.layout import Layout, P, Placement, R, Sections, section_sizes, shard_sizes
+from autopart.ir.program import MICROBATCH_AXIS, Program, StageInput
 from autopart.runtime.pieces import Cut
 
 Arguments = dict[str, Any]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.program import BufferUpdate, Program, Stage
+from autopart.ir.program import BufferUpdate, Program, Stage
 from autopart.runtime.batch import merge_output
 from autopart.runtime.gradients import flatten, unflatten
 from autopart.runtime.placement import stage_coordinate

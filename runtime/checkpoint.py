@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import tree_map
 from autopart.errors import CheckpointError
-from autopart.program import Program
+from autopart.ir.program import Program
 from autopart.runtime.collectives import PRIMITIVES
 from autopart.runtime.homes import Home, home_of
 from autopart.runtime.shard_tensor import Place, ShardTensor, local_of, place_in_file, place_of

@@ -1,6 +1,6 @@
 """The custom operators `torch.ops.autopart.*` that stand in partitioned graphs, on process groups.
 
-Each conversion of `autopart.layout.CONVERSIONS` is one operator with one primitive forward and one backward:
+Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one primitive forward and one backward:
 
     all_reduce, sum_grad, own, own_grad, own_both, all_reduce_both, all_reduce_max (x, axis)
     slice, slice_pad, all_gather, all_gather_sum, reduce_scatter                   (x, axis, dim, size, sections)
@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from autopart.compat import is_gloo, resolve_group
-from autopart.layout import CONVERSIONS, Conversion
+from autopart.ir.layout import CONVERSIONS, Conversion
 from autopart.runtime import experts
 from autopart.runtime.pieces import Cut
 from autopart.runtime.stacks import line_of_graph

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.errors import RuntimeSetupError
-from autopart.program import Program
+from autopart.ir.program import Program
 from autopart.runtime.processes import Process
 
 

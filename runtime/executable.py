@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.eager_semantics import no_autocast
-from autopart.layout import P
-from autopart.program import MICROBATCH_AXIS, SEEDS, Program
+from autopart.ir.layout import P
+from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program
 from autopart.runtime.batch import merge_microbatches, merged_shapes
 from autopart.runtime.buffers import write_buffers
 from autopart.runtime.draws import check_same_state, one_stream
@@ -23,6 +22,7 @@ from autopart.runtime.placement import placement_of, stages_at
 from autopart.runtime.processes import Process
 from autopart.runtime.state import broadcast_from
 from autopart.runtime.step_options import NO_OPTIONS, StepOptions, divide_by, scaled
+from autopart.tracing.eager_semantics import no_autocast
 
 
 class Executable:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopart.errors import CheckpointError
-from autopart.program import Program
+from autopart.ir.program import Program
 from autopart.runtime.homes import home_of
 from autopart.runtime.optimizer_groups import GIVEN_NAMES, PARAMS, Group, group_of, merge_by_options
 from autopart.runtime.optimizer_state import local_state, parameters_of

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.program import Program
+from autopart.ir.program import Program
 from autopart.runtime.placement import groups_along, owners
 from autopart.runtime.processes import Process
 from autopart.runtime.watch import sum_over

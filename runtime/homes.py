@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopart.mesh import Mesh
-from autopart.program import Program, StoredTensor
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.pieces import Cut
 from autopart.runtime.placement import owners
 from autopart.runtime.processes import Process

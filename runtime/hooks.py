@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from autopart.errors import UsageError
-from autopart.program import Program
+from autopart.ir.program import Program
 from autopart.runtime.homes import home_of
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from autopart.layout import Conversion
-from autopart.mesh import Mesh
-from autopart.program import Program, Stage
+from autopart.ir.layout import Conversion
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program, Stage
 from autopart.runtime.batch import stage_arguments
 from autopart.runtime.buffers import Made, made_by
 from autopart.runtime.collectives import OPERATORS, attribute, axis_of, conversion_cuts, on_device, operator_name

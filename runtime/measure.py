@@ -24,8 +24,8 @@ from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
 from autopart.compat import is_gloo
-from autopart.measurement import Device, Measured
-from autopart.mesh import Mesh
+from autopart.ir.measurement import Device, Measured
+from autopart.ir.mesh import Mesh
 from autopart.runtime.collectives import PRIMITIVES
 from autopart.runtime.pieces import Cut
 from autopart.runtime.processes import Process, connect, reduce_over_all

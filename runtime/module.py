@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopart.agreed import TIMEOUT_S
-from autopart.calls import MAX_CALLS, Recent, format_call
 from autopart.compat import tree_unflatten
 from autopart.errors import OptionError, StageError, TraceError
-from autopart.mesh import Mesh
-from autopart.program import Program
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program
+from autopart.plans.agreed import TIMEOUT_S
 from autopart.runtime import norms, optimizers, scaler
 from autopart.runtime.agreement import begin_alike, described
 from autopart.runtime.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
@@ -36,7 +35,8 @@ from autopart.runtime.sharing import Originals, part_of_another, remember
 from autopart.runtime.state import gather, names_with_gradient, settled, shard_parameters
 from autopart.runtime.step_options import StepOptions
 from autopart.runtime.watch import meeting, watched
-from autopart.skeleton import Source
+from autopart.tracing.calls import MAX_CALLS, Recent, format_call
+from autopart.tracing.skeleton import Source
 
 Purpose = Literal["forward", "step", "step_outputs"]
 

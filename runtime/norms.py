@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autopart.compat_training import norms_of_each, redirect_norms
 from autopart.errors import InputError, OptionError
-from autopart.program import Program
+from autopart.ir.program import Program
 from autopart.runtime.homes import Home, counts_at, home_of, process_of, settled_parameters, settled_processes
 from autopart.runtime.placement import owners
 from autopart.runtime.processes import Process, reduce_over_all

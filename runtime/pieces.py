@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopart.layout import Sections, section_sizes, shard_sizes
+from autopart.ir.layout import Sections, section_sizes, shard_sizes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopart.compat import schedule_class, split_backward_counts_twice, stage_class
-from autopart.program import Boundary, Program, Stage
+from autopart.ir.program import Boundary, Program, Stage
+from autopart.ir.schedules import SINGLE_STAGE, check_schedule, schedule_for
 from autopart.runtime.batch import Arguments, stage_arguments
 from autopart.runtime.buffers import Made, made_by
 from autopart.runtime.collectives import axis_of, bind
@@ -21,7 +22,6 @@ from autopart.runtime.processes import Process
 from autopart.runtime.recompute import has_regions, with_regions
 from autopart.runtime.regather import note_gathers
 from autopart.runtime.step_options import scaled
-from autopart.schedules import SINGLE_STAGE, check_schedule, schedule_for
 
 
 def default_schedule(program: Program) -> str:

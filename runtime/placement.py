@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from autopart.mesh import Mesh
-from autopart.program import Program, StoredTensor
-from autopart.schedules import V_SHAPED
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program, StoredTensor
+from autopart.ir.schedules import V_SHAPED
 
 
 def placement_of(schedule: str | None) -> str:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopart.agreed import TIMEOUT_S
 from autopart.compat import is_gloo, runs_on_host
 from autopart.errors import RuntimeSetupError
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
+from autopart.plans.agreed import TIMEOUT_S
 from autopart.runtime.watch import PATIENCE, Watch, finish
 
 GROUP_TIMEOUT = timedelta(minutes=10)

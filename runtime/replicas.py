@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.errors import ReplicaError
-from autopart.program import Program
+from autopart.ir.program import Program
 from autopart.runtime.agreement import first_ranks_values, gather_objects, ranks_text
 from autopart.runtime.checksums import checksums
 from autopart.runtime.placement import owners

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autopart.errors import InputError
-from autopart.program import SEEDS, Program
+from autopart.ir.program import SEEDS, Program
 from autopart.runtime.agreement import by_rank, gather_objects, ranks_text
 from autopart.runtime.checksums import checksums
 from autopart.runtime.processes import Process, gather_over_all

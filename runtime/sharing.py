@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.errors import LayoutError
-from autopart.layout import Layout, format_layout
+from autopart.ir.layout import Layout, format_layout
 
 
 @dataclass(frozen=True)

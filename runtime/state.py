@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.errors import RuntimeSetupError, StageError
-from autopart.mesh import Mesh
-from autopart.program import Program, StoredTensor
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.collectives import PRIMITIVES
 from autopart.runtime.lockstep import LIST_PRIMITIVES
 from autopart.runtime.pieces import Cut

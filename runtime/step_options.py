@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from autopart.errors import InputError
-from autopart.program import LabelCount, Program
+from autopart.ir.program import LabelCount, Program
 from autopart.runtime.processes import Process, reduce_over_all
 
 if TYPE_CHECKING:

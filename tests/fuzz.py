@@ -1,7 +1,7 @@
 """Random graphs over the rule tables, in random legal layouts, for property tests.
 
-`cases()` is a hypothesis strategy of `autopart.subgraph.Subgraph`: a graph of operators on parameters and inputs, a
-mesh, and for every operator any strategy that its rule allows, not only what a solver would choose, so that every
+`cases()` is a hypothesis strategy of `autopart.proof.subgraph.Subgraph`: a graph of operators on parameters and inputs,
+a mesh, and for every operator any strategy that its rule allows, not only what a solver would choose, so that every
 conversion is exercised. `str(case)` is text that can be pasted as a test.
 """
 
@@ -19,17 +19,17 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from autopart.compat import tree_flatten, tree_map
-from autopart.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
-from autopart.layout import R_GRAD_P, P, Placement, R, conversion
-from autopart.mesh import Mesh
+from autopart.ir.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
+from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
+from autopart.ir.mesh import Mesh
 from autopart.passes.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
 from autopart.passes.lower import Decisions
 from autopart.passes.normalize import NORMALIZE, run_passes
 from autopart.passes.partition import active_operators, crossing_bytes
 from autopart.passes.strategies import Strategy, strategies
-from autopart.subgraph import Subgraph
-from autopart.subject import Arrangement, Subject
-from autopart.trace import Call, Trace
+from autopart.proof.subgraph import Subgraph
+from autopart.proof.subject import Arrangement, Subject
+from autopart.tracing.trace import Call, Trace
 
 aten = torch.ops.aten
 

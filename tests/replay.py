@@ -106,11 +106,12 @@ def write_model(name: str, folder: str) -> int:
     """Writes the cases of one model; how many."""
     import torch
 
-    from autopart.compiler import Options, make_plan, prepare
+    from autopart.compiler import make_plan, prepare
     from autopart.errors import AutopartError
-    from autopart.mesh import Mesh
-    from autopart.pins import Pins
-    from autopart.trace import bind_call
+    from autopart.ir.mesh import Mesh
+    from autopart.options import Options
+    from autopart.plans.pins import Pins
+    from autopart.tracing.trace import bind_call
 
     torch.set_num_threads(1)
     model, batch = models()[name]()
@@ -163,7 +164,7 @@ def program_text(program: Any) -> str:
 
 
 def layout_text(layout: Any) -> str:
-    from autopart.layout import format_layout
+    from autopart.ir.layout import format_layout
 
     return format_layout(layout)
 

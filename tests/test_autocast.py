@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopart
-from autopart.plan import Plan
+from autopart.plans.plan import Plan
 
 SIZE = 64
 

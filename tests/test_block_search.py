@@ -12,12 +12,12 @@ import zoo
 from test_formula import gpt
 
 import autopart
-from autopart.block_search import blocks_of, completed
 from autopart.cost.methods import Found, Method, solve
 from autopart.cost.per_block import Blocks, Choice, Problem
 from autopart.errors import MemoryLimitError, OptionError
-from autopart.mesh import Mesh
-from autopart.search import space_of
+from autopart.ir.mesh import Mesh
+from autopart.tuning.block_search import blocks_of, completed
+from autopart.tuning.search import space_of
 
 EXACT: tuple[Method, ...] = ("dynamic_programming", "integer_programming")
 SAMPLING: tuple[Method, ...] = ("evolution_strategies", "reinforcement_learning")

@@ -9,12 +9,12 @@ from traced import plan_of, run_of
 
 import autopart
 from autopart.cost.hardware import Hardware
-from autopart.graph import name_of
-from autopart.mesh import Mesh
+from autopart.ir.graph import name_of
+from autopart.ir.mesh import Mesh
 from autopart.passes.blocks import Place, places
 from autopart.passes.pins import FREE, pinned_layouts
 from autopart.passes.shard import Programme
-from autopart.pins import Pins
+from autopart.plans.pins import Pins
 
 WORDS = ("first", "dog", "w2v", "attention", "norm", "of_all", "x", "tail", "linear", "h")
 

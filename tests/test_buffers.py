@@ -21,9 +21,9 @@ from traced import run_of, verified
 
 import autopart
 from autopart.compiler import prepare
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
 from autopart.passes.normalize import statistics
-from autopart.trace import bind_call
+from autopart.tracing.trace import bind_call
 
 ROWS, SIZE = 8, 8
 
@@ -326,8 +326,8 @@ def test_a_wrong_new_value_is_found(monkeypatch):
 
 
 def test_a_buffer_that_the_trace_misses_is_found(monkeypatch):
-    monkeypatch.setattr(autopart.trace, "traceable", lambda *given: nullcontext())
-    monkeypatch.setattr(autopart.exported, "_writes", lambda node: False)
+    monkeypatch.setattr(autopart.tracing.trace, "traceable", lambda *given: nullcontext())
+    monkeypatch.setattr(autopart.tracing.exported, "_writes", lambda node: False)
     found = autopart.verify(build("instance norm").eval().requires_grad_(), "dp2", example_kwargs=batch("batch norm"))
     assert found.ok, str(found)
     model = build("instance norm")

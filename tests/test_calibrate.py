@@ -18,7 +18,7 @@ from autopart.cli import main
 from autopart.cost.calibration import predicted_s, profile
 from autopart.cost.collectives import time_s
 from autopart.cost.hardware import Hardware
-from autopart.measurement import Device, Measured
+from autopart.ir.measurement import Device, Measured
 
 BASE = replace(Hardware.load("cpu-gloo"), collectives={})  # all kinds see the same links
 DEVICE = Device("a device", "cpu", "torch 2", memory_bytes=1e9, local_ranks=2, num_ranks=2)

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import autopart
 from autopart.errors import CheckpointError, OptionError
-from autopart.layout import Placement
-from autopart.mesh import Mesh
-from autopart.program import StoredTensor
+from autopart.ir.layout import Placement
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import StoredTensor
 from autopart.runtime.homes import Home
 from autopart.runtime.processes import Process
 from autopart.runtime.shard_tensor import Place, ShardTensor, connect_checkpoints, place_of

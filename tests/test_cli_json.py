@@ -9,11 +9,12 @@ import zoo
 from click.testing import CliRunner
 
 import autopart
-from autopart import cli_options, model_source
+from autopart import cli_options
 from autopart.cli import main
 from autopart.console import WIDTH, wrapped
-from autopart.program import Rng
-from autopart.verify import TOLERANCE
+from autopart.ir.program import Rng
+from autopart.proof.verify import TOLERANCE
+from autopart.tracing import model_source
 
 
 def model():

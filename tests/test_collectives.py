@@ -16,7 +16,7 @@ from autopart.compiler import prepare
 from autopart.cost.collectives import TIME, levels, node_share, time_s, wire_bytes
 from autopart.cost.hardware import Hardware, names
 from autopart.passes.shard import Programme
-from autopart.trace import bind_call
+from autopart.tracing.trace import bind_call
 
 # The links alone: what collectives of one kind were measured to reach need not keep these laws.
 PROFILES = {name: replace(Hardware.load(name), collectives={}) for name in names()}

@@ -19,8 +19,8 @@ from _recipe import small_config  # noqa: E402
 from transformers import GPT2Config, LlamaConfig, Qwen3NextConfig, SwinConfig  # noqa: E402
 
 from autopart.cost.flops import flop_counter  # noqa: E402
-from autopart.trace import bind_call  # noqa: E402
-from autopart.verify import VerificationRun  # noqa: E402
+from autopart.proof.verify import VerificationRun  # noqa: E402
+from autopart.tracing.trace import bind_call  # noqa: E402
 
 ALL, TENSOR = ("tp2", "dp2,pp2,tp2"), ("tp4", "dp2")
 MIXED, CUT = ALL[1:], TENSOR[:1]  # of those that take long
@@ -174,7 +174,7 @@ def test_grouped_convolutions_count_their_own_products():
 def test_errors_name_no_folder_of_the_machine():
     """Else the results would differ from machine to machine."""
     text = (
-        "in /opt/me/.venv/lib/python3.11/site-packages/torch/nn/functional.py:12, '/home/me/autopart/verify.py' "
+        "in /opt/me/.venv/lib/python3.11/site-packages/torch/nn/functional.py:12, '/home/me/autopart/proof/verify.py' "
         "(/tmp/x/data.json) of layers.0/linear, /mul and and/or; https://pytorch.org/docs/stable"
     )
     told = rows.told(ValueError(text))["text"]

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 from traced import plan_of, run_of
 
-from autopart.compiler import Options
-from autopart.mesh import Mesh
-from autopart.program import SEEDS
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import SEEDS
+from autopart.options import Options
+from autopart.proof.subject import Subject
 from autopart.runtime import experts, measure, processes
 from autopart.runtime.executable import brought_to
 from autopart.runtime.lockstep import run_lockstep
-from autopart.subject import Subject
 
 
 class Layers(nn.Module):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import autopart
 from autopart.cli import main
-from autopart.plan import Plan
+from autopart.plans.plan import Plan
 
 UP = "model.layers.*.mlp.up_proj.weight"
 

@@ -14,10 +14,10 @@ from torch import nn
 
 import autopart
 from autopart.errors import LayoutError, StageError
-from autopart.layout import shard_sizes
-from autopart.mesh import Mesh
-from autopart.trace import bind_call
-from autopart.verify import VerificationRun
+from autopart.ir.layout import shard_sizes
+from autopart.ir.mesh import Mesh
+from autopart.proof.verify import VerificationRun
+from autopart.tracing.trace import bind_call
 
 TENSOR = ("tp2", "tp3", "tp4", "tp8")
 

@@ -15,7 +15,7 @@ import zoo
 from torch import nn
 
 import autopart
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
 
 MESHES = ("tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "dp2,tp2", "pp2,tp2", "dp2,pp2")
 ON = {  # every mesh has two models of different kinds, every model has meshes of different kinds

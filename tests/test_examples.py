@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopart.plan import Plan
+from autopart.plans.plan import Plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TIME_LIMIT_S = 120

@@ -17,14 +17,15 @@ import zoo
 from torch import nn
 
 import autopart
-from autopart.compiler import Options, find_loss, make_plan, prepare
-from autopart.layout import CONVERSIONS
-from autopart.mesh import Mesh
+from autopart.compiler import find_loss, make_plan, prepare
+from autopart.ir.layout import CONVERSIONS
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program
+from autopart.options import Options
 from autopart.passes.decide import decode
 from autopart.passes.lower import lower
-from autopart.plan import Plan
-from autopart.program import Program
-from autopart.trace import bind_call
+from autopart.plans.plan import Plan
+from autopart.tracing.trace import bind_call
 
 BOTH_WAYS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {"all_reduce_max": ("all_reduce", "")}
 MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -7,9 +7,9 @@ import pytest
 import zoo
 
 import autopart
-from autopart.headline import quantity
 from autopart.passes.summary import block_of
-from autopart.plan import Plan
+from autopart.plans.headline import quantity
+from autopart.plans.plan import Plan
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,16 @@ import zoo
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopart
-from autopart.compiler import Options, drafted, prepare
+from autopart.compiler import drafted, prepare
 from autopart.cost.formula import IN_NODE, SIZES, Formula, compiled
 from autopart.cost.hardware import Hardware
 from autopart.cost.work import Sizes
 from autopart.errors import OptionError, PlanError
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
 from autopart.passes.counting import counted
-from autopart.plan import Plan
-from autopart.trace import bind_call
+from autopart.plans.plan import Plan
+from autopart.tracing.trace import bind_call
 
 b, s, tp, dp, pp, m, v = SIZES
 

@@ -12,12 +12,12 @@ from torch import nn
 
 import autopart
 from autopart.errors import LayoutError
-from autopart.layout import CONVERSIONS
+from autopart.ir.layout import CONVERSIONS
 from autopart.passes.lower import ANY_KIND
 from autopart.passes.strategies import strategies
+from autopart.proof.subgraph import Subgraph
+from autopart.proof.subject import weights_like
 from autopart.runtime.lockstep import LIST_PRIMITIVES
-from autopart.subgraph import Subgraph
-from autopart.subject import weights_like
 
 TOLERANCE = 1e-10
 PER_CHUNK = 25

@@ -12,13 +12,13 @@ from zoo import gpt2
 
 import autopart
 from autopart.compiler import prepare
-from autopart.graph import DTYPE_NAMES
-from autopart.layout import format_layout
-from autopart.mesh import Mesh
+from autopart.ir.graph import DTYPE_NAMES
+from autopart.ir.layout import format_layout
+from autopart.ir.mesh import Mesh
 from autopart.passes.decide import decode
 from autopart.passes.lower import lower
-from autopart.plan import Plan
-from autopart.trace import bind_call
+from autopart.plans.plan import Plan
+from autopart.tracing.trace import bind_call
 
 
 def tiny() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

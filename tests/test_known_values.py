@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import autopart
 from autopart.compiler import prepare
 from autopart.errors import TraceError
-from autopart.graph import operator_name
-from autopart.trace import bind_call
+from autopart.ir.graph import operator_name
+from autopart.tracing.trace import bind_call
 
 
 class Deciding(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopart.layout import (
+from autopart.ir.layout import (
     CONVERSIONS,
     R_GRAD_P,
     Conversion,

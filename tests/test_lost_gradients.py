@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import autopart
-from autopart import eager_semantics, lost_gradients
-from autopart.entry import Entry
 from autopart.errors import TraceError
-from autopart.lost_gradients import with_gradients_checked
-from autopart.plan import Plan
-from autopart.trace import bind_call, trace
+from autopart.plans.plan import Plan
+from autopart.tracing import eager_semantics, lost_gradients
+from autopart.tracing.entry import Entry
+from autopart.tracing.lost_gradients import with_gradients_checked
+from autopart.tracing.trace import bind_call, trace
 
 SIZE = 8
 

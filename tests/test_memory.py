@@ -13,17 +13,17 @@ from traced import plan_of, run_of
 from zoo import ZOO
 
 import autopart
-from autopart.actions import StageBytes, actions, most_at_once, most_held
 from autopart.compiler import prepare
 from autopart.cost.memory import BUCKET_BYTES, parse_size
 from autopart.errors import MemoryLimitError, OptionError
-from autopart.graph import operator_name
-from autopart.headline import quantity
+from autopart.ir.actions import StageBytes, actions, most_at_once, most_held
+from autopart.ir.graph import operator_name
+from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
 from autopart.passes.kept import kept
-from autopart.plan import MEMORY_KINDS, Plan
+from autopart.plans.headline import quantity
+from autopart.plans.plan import MEMORY_KINDS, Plan
 from autopart.runtime import gradients
-from autopart.schedules import SCHEDULES, SINGLE_STAGE
-from autopart.trace import bind_call
+from autopart.tracing.trace import bind_call
 
 ALL = ("gpt2", "llama", "bert", "t5", "vit", "conv_net")
 RUNS = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopart.errors import MeshError
-from autopart.mesh import AXES, BUILT_AXES, Mesh
+from autopart.ir.mesh import AXES, BUILT_AXES, Mesh
 
 SIZES = st.dictionaries(st.sampled_from(BUILT_AXES), st.integers(1, 6), min_size=1)
 

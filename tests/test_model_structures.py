@@ -25,8 +25,8 @@ from traced import verified
 from transformers.modeling_outputs import BaseModelOutput
 
 import autopart
-from autopart.trace import bind_call
-from autopart.verify import VerificationRun
+from autopart.proof.verify import VerificationRun
+from autopart.tracing.trace import bind_call
 
 ROWS, SEQ, SIZE = 4, 3, 8
 

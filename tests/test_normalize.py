@@ -10,9 +10,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopart
 from autopart.compiler import prepare
-from autopart.graph import operator_name
-from autopart.trace import bind_call
-from autopart.verify import NOT_DOUBLE
+from autopart.ir.graph import operator_name
+from autopart.proof.verify import NOT_DOUBLE
+from autopart.tracing.trace import bind_call
 
 ROWS, WIDTH, EXPERTS = 8, 6, 4
 

@@ -18,13 +18,13 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 import autopart
 from autopart.compiler import prepare
 from autopart.errors import AutopartError, InputError, OptionError
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
 from autopart.passes.decide import decode
 from autopart.passes.lower import lower
 from autopart.runtime import norms
 from autopart.runtime.placement import stages_at
 from autopart.runtime.state import shard_parameters
-from autopart.trace import bind_call
+from autopart.tracing.trace import bind_call
 
 TIMEOUT_S = 180.0
 NORM_TYPES = (2.0, 1.0, math.inf, 3.0, -math.inf, -1.0)

@@ -15,13 +15,14 @@ from test_formula import gpt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopart
-from autopart import advice, cost
+from autopart import cost
 from autopart.cli import main
 from autopart.cost.hardware import Hardware
 from autopart.errors import MemoryLimitError
-from autopart.headline import ADVICE, fit_text, fits, quantity, step_size
-from autopart.plan import Plan
 from autopart.plan_checks import warn_of_memory
+from autopart.plans.headline import ADVICE, fit_text, fits, quantity, step_size
+from autopart.plans.plan import Plan
+from autopart.tuning import advice
 
 EXACT = 1e-9
 

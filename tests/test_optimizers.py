@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.errors import OptionError
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
 from autopart.runtime import optimizers
 
 TIMEOUT_S = 120.0

@@ -15,19 +15,20 @@ from torch import nn
 from traced import plan_of, run_of, verified
 
 import autopart
-from autopart.calls import MANY_CALLS, Recent, call_key
-from autopart.compiler import Compiler, Options
+from autopart.compiler import Compiler
 from autopart.errors import StageError
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import StoredTensor
+from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
+from autopart.options import Options
 from autopart.passes.decide import fit_rows
 from autopart.passes.lower import lower
-from autopart.plan import Schedule
-from autopart.program import StoredTensor
+from autopart.plans.plan import Schedule
+from autopart.proof.verify import VerificationRun
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.state import settled, shard_parameters
-from autopart.schedules import SCHEDULES, can_run, schedule_for
-from autopart.trace import bind_call, flatten_call
-from autopart.verify import VerificationRun
+from autopart.tracing.calls import MANY_CALLS, Recent, call_key
+from autopart.tracing.trace import bind_call, flatten_call
 
 BUILDERS = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5}
 BUILDERS |= {"transformer_encoder": zoo.transformer_encoder}

@@ -18,7 +18,7 @@ from test_normalize import SortedExperts
 from torch import Tensor, fx, nn
 
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, PassError, in_double, run_passes
-from autopart.trace import bind_call, trace
+from autopart.tracing.trace import bind_call, trace
 
 aten = torch.ops.aten
 

@@ -21,13 +21,13 @@ from autopart.cli import main
 from autopart.cost.hardware import Hardware
 from autopart.cost.stages import balance
 from autopart.errors import AutopartError
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
 from autopart.passes.pairs import NoSolution
 from autopart.passes.partition import active_operators
 from autopart.passes.pins import pinned_layouts, smallest_conflict
 from autopart.passes.shard import Programme
-from autopart.pins import Pins
-from autopart.plan import Plan
+from autopart.plans.pins import Pins
+from autopart.plans.plan import Plan
 
 LAYER, H = "model.layers.*", "transformer.h.*"
 LAYOUTS = {

@@ -19,12 +19,12 @@ from zoo import ZOO, gpt2, skip_mlp
 import autopart
 from autopart.compiler import prepare
 from autopart.errors import AutopartError
-from autopart.graph import pattern_of
-from autopart.mesh import Mesh
+from autopart.ir.graph import pattern_of
+from autopart.ir.mesh import Mesh
 from autopart.passes.decide import decode
 from autopart.passes.lower import lower
-from autopart.plan import Plan, schema
-from autopart.trace import bind_call
+from autopart.plans.plan import Plan, schema
+from autopart.tracing.trace import bind_call
 
 EDITED = ("gpt2", "llama", "bert", "phi3", "t5")
 

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 import autopart
 from autopart.cli import main
 from autopart.errors import PlanError
-from autopart.model_source import SourceOptions, from_hf_config
-from autopart.plan import Plan
+from autopart.plans.plan import Plan
+from autopart.tracing.model_source import SourceOptions, from_hf_config
 
 BATCH = {"x": torch.randn(8, 8), "y": torch.randn(8, 8)}
 

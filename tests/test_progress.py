@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import autopart
 from autopart.cli import main
-from autopart.plan import Plan
+from autopart.plans.plan import Plan
 from autopart.progress import phase, shown
 
 

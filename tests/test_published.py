@@ -13,8 +13,8 @@ import published
 from published import STATES, Run, setting, space
 
 from autopart.cost.table import Setting, estimate
-from autopart.mesh import Mesh
-from autopart.plan import Schedule
+from autopart.ir.mesh import Mesh
+from autopart.plans.plan import Schedule
 
 model = cache(lambda hidden, layers, heads: space(hidden, layers, heads, 1))
 

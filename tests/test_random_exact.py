@@ -11,11 +11,11 @@ from torch import nn
 from traced import plan_of, run_of, verified
 
 import autopart
-from autopart.compiler import Options
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
+from autopart.proof.verify import VerificationRun
 from autopart.runtime import draws
-from autopart.trace import bind_call
-from autopart.verify import VerificationRun
+from autopart.tracing.trace import bind_call
 
 MESHES = ("tp2", "dp2,pp2,tp2")
 TIMEOUT_S = 240.0

@@ -10,8 +10,9 @@ from random_models import MODELS, around
 from torch import nn
 
 import autopart
-from autopart.compiler import Compiler, Options
-from autopart.mesh import Mesh
+from autopart.compiler import Compiler
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.state import shard_parameters
 

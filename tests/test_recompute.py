@@ -18,16 +18,16 @@ from torch import nn
 from traced import plan_of, run_of, verified
 
 import autopart
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Program
+from autopart.ir.recomputation import word_of
+from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
 from autopart.passes.decide import decode
-from autopart.plan import Plan
-from autopart.program import Program
-from autopart.recomputation import word_of
+from autopart.plans.plan import Plan
+from autopart.proof.verify import VerificationRun
 from autopart.runtime import lockstep
 from autopart.runtime import recompute as regions
-from autopart.schedules import SCHEDULES, SINGLE_STAGE
-from autopart.trace import bind_call
-from autopart.verify import VerificationRun
+from autopart.tracing.trace import bind_call
 
 
 @functools.cache

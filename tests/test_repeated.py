@@ -10,12 +10,12 @@ import transformers
 import zoo
 from torch import Tensor, nn
 
-from autopart import repeated
-from autopart import trace as tracing
-from autopart.graph import operators
+from autopart.ir.graph import operators
 from autopart.passes.analyze import annotate
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, run_passes
-from autopart.trace import Trace, bind_call, trace
+from autopart.tracing import repeated
+from autopart.tracing import trace as tracing
+from autopart.tracing.trace import Trace, bind_call, trace
 
 LAYERS = 4
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 import autopart
 from autopart.cli import main
-from autopart.headline import quantity
-from autopart.report import MOST
+from autopart.plans.headline import quantity
+from autopart.show.report import MOST
 
 
 class Page(HTMLParser):

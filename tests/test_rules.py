@@ -16,19 +16,19 @@ import pytest
 import torch
 from rule_samples import NOT_CLAIMED, SAMPLES, TRIED, Sample, bools, call, data, ints, x
 
-from autopart.candidates import candidates
 from autopart.compat import tree_map
-from autopart.graph import operator_name, operators, shape, tensor_inputs
-from autopart.layout import Placement
-from autopart.mesh import Mesh
+from autopart.ir.graph import operator_name, operators, shape, tensor_inputs
+from autopart.ir.layout import Placement
+from autopart.ir.mesh import Mesh
 from autopart.passes.lower import ANY_KIND
 from autopart.passes.rules.factors import output_shapes
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.pointwise import POINTWISE
 from autopart.passes.rules.tables import LINES, SHAPED
 from autopart.passes.strategies import Strategy, strategies
-from autopart.rulecheck import Proof, backward
-from autopart.subject import relative
+from autopart.proof.candidates import candidates
+from autopart.proof.rulecheck import Proof, backward
+from autopart.proof.subject import relative
 
 RULES = {*LINES, *SHAPED, *POINTWISE}
 FORMS = [

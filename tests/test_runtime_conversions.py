@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as td
 
-from autopart.layout import CONVERSIONS
+from autopart.ir.layout import CONVERSIONS
 from autopart.runtime.collectives import CUTTING, OPERATORS, all_operators, embedding_shard, pick_class
 from autopart.runtime.lockstep import convert_list
 from autopart.runtime.pieces import Cut

@@ -14,16 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopart.compat import schedule_class, tree_flatten
 from autopart.errors import RuntimeSetupError, StageError, TraceError
-from autopart.layout import R_GRAD_P, P, R, shard
-from autopart.mesh import Mesh
-from autopart.program import Boundary, Output, Program, Stage, StageInput, StoredTensor
+from autopart.ir.layout import R_GRAD_P, P, R, shard
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Boundary, Output, Program, Stage, StageInput, StoredTensor
+from autopart.ir.schedules import MULTI_STAGE, SCHEDULES, V_SHAPED, check_schedule
 from autopart.runtime.collectives import bind
 from autopart.runtime.gradients import Bucket, axis_buckets, sync_gradients_lockstep
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.placement import placement_of, stage_coordinate, stages_at
 from autopart.runtime.state import join, shard_parameters
-from autopart.schedules import MULTI_STAGE, SCHEDULES, V_SHAPED, check_schedule
 
 WIDTH, HIDDEN, BATCH = 6, 7, 16
 OPS = torch.ops.autopart

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import autopart
 from autopart import GradScaler
 from autopart.errors import InputError
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
 
 TIMEOUT_S = 120.0
 OPTIONS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}

@@ -11,12 +11,12 @@ from click.testing import CliRunner
 from test_formula import gpt
 
 import autopart
-from autopart.alternatives import reasons, why_others_lose
 from autopart.cli import main
 from autopart.cost import hardware
 from autopart.cost.table import Setting, estimate
 from autopart.errors import InputError, MemoryLimitError, OptionError
-from autopart.search import space_of
+from autopart.tuning.alternatives import reasons, why_others_lose
+from autopart.tuning.search import space_of
 
 
 @pytest.fixture(scope="module")

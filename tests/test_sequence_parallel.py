@@ -11,9 +11,10 @@ import zoo
 from traced import run_of, verified
 
 import autopart
-from autopart.compiler import Options, make_plan, prepare
-from autopart.mesh import Mesh
-from autopart.trace import bind_call
+from autopart.compiler import make_plan, prepare
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
+from autopart.tracing.trace import bind_call
 
 MESHES = ("tp2", "tp4", "pp2,tp2", "dp2,pp2,tp2")
 TOKENS = ("gpt2", "llama", "bert", "t5", "phi3", "transformer_encoder")

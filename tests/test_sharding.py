@@ -15,7 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from traced import run_of
 
 from autopart.cost.hardware import Hardware
-from autopart.graph import operators
+from autopart.ir.graph import operators
 from autopart.passes.analyze import ACTIVE
 from autopart.passes.pairs import NoSolution, Pairs
 from autopart.passes.pins import FREE

@@ -9,14 +9,14 @@ import zoo
 from torch import nn
 
 import autopart
-from autopart.layout import Conversion
+from autopart.ir.layout import Conversion
 from autopart.passes import local_ops
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.pointwise import LINEAR
 from autopart.passes.rules.tables import LINES, SHAPED
+from autopart.proof.subgraph import Subgraph
 from autopart.runtime.collectives import OPERATORS
 from autopart.runtime.lockstep import LIST_PRIMITIVES
-from autopart.subgraph import Subgraph
 
 TOLERANCE = 1e-10
 

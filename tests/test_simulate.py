@@ -10,11 +10,11 @@ import torch
 import zoo
 
 import autopart
-from autopart.actions import actions
 from autopart.cost.hardware import Hardware
 from autopart.cost.simulate import training_time_s
 from autopart.errors import PlanError
-from autopart.plan import Plan
+from autopart.ir.actions import actions
+from autopart.plans.plan import Plan
 
 SECOND = {"value": 1e12, "unit": "1/s", "source": "a device to count on"}
 NOTHING, ENDLESS = {**SECOND, "value": 1e-30}, {**SECOND, "value": 1e30}

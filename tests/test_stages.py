@@ -17,7 +17,7 @@ from autopart.compiler import prepare
 from autopart.cost.stages import BOUND, SLACK, balance
 from autopart.errors import StageError
 from autopart.passes.partition import active_operators, crossing_bytes, equal_layer_loads, partition, work
-from autopart.trace import bind_call
+from autopart.tracing.trace import bind_call
 
 WITHIN = 0.02  # of the lower bound
 NUM_RANDOM_CUTS = 10

@@ -11,7 +11,7 @@ import zoo
 from torch import nn
 
 import autopart
-from autopart.mesh import Mesh
+from autopart.ir.mesh import Mesh
 
 TIMEOUT_S = 100.0
 MESHES = ("tp2", "dp2", "pp2")

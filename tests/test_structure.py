@@ -15,55 +15,36 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autopart"
 
-# Files directly in autopart/ are the base, which all layers share, except these: they put the layers together.
-ORCHESTRATORS = (
-    "__init__",
-    "__main__",
-    "advice",
-    "alternatives",
-    "api",
-    "block_search",
-    "calibrate",
-    "candidates",
-    "cli",
-    "cli_options",
-    "cli_run",
-    "compiler",
-    "doctor",
-    "finite",
-    "localize",
-    "loop",
-    "plan_checks",
-    "plan_figures",
-    "rulecheck",
-    "rules",
-    "scale",
-    "report",
-    "search",
-    "shrink",
-    "steps",
-    "subgraph",
-    "subject",
-    "verify",
-)
-MAY_IMPORT = {
-    "base": {"base"},
-    "cost": {"base", "cost"},
-    "passes": {"base", "cost", "passes"},
-    "runtime": {"base", "runtime"},
-    "orchestrator": {"base", "cost", "passes", "runtime", "orchestrator"},
+# A folder is a layer. Files directly in autopart/ are the base, except these.
+RECIPE = ("compiler", "options", "plan_checks", "plan_figures")
+FRONT = ("__init__", "__main__", "api", "cli", "cli_options", "cli_run", "doctor")
+BELOW = {
+    "base": (),
+    "ir": ("base",),
+    "tracing": ("base", "ir"),
+    "plans": ("base", "ir"),
+    "cost": ("base", "ir", "plans"),
+    "show": ("base", "ir", "plans", "cost"),
+    "passes": ("base", "ir", "tracing", "plans", "cost"),
+    "runtime": ("base", "ir", "tracing", "plans"),
+    "recipe": ("base", "ir", "tracing", "plans", "cost", "passes"),
+    "proof": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe"),
+    "tuning": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof"),
+    "front": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof", "tuning", "show"),
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.
-LATE_IMPORTS = {("autopart.plan", "autopart.cost.symbolic"), ("autopart.plan", "autopart.report")}
+LATE_IMPORTS = {("autopart.plans.plan", "autopart.cost.symbolic")}
+LATE_IMPORTS |= {("autopart.plans.plan", f"autopart.show.{name}") for name in ("diff", "explain", "formats", "report")}
 # Programs are written in operators, which the runtime defines.
 OPERATORS = ("autopart.passes", "autopart.runtime.collectives")
 # Imported before a command is known, or to show a plan: torch takes seconds.
-WITHOUT_TORCH = ("autopart", "autopart.cli", "autopart.diff", "autopart.explain", "autopart.cost.symbolic")
-LAYER_FOLDERS = ("cost", "passes", "runtime")
+WITHOUT_TORCH = ("autopart", "autopart.cli", "autopart.show.diff", "autopart.show.explain", "autopart.cost.symbolic")
+LAYER_FOLDERS = ("cost", "passes", "runtime")  # on the top level, and symlinked into autopart/
+FOLDERS = tuple(layer for layer in BELOW if layer not in ("base", "recipe", "front"))
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 PRINTING_MODULES = ("autopart.cli",)
-TRANSFORMERS_MODULES: tuple[str, ...] = ("autopart.model_source",)
+TRANSFORMERS_MODULES: tuple[str, ...] = ("autopart.tracing.model_source",)
 COMPAT_MODULES = ("autopart.compat", "autopart.compat_training")
 # Below these, a leading underscore is part of a public name: operators (torch.ops.aten._softmax) and torch.fx.
 PUBLIC_PREFIXES = ("torch.ops.", "torch.fx.")
@@ -129,13 +110,13 @@ def layer_of(name: str) -> str | None:
     if package != "autopart":
         return None
     first = rest.partition(".")[0] or "__init__"
-    if first in LAYER_FOLDERS:
+    if first in FOLDERS:
         return first
-    return "orchestrator" if first in ORCHESTRATORS else "base"
+    return "recipe" if first in RECIPE else "front" if first in FRONT else "base"
 
 
 def import_edges(module: Module, known: set[str]) -> Iterator[str]:
-    """Imports go one way: base, cost, passes; base, runtime; orchestrators on top of all."""
+    """Imports go one way: a layer imports itself and what is below it."""
     layer = layer_of(module.name)
     assert layer is not None, module.name
     for line, target, name in module.imports:
@@ -143,7 +124,7 @@ def import_edges(module: Module, known: set[str]) -> Iterator[str]:
         target_layer = layer_of(imported)
         if imported.partition(".")[0] in LAYER_FOLDERS:
             yield f"{module.name}:{line} imports {imported}; its name is autopart.{imported}"
-        elif target_layer is not None and target_layer not in MAY_IMPORT[layer]:
+        elif target_layer is not None and target_layer not in (layer, *BELOW[layer]):
             is_late = line not in module.first_lines and (module.name, imported) in LATE_IMPORTS
             if is_late or (module.name, imported) == OPERATORS:
                 continue
@@ -263,11 +244,11 @@ CHECKS: tuple[Check, ...] = (
 
 LONG_FUNCTION = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
 BAD = [
-    (import_edges, Module("autopart.graph", "import autopart.cost")),
-    (import_edges, Module("autopart.graph", "from . import passes")),
-    (import_edges, Module("autopart.graph", "from autopart.runtime.stage import Stage")),
-    (import_edges, Module("autopart.graph", "from .api import parallelize")),
-    (import_edges, Module("autopart.graph", "from autopart import parallelize")),
+    (import_edges, Module("autopart.ir.graph", "import autopart.cost")),
+    (import_edges, Module("autopart.ir.graph", "from .. import passes")),
+    (import_edges, Module("autopart.ir.graph", "from autopart.runtime.stage import Stage")),
+    (import_edges, Module("autopart.ir.graph", "from ..api import parallelize")),
+    (import_edges, Module("autopart.ir.graph", "from autopart import parallelize")),
     (import_edges, Module("autopart.cost.time", "from autopart.passes import solve")),
     (import_edges, Module("autopart.cost.time", "from ..passes import solve")),
     (import_edges, Module("autopart.cost", "from ..runtime import stage", is_package=True)),
@@ -280,21 +261,27 @@ BAD = [
     (import_edges, Module("autopart.passes.solve", "from cost import time")),
     (import_edges, Module("autopart.api", "import runtime.stage")),
     (import_edges, Module("autopart.passes.solve", "from autopart.runtime import collectives")),
-    (import_edges, Module("autopart.plan", "from autopart.cost.symbolic import Cost")),
-    (import_edges, Module("autopart.diff", "def f():\n    from autopart.cost.symbolic import Cost")),
+    (import_edges, Module("autopart.plans.plan", "from autopart.cost.symbolic import Cost")),
+    (import_edges, Module("autopart.plans.pins", "def f():\n    from autopart.cost.symbolic import Cost")),
+    (import_edges, Module("autopart.ir.graph", "from autopart.plans import plan")),
+    (import_edges, Module("autopart.tracing.trace", "from autopart.plans import plan")),
+    (import_edges, Module("autopart.passes.solve", "from autopart.show import explain")),
+    (import_edges, Module("autopart.compiler", "from autopart.proof.verify import verify")),
+    (import_edges, Module("autopart.proof.verify", "from autopart.api import plan")),
+    (import_edges, Module("autopart.proof.scale", "from autopart.tuning.search import search")),
     (cost_without_process_groups, Module("autopart.cost.time", "import torch.distributed as dist")),
     (cost_without_process_groups, Module("autopart.cost.time", "from torch import distributed")),
     (cost_without_process_groups, Module("autopart.cost.time", "from torch.distributed.tensor import Shard")),
-    (file_length, Module("autopart.graph", "x = 1\n" * (MAX_FILE_LINES + 1))),
-    (function_length, Module("autopart.graph", LONG_FUNCTION)),
-    (function_length, Module("autopart.graph", "async " + LONG_FUNCTION)),
+    (file_length, Module("autopart.ir.graph", "x = 1\n" * (MAX_FILE_LINES + 1))),
+    (function_length, Module("autopart.ir.graph", LONG_FUNCTION)),
+    (function_length, Module("autopart.ir.graph", "async " + LONG_FUNCTION)),
     (no_print, Module("autopart.passes.solve", "print('here')")),
     (no_print, Module("autopart.passes.solve", "list(map(print, ()))")),
-    (no_transformers, Module("autopart.graph", "import transformers")),
+    (no_transformers, Module("autopart.ir.graph", "import transformers")),
     (no_transformers, Module("autopart.cli", "def f():\n    from transformers.models import gpt2")),
-    (private_torch, Module("autopart.graph", "import torch._dynamo")),
-    (private_torch, Module("autopart.graph", "from torch._subclasses import FakeTensorMode")),
-    (private_torch, Module("autopart.graph", "from torch.utils import _pytree")),
+    (private_torch, Module("autopart.ir.graph", "import torch._dynamo")),
+    (private_torch, Module("autopart.ir.graph", "from torch._subclasses import FakeTensorMode")),
+    (private_torch, Module("autopart.ir.graph", "from torch.utils import _pytree")),
     (private_torch, Module("autopart.runtime.stage", "import torch.distributed._functional_collectives as fc")),
     (private_torch, Module("autopart.runtime.stage", "from torch.distributed.pipelining import _backward")),
     (private_torch, Module("autopart.runtime.stage", "from torch.distributed.pipelining._utils import flatten")),
@@ -303,24 +290,26 @@ BAD = [
 ]
 
 GOOD = [
-    Module("autopart.plan", "def f():\n    from autopart.cost.symbolic import Cost"),
+    Module("autopart.plans.plan", "def f():\n    from autopart.cost.symbolic import Cost"),
     Module("autopart.passes", "from autopart.runtime import collectives", is_package=True),
-    Module("autopart.graph", "from autopart import layout\nfrom .layout import Layout\nimport torch, sympy"),
-    Module("autopart.cost.time", "from autopart.cost import memory\nfrom ..graph import Graph\nfrom . import memory"),
-    Module("autopart.cost", "from .time import f\nfrom ..graph import Graph", is_package=True),
+    Module("autopart.ir.graph", "from autopart.ir import layout\nfrom .layout import Layout\nimport torch, sympy"),
+    Module(
+        "autopart.cost.time", "from autopart.cost import memory\nfrom ..ir.graph import Graph\nfrom . import memory"
+    ),
+    Module("autopart.cost", "from .time import f\nfrom ..ir.graph import Graph", is_package=True),
     Module("autopart.passes.solve", "from autopart.cost.time import f\nfrom autopart.passes.rules import view"),
     Module("autopart.passes.solve", "from torch.distributed.tensor import Shard\nimport my_transformers"),
-    Module("autopart.runtime.stage", "import torch.distributed as dist\nfrom ..graph import Graph\ndist.all_reduce"),
+    Module("autopart.runtime.stage", "import torch.distributed as dist\nfrom ..ir.graph import Graph\ndist.all_reduce"),
     Module("autopart.api", "from . import cost, passes, runtime\nfrom autopart.passes.solve import solve"),
     Module("autopart", "from .api import parallelize\nfrom .cost import time", is_package=True),
     Module("autopart.cli", "print('a table')"),
-    Module("autopart.graph", "import torch\ntorch.ops.aten._softmax.default\ntorch.__version__\nx._private"),
-    Module("autopart.graph", "from torch.fx import _symbolic_trace\nimport torch.fx"),
-    Module("autopart.graph", "graph.print_tabular()\n" * (MAX_FILE_LINES - 1)),
-    Module("autopart.graph", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
+    Module("autopart.ir.graph", "import torch\ntorch.ops.aten._softmax.default\ntorch.__version__\nx._private"),
+    Module("autopart.ir.graph", "from torch.fx import _symbolic_trace\nimport torch.fx"),
+    Module("autopart.ir.graph", "graph.print_tabular()\n" * (MAX_FILE_LINES - 1)),
+    Module("autopart.ir.graph", "def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)),
     Module(COMPAT_MODULES[0], "import torch.distributed._functional_collectives"),
 ]
-PLANTED_NAMES = {"autopart.layout", "autopart.graph", "autopart.cost.memory", "autopart.passes.rules.view"}
+PLANTED_NAMES = {"autopart.ir.layout", "autopart.ir.graph", "autopart.cost.memory", "autopart.passes.rules.view"}
 PLANTED_NAMES |= {"autopart.runtime.collectives"}
 PLANTED_NAMES |= {f"autopart.{folder}" for folder in LAYER_FOLDERS}
 
@@ -364,20 +353,20 @@ def test_imported_without_torch(name: str, modules: list[Module]) -> None:
         "from torch import nn",
         "try:\n    import torch.fx\nexcept ImportError:\n    pass",
         "class A:\n    from torch import nn",
-        "from autopart import trace",
-        "from autopart.trace import f",
+        "from autopart.tracing import trace",
+        "from autopart.tracing.trace import f",
         "if TYPE_CHECKING:\n    import sympy\nelse:\n    import torch",
     ],
 )
 def test_a_planted_import_of_torch_is_found(source: str) -> None:
-    by_name = {"autopart.trace": Module("autopart.trace", "import torch")}
-    assert list(torch_at_import(Module("autopart.plan", source), by_name))
+    by_name = {"autopart.tracing.trace": Module("autopart.tracing.trace", "import torch")}
+    assert list(torch_at_import(Module("autopart.plans.plan", source), by_name))
 
 
 def test_a_late_import_of_torch_is_none() -> None:
-    source = "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n    from autopart.trace import f"
-    by_name = {"autopart.trace": Module("autopart.trace", "import torch")}
-    assert list(torch_at_import(Module("autopart.plan", source), by_name)) == []
+    source = "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n    from autopart.tracing.trace import f"
+    by_name = {"autopart.tracing.trace": Module("autopart.tracing.trace", "import torch")}
+    assert list(torch_at_import(Module("autopart.plans.plan", source), by_name)) == []
 
 
 @pytest.mark.parametrize(("check", "module"), BAD, ids=lambda value: getattr(value, "__name__", None))
@@ -396,8 +385,13 @@ def test_every_check_is_planted() -> None:
 
 def test_every_layer_is_read(modules: list[Module]) -> None:
     layers = {layer_of(module.name) for module in modules}
-    assert layers >= {"orchestrator", *LAYER_FOLDERS}
+    assert layers == set(BELOW)
     assert "autopart.passes.rules" in {module.name for module in modules}
+
+
+def test_layers_make_no_circle() -> None:
+    order = list(BELOW)
+    assert all(set(BELOW[layer]) <= set(order[:place]) for place, layer in enumerate(order))
 
 
 @pytest.mark.parametrize("folder", LAYER_FOLDERS)

@@ -16,8 +16,8 @@ from zoo import gpt2
 
 import autopart
 from autopart.compiler import prepare
-from autopart.graph import describe, module_path, operator_name, source_line
-from autopart.trace import Trace, bind_call, trace
+from autopart.ir.graph import describe, module_path, operator_name, source_line
+from autopart.tracing.trace import Trace, bind_call, trace
 
 ROWS, SIZE = 4, 8
 

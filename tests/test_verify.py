@@ -13,8 +13,8 @@ from torch import nn
 from traced import run_of
 
 import autopart
-from autopart.compiler import Options
-from autopart.pins import Pins
+from autopart.options import Options
+from autopart.plans.pins import Pins
 
 # --- Faults: each is planted in a program and its ranks' parameters, and planting it again changes nothing -----------
 

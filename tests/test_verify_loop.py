@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from traced import run_of
 
 import autopart
-from autopart import loop
-from autopart.compiler import Options
 from autopart.errors import InputError, OptionError
+from autopart.options import Options
+from autopart.proof import loop
+from autopart.proof.training import read_training
+from autopart.proof.verify import Verification, VerificationRun
 from autopart.runtime import norms
-from autopart.training import read_training
-from autopart.verify import Verification, VerificationRun
 
 TOLERANCE = 1e-10
 

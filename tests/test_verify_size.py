@@ -11,15 +11,16 @@ from click.testing import CliRunner
 from torch import nn
 
 import autopart
-from autopart import estimate, progress, scale
+from autopart import progress
 from autopart.cli import main
 from autopart.errors import InputError
-from autopart.estimate import Estimate, cgroup_room, weights_bytes
-from autopart.mesh import Mesh
-from autopart.model_source import SourceOptions, from_hf_config
-from autopart.scale import Work, scaled_copy
-from autopart.smaller import LADDER, Divisors, alike, smaller, smaller_call
-from autopart.trace import bind_call
+from autopart.ir.mesh import Mesh
+from autopart.proof import estimate, scale
+from autopart.proof.estimate import Estimate, cgroup_room, weights_bytes
+from autopart.proof.scale import Work, scaled_copy
+from autopart.proof.smaller import LADDER, Divisors, alike, smaller, smaller_call
+from autopart.tracing.model_source import SourceOptions, from_hf_config
+from autopart.tracing.trace import bind_call
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -8,7 +8,7 @@ import zoo
 from test_sequence_parallel import large_llama
 
 import autopart
-from autopart.headline import quantity
+from autopart.plans.headline import quantity
 
 DOWN = "model.layers.*.mlp.down_proj.weight"
 

@@ -21,14 +21,14 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopart
 from autopart.compiler import prepare
-from autopart.layout import R
-from autopart.mesh import Mesh
+from autopart.ir.layout import R
+from autopart.ir.mesh import Mesh
 from autopart.passes.decide import decode, encode
 from autopart.passes.lower import lower
-from autopart.plan import Plan
+from autopart.plans.plan import Plan
 from autopart.runtime import lockstep, regather
 from autopart.runtime.state import join, shard_parameters
-from autopart.trace import bind_call
+from autopart.tracing.trace import bind_call
 
 Built = tuple[nn.Module, dict[str, Tensor]]
 EVERYTHING = {"*": {"dp": "S(0)"}}
@@ -125,7 +125,7 @@ def test_a_gather_of_the_wrong_part_is_found(monkeypatch):
     assert not found.ok and found.first_mismatch.name == "layers.0.weight"
     assert found.smallest is not None and "| dp S(0)" in str(found.smallest)
     monkeypatch.undo()
-    assert autopart.subgraph.Subgraph.parse(str(found.smallest)).max_error() < 1e-10
+    assert autopart.proof.subgraph.Subgraph.parse(str(found.smallest)).max_error() < 1e-10
 
 
 # --- what the plan says ----------------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from autopart.compiler import Options, make_plan
-from autopart.mesh import Mesh
-from autopart.plan import Plan
-from autopart.trace import bind_call
-from autopart.verify import Verification, VerificationRun
+from autopart.compiler import make_plan
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
+from autopart.plans.plan import Plan
+from autopart.proof.verify import Verification, VerificationRun
+from autopart.tracing.trace import bind_call
 
 
 @cache

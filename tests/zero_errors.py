@@ -12,7 +12,7 @@ from torch import nn
 from zoo import skip_mlp
 
 import autopart
-from autopart.plan import Plan
+from autopart.plans.plan import Plan
 
 AGAIN = "\n  try    leave zero out, or make a new plan"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopart.graph import argument, shape, short_name, value
+from autopart.ir.graph import argument, shape, short_name, value
 
 from .driver import emit, replace
 

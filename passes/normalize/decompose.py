@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopart.compat import decomposition, trace_function, tree_flatten, tree_unflatten
-from autopart.graph import is_tensor, value
+from autopart.ir.graph import is_tensor, value
 from autopart.passes.rules import pattern_for
 
 from .driver import emit, fake_mode

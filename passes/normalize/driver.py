@@ -13,7 +13,7 @@ from torch import fx
 
 from autopart.compat import tree_flatten
 from autopart.errors import AutopartError
-from autopart.graph import draws_random_numbers, short_name, source_text, value
+from autopart.ir.graph import draws_random_numbers, short_name, source_text, value
 
 _made: ContextVar[dict[tuple, Any]] = ContextVar("what calls on fake tensors have given while passes run")
 

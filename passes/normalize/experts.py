@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from autopart.graph import argument, shape, short_name, tensor_inputs
+from autopart.ir.graph import argument, shape, short_name, tensor_inputs
 from autopart.passes.rules import pattern_for
 
 from .driver import emit, getitem, replace

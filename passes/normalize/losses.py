@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.graph import is_floating, operator_name, value
+from autopart.ir.graph import is_floating, operator_name, value
 from autopart.passes.rules.tables import LOSS_REDUCTIONS
 
 from .driver import emit, replace

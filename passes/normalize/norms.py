@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from autopart.graph import short_name
+from autopart.ir.graph import short_name
 
 from .driver import emit, replace
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.graph import is_floating, value
+from autopart.ir.graph import is_floating, value
 
 from .driver import emit, fake_call
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from autopart.graph import argument, dropout_probability, is_tensor, operator_name, shape, short_name, value
+from autopart.ir.graph import argument, dropout_probability, is_tensor, operator_name, shape, short_name, value
 from autopart.passes.rules.equations import read_equation
 
 from .driver import emit, name_written_out, replace

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopart.graph import argument, draws_random_numbers, operator_name, value
+from autopart.ir.graph import argument, draws_random_numbers, operator_name, value
 
 from .driver import emit, getitem, replace
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.graph import argument, draws_random_numbers, operator_name, value
+from autopart.ir.graph import argument, draws_random_numbers, operator_name, value
 
 from .driver import emit, getitem, name_written_out
 from .random import drop, noise_like

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.graph import operator_name, shape, value
+from autopart.ir.graph import operator_name, shape, value
 
 from .driver import emit, replace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopart.graph import is_floating, is_tensor, operator_name, shape, value
+from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, value
 
 from .driver import emit, getitem, replace
 

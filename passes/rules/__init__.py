@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopart.graph import is_floating, is_tensor, operator_name, shape, tensor_inputs
+from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, tensor_inputs
 
 from .factors import output_shapes
 from .notation import Pattern, Rule

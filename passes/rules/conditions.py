@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopart.graph import argument, is_floating
+from autopart.ir.graph import argument, is_floating
 
 
 def of_class_indices(node: fx.Node) -> bool:

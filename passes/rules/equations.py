@@ -7,7 +7,7 @@ from collections import Counter
 
 from torch import fx
 
-from autopart.graph import shape, tensor_inputs
+from autopart.ir.graph import shape, tensor_inputs
 
 from .factors import UNARY_LINEAR
 from .notation import Dims, Pattern

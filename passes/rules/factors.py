@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autopart.graph import shape, tensor_inputs, value
+from autopart.ir.graph import shape, tensor_inputs, value
 
 from .notation import Dim, Pattern
 

@@ -6,8 +6,8 @@ import operator
 
 from torch import fx
 
-from autopart.functions import made_for
-from autopart.graph import operator_name, tensor_inputs
+from autopart.ir.graph import operator_name, tensor_inputs
+from autopart.tracing.functions import made_for
 
 from . import pattern_for
 

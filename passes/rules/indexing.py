@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from autopart.graph import argument, shape, tensor_inputs, value
+from autopart.ir.graph import argument, shape, tensor_inputs, value
 
 from .factors import UNARY_LINEAR, names, pattern
 from .notation import Dim, Pattern

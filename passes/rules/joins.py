@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopart.graph import argument, shape, tensor_inputs, value
+from autopart.ir.graph import argument, shape, tensor_inputs, value
 
 from .factors import UNARY_LINEAR, names, pattern
 from .notation import Pattern

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopart.graph import argument, shape, tensor_inputs
+from autopart.ir.graph import argument, shape, tensor_inputs
 
 from .factors import names, pattern
 from .notation import Pattern

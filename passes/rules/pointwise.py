@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopart.functions import NAMESPACE
-from autopart.graph import is_floating, is_tensor, operator_name, shape, tensor_inputs
+from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, tensor_inputs
+from autopart.tracing.functions import NAMESPACE
 
 from .notation import Pattern, Rule
 

@@ -6,7 +6,7 @@ import math
 
 from torch import fx
 
-from autopart.graph import argument, shape, tensor_inputs, value
+from autopart.ir.graph import argument, shape, tensor_inputs, value
 
 from .factors import names
 from .notation import Dims, Pattern

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autopart.graph import argument, shape, tensor_inputs
+from autopart.ir.graph import argument, shape, tensor_inputs
 
 from .factors import UNARY_LINEAR, names, output_shapes, pattern
 from .notation import Pattern

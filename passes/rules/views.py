@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from autopart.graph import argument, shape
+from autopart.ir.graph import argument, shape
 
 from .factors import UNARY_LINEAR, names, pattern
 from .notation import Dim, Pattern

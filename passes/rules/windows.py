@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopart.graph import argument, operator_name, shape, tensor_inputs
+from autopart.ir.graph import argument, operator_name, shape, tensor_inputs
 
 from .factors import UNARY_LINEAR, names, pattern
 from .notation import Dim, Pattern

@@ -1,0 +1,1 @@
+"""The words that all layers share: mesh, layout, graph, program, schedule."""

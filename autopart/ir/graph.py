@@ -1,0 +1,157 @@
+"""Reading a traced graph: what a node is, where in the user's model it comes from, and what it is called in a plan."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.ir.names import parents as parents
+from autopart.ir.names import pattern_of as pattern_of
+
+DTYPE_NAMES = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+}  # fmt: skip
+
+
+def operator_name(node: fx.Node) -> str:
+    """`aten::linear` for a call of `torch.ops.aten.linear.default`, the function's name for plain functions."""
+    schema = getattr(node.target, "_schema", None)
+    return schema.name if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def short_name(node: fx.Node) -> str:
+    """`linear`: the operator's name without its namespace, as plans and reports print it."""
+    return operator_name(node).rsplit("::", 1)[-1]
+
+
+def spoken_name(node: fx.Node) -> str:
+    """What a user calls an operator: its `short_name`, or that of the one for which a pass has written several."""
+    return node.meta.get("written_for") or short_name(node)
+
+
+def value(node: fx.Node) -> Any:
+    """What the node computes, as fake tensors."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(value(node), torch.Tensor)
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(value(node).shape)
+
+
+def is_floating(node: fx.Node) -> bool:
+    return is_tensor(node) and (value(node).is_floating_point() or value(node).is_complex())
+
+
+def size_bytes(node: fx.Node) -> int:
+    return value(node).numel() * value(node).element_size() if is_tensor(node) else 0
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, in the order of the call, repeated where an argument is repeated."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def source_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node that computes this value, and which of its outputs it is (`getitem` nodes are projections)."""
+    index = 0
+    while node.target is operator.getitem:
+        node, index = node.args
+    return node, index
+
+
+def module_path(node: fx.Node) -> str:
+    """The dotted path of the innermost module that runs the node: `model.layers.0.mlp`, or "" for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    return list(stack.values())[-1][0] if stack else ""
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of a parameter, or an operator's key; "" for what has neither."""
+    return node.target if node.op == "get_attr" else node.meta.get("key", "")
+
+
+def source_line(node: fx.Node) -> str:
+    """`modeling_gpt2.py:312`: the innermost line of the user's (or transformers') code that made the node."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    lines = [(file, line) for file, line in lines if "/torch/nn/modules/" not in file] or lines
+    return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
+
+
+def source_text(node: fx.Node) -> str:
+    """`/home/me/model.py:27: y = x[mask]`: the line of `source_line`, in full."""
+    found = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    path = module_path(node)
+    return f"{found[-1][0]}:{found[-1][1]}: {found[-1][2]}" + (f" ({path})" if path else "") if found else ""
+
+
+def describe(node: fx.Node) -> str:
+    """`linear at model.py:27 (layers.0.attn.q)`: how errors and reports speak of a node."""
+    where, path = source_line(node), module_path(node)
+    return spoken_name(node) + (f" at {where}" if where else "") + (f" ({path})" if path else "")
+
+
+def operators(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The calls of the graph that compute something: no placeholders, parameters, projections or output."""
+    return (n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a call draws random numbers (dropout, attention and recurrent layers only where they drop anything)."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return dropout_probability(node) != 0 and False not in (argument(node, "train"), argument(node, "training"))
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument of a call by its name in the operator's schema: as given, else its default (None without one)."""
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            default = declared.default_value if declared.has_default_value() else None
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+    return None
+
+
+def dropout_probability(node: fx.Node) -> float | None:
+    """The dropout probability among the arguments of a call (of attention, an LSTM, ...); None where it has none."""
+    names = {declared.name for declared in node.target._schema.arguments}
+    for name in ("dropout", "dropout_p", *(("p",) if "dropout" in operator_name(node) else ())):
+        if name in names:
+            return argument(node, name)
+    return None
+
+
+def assign_keys(graph: fx.Graph) -> None:
+    """Name every operator: `meta["key"] = "model.layers.3.mlp/mul#1"`, the second `mul` of that module's own code.
+
+    The name is stable under changes elsewhere in the model; `meta["group"]` is the same name with block numbers left
+    open, so that the same operator of every repeated block shares it. `meta["named"]` stands for the operator's name in
+    operators that a pass wrote in place of another.
+    """
+    counts: Counter[str] = Counter()
+    for node in operators(graph):
+        base = f"{module_path(node)}/{node.meta.get('named') or short_name(node)}"
+        node.meta["key"] = f"{base}#{counts[base]}" if counts[base] else base
+        counts[base] += 1
+        path, name = node.meta["key"].rsplit("/", 1)
+        node.meta["group"] = f"{pattern_of(path)}/{name}"
+
+
+def format_value(node: fx.Node, layout_text: str = "") -> str:
+    """`f32[8,128]{dp:S(0) tp:P}`: the one printed form of a typed value."""
+    val = value(node)
+    if not isinstance(val, torch.Tensor):
+        return ""
+    return f"{DTYPE_NAMES.get(val.dtype, str(val.dtype))}[{','.join(map(str, val.shape))}]{layout_text}"

@@ -1,0 +1,98 @@
+"""What every text about a plan says in the same words: quantities, what a step is and takes, whether the plan fits.
+
+All is read from the Plan's data, so a plan from a file says the same.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from autopart.plans.plan import Plan
+
+TEXT_WIDTH = 80
+ADVICE = "to fit into memory: "
+"""How the note of a plan begins that says what would make it fit."""
+
+
+def quantity(number: float, unit: str) -> str:
+    """Three digits and a decimal prefix.
+
+    >>> quantity(6738415616, ""), quantity(12288, "B"), quantity(0.0000997, "s"), quantity(0, "B")
+    ('6.74 G', '12.3 kB', '99.7 µs', '0 B')
+    """
+    if number == 0 or not math.isfinite(number):
+        return f"{number:g} {unit}".rstrip()
+    power = math.floor(math.log10(abs(number)) / 3 + 1e-12)
+    if float(f"{abs(number) / 1000**power:.3g}") >= 1000:  # rounded up into the next prefix
+        power += 1
+    lowest = -3 if unit == "s" else 0
+    power = min(max(power, lowest), 6)
+    prefix = ("n", "µ", "m", "", "k", "M", "G", "T", "P", "E")[power + 3]
+    return f"{float(f'{number / 1000**power:.3g}'):g} {prefix}{unit}".rstrip()
+
+
+def step_size(plan: Plan) -> str:
+    """What one step takes of the batch: `8 rows x 128 tokens`, of images `8 rows x 3 x 32 x 32`; "" for inputs without
+    dims. Tokens are the second dim of whole numbers; of several lengths, all."""
+    shapes = [
+        (name, str(i["dtype"]), [int(size) for size in i["shape"]]) for name, i in plan.inputs.items() if i["shape"]
+    ]
+    first = [shape[0] for _, _, shape in shapes]
+    if not first:
+        return ""
+    rows = max(first, key=first.count)
+    rest = [(name, dtype, shape[1:]) for name, dtype, shape in shapes if shape[0] == rows]
+    lengths = [
+        s[0] for name, dtype, s in rest if len(s) == 1 and dtype.lstrip("u").startswith("int") and not _is_target(name)
+    ]
+    said = f"{rows} row{'s' * (rows != 1)}"
+    if lengths:
+        return f"{said} x {' and '.join(map(str, dict.fromkeys(lengths)))} tokens"
+    largest = max((shape for _, _, shape in rest), key=math.prod)
+    return " x ".join([said, *map(str, largest)])
+
+
+def _is_target(name: str) -> bool:
+    return name.rpartition(".")[2] in ("labels", "label", "target", "targets")
+
+
+def utilisation(cost: Mapping[str, Any]) -> str:
+    """`151 TFLOP/s a device: MFU 48.4 % of 312 TFLOP/s, the peak of bfloat16`."""
+    peak, whose = quantity(cost["peak_flops_per_s"], "FLOP/s"), cost["peak_dtype"]
+    said = f"{quantity(1e12 * cost['tflops_per_device'], 'FLOP/s')} a device: MFU {100 * cost['mfu']:.3g} % of {peak}"
+    return f"{said}, the peak of {whose}" if whose else f"{said}, its peak"
+
+
+def fits(plan: Plan) -> bool | None:
+    """Whether the fullest rank needs no more memory than there is; None where the plan does not say."""
+    capacity = plan.cost.get("device_memory_bytes")
+    return max(row["total"] for row in plan.memory) <= capacity if plan.memory and capacity else None
+
+
+def fit_text(plan: Plan) -> str:
+    """`1.2 GB on the fullest rank: fits a100-80gb-sxm, which has 80 GB (1.5 %)`; "" where the plan has no memory."""
+    if not plan.memory:
+        return ""
+    needed = max(row["total"] for row in plan.memory)
+    said = f"{quantity(needed, 'B')} on the fullest rank"
+    fit = fits(plan)
+    if fit is None:
+        return said
+    capacity, of = plan.cost["device_memory_bytes"], plan.cost.get("device_memory_of") or plan.hardware
+    has = f"{of} has {quantity(capacity, 'B')}" if of != "memory=" else f"memory= says {quantity(capacity, 'B')}"
+    share = f" ({100 * needed / capacity:.3g} % of it)" if needed > 0.01 * capacity else ""
+    return f"{said}: {'it fits' if fit else 'IT DOES NOT FIT'}, {has}{share}"
+
+
+def headlines(plan: Plan) -> list[str]:
+    """What the plan is for, what a step takes, and whether it fits: the lines that go with every plan that is made."""
+    size, cost = step_size(plan), plan.cost
+    lines = [f"a step is {size}" if size else ""]
+    if "parts_s" in cost:
+        lines.append(f"predicted: {quantity(cost['step_time_s'], 's')} a step, {utilisation(cost)}")
+    lines.append(f"memory: {fit_text(plan)}" if fit_text(plan) else "")
+    lines += [note for note in plan.notes if note.startswith(ADVICE)]
+    return [textwrap.fill(line, TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines if line]

@@ -1,0 +1,182 @@
+"""Decisions that the user fixes and the solver completes: layouts by name, and where stages begin.
+
+```python
+pins = {
+    "model.layers.*.mlp.down_proj.weight": {"tp": "S(1)"},  # a parameter: how it is stored
+    "model.layers.*.self_attn.q_proj": {"tp": "R"},  # a module: its weights and operators whole on every rank
+    "model.layers.*.mlp.up_proj/linear": {"tp": "S(2)"},  # an operator: its output, or all of "R, S(0) -> S(2)"
+    "stages": {
+        "cut_before": ["model.layers.16"],  # a stage begins with this module (or operator)
+        "together": [["model.norm", "lm_head"], ["model.layers.*"]],  # one stage for both; no layer is cut
+    },
+}
+```
+
+In names of layouts `*` stands for any text, as in `fnmatch`; a number there (`model.layers.3.mlp`) gives that block
+choices of its own. In names of stages `*` is one part of a name, and every value of it is a case of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from autopart.errors import OptionError
+from autopart.files import read_text
+from autopart.ir.layout import Placement
+from autopart.ir.mesh import AXES
+from autopart.plans.plan import line_of
+
+FORM = "pins={'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {'cut_before': ['model.layers.16']}}"
+
+
+@dataclass(frozen=True)
+class LayoutPin:
+    """What a name pattern matches lies like this on an axis. `of_operator`: the name is that of operators."""
+
+    name: str
+    axis: str
+    text: str
+
+    @property
+    def of_operator(self) -> bool:
+        return "/" in self.name
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.text == "R"
+
+    def matches(self, name: str) -> bool:
+        return fnmatchcase(name, self.name)
+
+    def __str__(self) -> str:
+        return f"'{self.name}' as {self.text} on {self.axis}"
+
+
+@dataclass(frozen=True)
+class CutPin:
+    """A stage begins with this module or operator."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"cut_before '{self.name}'"
+
+
+@dataclass(frozen=True)
+class TogetherPin:
+    """These modules are on one stage; with `*`, for each value of it."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"together {', '.join(repr(name) for name in self.names)}"
+
+
+Pin = LayoutPin | CutPin | TogetherPin
+
+
+@dataclass(frozen=True)
+class Pins:
+    """All pins of a plan. `text`: the file they were read from, for errors."""
+
+    layouts: tuple[LayoutPin, ...] = ()
+    cuts: tuple[CutPin, ...] = ()
+    together: tuple[TogetherPin, ...] = ()
+    text: str = field(default="", compare=False, repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.layouts or self.cuts or self.together)
+
+    @staticmethod
+    def parse(given: Pins | Mapping[str, Any] | str | Path | None) -> Pins:
+        """Pins from the form of the module's docstring, or from a JSON file that holds it.
+
+        Raises OptionError with what does not have that form.
+        """
+        if isinstance(given, Pins):
+            return given
+        text = ""
+        if isinstance(given, (str, Path)):
+            given, text = _read(Path(given))
+        if given is None:
+            return Pins()
+        if not isinstance(given, Mapping):
+            raise OptionError(f"pins={given!r} are no pins", why=f"they are a {type(given).__name__}", hint=FORM)
+        layouts = [pin for name, places in given.items() if name != "stages" for pin in _layouts(name, places, text)]
+        return Pins(tuple(layouts), *_stages(given.get("stages", {})), text)
+
+    def where(self, pin: Pin) -> str:
+        """The line of the file that a pin is from; "" for pins that are not from a file."""
+        if not self.text:
+            return ""
+        if isinstance(pin, TogetherPin):
+            return line_of(self.text, "together", pin.names[0])
+        return line_of(self.text, *["cut_before"] * isinstance(pin, CutPin), pin.name)
+
+    def as_data(self) -> dict[str, Any]:
+        """The pins in the form that `parse` reads."""
+        data: dict[str, Any] = {}
+        for pin in self.layouts:
+            data.setdefault(pin.name, {})[pin.axis] = pin.text
+        stages: dict[str, Any] = {}
+        if self.cuts:
+            stages["cut_before"] = [pin.name for pin in self.cuts]
+        if self.together:
+            stages["together"] = [list(pin.names) for pin in self.together]
+        return data | ({"stages": stages} if stages else {})
+
+
+def _read(path: Path) -> tuple[Any, str]:
+    if not path.exists():
+        raise OptionError(f"there are no pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
+    text = read_text(path, "a file of pins", OptionError, f"a JSON file like {FORM.removeprefix('pins=')}")
+    try:
+        return json.loads(text), text
+    except json.JSONDecodeError as error:
+        raise OptionError(f"{path} is no JSON", why=error.msg, where=f"line {error.lineno}") from None
+
+
+def _layouts(name: str, places: Any, text: str) -> list[LayoutPin]:
+    where = line_of(text, name) if text else ""
+    if not isinstance(places, Mapping) or not places:
+        raise OptionError(f"the pin '{name}': {places!r} names no axis", where=where, hint=FORM)
+    found = []
+    for axis, place in places.items():
+        if axis not in AXES:
+            why = f"the axes are {', '.join(AXES)}"
+            raise OptionError(f"the pin '{name}' names an unknown axis '{axis}'", why=why, where=where)
+        try:
+            placed = str(place) if "/" in name and "->" in str(place) else str(Placement.parse(str(place)))
+        except ValueError as error:
+            hint = (
+                "R, or S(d) cut along dim d: S(0) for the weight of a column-parallel nn.Linear, S(1) of a row-parallel"
+            )
+            raise OptionError(f"the pin '{name}' asks for '{place}'", why=str(error), where=where, hint=hint) from None
+        found.append(LayoutPin(name, axis, placed))
+    return found
+
+
+def _stages(given: Any) -> tuple[tuple[CutPin, ...], tuple[TogetherPin, ...]]:
+    hint = "'stages': {'cut_before': ['model.layers.16'], 'together': [['model.norm', 'lm_head']]}"
+    known = {"cut_before", "together"}
+    if not isinstance(given, Mapping) or not given.keys() <= known:
+        raise OptionError(f"pins['stages'] = {given!r} cannot be read", why="it has cut_before and together", hint=hint)
+    cuts, together = given.get("cut_before", ()), given.get("together", ())
+    if not _are_names(cuts):
+        raise OptionError(f"cut_before = {cuts!r} is no list of names", hint=hint)
+    if not isinstance(together, Sequence) or not all(_are_names(names) and names for names in together):
+        raise OptionError(f"together = {together!r} is no list of lists of names", hint=hint)
+    for names in together:
+        if len({name.count("*") for name in names}) > 1:
+            why = "each value of a * is a list of its own, so all names of a list have as many"
+            raise OptionError(f"together {', '.join(map(repr, names))} mixes names with and without *", why=why)
+    return tuple(map(CutPin, cuts)), tuple(TogetherPin(tuple(names)) for names in together)
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and all(isinstance(name, str) and name for name in given)

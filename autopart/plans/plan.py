@@ -1,0 +1,307 @@
+"""A partition plan: data that says how a model lies on a mesh. JSON in, JSON out; nothing is chosen here.
+
+Parameters and operators are keyed by name patterns in which the numbers of repeated blocks are left open
+(`model.layers.*.mlp.down_proj.weight`); an entry for a full name overrides the pattern's. An operator's entry is the
+placements of its inputs and outputs on an axis; operators that are not listed run replicated on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from autopart.errors import PlanError
+from autopart.files import read_text, write_whole
+from autopart.ir.mesh import Mesh
+from autopart.ir.names import pattern_of
+from autopart.ir.recomputation import Recompute
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from autopart.show.diff import Difference
+
+FORMAT = "autopart-plan/1"
+
+WRITABLE = "a file in a folder that exists, that you may write to, on a disk with room"
+
+MEMORY_KINDS = (
+    "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "temporary", "communication",
+)  # fmt: skip
+"""What the rows of `Plan.memory` count, each in bytes; `autopart.cost.memory.RankMemory` says what each is."""
+
+TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
+"""What the stages of `Plan.timing` count, each in seconds by kind of work."""
+
+
+@lru_cache(maxsize=1)
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a plan (also `autopart plan --schema`)."""
+    return json.loads(resources.files("autopart").joinpath("plan_schema.json").read_text())
+
+
+class Table(str):
+    """Text that shows itself as it is, also without `print`."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How microbatches run through the stages. `name` is None where there is one stage."""
+
+    name: str | None = None
+    microbatches: int = 1
+    virtual_stages: int = 1
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind in one module: `count` of them in all repeated blocks, `bytes` sent by one rank in all.
+
+    `microbatch`: once a microbatch, or (gradients of parameters) once a step.
+    """
+
+    where: str
+    axis: str
+    forward: str
+    backward: str
+    count: int
+    bytes: int
+    per: str = "microbatch"
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why something is as it is, and what it would cost otherwise. Print it.
+
+    `price_s`: seconds that a step would take longer with the runner-up. `others`: every other way, with its price in
+    words. `collectives`: those around it, by their names in the graph. `where`: lines of the model's source.
+    """
+
+    subject: str
+    chosen: str
+    reason: str
+    runner_up: str = ""
+    price_s: float = 0.0
+    others: Mapping[str, str] = field(default_factory=dict)
+    collectives: tuple[str, ...] = ()
+    where: str = ""
+
+    def __str__(self) -> str:
+        said = [("because", self.reason), *(("else", f"{other}: {price}") for other, price in self.others.items())]
+        said += [("moves", ", ".join(self.collectives)), ("where", self.where)]
+        lines = [f"{self.subject}: {self.chosen}", *(f"  {label:<9}{text}" for label, text in said if text)]
+        return "\n".join(lines)
+
+
+class Reasons(Protocol):
+    """What answers `Plan.why` and `Plan.why_not`."""
+
+    def why(self, name: str) -> Why: ...
+
+    def why_not(self, name: str, layout: Mapping[str, str]) -> Why: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model lies on a mesh.
+
+    Example:
+        >>> plan = autopart.plan(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
+        >>> plan.save("plan.json")                                          # doctest: +SKIP
+        >>> pm = autopart.parallelize(model, "pp2,tp2", plan="plan.json")   # doctest: +SKIP
+    """
+
+    mesh: Mapping[str, int]
+    model: Mapping[str, Any]
+    inputs: Mapping[str, Mapping[str, Any]]
+    schedule: Schedule
+    parameters: Mapping[str, Mapping[str, str]]
+    operators: Mapping[str, Mapping[str, Any]]
+    cuts: tuple[str, ...] = ()
+    recompute: Recompute = "none"
+    compile: bool = False
+    stages: tuple[Mapping[str, Any], ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    unsharded: tuple[Mapping[str, Any], ...] = ()
+    rules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    memory: tuple[Mapping[str, Any], ...] = ()
+    timing: Mapping[str, Any] = field(default_factory=dict)
+    hardware: str = ""
+    notes: tuple[str, ...] = ()
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    text: str = field(default="", compare=False, repr=False)
+    reasons: Reasons | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        from autopart.cost.symbolic import Cost
+
+        object.__setattr__(self, "cost", Cost.of(self))
+
+    def to_json(self) -> str:
+        """The plan as JSON text, entries one a line so that it reads and compares well."""
+        data = {"format": FORMAT, **asdict(replace(self, reasons=None))}
+        del data["text"], data["reasons"]
+        return _dumps(data) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file, whole or not at all. Raises PlanError where it cannot be written."""
+        try:
+            write_whole(Path(path), self.to_json())
+        except OSError as error:
+            raise PlanError(f"cannot write {path}", why=error.strerror or str(error), hint=WRITABLE) from None
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan from a JSON file. Raises PlanError with the line that is wrong."""
+        path = Path(path)
+        hint = "autopart plan ... --output plan.json writes one"
+        if not path.exists():
+            raise PlanError(f"there is no plan at {path}", hint=hint)
+        return Plan.from_json(read_text(path, "a plan", PlanError, hint), str(path))
+
+    @staticmethod
+    def from_json(text: str, name: str = "the plan") -> Plan:
+        """Read a plan from JSON text. Raises PlanError with the line that is wrong."""
+        import jsonschema
+
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{name} is no JSON", why=error.msg, where=f"line {error.lineno}") from None
+        problem = next(iter(jsonschema.Draft202012Validator(schema()).iter_errors(data)), None)
+        if problem is not None:
+            path = [str(p) for p in problem.absolute_path]
+            if problem.validator == "additionalProperties":
+                path += [key for key in problem.instance if f"'{key}'" in problem.message][:1]
+            raise PlanError(
+                f"{name} does not have the form of a plan", why=f"{'.'.join(path) or 'the plan'}: {problem.message}",
+                where=line_of(text, *path), hint="autopart plan --schema prints the form",
+            )  # fmt: skip
+        fields = {k: v for k, v in data.items() if k != "format"}
+        fields["schedule"] = Schedule(**fields["schedule"])
+        fields["collectives"] = tuple(Collective(**c) for c in fields.get("collectives", ()))
+        for key in ("cuts", "stages", "unsharded", "memory", "notes"):
+            fields[key] = tuple(fields.get(key, ()))
+        return Plan(**fields, text=text)
+
+    def where(self, *keys: str) -> str:
+        """The line of the file the plan was read from that holds these keys, for errors; "" for a plan made here."""
+        return line_of(self.text, *keys) if self.text else ""
+
+    @property
+    def autocast(self) -> str:
+        """The dtype of the `torch.autocast` that the plan is for ("bfloat16"); "" outside of one."""
+        return str(self.model.get("autocast", ""))
+
+    def mesh_object(self) -> Mesh:
+        return Mesh.parse(self.mesh)
+
+    def placement_text(self, parameter: str, axis: str) -> str:
+        """The stored placement of a parameter on an axis, by name or pattern."""
+        entry = self.parameters.get(parameter, self.parameters.get(pattern_of(parameter), {}))
+        return entry.get(axis, "R")
+
+    def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
+        """The entry of an operator and the name it was found under: its own key, else its group's pattern."""
+        for name in (key, group):
+            if name in self.operators:
+                return name, self.operators[name]
+        return None
+
+    def export(self, to: str, model: nn.Module | None = None) -> Any:
+        """The plan in the format of another tool: "transformers", "parallelize_module", "pipelining" or "megatron".
+
+        The first two take the model (maybe on `meta`). What a format cannot say is an error: `autopart.show.formats`.
+        """
+        from autopart.show.formats import export
+
+        return export(self, to, model)
+
+    def diff(self, other: Plan) -> Difference:
+        """What this plan and another say differently; false where they mean the same. Print it for a table."""
+        from autopart.show.diff import diff
+
+        return diff(self, other)
+
+    def why(self, name: str) -> Why:
+        """Why a parameter, a module, an operator or a collective is as it is, with the runner-up and its price.
+
+        Args:
+            name: as the model or `explain` names it (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), or a
+                collective of the generated graphs (`all_reduce_3`).
+        Raises OptionError where there is no such name, PlanError for a plan that was read from a file.
+
+        Example:
+            >>> print(plan.why("model.layers.0.mlp.up_proj"))    # doctest: +SKIP
+        """
+        return self._reasons().why(name)
+
+    def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
+        """What it would cost to lay something out otherwise, all else being chosen around it; or why that cannot be.
+
+        Raises as `why`.
+
+        Example:
+            >>> print(plan.why_not("model.layers.*.mlp.up_proj.weight", {"tp": "S(1)"}))    # doctest: +SKIP
+        """
+        return self._reasons().why_not(name, layout)
+
+    def _reasons(self) -> Reasons:
+        if self.reasons is None:
+            raise PlanError(
+                "this plan was read from a file", why="what else could have been chosen is known to the plan that "
+                "autopart.plan has just made", hint="autopart.plan(model, mesh, pins=...).why(...)",
+            )  # fmt: skip
+        return self.reasons
+
+    def explain(self) -> Table:
+        """One table: stage, block, layout, FLOPs, bytes communicated. Print it, or end a notebook cell with it."""
+        from autopart.show.explain import explain
+
+        return Table(explain(self))
+
+    def report(self, path: str | Path, graphs: Mapping[str, Any] | None = None) -> None:
+        """Write one page of HTML: the predicted step, its timeline and memory, the plan, its notes.
+
+        Args:
+            graphs: generated graphs (`torch.fx.GraphModule`) to print too, by what they are called.
+        Raises OptionError where the file cannot be written, PlanError for a plan without `timing`.
+
+        Example:
+            >>> plan.report("plan.html")    # doctest: +SKIP
+        """
+        from autopart.show.report import write
+
+        write(self, path, graphs or {})
+
+
+def line_of(text: str, *keys: str) -> str:
+    """`line 12`: the first line on which the keys have all been seen, in order."""
+    at = 0
+    for key in keys:
+        found = text.find(json.dumps(key), at)
+        if found < 0 and not key.isdigit():
+            found = text.find(key, at)
+        at = found if found >= 0 else at
+    return f"line {text.count(chr(10), 0, at) + 1}"
+
+
+def _dumps(data: Any, indent: str = "", width: int = 160) -> str:
+    """JSON in which what fits on a line stays on one, and everything longer has one entry a line."""
+    text = json.dumps(data)
+    if not isinstance(data, (Mapping, list, tuple)) or not data or (indent and len(text) <= width):
+        return text
+    inner = indent + "  "
+    if isinstance(data, Mapping):
+        entries = [f"{json.dumps(key)}: {_dumps(value, inner)}" for key, value in data.items()]
+        return "{\n" + ",\n".join(inner + entry for entry in entries) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inner + _dumps(value, inner) for value in data) + f"\n{indent}]"

@@ -1,0 +1,134 @@
+"""What a verification needs, said before it begins: memory by what it holds, time by what it computes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from autopart.ir.graph import is_floating, operators, short_name
+from autopart.ir.mesh import Mesh
+from autopart.tracing.trace import Trace
+
+DOUBLE = 8
+"""Bytes of a float64."""
+
+VIEWS = (
+    "reshape", "view", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach",
+    "split_with_sizes", "t",
+)  # fmt: skip
+"""Operators that mostly compute nothing: what they give shares the memory of what they are given."""
+
+SHARE_WHOLE = 0.75
+"""How much of the free memory a verification of the model itself may take."""
+
+SHARE_COPY, MOST_FOR_COPY = 0.25, 6e9
+"""A smaller copy proves as much; it leaves the machine to others: this share of the free memory, and no more bytes."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a verification takes. `weights`: values, gradients and optimizer states, of one device and of all ranks;
+    `values`: what is computed on the way. In bytes; time in seconds."""
+
+    weights: int
+    values: int
+    time_s: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.values
+
+    def __str__(self) -> str:
+        took = f" and {self.time_s:.0f} s" if self.time_s >= 1 else ""
+        return f"about {self.total / 1e9:.2g} GB{took}"
+
+
+def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool) -> int:
+    """Float64 copies of the weights: of one device the values and gradients, of all ranks the parts and their
+    gradients, once for each data-parallel rank; with an optimizer its state, and the values to go back to."""
+    number = sum(p.numel() for p in parameters)
+    replicas = 1 if mesh is None else mesh.num_ranks // (mesh.size("pp") * mesh.size("tp") * mesh.size("ep"))
+    copies = 3 + replicas + (3 + 3 * replicas if trains else 0)
+    return DOUBLE * number * copies
+
+
+def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
+    """What one forward makes, in float64: all of it is held until its backward, and what no axis cuts by every rank."""
+    nodes = [node for node in operators(traced.graph) if is_floating(node) and short_name(node) not in VIEWS]
+    made = DOUBLE * sum(node.meta["val"].numel() for node in nodes)
+    largest = DOUBLE * max((node.meta["val"].numel() for node in nodes), default=0)
+    tp = 1 if mesh is None else mesh.size("tp") * mesh.size("cp")
+    return int(made * (1 + tp) / 2 + 3 * largest)
+
+
+def seconds(parameters: Iterable[Tensor], tokens: int, steps: int) -> float:
+    """How long the matrix products take here: the forward three times and the backward twice, on one device and on all
+    ranks together (6 operations a weight and token for both; Kaplan et al. 2020, arXiv:2001.08361, table 1)."""
+    number = sum(p.numel() for p in parameters)
+    return number * tokens * (20 + 12 * steps) / _rate()
+
+
+def _rate() -> float:
+    """Float64 operations a second of a small matrix product."""
+    a = torch.ones(384, 384, dtype=torch.float64)
+    a @ a
+    start_s = time.perf_counter()
+    for _ in range(4):
+        a @ a
+    return 4 * 2 * 384**3 / max(time.perf_counter() - start_s, 1e-9)
+
+
+# --- What is free
+
+
+def available_bytes() -> int:
+    """Memory that can be had now: what the machine has free, and what the limits of this process's cgroups leave."""
+    meminfo = Path("/proc/meminfo")
+    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    machine = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min(machine, cgroup_room()))
+
+
+def cgroup_room(groups: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> float:
+    """What the memory limits of a process's cgroups leave, version 1 or 2; infinite without a limit."""
+    room = math.inf
+    for line in process.read_text().splitlines() if process.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, limit, usage, idle = groups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            idle = "total_inactive_file"
+        else:
+            continue
+        inner = root / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if root in (folder, *folder.parents):
+                room = min(room, _room_of(folder, limit, usage, idle))
+    return room
+
+
+def _room_of(folder: Path, limit: str, usage: str, idle: str) -> float:
+    most, used = _number(folder / limit), _number(folder / usage)
+    if most is None or used is None:
+        return math.inf
+    stat = folder / "memory.stat"
+    match = re.search(rf"^{idle} (\d+)$", stat.read_text(), re.MULTILINE) if stat.exists() else None
+    return max(most - used + (int(match[1]) if match else 0), 0)
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is none (`max`)."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

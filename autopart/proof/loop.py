@@ -1,0 +1,322 @@
+"""Proof of the training loop: whole steps of all ranks in one process, against one device that does the same.
+
+A step is a forward and a backward, the loss scaled or not, the norm of all gradients, clipping, an optimizer for each
+rank's own parts of the weights, and what batch norm and the like carry over. What has to be the same on all ranks is
+computed by the functions that the runtime uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.compat import tree_flatten
+from autopart.compiler import find_loss, prepare
+from autopart.ir.program import Program
+from autopart.passes.decide import decided_by, decode
+from autopart.progress import phase
+from autopart.proof.steps import Compared, StepReport
+from autopart.proof.subject import FLOOR, GRAD_FLOOR, SEED, Arrangement, Subject, buffers_restored, one_seed, whole_loss
+from autopart.proof.training import SCALER_DEFAULTS, Named, Training, check_optimizer
+from autopart.runtime.checkpoint import NO_PARAMETERS
+from autopart.runtime.gradients import sync_gradients_lockstep
+from autopart.runtime.norms import grad_norm_lockstep
+from autopart.runtime.state import settled
+from autopart.tracing.calls import call_key
+from autopart.tracing.entry import call
+from autopart.tracing.trace import Call, flatten_call
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The model under verification, in float64.
+
+    `model`: what is called; `base`: without a loss function around it. `as_traced`: one device runs the trace, since
+    the model itself casts down.
+    """
+
+    model: nn.Module
+    base: nn.Module
+    as_traced: bool
+
+
+@dataclass
+class _Outcome:
+    """What a step left on one side, gradients after clipping."""
+
+    losses: dict[int, Tensor]
+    norms: dict[int, Tensor]
+    scales: dict[int, float]
+    skips: dict[int, bool]
+
+
+class _OneDevice:
+    """The model itself, trained as its users train it: torch's own scaler, clipping and optimizer."""
+
+    def __init__(self, model: StepModel, training: Training):
+        self.model, self.training = model, training
+        self.parameters = dict(model.base.named_parameters())
+        self.optimizer = training.optimizer(list(self.parameters.items()))
+        check_optimizer(self.optimizer)
+        settings = {"enabled": False} if training.scaler is None else dict(training.scaler)
+        self.scaler = torch.amp.GradScaler("cpu", **settings)
+
+    def backward(self, subject: Subject, arguments: Mapping[str, Any]) -> _Outcome:
+        loss = subject.seed(self._forward(subject, arguments))
+        self.scaler.scale(loss).backward()
+        scale = self.scaler.get_scale()
+        self.scaler.unscale_(self.optimizer)
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        finite = all(bool(grad.isfinite().all()) for grad in grads)
+        if self.training.max_norm is None:
+            norm = torch.nn.utils.get_total_norm(grads)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.training.max_norm)
+        return _Outcome({0: loss.detach()}, {0: norm}, {0: scale}, {0: self.scaler.is_enabled() and not finite})
+
+    def _forward(self, subject: Subject, arguments: Mapping[str, Any]) -> list[Any]:
+        if not self.model.as_traced:
+            with one_seed(subject.random_seed):
+                return tree_flatten(call(self.model.model, dict(arguments)))[0]
+        values = subject.values()
+        with torch.no_grad():
+            for name, node in subject.traced.buffer_updates.items():
+                subject.traced.buffers[name].copy_(values[node])
+        return subject.flat_outputs(values)
+
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+@dataclass
+class _Scale:
+    """A rank's scale of the loss, by the rule of `torch.amp.GradScaler`."""
+
+    value: float
+    growth_factor: float = 1.0
+    backoff_factor: float = 1.0
+    growth_interval: int = 1
+    steps: int = 0
+
+    @staticmethod
+    def of(settings: Mapping[str, Any] | None) -> _Scale:
+        if settings is None:
+            return _Scale(1.0)
+        return _Scale(*(settings[name] for name in SCALER_DEFAULTS))
+
+    def update(self, infinite: bool) -> None:
+        self.steps = 0 if infinite else self.steps + 1
+        if infinite:
+            self.value *= self.backoff_factor
+        elif self.steps == self.growth_interval:
+            self.value, self.steps = self.value * self.growth_factor, 0
+
+
+def shared_infinity(found: Mapping[int, bool]) -> dict[int, bool]:
+    """Whether any rank has found an infinity, on all ranks."""
+    return dict.fromkeys(found, any(found.values()))
+
+
+class _AllRanks:
+    """Every rank's parts of the weights, with an optimizer each."""
+
+    def __init__(self, subject: Subject, arrangement: Arrangement, training: Training):
+        self.arrangement, self.training = arrangement, training
+        self.program = subject.step(arrangement.decisions)
+        self.shards = subject.shards(self.program, arrangement, trained=True)
+        self.buffers = _copies(subject.traced.buffers)
+        self.optimizers = {rank: training.optimizer(_named(local)) for rank, local in self.shards.items()}
+        self.scales = {rank: _Scale.of(training.scaler) for rank in self.shards}
+
+    def backward(self, subject: Subject) -> _Outcome:
+        placement = self.arrangement.placement
+        new_buffers: dict[int, dict[str, Tensor]] = {}
+        subject = Subject(replace(subject.traced, buffers=self.buffers), subject.loss, subject.random_seed)
+        results = subject.lockstep(self.program, self.shards, placement, new_buffers=new_buffers)
+        self.new_buffers: Mapping[int, Mapping[str, Tensor]] = new_buffers
+        seeds, scales = subject.seeds(self.program, results), {rank: s.value for rank, s in self.scales.items()}
+        scale = scales[min(results)]  # the loss is where the last stage is
+        torch.autograd.backward([seed * scale for seed in seeds])
+        losses = {0: whole_loss(self.program, results)} if subject.loss is not None else dict(enumerate(seeds))
+        sync_gradients_lockstep(self.shards, self.program, placement=placement)
+        self.infinite = shared_infinity({rank: self._unscale(rank) for rank in self.shards})
+        norms = self._norms()
+        self._clip(norms)
+        skips = {rank: self.training.scaler is not None and found for rank, found in self.infinite.items()}
+        return _Outcome({rank: loss.detach() for rank, loss in losses.items()}, norms, scales, skips)
+
+    def _unscale(self, rank: int) -> bool:
+        """Whether a gradient of this rank's is infinite or no number; all are divided by the scale."""
+        grads = [p.grad for p in self.shards[rank].values() if p.grad is not None]
+        for grad in grads:
+            grad.div_(self.scales[rank].value)
+        return not all(bool(grad.isfinite().all()) for grad in grads)
+
+    def _norms(self) -> dict[int, Tensor]:
+        """The norm of all gradients as every rank has it."""
+        norm = grad_norm_lockstep(self.shards, self.program, placement=self.arrangement.placement)
+        return dict.fromkeys(self.shards, norm)
+
+    def _clip(self, norms: Mapping[int, Tensor]) -> None:
+        if self.training.max_norm is None:
+            return
+        for rank, local in self.shards.items():
+            torch.nn.utils.clip_grads_with_norm_(local.values(), self.training.max_norm, norms[rank])
+
+    def update(self) -> None:
+        for rank, optimizer in self.optimizers.items():
+            if self.training.scaler is None or not self.infinite[rank]:
+                optimizer.step()
+            self.scales[rank].update(self.infinite[rank])
+        with torch.no_grad():
+            for new in self.new_buffers.values():
+                for name, value in new.items():
+                    self.buffers[name].copy_(value)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+
+
+def _named(local: Mapping[str, nn.Parameter]) -> Named:
+    return list(local.items()) or [(NO_PARAMETERS, nn.Parameter(torch.empty(0, dtype=torch.float64)))]
+
+
+def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of buffers; one that has two names stays one."""
+    made: dict[int, Tensor] = {}
+    return {name: made.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
+
+
+def train(
+    model: StepModel, subject: Subject, arrangement: Arrangement, training: Training, tolerance: float
+) -> list[StepReport]:
+    """Runs the steps on both sides, up to the first that differs. Weights and buffers of the model are as before then.
+
+    `subject`: of the example. A batch of other shapes is traced anew, and follows the same plan.
+    """
+    reports: list[StepReport] = []
+    with _as_before(model.base):
+        one, ranks = _OneDevice(model, training), _AllRanks(subject, arrangement, training)
+        calls = _Calls(model, subject, arrangement, training)
+        rounding: dict[str, Tensor] = {}
+        for step in range(1, training.steps + 1):
+            phase(f"training step {step} of {training.steps}")
+            of_step, program = calls.of(step)
+            ranks.program = program
+            compared = Compared(step, program, tolerance, rounding)
+            reports.append(_step(of_step, training.batch(step), one, ranks, compared))
+            if reports[-1].first is not None:
+                break
+    return reports
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """What is written to weights and buffers inside is undone, and gradients are gone."""
+    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        with buffers_restored(model):
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in weights:
+                parameter.copy_(value)
+                parameter.grad = None
+
+
+class _Calls:
+    """The trace and the program of each batch; those of the same shapes and options share them."""
+
+    def __init__(self, model: StepModel, example: Subject, arrangement: Arrangement, training: Training):
+        self.model, self.example, self.arrangement, self.training = model, example, arrangement, training
+        self.first = example.step(arrangement.decisions)
+        self.known: dict[Hashable, tuple[Subject, Program]] = {
+            self._key(training.example, example.traced.call): (example, self.first)
+        }
+
+    def of(self, step: int) -> tuple[Subject, Program]:
+        """The subject and the program of a step, with its own inputs and random numbers."""
+        arguments = self.training.batch(step)
+        call = flatten_call(arguments)
+        key = self._key(arguments, call)
+        if key not in self.known:
+            self.known[key] = self._traced(arguments)
+        subject, program = self.known[key]
+        return Subject(replace(subject.traced, call=call), subject.loss, SEED + step), program
+
+    def _key(self, arguments: Mapping[str, Any], call: Call) -> Hashable:
+        return call_key(arguments, call, self.model.model.training, None)
+
+    def _traced(self, arguments: Mapping[str, Any]) -> tuple[Subject, Program]:
+        """As the runtime's compiler does it: by the same plan, with parameters where they are."""
+        assert self.arrangement.plan is not None
+        traced = prepare(self.model.model, arguments, double=True)
+        decided = decided_by(self.example.traced, self.arrangement.decisions)
+        decisions = decode(traced, self.arrangement.plan, self.arrangement.decisions.mesh, decided)
+        subject = Subject(traced, find_loss(traced))
+        program = subject.step(decisions)
+        return subject, replace(program, parameters=settled(program.parameters, self.first.parameters))
+
+
+def _step(
+    subject: Subject, arguments: Mapping[str, Any], one: _OneDevice, ranks: _AllRanks, compared: Compared
+) -> StepReport:
+    expected, found = one.backward(subject, arguments), ranks.backward(subject)
+    skipped, scale = expected.skips[0], expected.scales[0]
+    compared.numbers("loss", found.losses, expected.losses[0], may_overflow=skipped)
+    compared.numbers("scale", {r: torch.tensor(s) for r, s in found.scales.items()}, torch.tensor(scale))
+    compared.skips(found.skips, skipped)
+    if not skipped:
+        compared.numbers("norm", found.norms, expected.norms[0])
+        grads = {name: p.grad for name, p in one.parameters.items()}
+        found_grads = {rank: {n: p.grad for n, p in local.items()} for rank, local in ranks.shards.items()}
+        floor = GRAD_FLOOR * _factor(expected.norms[0], one.training)
+        compared.tensors("gradient", found_grads, grads, floor)
+        compared.note_rounding(grads)
+    one.update()
+    ranks.update()
+    compared.optimizer = one.optimizer
+    compared.tensors("weight", ranks.shards, one.parameters, FLOOR)
+    for key in _state_keys(one):
+        whole = {name: one.optimizer.state.get(p, {}).get(key) for name, p in one.parameters.items()}
+        parts = {
+            rank: {name: ranks.optimizers[rank].state.get(p, {}).get(key) for name, p in local.items()}
+            for rank, local in ranks.shards.items()
+        }
+        compared.tensors("state", parts, whole, GRAD_FLOOR**2, suffix=f" {key}")
+    for rank, new in ranks.new_buffers.items():
+        for name, value in new.items():
+            compared.buffer(name, rank, value, one.model.base.get_buffer(name))
+    one.zero_grad()
+    ranks.zero_grad()
+    return StepReport(
+        compared.step, float(expected.losses[0]), float(expected.norms[0]), one.training.max_norm,
+        None if one.training.scaler is None else scale, skipped, compared.errors, compared.first,
+        tuple(compared.rounding),
+    )  # fmt: skip
+
+
+def _factor(norm: Tensor, training: Training) -> float:
+    """What clipping multiplies gradients by."""
+    return 1.0 if training.max_norm is None else min(1.0, training.max_norm / (float(norm) + 1e-6))
+
+
+def _state_keys(one: _OneDevice) -> list[str]:
+    """The entries of the optimizer's state that have the shape of their parameter."""
+    found = [
+        key
+        for p in one.parameters.values()
+        for key, value in one.optimizer.state.get(p, {}).items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    ]
+    return list(dict.fromkeys(found))

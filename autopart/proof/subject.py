@@ -1,0 +1,370 @@
+"""A traced graph with its weights and inputs, computed twice: whole on one device, and cut over all ranks in lockstep.
+
+`Subject.expected` is what the graph computes on the global batch, `Subject.errors` how far the program of an
+`Arrangement` is from it: outputs, loss, and the gradient of every parameter on every rank that holds it. Both draw
+their random numbers from one seed, as `rng="exact"` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopart.ir.layout import Placement
+from autopart.ir.program import MICROBATCH_AXIS, Program
+from autopart.passes.lower import Decisions, lower
+from autopart.plans.plan import Plan
+from autopart.runtime.batch import merge_microbatches
+from autopart.runtime.gradients import sync_gradients_lockstep
+from autopart.runtime.lockstep import OnValue, run_lockstep
+from autopart.runtime.placement import owners
+from autopart.runtime.state import stored_cuts
+from autopart.tracing.trace import Trace
+
+FLOOR = 1e-3
+"""Values smaller than this are compared absolutely: a sum that cancels to nothing leaves rounding alone."""
+
+SEED = 0
+"""Of the random numbers that all runs draw: the model's own, the graph's, and those of the ranks."""
+
+GRAD_FLOOR = 1e-4
+"""The same for gradients: where all cancel to nothing (a shift of all classes), rounding alone is left."""
+
+Shards = dict[int, dict[str, nn.Parameter]]
+"""{rank: {name: its part of the parameter}}"""
+
+Tamper = Callable[[Program, Shards], None]
+"""Plants a fault in a program or its ranks' parameters, in place."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a graph is cut: the decisions, how stages lie on ranks ("loop" or "V"), and a fault to plant, for tests.
+    `plan`: what the decisions are read from."""
+
+    decisions: Decisions
+    placement: str = "loop"
+    tamper: Tamper | None = None
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a graph computes: its flat outputs, the gradients of its parameters and of the inputs that need one, new
+    values of its buffers."""
+
+    outputs: list[Any]
+    grads: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    input_grads: Mapping[str, Tensor]
+
+    def distance(self, other: Results) -> float:
+        """The largest relative difference of anything; infinite where other parameters have gradients."""
+        if set(self.grads) != set(other.grads):
+            return float("inf")
+        pairs = zip(self.outputs, other.outputs, strict=True)
+        apart = [relative(a, b.to(a.dtype)) for a, b in pairs if isinstance(a, Tensor)]
+        for own, others in ((self.buffers, other.buffers), (self.input_grads, other.input_grads)):
+            apart += [relative(value, others[name].to(value.dtype)) for name, value in own.items()]
+        scale = self.grad_scale
+        apart += [relative(grad, other.grads[name].to(grad.dtype), scale) for name, grad in self.grads.items()]
+        return max(apart, default=0.0)
+
+    @property
+    def grad_scale(self) -> float:
+        """The largest finite entry of any gradient, at least `GRAD_FLOOR`."""
+        return max([GRAD_FLOOR, *(largest(grad) for grad in self.grads.values())])
+
+
+@contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """What the model writes to its buffers inside is undone."""
+    before = [(module, name, buffer, buffer.clone()) for module in model.modules()
+              for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in before:
+                module._buffers[name] = buffer.copy_(value)
+
+
+@contextmanager
+def one_seed(seed: int = SEED) -> Iterator[None]:
+    """Inside, the default generators begin in one and the same state; afterwards they are as they were."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
+class Subject:
+    """A traced graph whose `parameters` have values. Where it has a `loss`, that is differentiated; else a fixed
+    weighting of all outputs. `random_seed`: where the random numbers of its runs begin."""
+
+    def __init__(self, traced: Trace, loss: fx.Node | None = None, random_seed: int = SEED):
+        self.traced, self.loss, self.random_seed = traced, loss, random_seed
+        self.weights = traced.parameters
+        self.outputs = list(traced.graph.output_node().args[0])
+
+    # Whole
+
+    def values(self, keep: Callable[[Tensor], None] = lambda value: None) -> dict[fx.Node, Any]:
+        """Every value of the graph on the global batch, where the weights are; `keep` is called with each that has a
+        gradient."""
+        with one_seed(self.random_seed):
+            return self._values(keep)
+
+    def _values(self, keep: Callable[[Tensor], None]) -> dict[fx.Node, Any]:
+        tensors = {**self.weights, **self.traced.buffers, **self.traced.constants}
+        device = next((weight.device for weight in self.weights.values()), None)
+        inputs = (tensor.to(device) if device is not None else tensor for tensor in self.traced.call.tensors)
+        values: dict[fx.Node, Any] = {}
+        for node in self.traced.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "get_attr":
+                values[node] = tensors[node.target]
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+                if isinstance(values[node], Tensor) and values[node].requires_grad:
+                    keep(values[node])
+        return values
+
+    def flat_outputs(self, values: Mapping[fx.Node, Any]) -> list[Any]:
+        return [values[o] if isinstance(o, fx.Node) else o for o in self.outputs]
+
+    def seed(self, flat: list[Any]) -> Tensor:
+        """The scalar to differentiate, from the flat outputs."""
+        if self.loss is not None:
+            return flat[self.outputs.index(self.loss)]
+        parts = [(o * weights_like(o)).sum() for o in flat if isinstance(o, Tensor) and o.requires_grad]
+        return torch.stack(parts).sum() if parts else torch.zeros((), requires_grad=True)
+
+    def expected(self) -> Results:
+        """What the graph computes on the global batch, in one piece."""
+        values = self.values()
+        buffers = {name: values[node] for name, node in self.traced.buffer_updates.items()}
+        return self.differentiate(self.flat_outputs(values), buffers)
+
+    def differentiate(self, flat: list[Any], buffers: Mapping[str, Tensor]) -> Results:
+        """The results of a run with these flat outputs and buffers: its gradients are taken, and left nowhere."""
+        trained = {name: p for name, p in self.weights.items() if p.requires_grad}
+        inputs = [t for t in self.traced.call.tensors if t.requires_grad]
+        found = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
+        grads = {name: g for name, g in zip(trained, found, strict=False) if g is not None}
+        names = self.traced.call.with_gradient
+        input_grads = {n: g for n, g in zip(names, found[len(trained) :], strict=True) if g is not None}
+        # Copies: an output may be a buffer.
+        return Results([o.detach().clone() if isinstance(o, Tensor) else o for o in flat], grads, buffers, input_grads)
+
+    # Cut
+
+    def called(self, decisions: Decisions) -> Program:
+        """The program of a call: all outputs, whole."""
+        return lower(self.traced, decisions, self.outputs, whole_outputs=True, rng="exact")
+
+    def step(self, decisions: Decisions) -> Program:
+        """The program of a training step: the loss as it is made; without a loss that of a call."""
+        if self.loss is None:
+            return self.called(decisions)
+        return lower(self.traced, decisions, [self.loss], whole_outputs=False, rng="exact")
+
+    def shards(self, program: Program, arrangement: Arrangement, trained: bool = False) -> Shards:
+        """Every rank's parameters. Ranks with the same part share its memory, unless they are to be `trained` or a
+        fault is to be planted."""
+        mesh, tamper = program.mesh, arrangement.tamper
+        shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
+        for name, stored in program.parameters.items():
+            cuts, homes = stored_cuts(stored, mesh), owners(program, stored, arrangement.placement)
+            parts: dict[tuple[int, ...], Tensor] = {}
+            for rank, local in shards.items():
+                at = mesh.coordinates(rank)
+                if at.get("pp", 0) not in homes:
+                    continue
+                place = tuple(at[axis] for axis, _ in cuts)
+                if place not in parts:
+                    parts[place] = self.weights[name].detach()
+                    for axis, cut in cuts:
+                        parts[place] = cut.take(parts[place], at[axis])
+                part = parts[place].clone() if trained or tamper is not None else parts[place]
+                local[name] = nn.Parameter(part, requires_grad=self.weights[name].requires_grad)
+        if tamper is not None:
+            tamper(program, shards)
+        return shards
+
+    def lockstep(
+        self,
+        program: Program,
+        shards: Shards,
+        placement: str,
+        on_value: OnValue | None = None,
+        new_buffers: dict[int, dict[str, Tensor]] | None = None,
+    ) -> dict[int, list[tuple]]:
+        buffers, inputs = self.traced.buffers, self.traced.call.tensors
+        with one_seed(self.random_seed):
+            return run_lockstep(
+                program, shards, buffers, inputs, on_value, placement=placement, new_buffers=new_buffers
+            )  # fmt: skip
+
+    def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
+        """What every rank differentiates: its losses, or its weighted outputs."""
+        if self.loss is not None:
+            return [out for microbatches in results.values() for (out,) in microbatches if out.requires_grad]
+        return [
+            (value * weights_like(value)).sum()
+            for microbatches in results.values()
+            for value in merge_microbatches(program, microbatches)
+            if value.requires_grad
+        ]
+
+    # Compared
+
+    def errors(self, arrangement: Arrangement, expected: Results) -> dict[str, float]:
+        """The error of the loss, of every output, parameter's and input's gradient and buffer that is written, by name.
+
+        Errors of outputs are relative to their largest entry, those of gradients to the largest of any. What a fault
+        in the program raises is raised here.
+        """
+        errors: dict[str, float] = {}
+        if self.loss is not None:
+            called = self.called(arrangement.decisions)
+            new_buffers: dict[int, dict[str, Tensor]] = {}
+            with torch.no_grad():
+                shards = self.shards(called, arrangement)
+                results = self.lockstep(called, shards, arrangement.placement, new_buffers=new_buffers)
+            errors |= output_errors(called, results, expected.outputs) | buffer_errors(new_buffers, expected)
+        step = self.step(arrangement.decisions)
+        shards = self.shards(step, arrangement)
+        new_buffers = {}
+        inputs = _InputGradients(self.traced)
+        results = self.lockstep(step, shards, arrangement.placement, inputs.keep, new_buffers)
+        for name, error in buffer_errors(new_buffers, expected).items():
+            errors[name] = max(errors.get(name, 0.0), error)
+        seeds = self.seeds(step, results)
+        if seeds:
+            torch.autograd.backward(seeds)
+        if self.loss is not None:
+            loss = expected.outputs[self.outputs.index(self.loss)]
+            errors["loss"] = relative(whole_loss(step, results), loss)
+        else:
+            errors |= output_errors(step, results, expected.outputs)
+        sync_gradients_lockstep(shards, step, placement=arrangement.placement)
+        return errors | gradient_errors(step, shards, expected) | inputs.errors(expected)
+
+
+class _InputGradients:
+    """The inputs that need a gradient, as every rank has them."""
+
+    def __init__(self, traced: Trace):
+        nodes = traced.graph.find_nodes(op="placeholder")
+        self.names = {n.name: n.meta["input_name"] for n in nodes if n.meta.get("input_grad")}
+        self.held: dict[str, list[Tensor]] = {}
+
+    def keep(self, stage: int, microbatch: int, node: fx.Node, value: Mapping[int, Any]) -> None:
+        name = self.names.get(node.meta.get("origin", "")) if node.op == "placeholder" else None
+        if name is not None:
+            self.held[name] = list(value.values())
+            for tensor in self.held[name]:
+                tensor.retain_grad()
+
+    def errors(self, expected: Results) -> dict[str, float]:
+        """The largest error over all ranks of every input's gradient: each rank has the whole of it."""
+        errors = {}
+        for name, whole in expected.input_grads.items():
+            apart = [relative(t.grad, whole) if t.grad is not None else float("inf") for t in self.held.get(name, ())]
+            errors[f"input {name}"] = max(apart, default=float("inf"))
+        return errors
+
+
+def output_errors(program: Program, results: Mapping[int, list[tuple]], expected: list) -> dict[str, float]:
+    """The largest error over all ranks of every output."""
+    errors: dict[str, float] = {}
+    for microbatches in results.values():
+        merged = merge_microbatches(program, microbatches)
+        for i, output in enumerate(program.outputs):
+            if output.position is not None:
+                error = relative(merged[output.position], expected[i])
+                errors[f"output {i}"] = max(errors.get(f"output {i}", 0.0), error)
+    return errors
+
+
+def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict[str, float]:
+    """The largest error over all ranks of every parameter's gradient; one that should be there and is not, or should
+    not be there and is not zero, counts as infinitely wrong."""
+    scale = expected.grad_scale
+    errors: dict[str, float] = {}
+    for rank, local in shards.items():
+        at = program.mesh.coordinates(rank)
+        for name, parameter in local.items():
+            found, whole = parameter.grad, expected.grads.get(name)
+            if whole is None:
+                if found is not None and bool(found.any()):
+                    errors[name] = float("inf")
+                continue
+            for axis, cut in stored_cuts(program.parameters[name], program.mesh):
+                whole = cut.take(whole, at[axis])
+            apart = relative(found, whole, scale) if found is not None else float("inf")
+            errors[name] = max(errors.get(name, 0.0), apart)
+    return {name: float("inf") for name in expected.grads} | errors
+
+
+def buffer_errors(found: Mapping[int, Mapping[str, Tensor]], expected: Results) -> dict[str, float]:
+    """The largest error of every buffer that is written, over the ranks that make its new value."""
+    errors = {f"buffer {name}": float("inf") for name in expected.buffers}
+    for name, whole in expected.buffers.items():
+        made = [relative(new[name], whole) for new in found.values() if name in new]
+        errors[f"buffer {name}"] = max(made, default=float("inf"))
+    return errors
+
+
+def whole_loss(program: Program, results: Mapping[int, list[tuple]]) -> Tensor:
+    """The loss of the global batch: partial sums over dp and microbatches added, whole ones taken once."""
+    layout = program.outputs[0].layout
+    at = {rank: program.mesh.coordinates(rank) for rank in results}
+    ranks = [r for r in results if all(p.kind == "P" or at[r].get(a, 0) == 0 for a, p in layout.items())]
+    parts = [torch.stack([out.detach() for (out,) in results[rank]]) for rank in ranks]
+    partial = layout.get(MICROBATCH_AXIS, Placement("R")).kind == "P"
+    return torch.stack([part.sum() if partial else part[0] for part in parts]).sum()
+
+
+def weights_like(output: Tensor) -> Tensor:
+    """Fixed weights between 0.5 and 1.5, different for every entry."""
+    return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).reshape(output.shape)
+
+
+def relative(found: Tensor, expected: Tensor, scale: float | None = None) -> float:
+    """The largest difference relative to `scale` (the largest finite entry expected, at least `FLOOR`); infinite where
+    shapes differ, and where only one is infinite or no number."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    found, expected = found.detach(), expected.detach()
+    if found.is_complex() and expected.is_complex():
+        found, expected = (torch.view_as_real(t.resolve_conj()) for t in (found, expected))
+    if not expected.is_floating_point():
+        return float((found != expected).any())
+    scale = scale or scale_of(expected)
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    apart = torch.where(same, 0.0, found - expected).abs()
+    return float(apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) / scale
+
+
+def scale_of(value: Tensor) -> float:
+    """The largest finite entry, at least `FLOOR`."""
+    return max(largest(value), FLOOR)
+
+
+def largest(value: Tensor) -> float:
+    """The largest finite entry of a tensor, 0 of an empty one."""
+    if not value.numel():
+        return 0.0
+    value = value.detach()
+    size = value.abs().double() if value.is_complex() else value.double().abs()
+    return float(size.nan_to_num(0.0, 0.0, 0.0).max())

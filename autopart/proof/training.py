@@ -1,0 +1,132 @@
+"""The training steps that `verify` is asked for: how many, with which optimizer, clipping, scaler and batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopart.errors import InputError, OptionError
+from autopart.tracing.trace import bind_call
+
+Named = list[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
+
+TARGET = "target"
+"""The entry of a batch that is for a loss function."""
+
+STEPS = 3
+"""How many training steps, where nobody said."""
+
+SCALER_DEFAULTS = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+"""The settings of a `torch.amp.GradScaler`."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The steps to compare.
+
+    `optimizer`: called with the model's named parameters, and for each rank with that rank's. `max_norm`: what
+    gradients are clipped to. `example`: the arguments of the
+    call that is traced. `scaler`: settings of a `torch.amp.GradScaler`. `batches`: the arguments of each step by
+    name, used again from the first where they are fewer than `steps`. `targets`: those of a loss function, one a batch.
+    """
+
+    steps: int
+    optimizer: MakeOptimizer
+    example: Mapping[str, Any]
+    batches: tuple[Mapping[str, Any], ...]
+    max_norm: float | None = None
+    scaler: Mapping[str, Any] | None = None
+    targets: tuple[Any, ...] = ()
+
+    def batch(self, step: int) -> Mapping[str, Any]:
+        """The arguments of a step; the first is 1."""
+        return self.batches[(step - 1) % len(self.batches)]
+
+
+def read_training(
+    model: nn.Module, example: Mapping[str, Any], steps: int | None, optimizer: MakeOptimizer | None,
+    max_norm: float | None, scaler: Any, batches: Sequence[Mapping[str, Any]] | None, has_loss_fn: bool = False,
+) -> Training | None:  # fmt: skip
+    """The training steps that `verify` is asked for, if any. With a `loss_fn` a batch may have a `target` for it.
+
+    Raises OptionError and InputError for what is no loop.
+    """
+    if steps is None and optimizer is None and max_norm is None and not scaler and batches is None:
+        return None
+    if steps is None:
+        steps = len(batches) if batches else STEPS
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise OptionError(f"steps={steps!r} is not a number of training steps", hint="a whole number from 1")
+    if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
+        raise OptionError(f"max_norm={max_norm!r} is not a norm to clip to", hint="a number above 0, such as 1.0")
+    if optimizer is not None and not callable(optimizer):
+        raise OptionError(
+            f"optimizer={optimizer!r} does not make optimizers", why="every rank gets one of its own",
+            hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)",
+        )  # fmt: skip
+    calls: list[Mapping[str, Any]] = []
+    targets: list[Any] = []
+    for batch in batches or ():
+        inputs = dict(batch)
+        if has_loss_fn and TARGET in inputs:
+            targets.append(inputs.pop(TARGET))
+        calls.append(bind_call(model, (), inputs))
+    if targets and len(targets) < len(calls):
+        raise InputError(
+            f"{len(targets)} of {len(calls)} batches have a '{TARGET}' for the loss_fn",
+            hint="one in every batch, or none",
+        )
+    return Training(
+        steps,
+        optimizer or _adamw,
+        example,
+        tuple(calls or [example]),
+        max_norm,
+        _scaler_settings(scaler),
+        tuple(targets),
+    )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises OptionError for what `verify` cannot step."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"optimizer(named) returned a {name}, not a torch.optim.Optimizer",
+                          hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named])")  # fmt: skip
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            f"{name} cannot be verified in training steps",
+            why="its step needs a closure that runs the model again, which step() has no place for",
+            hint="an optimizer whose step() takes nothing, such as torch.optim.AdamW",
+        )
+
+
+def _adamw(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
+
+
+def _scaler_settings(scaler: Any) -> dict[str, Any] | None:
+    """The settings of a GradScaler: as given, those of one that is given, or its defaults."""
+    if scaler is None or scaler is False:
+        return None
+    if isinstance(scaler, Mapping):
+        unknown = [name for name in scaler if name not in SCALER_DEFAULTS]
+        if unknown:
+            raise OptionError(f"scaler has no setting {unknown[0]!r}", hint=", ".join(SCALER_DEFAULTS))
+        return {**SCALER_DEFAULTS, **scaler}
+    if scaler is True:
+        return dict(SCALER_DEFAULTS)
+    if not hasattr(scaler, "get_growth_interval"):
+        raise OptionError(f"scaler={scaler!r} is not a scaler of losses",
+                          hint='True, {"init_scale": 1024.0}, or a torch.amp.GradScaler')  # fmt: skip
+    if not scaler.is_enabled():
+        return None
+    values = (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
+    return dict(zip(SCALER_DEFAULTS, values, strict=True))

@@ -1,0 +1,435 @@
+"""Proof by execution: all ranks of the partitioned program in one process, against the model itself.
+
+`verify` runs the very graphs that the runtime executes, forward and backward, in double precision, and compares loss,
+outputs, every gradient and every buffer that is written. Where they differ it compares value by value and names the
+first that is wrong.
+
+A model that computes in float32 inside (transformers' losses and RMS norms) cannot be matched to 1e-10 by any other
+order of additions. Such casts are lifted to float64 in the trace; the trace is then compared with the model to float32
+rounding, and the partitioned program with the trace to 1e-10.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.compat import tree_flatten, tree_map
+from autopart.compiler import (
+    LIFTED,
+    LIFTED_HALF,
+    Options,
+    find_loss,
+    make_plan,
+    prepare,
+)
+from autopart.errors import InputError, OptionError, RuntimeSetupError
+from autopart.ir.graph import draws_random_numbers
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import Rng
+from autopart.ir.recomputation import Recompute
+from autopart.options import read_options
+from autopart.passes.decide import decode
+from autopart.passes.shard import SequenceParallel
+from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
+from autopart.plans.pins import Pins
+from autopart.plans.plan import Plan
+from autopart.progress import phase
+from autopart.proof.finite import NotFinite, explain, infinite, not_finite
+from autopart.proof.localize import BROKEN, Mismatch, first_mismatch
+from autopart.proof.loop import StepModel, train
+from autopart.proof.scale import ONE_PASS, ScaledCopy, Work, check_room, copies_by_kind, fits, scaled_copy
+from autopart.proof.shrink import smallest_failing
+from autopart.proof.steps import StepMismatch, StepReport
+from autopart.proof.subgraph import Subgraph
+from autopart.proof.subject import Arrangement, Results, Subject, Tamper, buffers_restored, one_seed, relative
+from autopart.proof.training import MakeOptimizer, Training, read_training
+from autopart.runtime.placement import placement_of
+from autopart.tracing.checkpoints import plain_checkpoints
+from autopart.tracing.entry import call
+from autopart.tracing.model_source import ModelSource
+from autopart.tracing.trace import Trace, WithLoss, bind_call, check_values, flatten_call
+
+TOLERANCE = 1e-10
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
+"""How far a model that casts down may be from its trace in double precision."""
+NOT_DOUBLE = "the model has kernels without float64: it runs in float32, its trace and the program in float64"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found.
+
+    `max_error`: the largest error of loss, outputs (relative to their largest entry) and gradients (relative to the
+    largest gradient entry of the model), over all ranks. `errors`: by name (`loss`, `output 0`, parameters,
+    `buffer bn.running_mean`). `first_mismatch`: None if all is well. `smallest`: with `shrink=True`, the smallest part
+    that is wrong alone. `steps`: with `steps=`, what each training step was and how far all ranks are from it; their
+    errors are in `errors` too (`step 2 weight h.0.up.weight`). `not_finite`: NaN, or an infinite loss or gradient, in
+    the model itself: then nothing is proven, and `ok` is False.
+    """
+
+    ok: bool
+    max_error: float
+    first_mismatch: Mismatch | StepMismatch | None
+    errors: Mapping[str, float]
+    mesh: str
+    notes: tuple[str, ...] = ()
+    smallest: Subgraph | None = None
+    steps: tuple[StepReport, ...] = ()
+    not_finite: NotFinite | None = None
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.ok else "WRONG" if self.not_finite is None else "NOT FINITE"
+        head = f"{verdict} on {self.mesh}: largest error {self.max_error:.3g}"
+        head += f" over {len(self.errors)} values"
+        worst = "" if self.ok or self.first_mismatch is None else "\nworst: " + ", ".join(
+            f"{name} {error:.3g}" for name, error in sorted(self.errors.items(), key=lambda e: -e[1])[:5]
+        )  # fmt: skip
+        first = f"\nfirst: {self.first_mismatch}" if self.first_mismatch else ""
+        notes = "".join(f"\nnote: {note}" for note in self.notes)
+        steps = "".join(f"\n{report}" for report in self.steps)
+        bad = f"\n{self.not_finite}" if self.not_finite is not None else ""
+        return head + worst + bad + steps + first + self._smallest_text() + notes
+
+    def _smallest_text(self) -> str:
+        if self.smallest is None:
+            return ""
+        number = len(self.smallest.operators)
+        head = f"\nsmallest part that is wrong alone: {number} operator{'s' * (number > 1)}"
+        lines = str(self.smallest).splitlines()
+        again = "again: .smallest.errors(), or elsewhere Subgraph.parse(these lines).errors(), with random values"
+        return "".join([head, *(f"\n  {line}" for line in lines), f"\n{again}"])
+
+
+def verify(
+    model: nn.Module, mesh: Any, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | str | Path | None = None, schedule: str | None = None, microbatches: int | None = None,
+    virtual_stages: int | None = None, sequence_parallel: SequenceParallel = "auto", hardware: str | None = None,
+    pins: Pins | Mapping[str, Any] | str | Path | None = None, zero: int | None = None, memory: int | str | None = None,
+    recompute: Recompute | None = None, compile: bool | None = None, loss_fn: Callable[..., Tensor] | None = None,
+    target: Any = None, rng: Rng = "exact", tolerance: float = TOLERANCE, shrink: bool = False,
+    scaled: bool | str = "auto", tamper: Tamper | None = None, steps: int | None = None,
+    optimizer: MakeOptimizer | None = None, max_norm: float | None = None, scaler: Any = None,
+    batches: Sequence[Mapping[str, Any]] | None = None, **unknown: Any,
+) -> Verification:  # fmt: skip
+    """Run ALL ranks of the partitioned model in this process, forward and backward, and compare with the model.
+
+    No process group is needed; the model is copied to float64. What it draws in the mode it is in (dropout when
+    training) is drawn from one seed on both sides.
+
+    Args:
+        model, mesh, example_args, example_kwargs, plan, schedule, microbatches, virtual_stages, sequence_parallel,
+            hardware, pins, zero, memory (in the model's dtype), recompute, compile (not done here): as `parallelize`.
+        loss_fn, target: for a model that returns no loss, as `ParallelModule.step`. Without either, gradients are
+            compared for a fixed random weighting of the outputs.
+        rng: "exact", or "fast" to switch dropout off (eval mode), for models of which no draw can be repeated exactly.
+        tolerance, shrink: what counts as equal, relative; also find the smallest part of the graph that is wrong alone.
+        scaled: verify a copy with two of every run of equal blocks (True), the model itself (False), or the copy where
+            the model does not fit into memory in float64 or has no weights ("auto"). A plan of the model is followed.
+        tamper: called with the program and the ranks' parameters before the run, to plant a fault.
+        steps: then also run so many training steps, and compare loss, norm, gradients, weights and the optimizer's
+            state after each. The other four arguments are of these steps (3 where none is named).
+        optimizer: makes a rank's from its [(name, parameter)].  [default: AdamW, lr=1e-3]
+        max_norm: what gradients are clipped to. scaler: True, settings of a `torch.amp.GradScaler`, or one.
+        batches: one call's keyword arguments for each step.  [default: the example in every step]
+    Raises as `plan`.
+
+    Example:
+        >>> assert autopart.verify(model, "dp2,pp4,tp4", example_kwargs=batch).ok    # doctest: +SKIP
+        >>> assert autopart.verify(model, "tp2", example_kwargs=batch, steps=3, max_norm=1.0).ok  # doctest: +SKIP
+    """
+    options = read_options(
+        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, pins=pins, rng=rng,
+        hardware=hardware, sequence_parallel=sequence_parallel, zero=zero, memory=memory, recompute=recompute,
+        compile=compile,
+    )  # fmt: skip
+    if not example_args and not example_kwargs:
+        raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")
+    sizes = Mesh.parse(mesh)
+    arguments = bind_call(model, example_args, example_kwargs or {})
+    check_values(flatten_call(arguments))
+    training = read_training(
+        model, arguments, steps, optimizer, max_norm, scaler, batches, loss_fn is not None
+    )  # fmt: skip
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if given is None:
+        options = _check_fits(model, arguments, loss_fn, target, sizes, options)
+    work = Work(sizes, training.steps if training is not None else 0, loss_fn is not None)
+    found = []
+    for copied in _chosen(model, arguments, scaled, work):
+        run = VerificationRun(model, arguments, loss_fn, target, copied, options.rng)
+        found.append(run.check(run.arrange(sizes, given, options, tamper), tolerance, shrink, training))
+    return together(found)
+
+
+def has_room(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scaled: bool | None) -> bool:
+    """Whether a model without weights could be verified as it is if it had them. With `scaled=False` it must: raises
+    InputError where it takes more than is free."""
+    assert source.example is not None
+    arguments = bind_call(source.model, (), source.example)
+    asked = read_training(
+        source.model, arguments, training["steps"], training.get("optimizer"), training["max_norm"],
+        training["scaler"], None,
+    )  # fmt: skip
+    work = Work(mesh, asked.steps if asked is not None else 0)
+    if scaled is False:
+        check_room(source.model, arguments, work)
+    return scaled is False or fits(source.model, arguments, work)
+
+
+def _check_fits(
+    model: nn.Module, arguments: dict[str, Any], loss_fn: Any, target: Any, mesh: Mesh, options: Options
+) -> Options:
+    """The options without a limit of memory. Raises MemoryLimitError where the model as it is, not its copy in float64,
+    does not fit in one."""
+    if options.memory is None:
+        return options
+    if loss_fn is not None:
+        training = model.training
+        model, arguments = WithLoss(model, loss_fn).train(training), {"target": target, "call": arguments}
+    make_plan(model, prepare(model, arguments), mesh, replace(options, rng="fast"))
+    return replace(options, memory=None)
+
+
+class VerificationRun:
+    """A double-precision copy of a model, traced once for a call, to be checked under any number of arrangements.
+
+    `arguments`: the call by name, from `bind_call`. `scaled`: as `verify`, or the copy to check in the model's place.
+
+    Example:
+        >>> run = VerificationRun(model, bind_call(model, (), batch))              # doctest: +SKIP
+        >>> assert all(run.check(run.arrange(mesh)).ok for mesh in ("tp2", "dp4"))    # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: nn.Module, arguments: dict[str, Any], loss_fn: Any = None, target: Any = None,
+        scaled: bool | str | ScaledCopy | None = False, rng: Rng = "exact",
+    ):  # fmt: skip
+        self.notes: list[str] = []
+        if isinstance(scaled, (bool, str)):
+            (scaled,) = _chosen(model, arguments, scaled, ONE_PASS)
+        self.scaled = scaled.with_weights() if scaled is not None else None
+        self.parameters = {name: p.to("meta") for name, p in model.named_parameters()}
+        if self.scaled is None:
+            check_weights(model)
+            self.base = deepcopy(model).double()
+        else:
+            self.notes += self.scaled.notes
+            self.base = self.scaled.model.double()
+        check_trained(model)
+        self.model = self.base
+        self.target, self.has_loss_fn = target, loss_fn is not None
+        if loss_fn is not None:
+            self.model = WithLoss(self.base, loss_fn).train(model.training)
+        self.arguments = arguments = self.in_double(arguments, target)
+        phase("tracing the model")
+        self.traced = prepare(self.model, arguments, double=True)
+        if rng == "fast" and _is_random(self.traced):
+            self.notes.append("dropout is off: compared in eval mode")
+            self.model.eval()
+            self.traced = prepare(self.model, arguments, double=True)
+        self.notes += self.traced.notes
+        self.subject = Subject(self.traced, find_loss(self.traced))
+
+    def in_double(self, arguments: Mapping[str, Any], target: Any) -> dict[str, Any]:
+        """The arguments of a call of the user's model as those of a call of this run's."""
+        cast = tree_map(_double, self.scaled.arguments(arguments) if self.scaled is not None else dict(arguments))
+        return {"target": tree_map(_double, target), "call": cast} if self.has_loss_fn else cast
+
+    def arrange(
+        self, mesh: Any, plan: Plan | None = None, options: Options | None = None, tamper: Tamper | None = None
+    ) -> Arrangement:
+        """How the model lies on a mesh: as a plan says, else as is chosen for it. Raises what `plan` raises."""
+        sizes, options = Mesh.parse(mesh), options or Options()
+        if plan is not None:
+            check_plan_mesh(plan, sizes)
+            check_plan_options(options, plan)
+            check_plan_model(plan, type(self.base).__name__, self.parameters)
+            if self.scaled is not None:
+                plan = self.scaled.plan(plan, identity_of(self.traced.parameters), self.traced)
+        elif self.scaled is not None and options.recompute is not None:
+            options = replace(options, recompute=self.scaled.recompute(options.recompute, self.traced))
+        chosen = plan or make_plan(self.model, self.traced, sizes, options)
+        decisions = decode(self.traced, chosen, sizes)
+        return Arrangement(decisions, placement_of(chosen.schedule.name), tamper, chosen)
+
+    def check(
+        self, arrangement: Arrangement, tolerance: float = TOLERANCE, shrink: bool = False,
+        training: Training | None = None,
+    ) -> Verification:  # fmt: skip
+        """Run the program of an arrangement on all ranks, and compare; where all is well its training steps too."""
+        phase("running the model on one device")
+        expected, apart, bad = self._expected
+        phase(f"running all {arrangement.decisions.mesh.num_ranks} ranks")
+        allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
+        errors = {"trace against model": apart} if apart > allowed else {}
+        errors |= {f"buffer {name}": float("inf") for name in self.lost}
+        failure: Exception | None = None
+        try:
+            errors |= self.subject.errors(arrangement, expected)
+        except BROKEN as error:  # a fault can break the run itself
+            failure = error
+        worst = max(errors.values(), default=0.0) if failure is None else float("inf")
+        equal = failure is None and worst <= tolerance
+        first: Mismatch | None = None if equal else first_mismatch(self.subject, arrangement, tolerance, errors)
+        smallest = None
+        if shrink and not equal:
+            smallest = smallest_failing(self.subject, arrangement, tolerance, first, failure is not None)
+        notes = [
+            *self.notes,
+            *(f"{name} {text}, as they should" for name, text in infinite(self.subject, expected).items()),
+        ]
+        found = Verification(
+            equal and bad is None, worst, first, errors, str(arrangement.decisions.mesh), tuple(notes), smallest,
+            not_finite=bad and replace(bad, same=equal),
+        )  # fmt: skip
+        return found if training is None else self._trained(found, arrangement, training, tolerance)
+
+    def _trained(
+        self, found: Verification, arrangement: Arrangement, training: Training, tolerance: float
+    ) -> Verification:
+        """What was found, and what the training steps show."""
+        if not found.ok:
+            return replace(found, notes=(*found.notes, "no training step was run: one pass is not right already"))
+        targets = training.targets or (self.target,) * len(training.batches)
+        batches = tuple(self.in_double(b, target) for b, target in zip(training.batches, targets, strict=True))
+        training = replace(training, example=self.arguments, batches=batches)
+        as_traced = bool({LIFTED, LIFTED_HALF, NOT_DOUBLE} & set(self.notes))
+        reports = train(StepModel(self.model, self.base, as_traced), self.subject, arrangement, training, tolerance)
+        errors = {f"step {r.step} {name}": error for r in reports for name, error in r.errors.items()}
+        first = reports[-1].first
+        worst = max([found.max_error, *errors.values()])
+        rounding = reports[-1].rounding
+        note = f"weights of which the gradient is rounding alone are not compared: {', '.join(rounding[:3])}"
+        note += f" and {len(rounding) - 3} more" * (len(rounding) > 3)
+        return replace(
+            found, ok=first is None, max_error=worst, first_mismatch=first, errors={**found.errors, **errors},
+            steps=tuple(reports), notes=(*found.notes, *([note] if rounding else [])),
+        )  # fmt: skip
+
+    @cached_property
+    def _expected(self) -> tuple[Results, float, NotFinite | None]:
+        """What the program must compute, how far the trace is from the model where that is not the same, and what of
+        the model is not finite."""
+        try:
+            own = self._of_model(self.arguments)
+        except (RuntimeError, NotImplementedError):
+            own = self._of_model_in_float32()
+            self.notes.append(NOT_DOUBLE)
+        values = not_finite(self.subject, own)
+        bad = explain(self.subject, values) if values else None
+        if not {LIFTED, LIFTED_HALF, NOT_DOUBLE} & set(self.notes):
+            return own, 0.0, bad
+        traced = self.subject.expected()
+        return traced, traced.distance(own), bad
+
+    def _of_model(self, arguments: dict[str, Any]) -> Results:
+        """What the model itself computes; notes the buffers that it changes unseen by the trace."""
+        before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
+        with buffers_restored(self.base):
+            with one_seed(), plain_checkpoints():
+                flat = tree_flatten(call(self.model, arguments))[0]
+            written = {name: self.base.get_buffer(name).detach().clone() for name in self.traced.buffer_updates}
+            changed = {name for name, value in before.items() if relative(self.base.get_buffer(name), value) > 0}
+            own = self.subject.differentiate(flat, written)
+        self.lost = changed - set(written)
+        return own
+
+    def _of_model_in_float32(self) -> Results:
+        """For a model with kernels that know no float64. Raises what the model raises in float32 too."""
+        single = tree_map(lambda leaf: _cast(leaf, torch.float32), self.arguments)
+        self.base.float()
+        try:
+            return self._of_model(single)
+        finally:
+            self.base.double()
+
+
+def deepcopy(model: nn.Module) -> nn.Module:
+    """A copy of a model; also of one whose weights are computed (torch.nn.utils.weight_norm and the like)."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, memo)
+
+
+def _chosen(
+    model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str, work: Work
+) -> list[ScaledCopy] | list[None]:  # fmt: skip
+    """The copies to verify in place of the model, if any is asked for or needed; else None alone."""
+    if scaled not in (True, False, "auto"):
+        raise OptionError(f"scaled={scaled!r} is no choice", hint='True, False or "auto"')
+    if scaled is False:
+        check_weights(model)
+        check_room(model, arguments, work)
+        return [None]
+    is_meta = any(p.is_meta for p in model.parameters())
+    if scaled == "auto" and not is_meta and fits(model, arguments, work):
+        return [None]
+    try:
+        return [scaled_copy(model, arguments, work)]
+    except InputError as too_large:
+        try:
+            copies = copies_by_kind(model, arguments, work)
+        except Exception:  # whatever a model's own code raises when it has no block of some kind
+            copies = []
+        if not copies:
+            raise too_large from None
+        return copies
+
+
+def together(found: Sequence[Verification]) -> Verification:
+    """What was found of several copies of one model, as one."""
+    if len(found) == 1:
+        return found[0]
+    wrong = next((one for one in found if not one.ok), found[0])
+    errors: dict[str, float] = {}
+    for number, one in enumerate(found, 1):
+        errors |= {f"copy {number}: {name}": error for name, error in one.errors.items()}
+    notes = dict.fromkeys(note for one in found for note in one.notes)
+    worst = max(one.max_error for one in found)
+    return replace(wrong, max_error=worst, errors=errors, notes=tuple(notes))
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raises where there is nothing to compute with."""
+    meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if meta is not None:
+        raise RuntimeSetupError(
+            f"parameter '{meta}' has no values to run with",
+            why="it is on the meta device",
+            hint="load the model's weights first; plan() needs none, verify() does",
+        )
+
+
+def check_trained(model: nn.Module) -> None:
+    """Raises where there is no gradient to compare."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            f"{type(model).__name__} has no parameter that needs a gradient",
+            why="verify() compares gradients",
+            hint="requires_grad_() on what is trained",
+        )
+
+
+def _is_random(traced: Trace) -> bool:
+    return any(draws_random_numbers(n) for n in traced.graph.nodes if n.op == "call_function")
+
+
+def _double(leaf: Any) -> Any:
+    return _cast(leaf, torch.float64)
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)

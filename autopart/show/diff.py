@@ -1,0 +1,220 @@
+"""Two plans compared in what they mean: the same layout said by pattern or by full names is no difference.
+
+Decisions come first (mesh, schedule, layouts, operators, cuts), then what follows from them (collectives, cost). Pins
+and notes say how a plan came to be and are not compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopart.ir.mesh import Mesh
+from autopart.ir.names import pattern_of
+from autopart.ir.recomputation import text_of, word_of
+from autopart.plans.headline import quantity
+from autopart.plans.plan import Plan, Table
+
+WHOLE = "whole"
+"""An operator that is not listed: replicated work."""
+
+_MOST_ROWS = 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One difference: the part of the plan, what in it, and what the two plans say."""
+
+    part: str
+    what: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All differences of two plans; false where they mean the same. Print it for a table."""
+
+    rows: tuple[Row, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def table(self, first: str = "first", second: str = "second") -> Table:
+        """The differences under the names of the two plans, at most 30 of a part."""
+        if not self.rows:
+            return Table(f"{first} and {second} are the same plan\n")
+        parts: dict[str, list[Row]] = defaultdict(list)
+        for row in self.rows:
+            parts[row.part].append(row)
+        lines = [("", first, second)]
+        for part, rows in parts.items():
+            lines.append((part, "", ""))
+            lines += [(f"  {row.what}", row.first, row.second) for row in rows[:_MOST_ROWS]]
+            if len(rows) > _MOST_ROWS:
+                lines.append((f"  and {len(rows) - _MOST_ROWS} more", "", ""))
+        widths = [max(len(line[column]) for line in lines) for column in range(2)]
+        return Table("".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() + "\n" for a, b, c in lines))
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+
+def diff(first: Plan, second: Plan) -> Difference:
+    """What two plans say differently.
+
+    Example:
+        >>> if plan.diff(Plan.load("yesterday.json")): ...    # doctest: +SKIP
+    """
+    rows = [row for compare in _COMPARED for row in compare(first, second)]
+    return Difference(tuple(rows))
+
+
+def _row(part: str, what: str, first: str, second: str) -> list[Row]:
+    return [Row(part, what, first, second)] if first != second else []
+
+
+def _basics(a: Plan, b: Plan) -> list[Row]:
+    first, second = ({
+        ("model", "class"): str(plan.model["class"]),
+        ("model", "fingerprint"): str(plan.model["fingerprint"])[:12],
+        ("model", "parameters"): f"{plan.model['num_parameters']:,}",
+        ("model", "mode"): str(plan.model.get("mode", "")),
+        ("model", "autocast"): plan.autocast or "none",
+        ("mesh", "axes"): str(Mesh({axis: size for axis, size in plan.mesh.items() if size > 1})),
+        ("schedule", "name"): plan.schedule.name or "one stage",
+        ("schedule", "microbatches"): str(plan.schedule.microbatches),
+        ("schedule", "stages per rank"): str(plan.schedule.virtual_stages),
+        ("compile", "stages"): "yes" if plan.compile else "no",
+        ("hardware", "profile"): plan.hardware,
+        **{("inputs", name): f"{i['dtype']}{list(i['shape'])}" for name, i in plan.inputs.items()},
+        **{("rules", name): "; ".join(rule["lines"]) for name, rule in plan.rules.items()},
+    } for plan in (a, b))  # fmt: skip
+    keys = dict.fromkeys([*first, *second])
+    return [row for key in keys for row in _row(*key, first.get(key, ""), second.get(key, ""))]
+
+
+def _recompute(a: Plan, b: Plan) -> list[Row]:
+    blocks = [
+        f"{prefix}{number}" for plan in (a, b) for prefix, numbers in _numbers(plan).items() for number in numbers
+    ]
+    if blocks and all(word_of(a.recompute, block) == word_of(b.recompute, block) for block in blocks):
+        return []
+    return _row("recompute", "in the backward", text_of(a.recompute), text_of(b.recompute))
+
+
+# Layouts
+
+
+def _parameters(a: Plan, b: Plan) -> list[Row]:
+    def said(plan: Plan, name: str) -> str:
+        axes = [axis for axis in ("dp", "cp", "ep", "tp") if plan.placement_text(name, axis) != "R"]
+        return " ".join(f"{axis}:{plan.placement_text(name, axis)}" for axis in axes) or "R"
+
+    return _by_name("parameters", a, b, a.parameters, b.parameters, said)
+
+
+def _operators(a: Plan, b: Plan) -> list[Row]:
+    def said(plan: Plan, name: str) -> str:
+        _, entry = plan.operator_entry(name, _pattern(name)) or ("", {})
+        text = str(entry.get("tp", ""))
+        alone = {place.strip() for side in text.split("->") for place in side.split(",")} <= {"R", ""}
+        return WHOLE if alone else text + " (weight stored otherwise)" * bool(entry.get("keep"))
+
+    return _by_name("operators", a, b, a.operators, b.operators, said)
+
+
+def _by_name(
+    part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], said: Callable[[Plan, str], str]
+) -> list[Row]:
+    """Rows by pattern; where only some of the repeated blocks differ, with their numbers."""
+    numbers = _numbers(a) | _numbers(b)
+    groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in dict.fromkeys([*of_a, *of_b]):
+        for full in _members(name, numbers):
+            texts = said(a, full), said(b, full)
+            if full not in groups[_pattern(name)][texts]:
+                groups[_pattern(name)][texts].append(full)
+    rows = []
+    for pattern, by_texts in groups.items():
+        for (first, second), names in by_texts.items():
+            some = f"  of {', '.join(map(_number, names))}" if len(by_texts) > 1 and "*" in pattern else ""
+            rows += _row(part, pattern + some, first, second)
+    return rows
+
+
+def _pattern(name: str) -> str:
+    """The pattern of a parameter, or of an operator, whose own name is no part of it."""
+    path, slash, own = name.rpartition("/")
+    return f"{pattern_of(path)}/{own}" if slash else pattern_of(name)
+
+
+def _members(name: str, numbers: Mapping[str, list[int]]) -> list[str]:
+    """The full names that a pattern of one `*` stands for, as far as the stages tell; else the name itself."""
+    known = numbers.get(name.partition("*")[0], [])
+    return [name.replace("*", str(number)) for number in known] if name.count("*") == 1 and known else [name]
+
+
+def _number(name: str) -> str:
+    return next((part for part in name.replace("/", ".").split(".") if part.isdigit()), name)
+
+
+def _numbers(plan: Plan) -> dict[str, list[int]]:
+    """`{"model.layers.": [0, 1, ...]}` from the blocks of the stages."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for stage in plan.stages:
+        for block in stage.get("blocks", ()):
+            for run in filter(None, block.get("layers", "").split(",")):
+                low, _, high = run.partition("-")
+                found[block["block"].partition("*")[0]] |= set(range(int(low), int(high or low) + 1))
+    return {prefix: sorted(numbers) for prefix, numbers in found.items()}
+
+
+# Stages, and what follows
+
+
+def _cuts(a: Plan, b: Plan) -> list[Row]:
+    stages = range(max(len(a.cuts), len(b.cuts)))
+    first, second = ([*plan.cuts, *[""] * len(stages)] for plan in (a, b))
+    return [row for i in stages for row in _row("cuts", f"stage {i + 1} begins with", first[i], second[i])]
+
+
+def _collectives(a: Plan, b: Plan) -> list[Row]:
+    first, second = _moved(a), _moved(b)
+    keys = dict.fromkeys([*first, *second])
+    return [row for key in keys for row in _row("collectives", key, first.get(key, "none"), second.get(key, "none"))]
+
+
+def _moved(plan: Plan) -> dict[str, str]:
+    """`{"tp all_reduce forward, a microbatch": "4, 12.3 kB"}`: how many, and the bytes that one rank sends."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for row in plan.collectives:
+        ways = [f"{kind} {way}" for kind, way in ((row.forward, "forward"), (row.backward, "backward")) if kind]
+        total = counts[f"{row.axis} {', '.join(ways)}, a {row.per}"]
+        total[0] += row.count
+        total[1] += row.bytes
+    return {key: f"{count}, {quantity(size, 'B')}" for key, (count, size) in counts.items()}
+
+
+_UNITS = {"_s": "s", "_flops": "FLOP", "_bytes": "B"}
+
+
+def _cost(a: Plan, b: Plan) -> list[Row]:
+    rows = []
+    for key in dict.fromkeys([*a.cost, *b.cost]):
+        first, second = a.cost.get(key), b.cost.get(key)
+        if not isinstance(first, (int, float)) or not isinstance(second, (int, float)):
+            continue
+        if abs(first - second) > 1e-9 * max(abs(first), abs(second)):
+            rows.append(Row("cost", key, _figure(key, first), _figure(key, second)))
+    return rows
+
+
+def _figure(key: str, value: Any) -> str:
+    unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "B" if key.startswith("bytes_") else "")
+    return quantity(value, unit) if unit else f"{value:g}"
+
+
+_COMPARED = (_basics, _recompute, _parameters, _operators, _cuts, _collectives, _cost)

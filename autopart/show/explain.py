@@ -1,0 +1,428 @@
+"""A plan as text: what it is for, one table of stages and blocks, totals, balance and predicted cost.
+
+All is read from the Plan's data, so a plan from a file explains itself without its model.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from autopart.ir.mesh import AXES, Mesh
+from autopart.ir.names import pattern_of
+from autopart.ir.recomputation import text_of
+from autopart.plans.headline import TEXT_WIDTH, fit_text, quantity, step_size, utilisation
+from autopart.plans.plan import MEMORY_KINDS, Collective, Plan
+
+WIDTH = 120
+HEADINGS = ("stage", "block", "layout of its weights", "FLOPs", "forward", "backward", "sent")
+_STAGE, _BLOCK, _LAYOUT, _FLOPS, _FORWARD, _BACKWARD, _SENT = range(len(HEADINGS))
+_RIGHT = (_FLOPS, _SENT)
+_MIN_LAYOUT_WIDTH = 26
+_NEGLIGIBLE = 0.005  # a share of FLOPs below which a block without weights or collectives gets no line of its own
+
+
+def explain(plan: Plan) -> str:
+    """The plan as text of 80 columns; its table of layouts takes up to 120, a few more where names of modules are long.
+
+    Example:
+        >>> print(autopart.show.explain.explain(Plan.load("plan.json")))    # doctest: +SKIP
+    """
+    groups = [group for group in (*_stage_groups(plan), _step_group(plan)) if group[1]]
+    parts = [
+        _header(plan), _table(groups), _totals(plan), _unsharded(plan), _layouts(plan), _balance(plan), _memory(plan),
+        _cost(plan),
+    ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# Numbers
+
+
+def _percent(part: float, whole: float) -> str:
+    share = part / whole if whole else 0.0
+    return f"{100 * share:.1f} %" if share >= 0.0005 else "<0.1 %" if part else ""
+
+
+# Parts of the text
+
+
+def _header(plan: Plan) -> str:
+    schedule = plan.schedule
+    number = int(plan.model["num_parameters"])
+    ranks = math.prod(plan.mesh.values())
+    inputs = ", ".join(f"{name} {i['dtype']}{list(i['shape'])}" for name, i in plan.inputs.items())
+    run = f"{schedule.name or 'one stage'}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
+    if schedule.virtual_stages > 1:
+        run += f", {schedule.virtual_stages} stages per rank"
+    mode = f", traced in {plan.model['mode']} mode" if "mode" in plan.model else ""
+    mode += f" under autocast to {plan.autocast}" if plan.autocast else ""
+    lines = [
+        ("model", f"{plan.model['class']}, {_count(number)} parameters{mode}"),
+        ("inputs", inputs),
+        ("a step is", step_size(plan)),
+        ("mesh", f"{Mesh.parse(plan.mesh)} ({ranks} rank{'s' * (ranks > 1)})"),
+        ("schedule", run),
+        ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
+        ("compile", "every stage, by torch.compile" if plan.compile else ""),
+        ("hardware", plan.hardware),
+        ("pins", _pins(plan.pins)),
+        *(("note", note) for note in plan.notes),
+    ]
+    return _labelled((label, text) for label, text in lines if text)
+
+
+def _pins(pins: Mapping[str, Any]) -> str:
+    """`model.layers.*.mlp tp:R; cut before model.layers.16; model.norm, lm_head together`."""
+    layouts = [f"{name} {' '.join(f'{a}:{p}' for a, p in at.items())}" for name, at in pins.items() if name != "stages"]
+    stages = pins.get("stages", {})
+    cuts = [f"cut before {name}" for name in stages.get("cut_before", ())]
+    return "; ".join([*layouts, *cuts, *(f"{', '.join(names)} together" for names in stages.get("together", ()))])
+
+
+def _count(number: int) -> str:
+    """`6,738,415,616 (6.74 billion)`."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number:,} ({number / size:.3g} {word})"
+    return f"{number:,}"
+
+
+def _labelled(lines: Iterable[tuple[str, str]]) -> str:
+    """`label    text` lines, wrapped."""
+    return "\n".join(
+        textwrap.fill(
+            text,
+            TEXT_WIDTH,
+            initial_indent=f"{label:<13}",
+            subsequent_indent=" " * 13,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for label, text in lines
+    )
+
+
+def _totals(plan: Plan) -> str:
+    cost = plan.cost
+    lines = []
+    if "forward_flops" in cost:
+        lines.append(("compute", f"{quantity(cost['forward_flops'], 'FLOP')} forward for the global batch"))
+    for per, what in (("microbatch", "every microbatch"), ("step", "every step, once")):
+        rows = [c for c in plan.collectives if c.per == per]
+        kinds: dict[str, int] = {}
+        for row in rows:
+            kinds[row.axis] = kinds.get(row.axis, 0) + row.bytes
+        if rows:
+            parts = ", ".join(f"{axis} {quantity(size, 'B')}" for axis, size in kinds.items())
+            lines.append(("communication", f"{quantity(sum(kinds.values()), 'B')} {what} ({parts})"))
+    text = [f"{label:<15}{line}" for label, line in lines]
+    return (
+        "\n".join(["totals (bytes: sent by one rank of each stage, forward and backward)", *(f"  {t}" for t in text)])
+        if text
+        else ""
+    )
+
+
+def _unsharded(plan: Plan) -> str:
+    """The operators that run whole on every rank, one entry each, and the call that might shard them."""
+    if not plan.unsharded:
+        return ""
+    lines = ["run whole on every rank"]
+    for row in plan.unsharded:
+        units = (("flops", "FLOP", ""), ("bytes", "B", " in and out"), ("moved_bytes", "B", " sent by a rank for it"))
+        figures = [f"{quantity(row[key], unit)}{what}" for key, unit, what in units if row.get(key)]
+        where = f" in {row['where']}" if row["where"] else ""
+        lines.append(f"  {row['count']} {row['operator']}{where}: {row['why']}")
+        lines.append(f"    {row['shapes']}; {', '.join(figures)}")
+        if "try" in row:
+            lines.append(f"    try {row['try']}")
+    if any("try" in row for row in plan.unsharded):
+        lines.append("  (lines to try are guessed from the shapes: autopart.check_rule proves or refutes them)")
+    return "\n".join(lines)
+
+
+def _layouts(plan: Plan) -> str:
+    """What the layouts on the tensor axis cost, and how much less any others could."""
+    cost = plan.cost
+    if "work_share" not in cost:
+        return ""
+    shares = (
+        f"{_percent(cost['work_share'], 1)} of the matrix work and {_percent(cost['weight_share'], 1)} of its weights"
+    )
+    parts = {
+        "communication": "communication_s",
+        "memory traffic": "memory_traffic_s",
+        "gradient sums": "gradient_sync_s",
+    }
+    seconds = [f"{what} {quantity(cost[key], 's')}" for what, key in parts.items() if cost[key]]
+    proof = f"no layouts cost more than {100 * cost['gap']:.2g} % less" if cost["gap"] else "no layouts cost less"
+    prices = f"the solver's prices for a step, each alone: {', '.join(seconds)}" if seconds else ""
+    lines = [f"a rank has {shares}", prices, f"proven: {proof}"]
+    return "\n".join(["layouts on tp", *_wrapped(lines)])
+
+
+def _balance(plan: Plan) -> str:
+    loads = [stage["flops"] for stage in plan.stages if "flops" in stage]
+    if len(loads) < 2:
+        return ""
+    top, cost = max(loads), plan.cost
+    lines = []
+    for stage, load in zip(plan.stages, loads, strict=True):
+        bar = "#" * round(30 * load / top) if top else ""
+        size = f"{_count(stage['parameters'])} parameters" if "parameters" in stage else ""
+        lines.append(f"  stage {stage['stage']:<3} {quantity(load, 'FLOP'):>11}  {bar:<30}  {size}".rstrip())
+    if "stage_lower_bound_flops" in cost:
+        bound = quantity(cost["stage_lower_bound_flops"], "FLOP")
+        above = 100 * cost.get("imbalance", top / cost["stage_lower_bound_flops"] - 1)
+        lines += _wrapped([f"no partition has a heaviest stage under {bound}; this one's is {above:.2f} % above that"])
+    return "\n".join(["balance of stages (forward FLOPs of the global batch)", *lines])
+
+
+def _memory(plan: Plan) -> str:
+    """The fullest rank of every pipeline coordinate, by kind; kinds that are nothing anywhere are left out."""
+    kinds = [kind for kind in MEMORY_KINDS if any(row.get(kind) for row in plan.memory)]
+    if not kinds:
+        return ""
+    rows = [["stage", *kinds, "total", "in flight"]]
+    for row in plan.memory:
+        sizes = [quantity(row.get(kind, 0), "B") for kind in (*kinds, "total")]
+        in_flight = ",".join(map(str, row.get("in_flight", ())))
+        rows.append([",".join(map(str, row["stages"])), *sizes, in_flight])
+    lines = _right_aligned(rows)
+    turned = _right_aligned(list(zip(*rows, strict=True)))
+    if max(map(len, lines)) > TEXT_WIDTH >= max(map(len, turned)):
+        lines = turned  # a column for every pipeline coordinate
+    title = "memory of the fullest rank in a training step (AdamW; microbatches in flight)"
+    return "\n".join([title, *lines])
+
+
+def _right_aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _cost(plan: Plan) -> str:
+    """The predicted step, from `Plan.cost` alone: the figures are those of `autopart.simulate`."""
+    cost = plan.cost
+    if "step_time_s" not in cost:
+        return ""
+    step = quantity(cost["step_time_s"], "s")
+    if "parts_s" not in cost:
+        return f"predicted step\n  {step} by the formula of an older autopart, of peaks alone: make the plan anew"
+    size = step_size(plan)
+    parts = ", ".join(f"{kind} {quantity(seconds, 's')}" for kind, seconds in cost["parts_s"].items())
+    lines = [
+        f"{step} a step{f' of {size}' if size else ''}",
+        utilisation(cost),
+        f"the busiest rank: {parts}",
+        f"pipeline: idle for {100 * cost['bubble_fraction']:.1f} % of the busy time"
+        if plan.mesh.get("pp", 1) > 1
+        else "",
+        f"memory: {fit_text(plan)}" if fit_text(plan) else "",
+    ]
+    return "\n".join([f"predicted step{f' on {plan.hardware}' if plan.hardware else ''}", *_wrapped(lines)])
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    """The lines that say something, indented, in the width of a terminal."""
+    return [textwrap.fill(line, TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines if line]
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One row of the table; texts may have several lines."""
+
+    block: str = ""
+    layout: tuple[str, ...] = ()
+    flops: str = ""
+    forward: str = ""
+    backward: str = ""
+    sent: str = ""
+
+
+Group = tuple[str, list[_Line]]
+
+
+def _stage_groups(plan: Plan) -> list[Group]:
+    """One group of rows a stage; where the plan has no blocks, one group for all modules."""
+    if not any(stage.get("blocks") for stage in plan.stages):
+        return [("all", _module_lines(plan))]
+    weights = _weights_by_block(plan, {block["block"] for stage in plan.stages for block in stage.get("blocks", ())})
+    shown: dict[str, int] = {}
+    return [(str(stage["stage"]), _stage_lines(plan, stage, weights, shown)) for stage in plan.stages]
+
+
+def _stage_lines(
+    plan: Plan, stage: Mapping[str, Any], weights: Mapping[str, list[str]], shown: dict[str, int]
+) -> list[_Line]:
+    """The rows of a stage, those inside repeated layers under the name of the layers.
+
+    `shown`: the stage in which a block's layout was printed; later ones refer to it.
+    """
+    lines = [
+        _collective_line(f"(receives {c.count} value{'s' * (c.count > 1)})", c)
+        for c in plan.collectives
+        if c.where == f"into stage {stage['stage']}"
+    ]
+    total = sum(s.get("flops", 0) for s in plan.stages)
+    repeated: dict[str, list[Mapping[str, Any]]] = {}
+    small = 0
+    for block in stage.get("blocks", ()):
+        idle = not (weights.get(block["block"]) or block.get("shared") or block.get("forward") or block.get("backward"))
+        if idle and block.get("flops", 0) < _NEGLIGIBLE * total:
+            small += block.get("flops", 0)
+        else:
+            repeated.setdefault(_layers_of(block["block"]) or block["block"], []).append(block)
+    for name, blocks in repeated.items():
+        layers = ""
+        if _layers_of(name):
+            layers = Counter(block.get("layers", "") for block in blocks).most_common(1)[0][0]
+            lines.append(_Line(f"{name}  {layers}"))
+        for block in blocks:
+            lines.append(_block_line(plan, block, layers, weights, shown.get(block["block"]), total))
+            shown.setdefault(block["block"], stage["stage"])
+    if small:
+        lines.append(_Line("(other operators)", flops=_percent(small, total)))
+    return lines
+
+
+def _block_line(
+    plan: Plan, block: Mapping[str, Any], layers: str, weights: Mapping[str, list[str]], before: int | None, total: int
+) -> _Line:
+    """The row of a block. `layers`: those of the heading above it; `before`: the stage where its layout was printed."""
+    name = block["block"] or "(model)"
+    if layers:
+        name = "  " + (name.removeprefix(_layers_of(name)).removeprefix(".") or "(itself)")
+        if block.get("layers", "") != layers:
+            name += f"\n    of {block.get('layers', '')}"
+        if "modules" in block:
+            name += f"\n    {block['modules']} modules"
+    layout = weights.get(block["block"], [])
+    if layout and before is not None:
+        layout = [f"as in stage {before}"]
+    shared = [f"{other} {_layout_text(plan, other)} (shared)" for other in block.get("shared", ())]
+    return _Line(
+        name, (*layout, *shared), _percent(block.get("flops", 0), total), _counts(block.get("forward", {})),
+        _counts(block.get("backward", {})), quantity(block["bytes"], "B") if block.get("bytes") else "",
+    )  # fmt: skip
+
+
+def _layers_of(name: str) -> str:
+    """`model.layers.*` for `model.layers.*.mlp`; "" for what is not repeated."""
+    parts = name.split(".")
+    return ".".join(parts[: parts.index("*") + 1]) if "*" in parts else ""
+
+
+def _counts(collectives: Mapping[str, int]) -> str:
+    return "\n".join(f"{count} {name}" for name, count in collectives.items())
+
+
+def _counted(row: Collective, kind: str) -> str:
+    return f"{row.count} {row.axis} {kind}" if kind else ""
+
+
+def _collective_line(name: str, row: Collective) -> _Line:
+    forward, backward = _counted(row, row.forward), _counted(row, row.backward)
+    return _Line(name, forward=forward, backward=backward, sent=quantity(row.bytes, "B"))
+
+
+def _module_lines(plan: Plan) -> list[_Line]:
+    """Modules with weights or collectives, of all stages together: for plans without blocks."""
+    moved: dict[str, list[Collective]] = {}
+    for row in plan.collectives:
+        if row.per == "microbatch":
+            moved.setdefault("" if row.where == "model" else row.where, []).append(row)
+    parents = {pattern_of(name).rpartition(".")[0] for name in plan.parameters}
+    weights = _weights_by_block(plan, parents | set(moved))
+    lines = []
+    for name in dict.fromkeys([*weights, *moved]):
+        found = moved.get(name, [])
+        forward, backward = (
+            "\n".join(filter(None, (_counted(c, getattr(c, way)) for c in found))) for way in ("forward", "backward")
+        )
+        sent = quantity(sum(c.bytes for c in found), "B") if found else ""
+        lines.append(_Line(name or "(model)", tuple(weights.get(name, ())), "", forward, backward, sent))
+    return lines
+
+
+def _step_group(plan: Plan) -> Group:
+    """What is communicated once a step."""
+    return "step", [_collective_line(f"({c.where})", c) for c in plan.collectives if c.per == "step"]
+
+
+def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
+    """`{block: ["c_attn.weight S(1; sections=3)", ...]}`: a parameter belongs to the block with the longest name above
+    it; weights of one layout share a line, replicated ones come last."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in plan.parameters:
+        pattern = pattern_of(name)
+        above = [block for block in blocks if not block or pattern.startswith(f"{block}.")]
+        block = max(above, key=len, default="")
+        own = pattern.removeprefix(f"{block}.") if block else pattern
+        if name != pattern:
+            own = f"{own} of {name.rpartition('.')[0]}"
+        found.setdefault(block, {}).setdefault(_layout_text(plan, name), []).append(own)
+    return {
+        block: [f"{', '.join(names)} {text}" for text, names in sorted(layouts.items(), key=lambda e: e[0] == "R")]
+        for block, layouts in found.items()
+    }
+
+
+def _layout_text(plan: Plan, name: str) -> str:
+    """`S(0)` on `tp`, or `dp:S(1) tp:S(0)` where a plan places parameters on other axes too."""
+    said = {axis for entry in plan.parameters.values() for axis in entry}
+    axes = [axis for axis in AXES if axis in said]
+    if axes in ([], ["tp"]):
+        return plan.placement_text(name, "tp")
+    places = [(axis, plan.placement_text(name, axis)) for axis in axes]
+    return " ".join(f"{axis}:{text}" for axis, text in places if text != "R") or "R"
+
+
+def _table(groups: Sequence[Group]) -> str:
+    """The groups under one heading, a rule between them; the layouts wrapped into the width that the rest leaves."""
+    rows = [
+        [label * (i == 0), x.block, "\n".join(x.layout), x.flops, x.forward, x.backward, x.sent]
+        for label, lines in groups
+        for i, x in enumerate(lines)
+    ]
+    widths = [
+        max(len(part) for row in (HEADINGS, *rows) for part in row[column].split("\n"))
+        for column in range(len(HEADINGS))
+    ]
+    room = WIDTH - sum(widths) - 2 * (len(widths) - 1) + widths[_LAYOUT]
+    for row in rows:
+        row[_LAYOUT] = "\n".join(_wrap_layout(row[_LAYOUT], max(room, _MIN_LAYOUT_WIDTH)))
+    widths[_LAYOUT] = max(len(part) for row in (HEADINGS, *rows) for part in row[_LAYOUT].split("\n"))
+    lines = [_text_line(HEADINGS, widths)]
+    for row in rows:
+        if row[_STAGE]:
+            lines.append("  ".join("-" * width for width in widths))
+        lines += [_text_line(parts, widths) for parts in zip_longest(*(text.split("\n") for text in row), fillvalue="")]
+    return "\n".join(lines)
+
+
+def _wrap_layout(text: str, width: int) -> list[str]:
+    """Long lists of weights go on in further lines, indented; a placement is not broken."""
+    lines = []
+    for line in text.split("\n"):
+        kept = line.replace("; sections", ";\0sections").replace(" (shared)", "\0(shared)")
+        parts = textwrap.wrap(kept, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        lines += [part.replace("\0", " ") for part in parts] or [""]
+    return lines
+
+
+def _text_line(texts: Sequence[str], widths: Sequence[int]) -> str:
+    parts = [
+        f"{text:>{width}}" if column in _RIGHT else f"{text:<{width}}"
+        for column, (text, width) in enumerate(zip(texts, widths, strict=True))
+    ]
+    return "  ".join(parts).rstrip()

@@ -1,0 +1,383 @@
+"""Plans in the words of other tools, and their words as pins.
+
+| format | what it is | says |
+|---|---|---|
+| `transformers` | `DistributedConfig(tp_plan=...)` of transformers | layouts on `tp` |
+| `parallelize_module` | the plan of `torch.distributed.tensor.parallel.parallelize_module` | layouts on `tp` |
+| `pipelining` | `split_spec` of `torch.distributed.pipelining.pipeline` | stages |
+| `megatron` | `--pipeline-model-parallel-layout` of Megatron-LM | stages |
+
+These formats name modules, not operators. What a plan says beyond that (a fused projection cut section by section, a
+cut inside a module, shards of unequal sizes) is refused with the place where it stands.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from autopart.errors import LayoutError, OptionError, StageError
+from autopart.ir.graph import parents, pattern_of
+from autopart.ir.layout import Placement, R, shard
+from autopart.plans.plan import Plan
+
+COLUMN, ROW, WHOLE = "column", "row", "whole"
+GATHERED = "gathered"
+"""A column-parallel module whose output is brought together behind it."""
+
+_STYLES = {
+    (nn.Linear, COLUMN): "colwise", (nn.Linear, GATHERED): "colwise_gather_output", (nn.Linear, ROW): "rowwise",
+    (nn.Linear, WHOLE): "replicate", (nn.Embedding, ROW): "embedding_rowwise",
+    (nn.Embedding, COLUMN): "embedding_colwise", (nn.Embedding, WHOLE): "replicate",
+}  # fmt: skip
+"""How transformers calls what happens to a module."""
+
+_WEIGHTS = {
+    "colwise": shard(0), "colwise_gather_output": shard(0), "colwise_rep": shard(0), "rowwise": shard(1),
+    "rowwise_split_input": shard(1), "rowwise_rep": shard(1), "embedding_rowwise": shard(0),
+    "embedding_colwise": shard(1), "replicate": R,
+}  # fmt: skip
+"""Where the weight of a module lies under each style of transformers."""
+
+
+def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
+    """A plan in the format of another tool: a dict, for "megatron" a string.
+
+    The plan is one that autopart made (with pins, not by an edit): what follows from its layouts is read from it.
+
+    Args:
+        to: "transformers", "parallelize_module", "pipelining" or "megatron".
+        model: the plan's model, maybe on `meta`; the first two name its modules by what they are.
+    Raises OptionError for another format; LayoutError or StageError for what a format cannot say.
+    """
+    if to not in _FORMATS:
+        raise OptionError(f"there is no format {to!r}", hint=", ".join(map(repr, _FORMATS)))
+    if to in ("pipelining", "megatron"):
+        return _FORMATS[to](plan)
+    if model is None:
+        why = "it names modules by what they are, and a plan does not know that"
+        raise OptionError(f"export({to!r}) needs the model", why=why, hint=f"plan.export({to!r}, model)")
+    return _FORMATS[to](plan, model)
+
+
+# Layouts
+
+
+def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
+    """`{module: COLUMN | GATHERED | ROW | WHOLE}` of every linear and embedding module, in the order of the model."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+    roles: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            place = Placement.parse(plan.placement_text(first[id(parameter)], "tp"))
+            _check_sayable(plan, f"{path}.{own}", module, own, tuple(parameter.shape), place)
+            if own == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
+                row = place.dim == (1 if isinstance(module, nn.Linear) else 0)
+                roles[path] = (ROW if row else COLUMN) if place.is_shard else WHOLE
+    _check_collectives(plan)
+    if any("dp" in entry for entry in plan.parameters.values()):
+        warnings.warn("the format does not say what is stored in parts over dp: fully_shard does it", stacklevel=4)
+    kept = _kept_in_shards(roles)
+    return {path: GATHERED if role == COLUMN and path not in kept else role for path, role in roles.items()}
+
+
+def _check_sayable(
+    plan: Plan, name: str, module: nn.Module, own: str, sizes: tuple[int, ...], place: Placement
+) -> None:
+    """Raises LayoutError for a stored layout that a column- or row-parallel module does not have."""
+    if not place.is_shard:
+        return
+    size, tp = sizes[place.dim], plan.mesh.get("tp", 1)
+    why = ""
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        why = f"it is of a {type(module).__name__}; the format speaks of nn.Linear and nn.Embedding"
+    elif place.sections:
+        why = "the format does not cut a fused projection section by section"
+    elif size % tp:
+        why = f"{size} is not a multiple of tp={tp}, and the format has no shards of unequal sizes"
+    if why:
+        raise LayoutError(
+            f"the format cannot say that '{pattern_of(name)}' is {place}", why=why,
+            where=plan.where("parameters", pattern_of(name)),
+            hint=f"a plan with pins={{'{pattern_of(name)}': {{'tp': 'R'}}}}",
+        )  # fmt: skip
+
+
+def _check_collectives(plan: Plan) -> None:
+    """Raises LayoutError where activations are gathered or exchanged: these formats know sums of row-parallel outputs,
+    and of the gradients of column-parallel inputs."""
+    for row in plan.collectives:
+        other = [kind for kind in (row.forward, row.backward) if kind not in ("", "all_reduce")]
+        if row.axis == "tp" and row.per == "microbatch" and other:
+            raise LayoutError(
+                f"the format cannot say the {other[0]} in {row.where}",
+                why="it knows column-parallel modules followed by row-parallel ones",
+                where=plan.where("collectives", row.where),
+                hint=f"a plan with pins={{'{row.where}': {{'tp': 'R'}}}}, or for the modules around it",
+            )  # fmt: skip
+
+
+def _kept_in_shards(roles: Mapping[str, str]) -> set[str]:
+    """The column-parallel modules whose output a row-parallel module of the same block takes in shards: the next module
+    that is not column-parallel itself."""
+    blocks: dict[str, list[str]] = defaultdict(list)
+    for path in roles:
+        blocks[_block(path)].append(path)
+    kept: set[str] = set()
+    for paths in blocks.values():
+        for i, path in enumerate(paths):
+            following = next((roles[other] for other in paths[i + 1 :] if roles[other] != COLUMN), WHOLE)
+            if roles[path] == COLUMN and following == ROW:
+                kept.add(path)
+    return kept
+
+
+def _block(path: str) -> str:
+    """The innermost numbered block of a module: `model.layers.3` for `model.layers.3.mlp.up_proj`."""
+    parts = path.split(".")
+    numbers = [i for i, part in enumerate(parts[:-1]) if part.isdigit()]
+    return ".".join(parts[: numbers[-1] + 1]) if numbers else ""
+
+
+def _by_pattern(roles: Mapping[str, str], full_names: bool) -> dict[str, str]:
+    """Roles by pattern; modules of one pattern that differ by full name, where the format has these."""
+    groups: dict[str, dict[str, str]] = defaultdict(dict)
+    for path, role in roles.items():
+        groups[pattern_of(path)][path] = role
+    found: dict[str, str] = {}
+    for pattern, members in groups.items():
+        if len(set(members.values())) == 1:
+            found[pattern] = next(iter(members.values()))
+        elif full_names:
+            found |= members
+        else:
+            raise LayoutError(
+                f"the format cannot say that modules of {pattern} differ",
+                why=", ".join(f"{path} is {role}" for path, role in members.items()),
+                hint="a plan without pins for one of them",
+            )  # fmt: skip
+    return found
+
+
+def _note_gathered(plan: Plan, roles: Mapping[str, str]) -> None:
+    gathered = [pattern for pattern, role in roles.items() if role == GATHERED]
+    if gathered:
+        warnings.warn(
+            f"the format gathers the output of {', '.join(gathered)}, where the plan computes on in shards",
+            stacklevel=4,
+        )
+
+
+def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
+    modules = _roles(plan, model)
+    roles = _by_pattern(modules, full_names=False)
+    _note_gathered(plan, roles)
+    kinds = {pattern_of(path): type(model.get_submodule(path)) for path in modules}
+    kind = {pattern: nn.Linear if issubclass(kinds[pattern], nn.Linear) else nn.Embedding for pattern in roles}
+    found = {pattern: _STYLES[kind[pattern], _gather(kind[pattern], role)] for pattern, role in roles.items()}
+    return found | {path: "replicated_with_grad_allreduce" for path in _norms_of_shards(plan, model)}
+
+
+def _gather(kind: type, role: str) -> str:
+    """An embedding cut along its width is always gathered behind."""
+    return COLUMN if kind is nn.Embedding and role == GATHERED else role
+
+
+def _to_parallelize_module(plan: Plan, model: nn.Module) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    modules = _roles(plan, model)
+    roles = _by_pattern(modules, full_names=True)
+    norms = _norms_of_shards(plan, model)
+    if norms:
+        raise LayoutError(
+            f"the format cannot say that {norms[0]} works on shards with a whole weight",
+            why="the gradient of its weight would be a part of the sum on every rank",
+            hint="export('transformers'), which has replicated_with_grad_allreduce",
+        )  # fmt: skip
+    _note_gathered(plan, roles)
+    one_of = {pattern_of(path): path for path in modules} | {path: path for path in modules}
+    found: dict[str, Any] = {}
+    for pattern, role in roles.items():
+        looks_up = isinstance(model.get_submodule(one_of[pattern]), nn.Embedding)
+        if role == ROW:
+            found[pattern] = RowwiseParallel(input_layouts=Replicate()) if looks_up else RowwiseParallel()
+        elif role in (COLUMN, GATHERED):
+            found[pattern] = ColwiseParallel() if role == COLUMN else ColwiseParallel(output_layouts=Replicate())
+    return found
+
+
+def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
+    """Patterns of modules whose parameters are whole while their operators run on shards (a norm of every head)."""
+    found: dict[str, None] = {}
+    for path, module in model.named_modules():
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        linear = isinstance(module, (nn.Linear, nn.Embedding))
+        if not own or linear or any("S" in plan.placement_text(f"{path}.{name}", "tp") for name in own):
+            continue
+        entries = [e for key, e in plan.operators.items() if key.rpartition("/")[0] in (path, pattern_of(path))]
+        if any("S(" in entry.get("tp", "") for entry in entries):
+            found[pattern_of(path)] = None
+    return list(found)
+
+
+# Stages
+
+
+def stage_modules(plan: Plan) -> list[str]:
+    """The module that every stage but the first begins with. Raises StageError for a cut inside a module."""
+    if tuple(stage["first"] for stage in plan.stages[1:]) != tuple(plan.cuts):
+        raise StageError(
+            "the stages of the plan are not those of its cuts", why="the cuts were edited", where=plan.where("cuts"),
+            hint="a plan with pins={'stages': {'cut_before': [...]}}",
+        )  # fmt: skip
+    found = []
+    for before, stage in pairwise(plan.stages):
+        first, last = map(parents, (stage["first"], before["last"]))
+        ran = {path for other in plan.stages[: stage["stage"]] for path in _blocks_of(other)}
+        begins = [path for path in first if path not in last and not any(p.startswith(f"{path}.") for p in ran)]
+        if not begins:
+            layers = pattern_of(
+                next((path for path in last if path.rpartition(".")[2].isdigit()), last[-1] if last else "")
+            )
+            raise StageError(
+                f"the format cannot say that stage {stage['stage']} begins with '{stage['first']}'",
+                why="that is inside a module, and the format cuts where modules begin",
+                where=plan.where("cuts", stage["first"]),
+                hint=f"a plan with pins={{'stages': {{'together': [['{layers}']]}}}}",
+            )  # fmt: skip
+        found.append(begins[0])
+    return found
+
+
+def _blocks_of(stage: Mapping[str, Any]) -> list[str]:
+    """The blocks that have operators in a stage, by the numbers of their layers."""
+    return [
+        block["block"].replace("*", str(number), 1)
+        for block in stage.get("blocks", ())
+        for number in _numbers(block.get("layers", "0"))
+    ]
+
+
+def _to_pipelining(plan: Plan) -> dict[str, Any]:
+    from torch.distributed.pipelining import SplitPoint
+
+    return dict.fromkeys(stage_modules(plan), SplitPoint.BEGINNING)
+
+
+def _to_megatron(plan: Plan) -> str:
+    """`Et*3|t*4L`: E the embedding, t a layer, L head and loss; stages in the order of the model, `|` between them."""
+    if plan.schedule.name in ("zbv", "dualpipev"):
+        raise StageError(
+            f"the format cannot say the schedule {plan.schedule.name}",
+            why="its stages lie on the ranks in a V, those of the format in a loop", hint="schedule='interleaved_1f1b'",
+        )  # fmt: skip
+    stacks, layers = _layers(plan)
+    if len(stacks) != 1:
+        raise StageError(
+            "the format describes one stack of layers", why=f"the model has {', '.join(sorted(stacks)) or 'none'}",
+            hint="export('pipelining')",
+        )  # fmt: skip
+    (stack,) = stacks
+    beginnings = []
+    for number, module in enumerate(stage_modules(plan), 1):
+        pattern, done = pattern_of(module), len({k for stage in plan.stages[:number] for k in layers[stage["stage"]]})
+        outside = not pattern.startswith(stack) and done in (0, _num_layers(layers))
+        if pattern != stack and not outside:
+            raise StageError(
+                f"the format cannot say that stage {number} begins with '{module}'",
+                why="it cuts between layers, behind the embedding and before the head", where=plan.where("cuts"),
+                hint=f"a plan with pins={{'stages': {{'together': [['{stack}']]}}}}",
+            )  # fmt: skip
+        beginnings.append(done if outside else int(module.rpartition(".")[2]))
+    edges = [0, *beginnings, _num_layers(layers)]
+    stages = [_times(b - a) for a, b in pairwise(edges)]
+    return f"E{'|'.join(stages)}L"
+
+
+def _times(number: int) -> str:
+    return f"t*{number}" if number > 1 else "t" * number
+
+
+def _layers(plan: Plan) -> tuple[set[str], dict[int, list[int]]]:
+    """The patterns of repeated layers, and the numbers of the layers of every stage."""
+    stacks: set[str] = set()
+    layers: dict[int, list[int]] = defaultdict(list)
+    for stage in plan.stages:
+        for block in stage.get("blocks", ()):
+            parts = block["block"].split(".")
+            if "*" in parts and "layers" in block:
+                stacks.add(".".join(parts[: parts.index("*") + 1]))
+                layers[stage["stage"]] += _numbers(block["layers"])
+    return stacks, layers
+
+
+def _num_layers(layers: Mapping[int, list[int]]) -> int:
+    return max(number for numbers in layers.values() for number in numbers) + 1
+
+
+def _numbers(text: str) -> list[int]:
+    """`[0, 1, 2, 5]` for "0-2,5"."""
+    runs = [part.split("-") for part in text.split(",")]
+    return [number for run in runs for number in range(int(run[0]), int(run[-1]) + 1)]
+
+
+_FORMATS: dict[str, Callable[..., Any]] = {
+    "transformers": _to_transformers, "parallelize_module": _to_parallelize_module, "pipelining": _to_pipelining,
+    "megatron": _to_megatron,
+}  # fmt: skip
+
+
+# Pins
+
+
+def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """What another tool's plan fixes, as `pins=`: transformers' `tp_plan`, the dict of `parallelize_module`, or the
+    `split_spec` of `pipeline`.
+
+    Args:
+        given: `{module or pattern: style}`, of one of the three.
+        model: the model whose modules it names; maybe on `meta`.
+    Raises OptionError for a style that says more than where weights lie.
+
+    Example:
+        >>> pins = autopart.pins_from(model.tp_plan, model)                                # doctest: +SKIP
+        >>> plan = autopart.plan(model, "dp2,tp4", example_kwargs=batch, pins=pins)        # doctest: +SKIP
+    """
+    cuts, pins = [], {}
+    for name, style in given.items():
+        if type(style).__name__ == "SplitPoint":
+            if style.name != "BEGINNING":
+                why = "a pin says where a stage begins"
+                raise OptionError(
+                    f"'{name}' has {style}", why=why, hint="SplitPoint.BEGINNING of the module that follows"
+                )
+            cuts.append(name)
+            continue
+        place = _WEIGHTS.get(style) if isinstance(style, str) else _place_of_style(name, style, model)
+        if place is None:
+            known = ", ".join(_WEIGHTS)
+            raise OptionError(
+                f"'{name}' has the style {style!r}", why="it says more than where a weight lies", hint=known
+            )
+        pins[f"{name}.weight"] = {"tp": str(place)}
+    return {**pins, **({"stages": {"cut_before": cuts}} if cuts else {})}
+
+
+def _place_of_style(name: str, style: Any, model: nn.Module) -> Placement | None:
+    """Where `parallelize_module` puts the weight of a module: rows of an embedding are its dim 0."""
+    kind = type(style).__name__
+    module = next((m for path, m in model.named_modules() if name in (path, pattern_of(path))), None)
+    if module is None:
+        raise OptionError(f"'{name}' is no module of the model", hint="a name or pattern of model.named_modules()")
+    if kind not in ("ColwiseParallel", "RowwiseParallel") or not isinstance(module, (nn.Linear, nn.Embedding)):
+        return None
+    return shard(int((kind == "RowwiseParallel") == isinstance(module, nn.Linear)))

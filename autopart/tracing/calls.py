@@ -1,0 +1,135 @@
+"""Which calls are the same call, so that one trace serves them all."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from autopart.compat import tree_flatten
+from autopart.ir.graph import DTYPE_NAMES
+from autopart.tracing.eager_semantics import ambient_autocast
+from autopart.tracing.trace import Call
+
+MAX_CALLS = 32
+"""How many calls of other shapes or options are kept traced; the one not used for longest is dropped first."""
+
+MANY_CALLS = 8
+"""How many are traced before a warning says what that costs."""
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, types.EllipsisType)
+
+Made = TypeVar("Made")
+
+
+class Recent(Generic[Made]):
+    """A dictionary that keeps the `size` entries used last.
+
+    >>> recent = Recent(2)
+    >>> for key in "abac": recent.get(key, key.upper)
+    'A'
+    'B'
+    'A'
+    'C'
+    >>> "b" in recent
+    False
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._entries: OrderedDict[Hashable, Made] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """The entry of a key, made now where there is none."""
+        if key not in self._entries:
+            made = make()
+            while len(self._entries) >= self.size:
+                self._entries.popitem(last=False)
+            self._entries[key] = made
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+class _Same:
+    """Stands for an object that is only ever equal to itself, and keeps it alive so that its id stays its own."""
+
+    def __init__(self, thing: object):
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+def call_key(arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None) -> Hashable:
+    """What a trace depends on: inputs by name, shape, dtype and need of a gradient, options, autocast, mode and loss.
+
+    `call` is `arguments` flattened.
+    """
+    tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in call.tensors)
+    options = tuple((name, _value_key(option)) for name, option in call.options.items())
+    options += tuple((kind, ambient_autocast(kind)) for kind in ("cpu", "cuda"))
+    return training, _function_key(loss_fn), str(tree_flatten(dict(arguments))[1]), tensors, options
+
+
+def _value_key(value: Any) -> Hashable:
+    """Equal for values that a trace cannot tell apart; what is not plain data is only equal to itself."""
+    if isinstance(value, _PLAIN):
+        return type(value), value  # 1 == True == 1.0, but a trace tells them apart
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_value_key, value))
+    return _Same(value)
+
+
+def _function_key(function: Callable[..., Any] | None) -> Hashable:
+    """A lambda or local function made anew in every step has the code, defaults and closure of the one before."""
+    if not isinstance(function, types.FunctionType):
+        return _value_key(function)
+    try:
+        closure = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a variable that is not set yet
+        return _Same(function)
+    inside = (*closure, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return function.__code__, _Same(function.__globals__), _value_key(inside)
+
+
+def format_call(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:
+    """`input_ids i64[8,12], labels i64[8,12]`."""
+    return ", ".join(
+        f"{name} {DTYPE_NAMES.get(t.dtype, t.dtype)}[{','.join(map(str, t.shape))}]"
+        for name, t in zip(names, tensors, strict=True)
+    )
+
+
+def warn_of_many(number: int, seconds: float) -> None:
+    """Warn once, when so many calls have been traced that something is probably not as meant."""
+    if number == MANY_CALLS:
+        warnings.warn(
+            f"autopart has traced {number} calls that differ in shapes, options or loss function; each new one takes "
+            f"about {seconds:.1f} s, and {MAX_CALLS} are kept. Pad sequences to a few lengths, and pass the same "
+            "loss_fn object.", stacklevel=2,
+        )  # fmt: skip
+
+
+def warn_of_copies(rows: int, num_ranks: int) -> None:
+    """Warn that data parallelism does nothing for a batch."""
+    warnings.warn(
+        f"a batch of {rows} rows does not divide over dp={num_ranks}: every rank of dp computes all of it, which is "
+        f"exact and no faster than one. Use batches of a multiple of {num_ranks} rows (DataLoader: drop_last=True).",
+        stacklevel=2,
+    )

@@ -1,0 +1,261 @@
+"""What `torch.export` forgets of how a model's Python runs, written into the trace while it runs.
+
+Export marks `torch.no_grad()` regions, but loses the marks inside autocast regions and where writes in place are made
+functional; and it cannot trace through `.data`. `EagerSemantics` writes both as `detach`, which stays.
+
+`traceable` lets the few modules of torch that cannot be traced run as code that can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopart.compat import BatchNorm, InstanceNorm, redirected_functions, tree_flatten, tree_map
+from autopart.tracing.functions import apply_as_operator
+from autopart.tracing.known_values import UNKNOWN, KnownValues
+from autopart.tracing.trace_errors import Lost
+
+_ASKING = frozenset(
+    {"item", "tolist", "numpy", "nonzero", "unique", "masked_select"}
+    | {"__bool__", "__int__", "__float__", "__index__", "__getitem__", "__iter__", "__len__"}
+)
+"""What gives Python the values of a tensor, or as many as these decide."""
+_TENSOR: Any = Tensor
+_OF_METADATA = frozenset(
+    getattr(_TENSOR, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_quantized", "is_nested", "is_meta")
+) | {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.storage_offset, Tensor.is_floating_point}
+"""What reads nothing that depends on the grad mode, and gives no tensor."""
+_DATA: Any = Tensor.data
+_GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+_SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
+
+
+class EagerSemantics(TorchFunctionMode):
+    """While the forward runs (`in_forward`): what is read without grad mode, or through `.data`, carries no gradient.
+
+    Raises TraceError for what a trace of the forward would lose: hooks on tensors, and writes in place without grad
+    mode to a value that has a gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_forward = False  # what torch does around it asks for much, and none of it is the model's
+        self.origins = WeakIdKeyDictionary()  # {tensor: the inputs and module outputs that it is made of}
+        self.asked = ""  # what the tensor is made of whose values Python asked for last
+        self.data = WeakIdKeyDictionary()  # what `.data` gave
+        self.known = KnownValues()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if not self.in_forward or func in _OF_METADATA:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        answer = self.known.answer((func, args, kwargs), tensors)
+        if answer is not UNKNOWN:
+            return answer
+        names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
+        if getattr(func, "__name__", "") in _ASKING:
+            self.asked = " and ".join(names)
+        output = self._run(TRACEABLE.get(func, func), args, kwargs)
+        self.known.note((func, args, kwargs), tensors, output)
+        for leaf in tree_flatten(output)[0] if names else ():
+            if isinstance(leaf, Tensor):
+                self.origins[leaf] = names
+        return output
+
+    def named(self, value: Any, name: str) -> None:
+        """Note what the tensors in a value are called in errors."""
+        for leaf in tree_flatten(value)[0]:
+            if isinstance(leaf, Tensor):
+                self.origins[leaf] = (name,)
+
+    def _run(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func == _GET_DATA:
+            alias = args[0].detach()
+            self.data[alias] = None
+            return alias
+        if func == Tensor.register_hook and args[0].requires_grad:
+            raise Lost(
+                "a tensor has a hook on its gradient",
+                "only the forward is traced; gradients are computed without hooks",
+                "the same change of the gradient by operations in forward()",
+            )
+        if func == Tensor.detach_ and args[0].requires_grad:
+            raise Lost("detach_() cuts a tensor off in place", "a trace loses that: what was made of it before would "
+                       "keep its gradient", "x = x.detach()")  # fmt: skip
+        if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
+            _check_unchanged(args[0], *args[1:], **kwargs)
+        if func == _SET_DATA:
+            return args[0].detach().copy_(args[1].detach())
+        written = _written(func, args, kwargs)
+        if written:
+            self.known.forget()
+        if torch.is_grad_enabled() and not any(t in self.data for t in written):
+            return func(*args, **kwargs)
+        for target in written:
+            if target.requires_grad and not target.is_leaf:
+                raise Lost(
+                    f"{func.__name__} writes in place to a value that has a gradient, without grad mode",
+                    "its gradient would be that of the value before",
+                    f"{func.__name__.rstrip('_')} in grad mode, or on value.detach().clone()",
+                )
+        args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
+    """Raises Lost where a parameter begins or ceases to need a gradient."""
+    if parameter.requires_grad != requires_grad:
+        raise Lost(
+            f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
+            "a program has one answer for the whole call: whether it needs a gradient",
+            "requires_grad_() outside of forward(), or weight.detach() in it",
+        )  # fmt: skip
+
+
+def _written(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to in place."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    found = [*(args[:1] if in_place else ()), kwargs.get("out")]
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+def _detached(leaf: Any, written: list[Tensor]) -> Any:
+    keeps = not isinstance(leaf, Tensor) or not leaf.requires_grad or any(leaf is t for t in written)
+    return leaf if keeps else leaf.detach()
+
+
+@contextmanager
+def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -> Iterator[None]:
+    """Inside, norms of the model that cannot be traced have another forward, which computes the same.
+
+    A SyncBatchNorm is a plain one: in a trace the batch is the global batch already. A user's autograd.Function is one
+    operator (`apply`: of torch's own `apply`, the class, args and kwargs). A cast of a module to the dtype that it has
+    is nothing.
+    """
+    changed: list[nn.Module] = []
+    for module in model.modules():
+        if not isinstance(module, (BatchNorm, InstanceNorm)) or "forward" in vars(module):
+            continue
+        tracks = module.training and module.track_running_stats
+        if tracks and isinstance(module, InstanceNorm):
+            vars(module)["forward"] = partial(_tracking_instance_norm, module)
+        elif tracks and module.momentum is None:
+            vars(module)["forward"] = partial(_cumulative_batch_norm, module)
+        elif isinstance(module, nn.SyncBatchNorm):
+            vars(module)["forward"] = partial(BatchNorm.forward, module)
+        else:
+            continue
+        changed.append(module)
+    to = nn.Module.to
+    setattr(nn.Module, "to", lambda module, *args, **kwargs: _to(to, module, *args, **kwargs))  # noqa: B010
+    try:
+        with redirected_functions(apply):
+            yield
+    finally:
+        setattr(nn.Module, "to", to)  # noqa: B010
+        for module in changed:
+            del vars(module)["forward"]
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Outside of any `torch.autocast`: what it does is in a trace already."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`module.to(dtype)` in a forward: nothing where it has that dtype; export could not replace its parameters."""
+    given = [*args, *kwargs.values()]
+    floats = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() or t.is_complex()]
+    if len(given) == 1 and isinstance(given[0], torch.dtype) and all(t.dtype == given[0] for t in floats):
+        return module
+    return to(module, *args, **kwargs)
+
+
+def ambient_autocast(device_type: str) -> torch.dtype | None:
+    """What `torch.autocast` casts to here; None outside of it."""
+    for kind in dict.fromkeys((device_type, "cuda")):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+    return None
+
+
+def _cumulative_batch_norm(module: Any, source: Tensor) -> Tensor:
+    """Batch norm whose running statistics are the mean over all batches so far: torch reads the number of batches as a
+    Python number there."""
+    module._check_input_dim(source)
+    module.num_batches_tracked.add_(1)
+    dims = [dim for dim in range(source.ndim) if dim != 1]
+    _move_statistics(module, source, dims, module.num_batches_tracked.to(module.running_mean.dtype).reciprocal())
+    return F.batch_norm(source, None, None, module.weight, module.bias, True, 0.0, module.eps)
+
+
+def _tracking_instance_norm(module: Any, source: Tensor) -> Tensor:
+    """Instance norm that moves its running statistics: torch hides that in an operator that looks functional."""
+    module._check_input_dim(source)
+    if source.dim() == module._get_no_batch_dim():
+        return _tracking_instance_norm(module, source.unsqueeze(0)).squeeze(0)
+    _move_statistics(module, source, list(range(2, source.ndim)), module.momentum or 0.0)
+    return F.instance_norm(source, None, None, module.weight, module.bias, True, 0.0, module.eps)
+
+
+@torch.no_grad()
+def _move_statistics(module: Any, source: Tensor, dims: list[int], share: Any) -> None:
+    """Running mean and unbiased variance over `dims` (and then over rows), towards those of this batch by `share`."""
+    rows = source.to(module.running_mean.dtype)
+    mean = rows.mean(dims, keepdim=True)
+    var = (rows - mean).square().sum(dims, keepdim=True) / (math.prod(rows.shape[dim] for dim in dims) - 1)
+    for running, new in ((module.running_mean, mean), (module.running_var, var)):
+        running.copy_((1 - share) * running + share * new.reshape(-1, len(running)).mean(0))
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Bags of one size as rows of a table, summed: torch's own operator hides which rows belong to which bag."""
+    if input.ndim != 2 or max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean"):
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    rows = F.embedding(input, weight)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1)
+    counts = input != padding_idx % len(weight)
+    total = (rows * counts.unsqueeze(-1)).sum(1)
+    return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
+
+
+TRACEABLE: Mapping[Any, Callable[..., Any]] = {F.embedding_bag: _embedding_bag}
+"""Functions that a trace takes in another form."""

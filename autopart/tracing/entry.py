@@ -1,0 +1,131 @@
+"""How a model is called for a trace: with its tensors alone, whatever else its call and its outputs are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import CheckpointFunction
+
+from autopart.compat import tree_flatten, tree_unflatten
+from autopart.errors import TraceError
+from autopart.tracing.checkpoints import OwnCheckpoints
+from autopart.tracing.eager_semantics import EagerSemantics
+from autopart.tracing.functions import apply_as_operator
+from autopart.tracing.python_state import PythonState
+
+PREFIX = "model."
+"""Before the names of the model's own parameters and modules in what `Entry` gives."""
+
+
+class Entry(nn.Module):
+    """A model with everything but the tensors of one call fixed: options may be of any type.
+
+    Its inputs are called as in `tensor_names`; its outputs are the model's. `autocast`: what it was
+    called in. `state`: what forward did besides.
+    """
+
+    def __init__(
+        self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], autocast: torch.autocast | None
+    ):
+        super().__init__()
+        self.autocast = autocast or nullcontext()
+        self.model, self.state, self.semantics = model, PythonState(model), EagerSemantics()
+        self.checkpoints = OwnCheckpoints(model)
+        leaves, self.spec = tree_flatten(dict(arguments))
+        self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        self.tensor_names: list[str] = []
+        for name in names:  # `pair.0` is no name for an argument
+            plain = name.replace(".", "_")
+            self.tensor_names.append(plain if plain not in self.tensor_names else f"{plain}_{len(self.tensor_names)}")
+
+    def apply_function(self, apply: Any, function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What `function.apply(*args, **kwargs)` is in a trace, for torch's own `apply`."""
+        if function is CheckpointFunction:
+            return self.checkpoints.apply(apply, function, args, kwargs)
+        return apply_as_operator(apply, function, args, kwargs)
+
+    def forward(self, **tensors: Tensor) -> Any:
+        for name, tensor in tensors.items():
+            self.semantics.named(tensor, f"the input {name}")
+        given = iter([tensors[name] for name in self.tensor_names])
+        pairs = zip(self.options, self.is_tensor, strict=True)
+        leaves = [next(given) if is_tensor else option for option, is_tensor in pairs]
+        before = [(module, dict(module._buffers)) for module in self.model.modules()]
+        paths = {module: f"the output of {path}" for path, module in self.model.named_modules() if path}
+
+        def name_output(module: nn.Module, args: Any, output: Any) -> None:
+            if module in paths:
+                self.semantics.named(output, paths[module])
+
+        self.semantics.in_forward = True
+        try:
+            with self.state, self.autocast, self.checkpoints.watching(), register_module_forward_hook(name_output):
+                output = call(self.model, tree_unflatten(leaves, self.spec))
+        except BaseException:
+            for module, buffers in before:
+                module._buffers.update(buffers)
+            raise
+        finally:
+            self.semantics.in_forward = False
+        for module, buffers in before:
+            _write_assigned(module, buffers)
+        register_dataclasses(output)
+        return output
+
+
+def _write_assigned(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
+    """Write what forward assigned to a buffer's name into the buffer: a trace sees writes, and no assignments."""
+    for name, buffer in before.items():
+        new = module._buffers.get(name)
+        if new is buffer:
+            continue
+        if buffer is None or new is None or new.shape != buffer.shape:
+            was, now = ("None" if b is None else f"of shape {list(b.shape)}" for b in (buffer, new))
+            raise TraceError(
+                f"{type(module).__name__} gives its buffer '{name}' another shape in its forward",
+                why=f"it was {was}, and is {now}",
+                hint="a buffer of the largest shape from the start, written in part",
+            )
+        with torch.no_grad():
+            buffer.copy_(new)
+        module._buffers[name] = buffer
+
+
+def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    """Call a model with its arguments by name, as `bind_call` gives them; by position where they have to be."""
+    signature = inspect.signature(model.forward).parameters
+    kinds = {name: parameter.kind for name, parameter in signature.items()}
+    rest = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL), None)
+    by_position: list[Any] = []
+    by_name = dict(arguments)
+    for name, kind in kinds.items():
+        before_rest = kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and rest in arguments
+        if name in by_name and (kind is inspect.Parameter.POSITIONAL_ONLY or before_rest):
+            by_position.append(by_name.pop(name))
+    by_position += by_name.pop(rest, ()) if rest is not None else ()
+    return model(*by_position, **by_name)
+
+
+def register_dataclasses(value: Any) -> None:
+    """Let torch look into the dataclasses in a value that hold tensors, as into tuples and dicts.
+
+    What is registered already stays as it is.
+    """
+    for leaf in tree_flatten(value)[0]:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            continue
+        fields = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+        register_dataclasses(fields)
+        if any(isinstance(part, Tensor) for part in tree_flatten(fields)[0]):
+            kind = type(leaf)
+            torch.export.register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+            return register_dataclasses(value)
+    return None

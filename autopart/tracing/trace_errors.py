@@ -1,0 +1,145 @@
+"""Why a model cannot be traced, in its author's terms: which line, in which module, by which value, and what to do."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autopart.errors import TraceError
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+
+
+class Lost(Exception):
+    """Something in a forward that a trace would lose: told with the line that was being run."""
+
+    def __init__(self, what: str, why: str, hint: str):
+        super().__init__(what)
+        self.what, self.why, self.hint = what, why, hint
+
+
+class _Kind(NamedTuple):
+    """What torch says (a regular expression), and what it means."""
+
+    pattern: str
+    why: str
+    hint: str
+
+
+_KINDS = (
+    _Kind(r"\.numpy\(\) is not supported|can't convert .* to numpy",
+          "numpy computes outside of the graph", "the same in torch operations, or before the call"),
+    _Kind(r"a leaf Variable that requires grad is being used in an in-place|a view of a leaf Variable that requires",
+          "a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
+    _Kind(r"fake tensor in the exported program constant's list",
+          "the forward differentiates inside (autograd.grad, backward), or reads a tensor that it made before",
+          "the gradient outside of the model, or written as operations"),
+    _Kind(r"Constant (?:model\.)?(?P<name>\S+) is mutated in the forward",
+          "the tensor '{name}' is written and is no buffer", "register_buffer('{name}', ...)"),
+    _Kind(r"Please convert all Tensors to FakeTensors first",
+          "an autograd.Function reads a tensor that is not among its arguments",
+          "that tensor as an argument of apply()"),
+    _Kind(r"[Hh]igher.order op",
+          "torch.cond, while_loop and the like hold parts of the model that cannot be cut",
+          "torch.where and plain operations, or parallelize the modules inside"),
+    _Kind(r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
+          "it returns a {name}, in which autopart cannot look for tensors",
+          "return its tensors (of a cache: use_cache=False), or torch.utils._pytree.register_pytree_node"),
+)  # fmt: skip
+
+
+def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceError:
+    """What to tell the user. `origin`: what the last value is made of that Python asked for."""
+    name = type(model).__name__
+    frame, line = _innermost(error)
+    where = _where(frame, line, model)
+    if isinstance(error, Lost):
+        return TraceError(error.what, why=error.why, where=where, hint=error.hint)
+    text = str(error).strip()
+    if "DataDependent" in type(error).__name__ or "data-dependent" in text:
+        why = "this line decides what to run by the values in a tensor, which a graph cannot hold" + _from(origin)
+        return TraceError(f"{name} cannot be traced", why=why, where=where,
+                          hint=_data_dependent_hint(frame, model))  # fmt: skip
+    if "DynamicOutputShape" in type(error).__name__:
+        return shape_by_values(model, text.removeprefix("aten."), where, _module_path(frame, model), origin)
+    for kind in _KINDS:
+        found = re.search(kind.pattern, text)
+        if found:
+            why, hint = (part.format(**found.groupdict()) for part in (kind.why, kind.hint))
+            return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)
+    first_line = text.splitlines()[0][:300] if text else ""
+    why = f"{type(error).__name__}: {first_line}".rstrip(": ")
+    if where:
+        what = f"{name} fails in its own forward, or in its trace"
+        hint = "call the model itself with this example; where it works, plain operations here"
+        return TraceError(what, why=why, where=where, hint=hint)
+    hint = "torch.export.export(model, args, kwargs, strict=False) shows the same failure in full"
+    return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)
+
+
+def shape_by_values(model: nn.Module, operator: str, where: str, path: str, origin: str) -> TraceError:
+    """An operator whose output's shape depends on the values in a tensor."""
+    return TraceError(
+        f"{type(model).__name__} cannot be traced",
+        why=f"how much {operator} gives depends on the values in a tensor" + _from(origin),
+        where=where,
+        hint="a mask in place of a selection: torch.where(mask, x, 0); or " + _both_sides(path, model),
+    )
+
+
+def _from(origin: str) -> str:
+    return f"; they come from {origin}" if origin else ""
+
+
+def _both_sides(path: str, model: nn.Module) -> str:
+    """What stays possible: the modules before and after the line on their own, the first of them as an example."""
+    inside = model.get_submodule(path).named_children()
+    part = next((name for name, child in inside if any(True for _ in child.parameters())), "")
+    full = ".".join(filter(None, (path, part))) or "encoder"
+    spelt = re.sub(r"\.(\d+)", r"[\1]", f"model.{full}")
+    return f"parallelize the modules on either side of it, e.g. parallelize({spelt}, mesh)"
+
+
+def _data_dependent_hint(frame: FrameType | None, model: nn.Module) -> str:
+    path = _module_path(frame, model)
+    file = frame.f_code.co_filename if frame is not None else ""
+    if "/transformers/" in file and "experts" in path:
+        return 'experts_implementation="batched_mm" or "grouped_mm" when the model is made'
+    if "/transformers/" in file and "attn" in path:
+        return 'attn_implementation="sdpa" when the model is made'
+    return f"torch.where(condition, a, b); or the decision outside of forward(); or {_both_sides(path, model)}"
+
+
+def _innermost(error: Exception) -> tuple[FrameType | None, int]:
+    """The innermost frame below the model's entry that is neither torch's nor autopart's, and its line."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    entry = str(Path(__file__).with_name("entry.py"))
+    start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename == entry), len(frames))
+    own = [f for f in frames[start:] if not f[0].f_code.co_filename.startswith(_NOT_THE_USERS)]
+    return own[-1] if own else (None, 0)
+
+
+def _where(frame: FrameType | None, line: int, model: nn.Module) -> str:
+    if frame is None:
+        return ""
+    file, path = frame.f_code.co_filename, _module_path(frame, model)
+    return f"{file}:{line}: {linecache.getline(file, line).strip()}" + (f" ({path})" if path else "")
+
+
+def _module_path(frame: FrameType | None, model: nn.Module) -> str:
+    """The path of the module whose code runs in a frame, or around it."""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            names: Iterator[Any] = model.named_modules()
+            return next((name for name, other in names if other is module), "")
+        frame = frame.f_back
+    return ""

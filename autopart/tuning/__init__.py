@@ -1,0 +1,1 @@
+"""The choice between plans, and the measurements that it stands on."""

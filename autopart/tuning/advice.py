@@ -1,0 +1,40 @@
+"""What would make a plan fit that needs more memory than its hardware has: other settings, each counted anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopart.compiler import estimator, left_open
+from autopart.cost.fit import quick_ways, what_helps
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
+from autopart.passes.decide import decode
+from autopart.passes.reasons import Reasons
+from autopart.plan_figures import Draft
+from autopart.plans.headline import ADVICE, fits, quantity
+from autopart.plans.plan import Plan
+from autopart.tracing.trace import Trace
+
+
+def advised(plan: Plan, trace: Trace, options: Options) -> Plan:
+    """A plan that was just made, with a note of what would make it fit where it does not.
+
+    At most `cost.fit.TRIES` other settings are drafted, always the same ones, so that every process writes the same.
+    """
+    reasons = plan.reasons
+    if fits(plan) is not False or not isinstance(reasons, Reasons):
+        return plan
+    mesh = plan.mesh_object()
+    draft = Draft(plan.schedule, decode(trace, plan, mesh), reasons.program, reasons.solved, ())
+    asked = replace(options, recompute=plan.recompute)
+    needed, capacity = max(row["total"] for row in plan.memory), int(plan.cost["device_memory_bytes"])
+    found = what_helps(quick_ways(mesh, left_open(asked)), needed, capacity, estimator(trace, mesh, asked, draft))
+    said = "; ".join([*found, _otherwise(mesh, capacity)])
+    return replace(plan, notes=(*plan.notes, f"{ADVICE}{said}"))
+
+
+def _otherwise(mesh: Mesh, capacity: int) -> str:
+    size = quantity(capacity, "B").replace(" ", "")
+    return (
+        f"memory='{size}' plans what fits on {mesh}, or says why nothing does; autopart search looks for other meshes"
+    )

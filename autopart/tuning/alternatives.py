@@ -1,0 +1,95 @@
+"""Why a found configuration is on the list, and why those that everybody knows lose to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from autopart.errors import AutopartError
+from autopart.plans.headline import quantity
+
+if TYPE_CHECKING:
+    from autopart.tuning.search import Candidate, Space
+
+TELLS = 0.001
+"""A share of the step's time under which a difference is not told."""
+
+SAME = 1.005
+"""Times the step of the best from which another takes longer: both are estimates."""
+
+
+def famous(node: int) -> dict[str, Callable[[Candidate], bool]]:
+    """The configurations that everybody knows, by name, and whether a candidate is one; `node`: devices in a node."""
+    return {
+        "data parallelism alone (DDP)": lambda c: _is(c, "dp") and c.zero == 0,
+        "data parallelism with parameters in parts (ZeRO-3, FSDP)": lambda c: _is(c, "dp") and c.zero == 3,
+        "tensor parallelism in a node, data parallelism over nodes": lambda c: (
+            c.mesh.size("tp") == node and c.mesh.size("pp") == 1
+        ),
+        "tensor parallelism in a node, 1F1B over nodes (Megatron-LM)": lambda c: (
+            c.mesh.size("tp") == node and c.schedule.name == "1f1b" and c.zero == 0
+        ),
+        "a pipeline alone": lambda c: _is(c, "pp"),
+    }
+
+
+def _is(candidate: Candidate, axis: str) -> bool:
+    """Whether its mesh has one axis alone."""
+    return candidate.mesh.size(axis) == candidate.mesh.num_ranks > 1
+
+
+def why_others_lose(space: Space, devices: int, best: Candidate, memory: float) -> Iterator[str]:
+    """A line for each famous configuration: how much more time it takes and on what, or memory than there is."""
+    swept = space.sweep(devices)
+    for name, is_one in famous(space.hardware.devices_per_node).items():
+        family = [candidate for candidate in swept if is_one(candidate)]
+        if not family or is_one(best):
+            continue
+        fits = [candidate for candidate in family if candidate.memory_bytes <= memory]
+        if not fits:
+            least = min(candidate.memory_bytes for candidate in family)
+            yield f"{name} needs {quantity(least, 'B')} a rank of {quantity(memory, 'B')}"
+            continue
+        try:
+            other = space.simulated(fits[0])
+        except AutopartError:  # too few places to cut
+            continue
+        times = other.step_time_s / best.step_time_s
+        longer = f"{times:.2f} x the time" if times >= SAME else "about the same time"
+        yield f"{name} takes {longer}{_on_what(other, best)}: {other}"
+
+
+def _on_what(other: Candidate, best: Candidate) -> str:
+    """What of a step takes longer in one than in the other, the most first."""
+    if other.simulation is None or best.simulation is None:
+        return ""
+    mine, theirs = best.simulation.parts, other.simulation.parts
+    more = {kind: seconds - mine.get(kind, 0.0) for kind, seconds in theirs.items()}
+    longest = sorted(more, key=lambda kind: -more[kind])[:2]
+    said = [f"+{quantity(more[kind], 's')} {kind}" for kind in longest if more[kind] > TELLS * best.step_time_s]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def reasons(found: Sequence[Candidate]) -> list[str]:
+    """Beside each of a Pareto list, fastest first, why it is there."""
+    if not found:
+        return []
+    lines = ["the fastest that fits"]
+    for before, candidate in pairwise(found):
+        time = 100 * (candidate.step_time_s / before.step_time_s - 1)
+        memory = 100 * (1 - candidate.memory_bytes / before.memory_bytes)
+        changed = [
+            f"{name}={value}" for name, value in _settings(candidate).items() if _settings(before)[name] != value
+        ]
+        lines.append(f"{memory:.0f} % less memory for {time:.1f} % more time, with {', '.join(changed)}")
+    return lines
+
+
+def _settings(candidate: Candidate) -> dict[str, object]:
+    schedule = candidate.schedule
+    return {
+        "mesh": candidate.mesh, "microbatches": schedule.microbatches, "schedule": schedule.name,
+        "virtual_stages": schedule.virtual_stages, "sequence_parallel": candidate.sequence_parallel,
+        "recompute": candidate.recompute, "zero": candidate.zero,
+    }  # fmt: skip

@@ -1,0 +1,157 @@
+"""The search for choices block by block: what each computes again, how it is stored over `dp`, where stages begin."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from torch import nn
+
+from autopart.cost.hardware import DEFAULT
+from autopart.cost.memory import parse_size
+from autopart.cost.methods import Found, Method, solve
+from autopart.cost.per_block import Blocks, Option
+from autopart.cost.simulate import Simulation
+from autopart.cost.table import Setting
+from autopart.errors import OptionError
+from autopart.ir.mesh import Mesh
+from autopart.ir.recomputation import Recompute, Word
+from autopart.ir.schedules import schedule_for
+from autopart.plans.headline import quantity
+from autopart.plans.plan import Schedule
+from autopart.tuning.search import Space, space_of
+
+
+@dataclass(frozen=True)
+class BlockSearch:
+    """What was chosen, and its step as simulated from the tables of the search; the plan made of it has its own.
+    `found`: what the method says of it."""
+
+    blocks: Blocks = field(repr=False)
+    found: Found
+    simulation: Simulation = field(repr=False)
+    sequence_parallel: bool
+
+    @property
+    def chosen(self) -> dict[str, Option]:
+        """By the names of the blocks."""
+        options = self.found.choice.options
+        return {block.name: self.blocks.options[i] for block, i in zip(self.blocks.blocks, options, strict=True)}
+
+    @property
+    def recompute(self) -> Recompute:
+        words = {name: option.recompute for name, option in self.chosen.items()}
+        ((usual, _),) = Counter(words.values()).most_common(1)
+        others = {name: word for name, word in words.items() if word != usual}
+        return {**others, **{f"{block.path}.*": usual for block in self.blocks.blocks}} if others else usual
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        """What stays whole where the rest is cut over `dp`, and the blocks that stages begin with."""
+        pins: dict[str, Any] = {}
+        if self._is_cut:
+            whole = [] if self.blocks.outside_cut else self.blocks.outside_matrices
+            whole += [name for name, option in self.chosen.items() if not option.cut]
+            pins |= {name: {"dp": "R"} for name in whole}
+        begins = [self.blocks.blocks[i].name for i in self.found.choice.begins]
+        return pins | ({"stages": {"cut_before": begins}} if begins else {})
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.blocks.outside_cut or any(option.cut for option in self.chosen.values())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `autopart.plan` and `parallelize` that ask for it."""
+        mesh, schedule = self.blocks.setting.mesh, self.blocks.setting.schedule
+        found: dict[str, Any] = {"microbatches": schedule.microbatches, "recompute": self.recompute, "pins": self.pins}
+        found |= {"schedule": schedule.name} if schedule.name is not None else {}
+        found |= {"sequence_parallel": self.sequence_parallel} if mesh.size("tp") > 1 else {}
+        return found | ({"zero": 3 if self._is_cut else 0} if mesh.size("dp") > 1 else {})
+
+    @property
+    def step_time_s(self) -> float:
+        return self.simulation.step_time_s
+
+    @property
+    def memory_bytes(self) -> int:
+        return max(self.simulation.peak_memory_bytes)
+
+    def __str__(self) -> str:
+        options = self.chosen.values()
+        words = Counter(option.recompute for option in options)
+        begins = self.pins.get("stages", {}).get("cut_before", ())
+        parts = [
+            f"about {quantity(self.step_time_s, 's')} a step, about {quantity(self.memory_bytes, 'B')} a rank",
+            f"recompute of {', '.join(f'{number} blocks {word}' for word, number in words.items())}",
+            f"{sum(option.cut for option in options)} of {len(options)} blocks cut over dp",
+        ]
+        parts += [f"stages begin with {', '.join(begins)}"] * bool(begins)
+        return "; ".join(parts)
+
+
+def search_blocks(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    schedule: str | None = None,
+    microbatches: int | None = None,
+    sequence_parallel: bool = True,
+    zero: int = 0,
+    hardware: str = DEFAULT,
+    global_batch: int | None = None,
+    memory: int | str | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    method: Method = "dynamic_programming",
+    seed: int = 0,
+    budget: int | None = None,
+) -> BlockSearch:
+    """The fastest step that fits, chosen block by block: what each computes again, whether its weights are cut over
+    `dp`, and before which blocks stages are cut.
+
+    Args:
+        model: may be on `meta`.
+        mesh: as `plan`.
+        schedule: "1f1b" or "gpipe", for a mesh with `pp`.
+        microbatches: None: as many as divide the batch, up to four a stage.
+        sequence_parallel: for a mesh with `tp`.
+        zero: 3: what is in no block (embeddings, the head) is cut over `dp` too.
+        hardware, global_batch, memory, example_kwargs: as `search`.
+        method, seed, budget: one of `autopart.cost.methods`, which says what the budget is.
+    Returns:
+        The choice: `autopart.plan(model, mesh, example_kwargs=..., **found.options)` is its plan.
+    Raises:
+        MemoryLimitError where nothing fits, OptionError where there are fewer blocks than stages, or as `search`.
+
+    Example:
+        >>> found = autopart.search_blocks(model, "pp4,tp8", memory="80GB")    # doctest: +SKIP
+        >>> plan = autopart.plan(model, "pp4,tp8", example_kwargs=batch, **found.options)    # doctest: +SKIP
+    """
+    space, sizes = space_of(model, hardware, global_batch, example_kwargs), Mesh.parse(mesh)
+    limit = parse_size(memory) if memory is not None else space.hardware.memory_bytes
+    chosen = completed(space.rows, sizes, schedule, microbatches)
+    blocks = blocks_of(space, sizes, chosen, sequence_parallel, zero)
+    found = solve(blocks.problem(limit), method, seed, budget)
+    return BlockSearch(blocks, found, blocks.simulation(found.choice), sequence_parallel)
+
+
+def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: bool = True, zero: int = 0) -> Blocks:
+    """The blocks of a model, counted for each recomputation."""
+    tensor = mesh.size("tp") > 1
+    tables = {word: space.table(tensor, sequence_parallel and tensor, word) for word in get_args(Word)}
+    return Blocks(tables, Setting(mesh, schedule, space.rows, zero, **space.assumed), space.hardware)
+
+
+def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | None) -> Schedule:
+    """The schedule, with what was left open. Raises OptionError where the rows do not divide."""
+    dp, pp = mesh.size("dp"), mesh.size("pp")
+    if rows % (dp * (microbatches or 1)):
+        parts = f"dp={dp} x microbatches={microbatches or 1}"
+        raise OptionError(f"a batch of {rows} rows cannot be cut into {parts} equal parts")
+    if pp == 1:
+        return Schedule(None, microbatches or 1, 1)
+    own = rows // dp
+    number = microbatches or max(m for m in range(1, min(own, 4 * pp) + 1) if own % m == 0)
+    return Schedule(schedule or schedule_for("1f1b", pp, pp, number), number, 1)

@@ -1,0 +1,147 @@
+"""`autopart.calibrate`: the present machine, measured, as a hardware profile, and how well that predicts what was
+measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from autopart.cost.calibration import mean_error, predicted_s, profile
+from autopart.cost.hardware import DEFAULT, Hardware
+from autopart.errors import OptionError
+from autopart.ir.measurement import Device, Measured
+from autopart.runtime.measure import measure
+
+_KINDS = {"matmul": "product", "memory": "pointwise", "memory in place": "in place", "launch": "launch"}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine as measured. Print it for a table of predicted against measured.
+
+    `profile`: what a profile's file holds, each number with its unit and source. `hardware`: the same as a profile that
+    prices plans. `measured`: every measurement.
+    """
+
+    profile: Mapping[str, Any]
+    device: Device
+    measured: Sequence[Measured] = field(repr=False)
+    hardware: Hardware = field(repr=False)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile. Raises OptionError where there can be no such file."""
+        check_path(path)
+        _write(Path(path), _as_text(self.profile))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Predicted against measured, for JSON: `{"kind", "of", "measured_s", "predicted_s", "error"}`."""
+        found = [(row, predicted_s(row, self.hardware)) for row in self.measured]
+        return [
+            {"kind": row.kind, "of": row.label, "measured_s": row.time_s, "predicted_s": seconds,
+             "error": seconds / row.time_s - 1}
+            for row, seconds in found
+        ]  # fmt: skip
+
+    def errors(self) -> dict[str, dict[str, float]]:
+        """The mean and the largest relative error of each kind of measurement."""
+        by_kind: dict[str, list[tuple[float, float]]] = {}
+        for row in self.rows():
+            by_kind.setdefault(row["kind"], []).append((row["predicted_s"], row["measured_s"]))
+        return {kind: dict(zip(("mean", "worst"), mean_error(rows), strict=True)) for kind, rows in by_kind.items()}
+
+    def as_data(self) -> dict[str, Any]:
+        return {"profile": self.profile, "rows": self.rows(), "errors": self.errors()}
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(row["of"]) for row in rows)
+        lines = [f"{self.profile['name']}: {self.device.name}, {self.device.software}"]
+        lines.append(f"{'':<16} {'':<{width}} {'measured us':>12} {'predicted':>12} {'error':>7}")
+        for row in rows:
+            measured, predicted = (f"{row[key] * 1e6:,.1f}" for key in ("measured_s", "predicted_s"))
+            kind = _KINDS.get(row["kind"], row["kind"])
+            lines.append(f"{kind:<16} {row['of']:<{width}} {measured:>12} {predicted:>12} {row['error']:>+7.0%}")
+        lines += [
+            f"{_KINDS.get(kind, kind)}: off by {error['mean']:.0%} on average, {error['worst']:.0%} at worst"
+            for kind, error in self.errors().items()
+        ]
+        return "\n".join(lines)
+
+
+def calibrate(
+    path: str | Path | None = None, *, name: str | None = None, base: str | Path | None = None, quick: bool = False,
+    progress: bool = False,
+) -> Calibration:  # fmt: skip
+    """Measure this machine: matrix products by size, shape and dtype, memory, the launch of an operator, and, on every
+    process of a `torchrun`, the collectives inside a node and between nodes.
+
+    All ranks measure at once and get the same figures; the first writes the profile. A step that runs on so many ranks
+    is best predicted by a profile of as many, for they share memory and caches.
+
+    Args:
+        path: where the profile is written, a `.json` file; then `hardware=path` names it.
+        name: the profile's.  [default: the file's, or the device's]
+        base: a profile that has what cannot be measured here, such as links between nodes, and is named as its source.
+            [default: cpu-gloo on a CPU, a100-80gb-sxm on a GPU]
+        quick: few sizes, once: seconds, and less exact.
+        progress: show a bar on standard error, where that is a terminal.
+
+    Raises OptionError where there can be no such file, before anything is measured.
+
+    Example:
+        >>> found = autopart.calibrate("here.json")                                          # doctest: +SKIP
+        >>> autopart.plan(model, "tp2", example_kwargs=batch, hardware="here.json")          # doctest: +SKIP
+    """
+    if path is not None:
+        check_path(path)
+    given = Hardware.load(base) if base is not None else None
+    shown = progress and os.environ.get("RANK", "0") == "0"
+
+    def bar(tasks: list[Any]) -> Any:
+        return tqdm(tasks, desc="measuring", disable=None if shown else True)  # None: where it is no terminal
+
+    device, measured = measure(quick, bar)
+    other = given or Hardware.load(DEFAULT if device.kind == "cuda" else "cpu-gloo")
+    called = name or (Path(path).stem if path is not None else "-".join(device.name.lower().split()))
+    data = profile(called, device, measured, datetime.now(UTC).date().isoformat(), other)
+    found = Calibration(data, device, measured, Hardware.parse(data))
+    if path is not None and device.rank == 0:
+        found.save(path)
+    return found
+
+
+def check_path(path: str | Path) -> None:
+    """Raises OptionError where no profile can be written."""
+    path = Path(path)
+    if path.suffix != ".json":
+        raise OptionError(f"a profile cannot be written to {path}", why="a path of a profile ends in .json",
+                          hint=str(path.with_suffix(".json")))  # fmt: skip
+    if not path.parent.is_dir() or path.is_dir():
+        why = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise OptionError(f"a profile cannot be written to {path}", why=why, hint="a file in a folder that is there")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise OptionError(f"a profile cannot be written to {path}", why=error.strerror or str(error)) from None
+
+
+def _as_text(data: Mapping[str, Any]) -> str:
+    """JSON with an entry on every line."""
+    lines = []
+    for key, entry in data.items():
+        if key in ("flops_per_s", "collectives"):
+            inner = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in entry.items())
+            lines.append(f"  {json.dumps(key)}: {{\n{inner}\n  }}")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(entry)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

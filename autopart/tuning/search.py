@@ -1,0 +1,428 @@
+"""The search for a mesh and a way to run on it: every one is swept over closed formulas, the best are simulated.
+
+Of the model a copy with few of its repeated blocks is traced once; its operators are counted under the layouts that
+the solver chooses with and without `tp` and sequence parallelism, and each recomputation. From these tables come the
+formulas (`cost.formula`) that are swept, and the stages and steps that are simulated (`cost.table`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from torch import Tensor, nn
+
+from autopart.compat import tree_map
+from autopart.compiler import drafted, make_plan, prepare
+from autopart.cost.formula import Formula, compiled
+from autopart.cost.hardware import DEFAULT, Hardware
+from autopart.cost.memory import parse_size
+from autopart.cost.simulate import Simulation, simulate
+from autopart.cost.table import Setting, Table, estimate
+from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
+from autopart.ir.mesh import Mesh
+from autopart.ir.recomputation import Word
+from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
+from autopart.options import Options
+from autopart.passes.tabulate import Blocks, BlocksApart, each_block, tabulate
+from autopart.plans.headline import quantity, step_size
+from autopart.plans.plan import Plan, Schedule
+from autopart.progress import phase
+from autopart.proof.scale import fewer_blocks
+from autopart.tracing.model_source import example_of
+from autopart.tracing.trace import Trace, bind_call
+from autopart.tuning.alternatives import reasons, why_others_lose
+
+TRACED_ROWS = 2
+"""Rows of the batch that the model is traced on to be counted; a batch of one row would hide which dim it is."""
+
+VIRTUAL_STAGES = (1, 2, 3, 4)
+
+SIMULATED, SMALLER = 4, 2
+"""How many of the fastest by formula are simulated, and of those that take less memory."""
+
+RESCHEDULED, LONGEST = 2, 10_000
+"""How many of these are simulated under all other schedules, with at most so many forwards of stages each."""
+
+ACTIONS = 50_000
+"""How many forwards of stages these have together: of very deep pipelines fewer are simulated."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh and how to run on it, with its predicted step. `simulation`: None where the formula alone was asked."""
+
+    mesh: Mesh
+    schedule: Schedule
+    sequence_parallel: bool
+    recompute: Word
+    zero: int
+    step_time_s: float
+    memory_bytes: float
+    simulation: Simulation | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `autopart.plan` that ask for it."""
+        found: dict[str, Any] = {"microbatches": self.schedule.microbatches, "recompute": self.recompute}
+        if self.schedule.name is not None:
+            found |= {"schedule": self.schedule.name, "virtual_stages": self.schedule.virtual_stages}
+        if self.mesh.size("tp") > 1:
+            found["sequence_parallel"] = self.sequence_parallel
+        if self.mesh.size("dp") > 1:
+            found["zero"] = self.zero
+        return found
+
+    def __str__(self) -> str:
+        parts = [str(self.mesh), f"microbatches={self.schedule.microbatches}"]
+        if self.schedule.name is not None:
+            virtual = f" x{self.schedule.virtual_stages}" if self.schedule.virtual_stages > 1 else ""
+            parts.append(f"{self.schedule.name}{virtual}")
+        parts += ["sequence parallel"] * (self.sequence_parallel and self.mesh.size("tp") > 1)
+        parts += [f"zero={self.zero}"] * bool(self.zero)
+        parts += [f"recompute={self.recompute}"] * (self.recompute != "none")
+        plan = self.simulation.plan if self.simulation is not None else None
+        about = "" if plan is not None else "about "
+        size = f" of {step_size(plan)}" if plan is not None and step_size(plan) else ""
+        cost = (
+            f"{about}{quantity(self.step_time_s, 's')} a step{size}, {about}{quantity(self.memory_bytes, 'B')} a rank"
+        )
+        return f"{', '.join(parts)}: {cost}"
+
+    def planned(self, plan: Plan) -> Candidate:
+        """The candidate with the step and the memory of its plan in place of estimates."""
+        found = simulate(plan)
+        return replace(
+            self, step_time_s=found.step_time_s, memory_bytes=max(row["total"] for row in plan.memory), simulation=found
+        )
+
+
+@dataclass
+class Space:
+    """A model's tables and formulas on one kind of hardware, for one global batch of `rows`.
+
+    `fused`: whether what lies between two products or collectives counts as one kernel. `assumed`: what is set of
+    `cost.table.Setting` in the place of what autopart's runtime does (`state_bytes`, `receives_held`, ...).
+    """
+
+    model: nn.Module
+    example: Mapping[str, Any]
+    rows: int
+    profile: str
+    fused: bool = False
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    tables: dict[tuple[bool, bool, str], Table] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        phase("tracing a few of the model's blocks")
+        self.hardware = Hardware.load(self.profile)
+        self._call = tree_map(lambda x: _rows_of(x, _given_rows(self.example), TRACED_ROWS), dict(self.example))
+        small, like = fewer_blocks(self.model)
+        try:
+            self._traced, self._like = prepare(small, bind_call(small, (), self._call)), like
+            self._blocks: Blocks = {**each_block(self._traced), **like}
+        except Exception:  # whatever a model's own code raises when its blocks are fewer
+            self._trace_whole()
+
+    def _trace_whole(self) -> None:
+        self._traced, self._like = prepare(self.model, bind_call(self.model, (), self._call)), {}
+        self._blocks = {}
+        self._drafts.clear()
+        self.tables.clear()
+
+    def table(self, tensor: bool, sequence_parallel: bool, recompute: Word) -> Table:
+        """The table for layouts with `tp` or without, counted when first asked for."""
+        key = (tensor, sequence_parallel, recompute)
+        if key not in self.tables:
+            how = f"{'with' if tensor else 'without'} tp{', along the sequence' * sequence_parallel}"
+            phase(f"counting operators {how}, recompute={recompute}")
+            options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute)
+            known = next((d for (t, sp, _), d in self._drafts.items() if (t, sp) == key[:2]), None)
+            found = drafted(self._traced, Mesh.parse("tp2" if tensor else "dp1"), options, known)
+            self._drafts[key] = found
+            try:
+                made = tabulate(self._traced, found.program, found.walks[0], self._blocks, self.fused)
+            except BlocksApart:
+                self._trace_whole()
+                return self.table(tensor, sequence_parallel, recompute)
+            self.tables[key] = made
+        return self.tables[key]
+
+    @cached_property
+    def _drafts(self) -> dict[Any, Any]:
+        return {}
+
+    @cached_property
+    def _sweeps(self) -> dict[int, list[Candidate]]:
+        return {}
+
+    def meshes(self, devices: int) -> Iterator[Mesh]:
+        """Every way to arrange so many devices that keeps `tp` in a node and divides the batch over `dp`."""
+        for tp in _divisors(min(devices, self.hardware.devices_per_node)):
+            if devices % tp:
+                continue
+            for pp in _divisors(devices // tp):
+                dp = devices // (tp * pp)
+                if self.rows % dp == 0 and pp <= self.num_blocks:
+                    sizes = {axis: size for axis, size in (("pp", pp), ("dp", dp), ("tp", tp)) if size > 1}
+                    yield Mesh.parse(sizes or {"dp": 1})
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """As many stages as there may be: one for each repeated block."""
+        return max([len(like) for like in self._like.values()], default=4)
+
+    def settings(self, devices: int) -> Iterator[tuple[Mesh, Schedule]]:
+        for mesh in self.meshes(devices):
+            rows, pp = self.rows // mesh.size("dp"), mesh.size("pp")
+            for b in _divisors(rows):
+                if b & (b - 1):  # powers of two
+                    continue
+                microbatches = rows // b
+                if pp == 1:
+                    yield mesh, Schedule(None, microbatches, 1)
+                    continue
+                yield mesh, Schedule(schedule_for("1f1b", pp, pp, microbatches), microbatches, 1)
+                for virtual in VIRTUAL_STAGES[1:]:
+                    if pp * virtual <= self.num_blocks and can_run("interleaved_1f1b", pp * virtual, pp, microbatches):
+                        yield mesh, Schedule("interleaved_1f1b", microbatches, virtual)
+
+    def sweep(self, devices: int) -> list[Candidate]:
+        """Every candidate by the formulas, the fastest first. Of schedules, 1F1B and interleaved 1F1B (GPipe where
+        there are too few microbatches): `rescheduled` has the others."""
+        if devices not in self._sweeps:
+            self._sweeps[devices] = self._sweep(devices)
+        return self._sweeps[devices]
+
+    def _sweep(self, devices: int) -> list[Candidate]:
+        settings = list(self.settings(devices))
+        phase(f"sweeping {len(settings):,} meshes and schedules by formula")
+        found: list[Candidate] = []
+        for tensor in (False, True):
+            chosen = [(mesh, schedule) for mesh, schedule in settings if (mesh.size("tp") > 1) == tensor]
+            for sequence_parallel in (False, True) if tensor else (False,):
+                if chosen:
+                    found += self._swept(chosen, tensor, sequence_parallel)
+        return sorted(found, key=lambda candidate: candidate.step_time_s)
+
+    def _swept(
+        self, settings: Sequence[tuple[Mesh, Schedule]], tensor: bool, sequence_parallel: bool
+    ) -> Iterator[Candidate]:
+        known: dict[Any, Any] = {}
+        held = {name: self.assumed[name] for name in ("state_bytes", "receives_held") if name in self.assumed}
+        variants = [(recompute, zero) for recompute in get_args(Word) for zero in (0, 3)]
+        formulas = [
+            Formula(self.table(tensor, sequence_parallel, recompute).totals, self.hardware, zero, **held, known=known)
+            for recompute, zero in variants
+        ]
+        values = [list(formulas[0].values(mesh, schedule, self.rows).values()) for mesh, schedule in settings]
+        columns = np.array(values, dtype=float).T[len(formulas[0].constants) :]
+        numbers = [np.broadcast_to(column, len(settings)) for column in compiled(formulas)(*columns)]
+        for (recompute, zero), times, sizes in zip(variants, numbers[::2], numbers[1::2], strict=True):
+            for (mesh, schedule), time_s, size in zip(settings, times, sizes, strict=True):
+                if zero == 0 or mesh.size("dp") > 1:
+                    uneven = self._uneven(mesh.size("pp") * schedule.virtual_stages)
+                    yield Candidate(
+                        mesh, schedule, sequence_parallel, recompute, zero, float(time_s) * uneven, float(size) * uneven
+                    )
+
+    def _uneven(self, num_stages: int) -> float:
+        """How much heavier than the mean a stage is whose blocks can be halved and no more."""
+        halves = 2 * self.num_blocks
+        return num_stages * math.ceil(halves / num_stages) / halves if num_stages > 1 else 1.0
+
+    def simulated(self, candidate: Candidate) -> Candidate:
+        """The candidate with its own stages and schedule, simulated."""
+        tensor = candidate.mesh.size("tp") > 1
+        table = self.table(tensor, candidate.sequence_parallel, candidate.recompute)
+        setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, **self.assumed)
+        found = estimate(table, setting, self.hardware)
+        return replace(
+            candidate, step_time_s=found.step_time_s, memory_bytes=max(found.peak_memory_bytes), simulation=found
+        )
+
+    def rescheduled(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate under every other schedule that can run it, simulated."""
+        pp, microbatches = candidate.mesh.size("pp"), candidate.schedule.microbatches
+        for name in SCHEDULES if pp > 1 else ():
+            for virtual in VIRTUAL_STAGES:
+                schedule = Schedule(name, microbatches, virtual)
+                runs = pp * virtual <= self.num_blocks and can_run(name, pp * virtual, pp, microbatches)
+                if runs and schedule != candidate.schedule and pp * virtual * microbatches <= LONGEST:
+                    phase(f"simulating {candidate.mesh} with {name}")
+                    try:
+                        yield self.simulated(replace(candidate, schedule=schedule))
+                    except AutopartError:  # too few places to cut
+                        continue
+
+    def best(self, devices: int, memory: float) -> list[Candidate]:
+        """The candidates that fit, simulated, each faster than all that take less memory; the fastest first.
+
+        Raises MemoryLimitError where none fits.
+        """
+        swept = self.sweep(devices)
+        able = [candidate for candidate in swept if candidate.memory_bytes <= memory]
+        smaller = _pareto(able)[1:]
+        chosen = [*islice(_distinct(able), SIMULATED), *smaller[:: max(1, len(smaller) // SMALLER)][:SMALLER]]
+        found: list[Candidate] = []
+        left = ACTIONS
+        for number, candidate in enumerate({id(c): c for c in (*chosen, *able)}.values()):
+            schedule = candidate.schedule
+            left -= candidate.mesh.size("pp") * schedule.virtual_stages * schedule.microbatches
+            if found and (left < 0 or number >= len(chosen)):
+                break
+            phase(f"simulating {number + 1}: {candidate.mesh}, {candidate.schedule.microbatches} microbatches")
+            try:
+                made = self.simulated(candidate)
+            except AutopartError:  # too few places to cut
+                continue
+            if made.memory_bytes <= memory:
+                found.append(made)
+        for candidate in sorted(found, key=lambda c: c.step_time_s)[:RESCHEDULED]:
+            found += [other for other in self.rescheduled(candidate) if other.memory_bytes <= memory]
+        if not found:
+            least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
+            raise MemoryLimitError(
+                f"no way to run on {devices} devices fits into {quantity(memory, 'B')}",
+                why=f"the smallest is {least}" if least else f"{self.rows} rows divide over no mesh",
+                hint="more devices, or a smaller batch",
+            )  # fmt: skip
+        return _pareto(found)
+
+
+def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The fastest of every mesh and kind of recomputation and storage."""
+    seen = set()
+    for candidate in candidates:
+        key = str(candidate.mesh), candidate.recompute, candidate.zero
+        if key not in seen:
+            seen.add(key)
+            yield candidate
+
+
+def _pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those for which nothing else is both faster and smaller, the fastest first."""
+    found: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.memory_bytes)):
+        if not found or candidate.memory_bytes < found[-1].memory_bytes:
+            found.append(candidate)
+    return found
+
+
+def search(
+    model: nn.Module,
+    devices: int,
+    *,
+    hardware: str = DEFAULT,
+    global_batch: int | None = None,
+    memory: int | str | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    count: int = 3,
+) -> list[Plan]:
+    """The best plans for a number of devices, fastest first, each faster than all that take less memory.
+
+    Every mesh, microbatch size, schedule, sequence parallelism, recomputation and ZeRO stage is swept over closed
+    formulas; the best are cut into stages and simulated, also under the other schedules; the first `count` of those
+    are planned whole.
+
+    Args:
+        model: may be on `meta`.
+        devices: ranks, in nodes of the hardware's size.
+        hardware: a profile's name or path.
+        global_batch: rows of a step. None: those of the example.
+        memory: of a device, bytes or "80GB". None: the hardware's.
+        example_kwargs: a call of the model, of any number of rows. None: tokens, for language models of transformers.
+        count: how many plans to make.
+    Returns:
+        Plans in the order of their simulated steps, whose last note says what is predicted and why it is on the list;
+        the notes before, of the fastest, why the configurations that everybody knows lose to it.
+    Raises:
+        MemoryLimitError where nothing fits, OptionError for numbers that cannot be, InputError without an example.
+
+    Example:
+        >>> plans = autopart.search(model, 64, hardware="a100-80gb-sxm", global_batch=512)    # doctest: +SKIP
+        >>> print(autopart.simulate(plans[0]))                                               # doctest: +SKIP
+    """
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise OptionError(f"devices={devices!r} is no number of devices", why="it is a whole number from 1")
+    space = space_of(model, hardware, global_batch, example_kwargs)
+    limit = parse_size(memory) if memory is not None else space.hardware.memory_bytes
+    found = space.best(devices, limit)
+    rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
+    traced = prepare(model, bind_call(model, (), rows))
+    phase("planning the best")
+    best = _planned(model, traced, found, Options(hardware=hardware), limit, count)
+    if not best:
+        raise MemoryLimitError(
+            f"none of what was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
+            why=f"the nearest is {found[-1]}", hint="more devices, or a smaller batch",
+        )  # fmt: skip
+    lost = list(why_others_lose(space, devices, best[0].estimated, limit))
+    told = zip(best, reasons([one.candidate for one in best]), strict=True)
+    return [
+        replace(one.plan, notes=(*one.plan.notes, *lost * (one is best[0]), f"found by search: {one.candidate}; {why}"))
+        for one, why in told
+    ]
+
+
+class _Planned(NamedTuple):
+    """A candidate with the figures of its plan, and as it was estimated before."""
+
+    candidate: Candidate
+    estimated: Candidate
+    plan: Plan
+
+
+def _planned(
+    model: nn.Module, traced: Trace, found: Sequence[Candidate], options: Options, limit: float, count: int
+) -> list[_Planned]:
+    """The first `count` of the candidates that fit when counted exactly, by the figures of their plans."""
+    best: list[_Planned] = []
+    for estimated in found:
+        if len(best) == count:
+            break
+        try:
+            plan = make_plan(model, traced, estimated.mesh, replace(options, **estimated.options))
+        except AutopartError:  # what the formulas do not see: a size that does not divide
+            continue
+        if max(row["total"] for row in plan.memory) <= limit:
+            best.append(_Planned(estimated.planned(plan), estimated, plan))
+            kept = [id(candidate) for candidate in _pareto([one.candidate for one in best])]
+            best = sorted((one for one in best if id(one.candidate) in kept), key=lambda o: kept.index(id(o.candidate)))
+    return best
+
+
+def space_of(
+    model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None
+) -> Space:
+    """What `search` searches. Raises as `search`."""
+    example = example_kwargs if example_kwargs is not None else example_of(model)
+    given = _given_rows(example)
+    rows = global_batch if global_batch is not None else given
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+        raise OptionError(f"global_batch={rows!r} is no number of rows", why="it is a whole number from 1")
+    return Space(model, example, rows, hardware)
+
+
+def _given_rows(example: Mapping[str, Any]) -> int:
+    """The rows of an example call: what most of its tensors have. Raises InputError where none has any."""
+    sizes = [x.shape[0] for x in example.values() if isinstance(x, Tensor) and x.dim()]
+    if not sizes:
+        raise InputError("search() needs an example call with rows", hint="example_kwargs={'input_ids': ids}")
+    return max(sizes, key=sizes.count)
+
+
+def _rows_of(x: Any, rows: int, wanted: int) -> Any:
+    """A tensor with other rows, without values where it gets more."""
+    if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != rows:
+        return x
+    return x[:wanted] if rows >= wanted else x[:1].expand(wanted, *x.shape[1:]).contiguous()
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
