@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
     from autopart.proof.rules import RuleCheck, check_rule, rule
     from autopart.proof.verify import Verification, verify
+    from autopart.runtime.loop.scaler import GradScaler
     from autopart.runtime.module import ParallelModule
-    from autopart.runtime.scaler import GradScaler
     from autopart.show.formats import pins_from
     from autopart.tuning.block_search import BlockSearch, search_blocks
     from autopart.tuning.calibrate import Calibration, calibrate
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "AutopartError": "errors", "BlockSearch": "tuning.block_search", "Calibration": "tuning.calibrate",
-    "GradScaler": "runtime.scaler", "Mesh": "ir.mesh", "ParallelModule": "runtime.module", "Plan": "plans.plan",
+    "GradScaler": "runtime.loop.scaler", "Mesh": "ir.mesh", "ParallelModule": "runtime.module", "Plan": "plans.plan",
     "RuleCheck": "proof.rules", "Simulation": "cost.simulate", "Verification": "proof.verify",
     "calibrate": "tuning.calibrate", "check_rule": "proof.rules", "crossover": "cost.symbolic", "parallelize": "api",
     "pins_from": "show.formats", "plan": "api", "rule": "proof.rules", "search": "tuning.search",

@@ -125,7 +125,7 @@ def comparison(module: Any) -> float:
 
 
 def is_due(step: int) -> bool:
-    from autopart.runtime import replicas
+    from autopart.runtime.agree import replicas
 
     return replicas.is_due(None, step)
 
@@ -133,7 +133,8 @@ def is_due(step: int) -> bool:
 @contextlib.contextmanager
 def without_checks() -> Iterator[None]:
     """Inside, no call is compared and none is watched; what there is to a step beside that stays."""
-    from autopart.runtime import collectives, module, watch
+    from autopart.runtime import module
+    from autopart.runtime.comm import collectives, watch
 
     nothing = mock.patch.object(module, "check_call", lambda *_: None)
     unwatched = mock.patch.object(watch.Watch, "inside", lambda *_: contextlib.nullcontext())

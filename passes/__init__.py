@@ -4,6 +4,6 @@ Programs are written in operators of autopart's own (`torch.ops.autopart`), whic
 before any pass is.
 """
 
-from autopart.runtime import collectives
+from autopart.runtime.comm import collectives
 
 __all__ = ["collectives"]

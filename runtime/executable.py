@@ -12,16 +12,16 @@ from torch import Tensor
 
 from autopart.ir.layout import P
 from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program
-from autopart.runtime.batch import merge_microbatches, merged_shapes
-from autopart.runtime.buffers import write_buffers
-from autopart.runtime.draws import check_same_state, one_stream
-from autopart.runtime.gradients import connect_tied, sync_gradients, synchronised
-from autopart.runtime.hooks import Held, held_back
+from autopart.runtime.comm.draws import check_same_state, one_stream
+from autopart.runtime.comm.placement import placement_of, stages_at
+from autopart.runtime.comm.processes import Process
+from autopart.runtime.loop.hooks import Held, held_back
+from autopart.runtime.loop.step_options import NO_OPTIONS, StepOptions, divide_by, scaled
 from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
-from autopart.runtime.placement import placement_of, stages_at
-from autopart.runtime.processes import Process
-from autopart.runtime.state import broadcast_from
-from autopart.runtime.step_options import NO_OPTIONS, StepOptions, divide_by, scaled
+from autopart.runtime.state.batch import merge_microbatches, merged_shapes
+from autopart.runtime.state.buffers import write_buffers
+from autopart.runtime.state.gradients import connect_tied, sync_gradients, synchronised
+from autopart.runtime.state.state import broadcast_from
 from autopart.tracing.eager_semantics import no_autocast
 
 

@@ -20,19 +20,17 @@ from torch.fx.node import map_aggregate
 from autopart.ir.layout import Conversion
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, Stage
-from autopart.runtime.batch import stage_arguments
-from autopart.runtime.buffers import Made, made_by
-from autopart.runtime.collectives import OPERATORS, attribute, axis_of, conversion_cuts, on_device, operator_name
-from autopart.runtime.draws import one_stream
-from autopart.runtime.pieces import Cut
-from autopart.runtime.placement import groups_along, stage_ranks
-from autopart.runtime.recompute import run_again
+from autopart.runtime.comm.collectives import OPERATORS, attribute, axis_of, conversion_cuts, on_device, operator_name
+from autopart.runtime.comm.draws import one_stream
+from autopart.runtime.comm.lists import LIST_PRIMITIVES, Primitives
+from autopart.runtime.comm.pieces import Cut
+from autopart.runtime.comm.placement import groups_along, stage_ranks
+from autopart.runtime.state.batch import stage_arguments
+from autopart.runtime.state.buffers import Made, made_by
+from autopart.runtime.state.recompute import run_again
 
 PerRank = dict[int, Any]
 """A value of a stage: {rank: the rank's local value}, over the ranks that run the stage."""
-
-Primitives = Mapping[str, Callable[..., list[Tensor]]]
-"""The primitive collectives, {name: function of the list of local tensors of one group}."""
 
 OnValue = Callable[[int, int, fx.Node, PerRank], None]
 """Called as on_value(stage index, microbatch, node, {rank: value}) after every node."""
@@ -286,49 +284,3 @@ class _ConvertList(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, None, *ctx.primitives[ctx.conversion.backward](list(grads), *reversed(ctx.cuts))
-
-
-def _identity(values: list[Tensor], *cuts: Cut) -> list[Tensor]:
-    return [value.view_as(value) for value in values]
-
-
-def _all_reduce(values: list[Tensor]) -> list[Tensor]:
-    total = torch.stack(values).sum(0)
-    return [total.clone() for _ in values]
-
-
-def _own(values: list[Tensor]) -> list[Tensor]:
-    return [values[0].clone(), *(torch.zeros_like(value) for value in values[1:])]
-
-
-def _slice(values: list[Tensor], cut: Cut) -> list[Tensor]:
-    return [cut.take(value, index) for index, value in enumerate(values)]
-
-
-def _pad(values: list[Tensor], cut: Cut) -> list[Tensor]:
-    return [cut.place(value, index) for index, value in enumerate(values)]
-
-
-def _all_gather(values: list[Tensor], cut: Cut) -> list[Tensor]:
-    full = cut.join(values)
-    return [full.clone() for _ in values]
-
-
-def _reduce_scatter(values: list[Tensor], cut: Cut) -> list[Tensor]:
-    return _slice(_all_reduce(values), cut)
-
-
-def _all_to_all(values: list[Tensor], source: Cut, target: Cut) -> list[Tensor]:
-    return _slice(_all_gather(values, source), target)
-
-
-LIST_PRIMITIVES: Primitives = {
-    "identity": _identity,
-    "all_reduce": _all_reduce,
-    "own": _own,
-    "slice": _slice,
-    "pad": _pad,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-}

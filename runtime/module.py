@@ -18,23 +18,23 @@ from autopart.errors import OptionError, StageError, TraceError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.plans.agreed import TIMEOUT_S
-from autopart.runtime import norms, optimizers, scaler
-from autopart.runtime.agreement import begin_alike, described
-from autopart.runtime.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
+from autopart.runtime.agree.agreement import begin_alike, described
+from autopart.runtime.agree.replicas import Replicas
+from autopart.runtime.agree.same_call import Given, check_call
+from autopart.runtime.comm.placement import placement_of, stages_at
+from autopart.runtime.comm.processes import connect, first_ranks_seed, meet
+from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
-from autopart.runtime.full_optimizer import full_state, load_full_state
-from autopart.runtime.homes import settle, settle_empty
-from autopart.runtime.hooks import check_model_hooks, problem_of, trained_names, without_backward
-from autopart.runtime.idioms import Branch, Idioms
-from autopart.runtime.optimizer_state import connect_state_dicts
-from autopart.runtime.placement import placement_of, stages_at
-from autopart.runtime.processes import connect, first_ranks_seed, meet
-from autopart.runtime.replicas import Replicas
-from autopart.runtime.same_call import Given, check_call
-from autopart.runtime.sharing import Originals, part_of_another, remember
-from autopart.runtime.state import gather, names_with_gradient, settled, shard_parameters
-from autopart.runtime.step_options import StepOptions
-from autopart.runtime.watch import meeting, watched
+from autopart.runtime.loop import norms, optimizers, scaler
+from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
+from autopart.runtime.loop.idioms import Branch, Idioms
+from autopart.runtime.loop.step_options import StepOptions
+from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
+from autopart.runtime.saving.full_optimizer import full_state, load_full_state
+from autopart.runtime.saving.optimizer_state import connect_state_dicts
+from autopart.runtime.state.homes import settle, settle_empty
+from autopart.runtime.state.sharing import Originals, part_of_another, remember
+from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
 from autopart.tracing.calls import MAX_CALLS, Recent, format_call
 from autopart.tracing.skeleton import Source
 

@@ -14,14 +14,14 @@ from torch import Tensor, fx, nn
 from autopart.compat import schedule_class, split_backward_counts_twice, stage_class
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.schedules import SINGLE_STAGE, check_schedule, schedule_for
-from autopart.runtime.batch import Arguments, stage_arguments
-from autopart.runtime.buffers import Made, made_by
-from autopart.runtime.collectives import axis_of, bind
-from autopart.runtime.placement import placement_of, stage_coordinate
-from autopart.runtime.processes import Process
-from autopart.runtime.recompute import has_regions, with_regions
-from autopart.runtime.regather import note_gathers
-from autopart.runtime.step_options import scaled
+from autopart.runtime.comm.collectives import axis_of, bind
+from autopart.runtime.comm.placement import placement_of, stage_coordinate
+from autopart.runtime.comm.processes import Process
+from autopart.runtime.loop.step_options import scaled
+from autopart.runtime.state.batch import Arguments, stage_arguments
+from autopart.runtime.state.buffers import Made, made_by
+from autopart.runtime.state.recompute import has_regions, with_regions
+from autopart.runtime.state.regather import note_gathers
 
 
 def default_schedule(program: Program) -> str:

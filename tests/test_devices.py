@@ -14,7 +14,8 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
 from autopart.options import Options
 from autopart.proof.subject import Subject
-from autopart.runtime import experts, measure, processes
+from autopart.runtime import measure
+from autopart.runtime.comm import experts, processes
 from autopart.runtime.executable import brought_to
 from autopart.runtime.lockstep import run_lockstep
 

@@ -17,7 +17,7 @@ from autopart.passes.lower import ANY_KIND
 from autopart.passes.strategies import strategies
 from autopart.proof.subgraph import Subgraph
 from autopart.proof.subject import weights_like
-from autopart.runtime.lockstep import LIST_PRIMITIVES
+from autopart.runtime.comm.lists import LIST_PRIMITIVES
 
 TOLERANCE = 1e-10
 PER_CHUNK = 25

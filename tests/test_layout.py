@@ -21,8 +21,8 @@ from autopart.ir.layout import (
     shard,
     shard_sizes,
 )
-from autopart.runtime.collectives import OPERATORS, PRIMITIVES, all_operators
-from autopart.runtime.lockstep import LIST_PRIMITIVES
+from autopart.runtime.comm.collectives import OPERATORS, PRIMITIVES, all_operators
+from autopart.runtime.comm.lists import LIST_PRIMITIVES
 
 SIZES = st.integers(1, 10_000)
 SECTIONS = st.one_of(st.just(()), st.tuples(st.integers(2, 9)), st.lists(SIZES, min_size=2, max_size=5).map(tuple))

@@ -22,7 +22,7 @@ from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
 from autopart.passes.kept import kept
 from autopart.plans.headline import quantity
 from autopart.plans.plan import MEMORY_KINDS, Plan
-from autopart.runtime import gradients
+from autopart.runtime.state import gradients
 from autopart.tracing.trace import bind_call
 
 ALL = ("gpt2", "llama", "bert", "t5", "vit", "conv_net")

@@ -21,9 +21,9 @@ from autopart.errors import AutopartError, InputError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.passes.decide import decode
 from autopart.passes.lower import lower
-from autopart.runtime import norms
-from autopart.runtime.placement import stages_at
-from autopart.runtime.state import shard_parameters
+from autopart.runtime.comm.placement import stages_at
+from autopart.runtime.loop import norms
+from autopart.runtime.state.state import shard_parameters
 from autopart.tracing.trace import bind_call
 
 TIMEOUT_S = 180.0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopart
 from autopart.errors import OptionError
 from autopart.ir.mesh import Mesh
-from autopart.runtime import optimizers
+from autopart.runtime.loop import optimizers
 
 TIMEOUT_S = 120.0
 CPU = torch.device("cpu")

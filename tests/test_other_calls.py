@@ -26,7 +26,7 @@ from autopart.passes.lower import lower
 from autopart.plans.plan import Schedule
 from autopart.proof.verify import VerificationRun
 from autopart.runtime.lockstep import run_lockstep
-from autopart.runtime.state import settled, shard_parameters
+from autopart.runtime.state.state import settled, shard_parameters
 from autopart.tracing.calls import MANY_CALLS, Recent, call_key
 from autopart.tracing.trace import bind_call, flatten_call
 
@@ -102,7 +102,7 @@ def test_rows_are_cut_as_they_divide(rows, mesh, schedule, expected):
 
 
 def test_a_simpler_schedule_places_stages_the_same_way():
-    from autopart.runtime.placement import placement_of
+    from autopart.runtime.comm.placement import placement_of
 
     for schedule in SCHEDULES:
         virtual = 1 if schedule in ("gpipe", "1f1b") else 2

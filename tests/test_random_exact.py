@@ -14,7 +14,7 @@ import autopart
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.proof.verify import VerificationRun
-from autopart.runtime import draws
+from autopart.runtime.comm import draws
 from autopart.tracing.trace import bind_call
 
 MESHES = ("tp2", "dp2,pp2,tp2")

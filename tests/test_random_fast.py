@@ -14,7 +14,7 @@ from autopart.compiler import Compiler
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.runtime.lockstep import run_lockstep
-from autopart.runtime.state import shard_parameters
+from autopart.runtime.state.state import shard_parameters
 
 P, ROWS, WIDE = 0.3, 16, 512
 

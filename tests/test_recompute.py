@@ -26,7 +26,7 @@ from autopart.passes.decide import decode
 from autopart.plans.plan import Plan
 from autopart.proof.verify import VerificationRun
 from autopart.runtime import lockstep
-from autopart.runtime import recompute as regions
+from autopart.runtime.state import recompute as regions
 from autopart.tracing.trace import bind_call
 
 

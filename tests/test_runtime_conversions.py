@@ -6,9 +6,9 @@ import torch
 import torch.distributed as td
 
 from autopart.ir.layout import CONVERSIONS
-from autopart.runtime.collectives import CUTTING, OPERATORS, all_operators, embedding_shard, pick_class
+from autopart.runtime.comm.collectives import CUTTING, OPERATORS, all_operators, embedding_shard, pick_class
+from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.lockstep import convert_list
-from autopart.runtime.pieces import Cut
 
 NUM_RANKS = 3
 CUTS = [  # dim, size, sections

@@ -18,12 +18,12 @@ from autopart.ir.layout import R_GRAD_P, P, R, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Boundary, Output, Program, Stage, StageInput, StoredTensor
 from autopart.ir.schedules import MULTI_STAGE, SCHEDULES, V_SHAPED, check_schedule
-from autopart.runtime.collectives import bind
-from autopart.runtime.gradients import Bucket, axis_buckets, sync_gradients_lockstep
+from autopart.runtime.comm.collectives import bind
+from autopart.runtime.comm.placement import placement_of, stage_coordinate, stages_at
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.placement import placement_of, stage_coordinate, stages_at
-from autopart.runtime.state import join, shard_parameters
+from autopart.runtime.state.gradients import Bucket, axis_buckets, sync_gradients_lockstep
+from autopart.runtime.state.state import join, shard_parameters
 
 WIDTH, HIDDEN, BATCH = 6, 7, 16
 OPS = torch.ops.autopart

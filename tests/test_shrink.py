@@ -15,8 +15,8 @@ from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.pointwise import LINEAR
 from autopart.passes.rules.tables import LINES, SHAPED
 from autopart.proof.subgraph import Subgraph
-from autopart.runtime.collectives import OPERATORS
-from autopart.runtime.lockstep import LIST_PRIMITIVES
+from autopart.runtime.comm.collectives import OPERATORS
+from autopart.runtime.comm.lists import LIST_PRIMITIVES
 
 TOLERANCE = 1e-10
 

@@ -32,11 +32,19 @@ BELOW = {
     "tuning": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof"),
     "front": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof", "tuning", "show"),
 }
+# The same inside the runtime; what is directly in it puts its folders together.
+IN_RUNTIME = {
+    "comm": (),
+    "state": ("comm",),
+    "agree": ("comm", "state"),
+    "saving": ("comm", "state"),
+    "loop": ("comm", "state"),
+}
 # What a plan can be asked for is made above it: imported inside the methods that give it.
 LATE_IMPORTS = {("autopart.plans.plan", "autopart.cost.symbolic")}
 LATE_IMPORTS |= {("autopart.plans.plan", f"autopart.show.{name}") for name in ("diff", "explain", "formats", "report")}
 # Programs are written in operators, which the runtime defines.
-OPERATORS = ("autopart.passes", "autopart.runtime.collectives")
+OPERATORS = ("autopart.passes", "autopart.runtime.comm.collectives")
 # Imported before a command is known, or to show a plan: torch takes seconds.
 WITHOUT_TORCH = ("autopart", "autopart.cli", "autopart.show.diff", "autopart.show.explain", "autopart.cost.symbolic")
 LAYER_FOLDERS = ("cost", "passes", "runtime")  # on the top level, and symlinked into autopart/
@@ -129,6 +137,24 @@ def import_edges(module: Module, known: set[str]) -> Iterator[str]:
             if is_late or (module.name, imported) == OPERATORS:
                 continue
             yield f"{module.name}:{line} ({layer}) imports {imported} ({target_layer})"
+
+
+def runtime_edges(module: Module, known: set[str]) -> Iterator[str]:
+    """A folder of the runtime imports itself and what is below it."""
+    folder = _room_of_runtime(module.name)
+    if folder not in IN_RUNTIME:
+        return
+    for line, target, name in module.imports:
+        imported = f"{target}.{name}" if f"{target}.{name}" in known else target
+        other = _room_of_runtime(imported)
+        if other is not None and other not in (folder, *IN_RUNTIME[folder]) and line in module.first_lines:
+            yield f"{module.name}:{line} imports {imported} ({other})"
+
+
+def _room_of_runtime(name: str) -> str | None:
+    """`comm` of `autopart.runtime.comm.pieces`; of what is directly in the runtime its own name."""
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["autopart", "runtime"] and len(parts) > 2 else None
 
 
 def cost_without_process_groups(module: Module, known: set[str]) -> Iterator[str]:
@@ -234,6 +260,7 @@ def is_private_torch(dotted: str) -> bool:
 
 CHECKS: tuple[Check, ...] = (
     import_edges,
+    runtime_edges,
     cost_without_process_groups,
     file_length,
     function_length,
@@ -260,7 +287,7 @@ BAD = [
     (import_edges, Module("autopart.runtime.stage", "from autopart.passes.rules import view")),
     (import_edges, Module("autopart.passes.solve", "from cost import time")),
     (import_edges, Module("autopart.api", "import runtime.stage")),
-    (import_edges, Module("autopart.passes.solve", "from autopart.runtime import collectives")),
+    (import_edges, Module("autopart.passes.solve", "from autopart.runtime.comm import collectives")),
     (import_edges, Module("autopart.plans.plan", "from autopart.cost.symbolic import Cost")),
     (import_edges, Module("autopart.plans.pins", "def f():\n    from autopart.cost.symbolic import Cost")),
     (import_edges, Module("autopart.ir.graph", "from autopart.plans import plan")),
@@ -269,6 +296,9 @@ BAD = [
     (import_edges, Module("autopart.compiler", "from autopart.proof.verify import verify")),
     (import_edges, Module("autopart.proof.verify", "from autopart.api import plan")),
     (import_edges, Module("autopart.proof.scale", "from autopart.tuning.search import search")),
+    (runtime_edges, Module("autopart.runtime.comm.pieces", "from autopart.runtime.state import shards")),
+    (runtime_edges, Module("autopart.runtime.state.shards", "from autopart.runtime.lockstep import run")),
+    (runtime_edges, Module("autopart.runtime.agree.calls", "from autopart.runtime.loop import norms")),
     (cost_without_process_groups, Module("autopart.cost.time", "import torch.distributed as dist")),
     (cost_without_process_groups, Module("autopart.cost.time", "from torch import distributed")),
     (cost_without_process_groups, Module("autopart.cost.time", "from torch.distributed.tensor import Shard")),
@@ -291,7 +321,7 @@ BAD = [
 
 GOOD = [
     Module("autopart.plans.plan", "def f():\n    from autopart.cost.symbolic import Cost"),
-    Module("autopart.passes", "from autopart.runtime import collectives", is_package=True),
+    Module("autopart.passes", "from autopart.runtime.comm import collectives", is_package=True),
     Module("autopart.ir.graph", "from autopart.ir import layout\nfrom .layout import Layout\nimport torch, sympy"),
     Module(
         "autopart.cost.time", "from autopart.cost import memory\nfrom ..ir.graph import Graph\nfrom . import memory"
@@ -310,7 +340,7 @@ GOOD = [
     Module(COMPAT_MODULES[0], "import torch.distributed._functional_collectives"),
 ]
 PLANTED_NAMES = {"autopart.ir.layout", "autopart.ir.graph", "autopart.cost.memory", "autopart.passes.rules.view"}
-PLANTED_NAMES |= {"autopart.runtime.collectives"}
+PLANTED_NAMES |= {"autopart.runtime.comm.collectives"}
 PLANTED_NAMES |= {f"autopart.{folder}" for folder in LAYER_FOLDERS}
 
 

@@ -21,7 +21,7 @@ from autopart.options import Options
 from autopart.proof import loop
 from autopart.proof.training import read_training
 from autopart.proof.verify import Verification, VerificationRun
-from autopart.runtime import norms
+from autopart.runtime.loop import norms
 
 TOLERANCE = 1e-10
 

@@ -26,8 +26,9 @@ from autopart.ir.mesh import Mesh
 from autopart.passes.decide import decode, encode
 from autopart.passes.lower import lower
 from autopart.plans.plan import Plan
-from autopart.runtime import lockstep, regather
-from autopart.runtime.state import join, shard_parameters
+from autopart.runtime import lockstep
+from autopart.runtime.state import regather
+from autopart.runtime.state.state import join, shard_parameters
 from autopart.tracing.trace import bind_call
 
 Built = tuple[nn.Module, dict[str, Tensor]]

@@ -14,10 +14,10 @@ from autopart.ir.layout import P, Placement, R, format_layout
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.passes.analyze import ACTIVE
 from autopart.proof.subject import GRAD_FLOOR, Arrangement, Shards, Subject, largest, relative, scale_of
-from autopart.runtime.collectives import axis_of, operator_name
-from autopart.runtime.gradients import sync_gradients_lockstep
+from autopart.runtime.comm.collectives import axis_of, operator_name
+from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.lockstep import PerRank
-from autopart.runtime.pieces import Cut
+from autopart.runtime.state.gradients import sync_gradients_lockstep
 
 BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeError)
 """What a fault in a program can raise when it is run."""

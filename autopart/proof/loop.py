@@ -23,10 +23,10 @@ from autopart.progress import phase
 from autopart.proof.steps import Compared, StepReport
 from autopart.proof.subject import FLOOR, GRAD_FLOOR, SEED, Arrangement, Subject, buffers_restored, one_seed, whole_loss
 from autopart.proof.training import SCALER_DEFAULTS, Named, Training, check_optimizer
-from autopart.runtime.checkpoint import NO_PARAMETERS
-from autopart.runtime.gradients import sync_gradients_lockstep
-from autopart.runtime.norms import grad_norm_lockstep
-from autopart.runtime.state import settled
+from autopart.runtime.loop.norms import grad_norm_lockstep
+from autopart.runtime.saving.checkpoint import NO_PARAMETERS
+from autopart.runtime.state.gradients import sync_gradients_lockstep
+from autopart.runtime.state.state import settled
 from autopart.tracing.calls import call_key
 from autopart.tracing.entry import call
 from autopart.tracing.trace import Call, flatten_call

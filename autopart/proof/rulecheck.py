@@ -18,8 +18,9 @@ from autopart.passes.lower import ANY_KIND, Decisions, lower
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, run_passes
 from autopart.passes.strategies import Strategy, strategies
 from autopart.proof.subject import relative, weights_like
-from autopart.runtime.gradients import sync_gradients_lockstep
-from autopart.runtime.lockstep import LIST_PRIMITIVES, run_lockstep
+from autopart.runtime.comm.lists import LIST_PRIMITIVES
+from autopart.runtime.lockstep import run_lockstep
+from autopart.runtime.state.gradients import sync_gradients_lockstep
 from autopart.tracing.trace import Call, Trace
 
 TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}

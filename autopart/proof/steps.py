@@ -11,8 +11,8 @@ from torch import Tensor
 from autopart.ir.program import Program
 from autopart.proof.finite import held
 from autopart.proof.subject import largest, relative
-from autopart.runtime.optimizers import is_elementwise
-from autopart.runtime.state import stored_cuts
+from autopart.runtime.loop.optimizers import is_elementwise
+from autopart.runtime.state.state import stored_cuts
 
 ROUNDING = 1e-12
 """Gradients smaller than this, relative to the largest, are what rounding leaves of sums that cancel."""

@@ -19,11 +19,11 @@ from autopart.ir.layout import Placement
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.passes.lower import Decisions, lower
 from autopart.plans.plan import Plan
-from autopart.runtime.batch import merge_microbatches
-from autopart.runtime.gradients import sync_gradients_lockstep
+from autopart.runtime.comm.placement import owners
 from autopart.runtime.lockstep import OnValue, run_lockstep
-from autopart.runtime.placement import owners
-from autopart.runtime.state import stored_cuts
+from autopart.runtime.state.batch import merge_microbatches
+from autopart.runtime.state.gradients import sync_gradients_lockstep
+from autopart.runtime.state.state import stored_cuts
 from autopart.tracing.trace import Trace
 
 FLOOR = 1e-3

@@ -51,7 +51,7 @@ from autopart.proof.steps import StepMismatch, StepReport
 from autopart.proof.subgraph import Subgraph
 from autopart.proof.subject import Arrangement, Results, Subject, Tamper, buffers_restored, one_seed, relative
 from autopart.proof.training import MakeOptimizer, Training, read_training
-from autopart.runtime.placement import placement_of
+from autopart.runtime.comm.placement import placement_of
 from autopart.tracing.checkpoints import plain_checkpoints
 from autopart.tracing.entry import call
 from autopart.tracing.model_source import ModelSource

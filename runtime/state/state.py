@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from autopart.errors import RuntimeSetupError, StageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.runtime.collectives import PRIMITIVES
-from autopart.runtime.lockstep import LIST_PRIMITIVES
-from autopart.runtime.pieces import Cut
-from autopart.runtime.placement import groups_along, owners
-from autopart.runtime.processes import Process, of_all_stages
+from autopart.runtime.comm.collectives import PRIMITIVES
+from autopart.runtime.comm.lists import LIST_PRIMITIVES
+from autopart.runtime.comm.pieces import Cut
+from autopart.runtime.comm.placement import groups_along, owners
+from autopart.runtime.comm.processes import Process, of_all_stages
 
 
 def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:

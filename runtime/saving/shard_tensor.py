@@ -24,8 +24,8 @@ from autopart.compat import (
     tree_map,
 )
 from autopart.errors import CheckpointError
-from autopart.runtime.checkpoint_plans import plan_checkpoints_with, refuse_pieces_in_safetensors
-from autopart.runtime.homes import Home, home_of
+from autopart.runtime.saving.checkpoint_plans import plan_checkpoints_with, refuse_pieces_in_safetensors
+from autopart.runtime.state.homes import Home, home_of
 
 Span = tuple[int, int]
 """Where a run of elements starts in a dim of the full tensor, and how many they are."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from autopart.compat_training import redirect_unscale
 from autopart.errors import InputError
-from autopart.runtime.homes import process_of
-from autopart.runtime.norms import inside
-from autopart.runtime.processes import Process, reduce_over_all
+from autopart.runtime.comm.processes import Process, reduce_over_all
+from autopart.runtime.loop.norms import inside
+from autopart.runtime.state.homes import process_of
 
 
 class GradScaler(torch.amp.GradScaler):

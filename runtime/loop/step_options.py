@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from autopart.errors import InputError
 from autopart.ir.program import LabelCount, Program
-from autopart.runtime.processes import Process, reduce_over_all
+from autopart.runtime.comm.processes import Process, reduce_over_all
 
 if TYPE_CHECKING:
     from autopart.runtime.pipeline import StageModule

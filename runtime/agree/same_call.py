@@ -19,9 +19,9 @@ from torch import Tensor
 
 from autopart.errors import InputError
 from autopart.ir.program import SEEDS, Program
-from autopart.runtime.agreement import by_rank, gather_objects, ranks_text
-from autopart.runtime.checksums import checksums
-from autopart.runtime.processes import Process, gather_over_all
+from autopart.runtime.agree.agreement import by_rank, gather_objects, ranks_text
+from autopart.runtime.agree.checksums import checksums
+from autopart.runtime.comm.processes import Process, gather_over_all
 
 SAMPLE = 256
 PROJECTIONS = 4

@@ -26,8 +26,8 @@ PLACES = {
 """By the names of functions of autopart."""
 
 GRAPH_CODE = "<eval_with_key>"  # what torch.fx calls the files of the code that it writes
-_OURS = str(Path(__file__).parent.parent.resolve())
-_NOT_THE_USERS = (_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
+_OURS = tuple(str(folder.resolve()) for folder in Path(__file__).parents[1:3])  # runtime, which may be linked, and all
+_NOT_THE_USERS = (*_OURS, str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
 
 
 def place_in_stack(thread: int, inside: bool) -> str:
@@ -100,4 +100,4 @@ def _users(frames: list[tuple[FrameType, int]]) -> str:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return str(Path(frame.f_code.co_filename).resolve()).startswith((_OURS, str(Path(__file__).parent.resolve())))
+    return str(Path(frame.f_code.co_filename).resolve()).startswith(_OURS)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autopart.compat import clone_of, default_store, keep_for_ever, set_group_timeout
 from autopart.errors import HangError
-from autopart.runtime.stacks import place_in_stack, place_in_traceback
+from autopart.runtime.comm.stacks import place_in_stack, place_in_traceback
 
 FIRST = 10
 """So many times `timeout=` may pass while a module is made, and in the first call of a program."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autopart.errors import CheckpointError
-from autopart.runtime.homes import home_of
+from autopart.runtime.state.homes import home_of
 
 PARAMS, GIVEN_NAMES = "params", "param_names"
 

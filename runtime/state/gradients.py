@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.program import Program
-from autopart.runtime.placement import groups_along, owners
-from autopart.runtime.processes import Process
-from autopart.runtime.watch import sum_over
+from autopart.runtime.comm.placement import groups_along, owners
+from autopart.runtime.comm.processes import Process
+from autopart.runtime.comm.watch import sum_over
 
 BUCKET_BYTES = 25 * 2**20
 

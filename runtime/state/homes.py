@@ -17,10 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
-from autopart.runtime.pieces import Cut
-from autopart.runtime.placement import owners
-from autopart.runtime.processes import Process
-from autopart.runtime.state import stored_cuts
+from autopart.runtime.comm.pieces import Cut
+from autopart.runtime.comm.placement import owners
+from autopart.runtime.comm.processes import Process
+from autopart.runtime.state.state import stored_cuts
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopart.errors import RuntimeSetupError
 from autopart.ir.program import Program
-from autopart.runtime.processes import Process
+from autopart.runtime.comm.processes import Process
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.errors import OptionError
-from autopart.runtime.homes import Home, home_of, process_of
-from autopart.runtime.processes import Process
+from autopart.runtime.comm.processes import Process
+from autopart.runtime.state.homes import Home, home_of, process_of
 
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",

@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 
 from autopart.compat import full_state_dicts_through
 from autopart.errors import CheckpointError
-from autopart.runtime.checkpoint import NO_PARAMETERS, at_home, part_here, put_together
-from autopart.runtime.checkpoint_plans import call_with_optimizers
-from autopart.runtime.homes import Home, home_of, process_of
-from autopart.runtime.optimizer_groups import PARAMS, Group, group_of, merge_by_index
-from autopart.runtime.processes import Process, of_all_stages
-from autopart.runtime.shard_tensor import (
+from autopart.runtime.comm.processes import Process, of_all_stages
+from autopart.runtime.saving.checkpoint import NO_PARAMETERS, at_home, part_here, put_together
+from autopart.runtime.saving.checkpoint_plans import call_with_optimizers
+from autopart.runtime.saving.optimizer_groups import PARAMS, Group, group_of, merge_by_index
+from autopart.runtime.saving.shard_tensor import (
     Place,
     ShardTensor,
     connect_checkpoints,
@@ -32,6 +31,7 @@ from autopart.runtime.shard_tensor import (
     place_of,
     refuse_what_was_not_loaded,
 )
+from autopart.runtime.state.homes import Home, home_of, process_of
 
 _WATCHED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose state dicts have places."""

@@ -30,10 +30,10 @@ from torch.fx.node import map_aggregate
 
 from autopart.compat import is_gloo, resolve_group
 from autopart.ir.layout import CONVERSIONS, Conversion
-from autopart.runtime import experts
-from autopart.runtime.pieces import Cut
-from autopart.runtime.stacks import line_of_graph
-from autopart.runtime.watch import watching
+from autopart.runtime.comm import experts
+from autopart.runtime.comm.pieces import Cut
+from autopart.runtime.comm.stacks import line_of_graph
+from autopart.runtime.comm.watch import watching
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
 CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter")

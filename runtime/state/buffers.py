@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.program import BufferUpdate, Program, Stage
-from autopart.runtime.batch import merge_output
-from autopart.runtime.gradients import flatten, unflatten
-from autopart.runtime.placement import stage_coordinate
-from autopart.runtime.processes import Process
+from autopart.runtime.comm.placement import stage_coordinate
+from autopart.runtime.comm.processes import Process
+from autopart.runtime.state.batch import merge_output
+from autopart.runtime.state.gradients import flatten, unflatten
 
 Made = Mapping[str, Tensor]
 """{buffer: its new value}"""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopart.ir.layout import Layout, P, Placement, R, Sections, section_sizes, shard_sizes
 from autopart.ir.program import MICROBATCH_AXIS, Program, StageInput
-from autopart.runtime.pieces import Cut
+from autopart.runtime.comm.pieces import Cut
 
 Arguments = dict[str, Any]
 

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from autopart.errors import UsageError
 from autopart.ir.program import Program
-from autopart.runtime.homes import home_of
+from autopart.runtime.state.homes import home_of
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]]:

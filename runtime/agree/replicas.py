@@ -19,11 +19,11 @@ from torch import Tensor
 
 from autopart.errors import ReplicaError
 from autopart.ir.program import Program
-from autopart.runtime.agreement import first_ranks_values, gather_objects, ranks_text
-from autopart.runtime.checksums import checksums
-from autopart.runtime.placement import owners
-from autopart.runtime.processes import Process, reduce_over_all
-from autopart.runtime.state import stored_cuts
+from autopart.runtime.agree.agreement import first_ranks_values, gather_objects, ranks_text
+from autopart.runtime.agree.checksums import checksums
+from autopart.runtime.comm.placement import owners
+from autopart.runtime.comm.processes import Process, reduce_over_all
+from autopart.runtime.state.state import stored_cuts
 
 EARLY = (1, 2, 4, 8)
 EVERY = 100

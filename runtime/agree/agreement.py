@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from autopart.errors import RuntimeSetupError
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.program import Program
-from autopart.runtime.checksums import checksums
-from autopart.runtime.watch import finish
+from autopart.runtime.agree.checksums import checksums
+from autopart.runtime.comm.watch import finish
 
 WEIGHTS = "weights"
 SHOWN = (

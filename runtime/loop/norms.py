@@ -21,10 +21,10 @@ from torch import Tensor
 from autopart.compat_training import norms_of_each, redirect_norms
 from autopart.errors import InputError, OptionError
 from autopart.ir.program import Program
-from autopart.runtime.homes import Home, counts_at, home_of, process_of, settled_parameters, settled_processes
-from autopart.runtime.placement import owners
-from autopart.runtime.processes import Process, reduce_over_all
-from autopart.runtime.watch import sum_over
+from autopart.runtime.comm.placement import owners
+from autopart.runtime.comm.processes import Process, reduce_over_all
+from autopart.runtime.comm.watch import sum_over
+from autopart.runtime.state.homes import Home, counts_at, home_of, process_of, settled_parameters, settled_processes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What a norm can be; a set of them travels as the sum of their bits."""

@@ -11,9 +11,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopart.compat import tree_map
 from autopart.errors import CheckpointError
 from autopart.ir.program import Program
-from autopart.runtime.collectives import PRIMITIVES
-from autopart.runtime.homes import Home, home_of
-from autopart.runtime.shard_tensor import Place, ShardTensor, local_of, place_in_file, place_of
+from autopart.runtime.comm.collectives import PRIMITIVES
+from autopart.runtime.saving.shard_tensor import Place, ShardTensor, local_of, place_in_file, place_of
+from autopart.runtime.state.homes import Home, home_of
 
 NO_PARAMETERS = "no_parameters_here"
 """The empty parameter of a rank whose stages read none: its optimizer can be made, and no state dict has it."""

@@ -18,7 +18,7 @@ from autopart.compat import is_gloo, runs_on_host
 from autopart.errors import RuntimeSetupError
 from autopart.ir.mesh import Mesh
 from autopart.plans.agreed import TIMEOUT_S
-from autopart.runtime.watch import PATIENCE, Watch, finish
+from autopart.runtime.comm.watch import PATIENCE, Watch, finish
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it raises, in the process groups made here."""

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from autopart.errors import CheckpointError
 from autopart.ir.program import Program
-from autopart.runtime.homes import home_of
-from autopart.runtime.optimizer_groups import GIVEN_NAMES, PARAMS, Group, group_of, merge_by_options
-from autopart.runtime.optimizer_state import local_state, parameters_of
-from autopart.runtime.processes import Process, of_all_stages
-from autopart.runtime.state import gather
+from autopart.runtime.comm.processes import Process, of_all_stages
+from autopart.runtime.saving.optimizer_groups import GIVEN_NAMES, PARAMS, Group, group_of, merge_by_options
+from autopart.runtime.saving.optimizer_state import local_state, parameters_of
+from autopart.runtime.state.homes import home_of
+from autopart.runtime.state.state import gather
 
 FullState = dict[str, Any]
 """{"state": {name: {key: full tensor or number}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}"""

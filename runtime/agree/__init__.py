@@ -1,0 +1,1 @@
+"""What all ranks must have alike, compared: how they begin, every call, copies of parameters."""

@@ -1,0 +1,1 @@
+"""State dicts, checkpoints, and the state of optimizers, on any mesh."""
