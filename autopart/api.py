@@ -15,7 +15,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
 from autopart.ir.recomputation import Recompute
 from autopart.options import Options, read_options
-from autopart.passes.shard import SequenceParallel
+from autopart.passes.choose.shard import SequenceParallel
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Plan
 from autopart.runtime.module import ParallelModule

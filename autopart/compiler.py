@@ -22,17 +22,18 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS, Program, Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.options import Options
-from autopart.passes.analyze import annotate, batch_size
-from autopart.passes.batch import choose_batch, mixed_rows
-from autopart.passes.decide import decide, decided_by, decode, without_microbatches
-from autopart.passes.footprint import walked
-from autopart.passes.labels import with_label_count
-from autopart.passes.lower import Decisions, lower
-from autopart.passes.memory import cut_again, memory_of
+from autopart.passes.choose.batch import choose_batch, mixed_rows
+from autopart.passes.choose.decide import decide, decided_by, decode, without_microbatches
+from autopart.passes.choose.reasons import Reasons
+from autopart.passes.choose.recompute import check_recompute, recompute_of_checkpoints
+from autopart.passes.choose.storage import choose_over_dp
+from autopart.passes.count.footprint import walked
+from autopart.passes.count.memory import cut_again, memory_of
+from autopart.passes.facts.analyze import annotate, batch_size
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.labels import with_label_count
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
-from autopart.passes.reasons import Reasons
-from autopart.passes.recompute import check_recompute, recompute_of_checkpoints
-from autopart.passes.storage import choose_over_dp
+from autopart.passes.write.lower import lower
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
 from autopart.plan_figures import Draft, plan_of
 from autopart.plans.agreed import agreed

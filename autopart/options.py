@@ -12,8 +12,8 @@ from autopart.errors import OptionError
 from autopart.ir.program import Rng
 from autopart.ir.recomputation import Recompute, parse_recompute
 from autopart.ir.schedules import check_compile, schedule_named
-from autopart.passes.decide import NO_PINS
-from autopart.passes.shard import SequenceParallel
+from autopart.passes.choose.decide import NO_PINS
+from autopart.passes.choose.shard import SequenceParallel
 from autopart.plans.agreed import TIMEOUT_S, check_loop_options
 from autopart.plans.pins import Pins
 

@@ -9,17 +9,17 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.memory import RankMemory
 from autopart.cost.simulate import simulated
 from autopart.ir.program import Program
-from autopart.passes.decide import encode
-from autopart.passes.footprint import Walk
-from autopart.passes.lower import Decisions
-from autopart.passes.pins import pinned_layouts
-from autopart.passes.reasons import Solved, certificate
-from autopart.passes.recompute import recompute_notes
-from autopart.passes.sizes import size_notes
-from autopart.passes.storage import storage_notes
-from autopart.passes.summary import collectives, cost, stage_rows
-from autopart.passes.timing import timing
-from autopart.passes.unsharded import unsharded
+from autopart.passes.choose.decide import encode
+from autopart.passes.choose.pins import pinned_layouts
+from autopart.passes.choose.reasons import Solved, certificate
+from autopart.passes.choose.recompute import recompute_notes
+from autopart.passes.choose.sizes import size_notes
+from autopart.passes.choose.storage import storage_notes
+from autopart.passes.choose.unsharded import unsharded
+from autopart.passes.count.footprint import Walk
+from autopart.passes.count.summary import collectives, cost, stage_rows
+from autopart.passes.count.timing import timing
+from autopart.passes.facts.decisions import Decisions
 from autopart.plan_checks import identity_of
 from autopart.plans.plan import Plan, Reasons, Schedule
 from autopart.tracing.trace import Trace

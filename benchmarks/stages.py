@@ -18,7 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopart.compiler import prepare
-from autopart.passes.partition import equal_layer_loads, partition
+from autopart.passes.choose.partition import equal_layer_loads, partition
 from autopart.tracing.trace import bind_call
 
 NUM_STAGES = 4

@@ -1,8 +1,8 @@
 """A model as a table of what its operators do, from which any mesh, schedule and microbatch is estimated.
 
-A `Table` is counted once (`autopart.passes.tabulate`), from a copy of the model with few of its repeated blocks; its
-rows say which of them stand for how many. `estimate` cuts it into stages, prices them, and runs the schedule's actions
-on that, as `autopart.simulate` does with a plan.
+A `Table` is counted once (`autopart.passes.count.tabulate`), from a copy of the model with few of its repeated blocks;
+its rows say which of them stand for how many. `estimate` cuts it into stages, prices them, and runs the schedule's
+actions on that, as `autopart.simulate` does with a plan.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from autopart.compat import tree_flatten, tree_map
 from autopart.ir.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import Mesh
-from autopart.passes.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
-from autopart.passes.lower import Decisions
+from autopart.passes.choose.partition import active_operators, crossing_bytes
+from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.strategies import Strategy, strategies
 from autopart.passes.normalize import NORMALIZE, run_passes
-from autopart.passes.partition import active_operators, crossing_bytes
-from autopart.passes.strategies import Strategy, strategies
 from autopart.proof.subgraph import Subgraph
 from autopart.proof.subject import Arrangement, Subject
 from autopart.tracing.trace import Call, Trace

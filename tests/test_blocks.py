@@ -11,9 +11,9 @@ import autopart
 from autopart.cost.hardware import Hardware
 from autopart.ir.graph import name_of
 from autopart.ir.mesh import Mesh
-from autopart.passes.blocks import Place, places
-from autopart.passes.pins import FREE, pinned_layouts
-from autopart.passes.shard import Programme
+from autopart.passes.choose.pins import FREE, pinned_layouts
+from autopart.passes.choose.shard import Programme
+from autopart.passes.facts.blocks import Place, places
 from autopart.plans.pins import Pins
 
 WORDS = ("first", "dog", "w2v", "attention", "norm", "of_all", "x", "tail", "linear", "h")

@@ -22,8 +22,8 @@ from autopart.ir.layout import CONVERSIONS
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.options import Options
-from autopart.passes.decide import decode
-from autopart.passes.lower import lower
+from autopart.passes.choose.decide import decode
+from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.tracing.trace import bind_call
 

@@ -17,7 +17,7 @@ from autopart.cost.work import Sizes
 from autopart.errors import OptionError, PlanError
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.passes.counting import counted
+from autopart.passes.count.counting import counted
 from autopart.plans.plan import Plan
 from autopart.tracing.trace import bind_call
 

@@ -13,8 +13,8 @@ from torch import nn
 import autopart
 from autopart.errors import LayoutError
 from autopart.ir.layout import CONVERSIONS
-from autopart.passes.lower import ANY_KIND
-from autopart.passes.strategies import strategies
+from autopart.passes.facts.strategies import strategies
+from autopart.passes.write.lower import ANY_KIND
 from autopart.proof.subgraph import Subgraph
 from autopart.proof.subject import weights_like
 from autopart.runtime.comm.lists import LIST_PRIMITIVES

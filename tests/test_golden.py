@@ -15,8 +15,8 @@ from autopart.compiler import prepare
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.layout import format_layout
 from autopart.ir.mesh import Mesh
-from autopart.passes.decide import decode
-from autopart.passes.lower import lower
+from autopart.passes.choose.decide import decode
+from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.tracing.trace import bind_call
 

@@ -134,4 +134,4 @@ def test_a_plan_writes_its_report_whatever_is_imported(plan_file, tmp_path):
 
 
 def test_collectives_are_operators_wherever_programs_are_written():
-    loaded("import autopart.passes.lower, torch; torch.ops.autopart.all_reduce")
+    loaded("import autopart.passes.write.lower, torch; torch.ops.autopart.all_reduce")

@@ -19,7 +19,7 @@ from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.actions import StageBytes, actions, most_at_once, most_held
 from autopart.ir.graph import operator_name
 from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
-from autopart.passes.kept import kept
+from autopart.passes.count.kept import kept
 from autopart.plans.headline import quantity
 from autopart.plans.plan import MEMORY_KINDS, Plan
 from autopart.runtime.state import gradients

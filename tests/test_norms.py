@@ -19,8 +19,8 @@ import autopart
 from autopart.compiler import prepare
 from autopart.errors import AutopartError, InputError, OptionError
 from autopart.ir.mesh import Mesh
-from autopart.passes.decide import decode
-from autopart.passes.lower import lower
+from autopart.passes.choose.decide import decode
+from autopart.passes.write.lower import lower
 from autopart.runtime.comm.placement import stages_at
 from autopart.runtime.loop import norms
 from autopart.runtime.state.state import shard_parameters

@@ -21,8 +21,8 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
 from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
 from autopart.options import Options
-from autopart.passes.decide import fit_rows
-from autopart.passes.lower import lower
+from autopart.passes.choose.decide import fit_rows
+from autopart.passes.write.lower import lower
 from autopart.plans.plan import Schedule
 from autopart.proof.verify import VerificationRun
 from autopart.runtime.lockstep import run_lockstep
@@ -144,7 +144,7 @@ def train_on(name, mesh, shapes):
     tensors = {name: id(p) for name, p in pm.named_parameters()}
     with (
         mock.patch("autopart.compiler.trace", wraps=autopart.compiler.trace) as traces,
-        mock.patch("autopart.passes.decide.fit_around", side_effect=AssertionError("solved again")),
+        mock.patch("autopart.passes.choose.decide.fit_around", side_effect=AssertionError("solved again")),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -213,7 +213,7 @@ def generate(mesh):
         expected = model(input_ids=ids, use_cache=False)
         with (
             torch.no_grad(),
-            mock.patch("autopart.passes.decide.fit_around", side_effect=AssertionError("solved again")),
+            mock.patch("autopart.passes.choose.decide.fit_around", side_effect=AssertionError("solved again")),
         ):
             found = pm(input_ids=ids)
         zoo.assert_close_outputs(found, expected)

@@ -22,10 +22,10 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.stages import balance
 from autopart.errors import AutopartError
 from autopart.ir.mesh import Mesh
-from autopart.passes.pairs import NoSolution
-from autopart.passes.partition import active_operators
-from autopart.passes.pins import pinned_layouts, smallest_conflict
-from autopart.passes.shard import Programme
+from autopart.passes.choose.pairs import NoSolution
+from autopart.passes.choose.partition import active_operators
+from autopart.passes.choose.pins import pinned_layouts, smallest_conflict
+from autopart.passes.choose.shard import Programme
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Plan
 

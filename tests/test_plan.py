@@ -21,8 +21,8 @@ from autopart.compiler import prepare
 from autopart.errors import AutopartError
 from autopart.ir.graph import pattern_of
 from autopart.ir.mesh import Mesh
-from autopart.passes.decide import decode
-from autopart.passes.lower import lower
+from autopart.passes.choose.decide import decode
+from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan, schema
 from autopart.tracing.trace import bind_call
 
@@ -102,9 +102,9 @@ def forbid_choosing(monkeypatch):
         raise AssertionError("a given plan leaves nothing to choose")
 
     def forbid():
-        monkeypatch.setattr("autopart.passes.decide.cheapest", forbidden)
-        monkeypatch.setattr("autopart.passes.decide.fit_around", forbidden)
-        monkeypatch.setattr("autopart.passes.decide.pinned_partition", forbidden)
+        monkeypatch.setattr("autopart.passes.choose.decide.cheapest", forbidden)
+        monkeypatch.setattr("autopart.passes.choose.decide.fit_around", forbidden)
+        monkeypatch.setattr("autopart.passes.choose.decide.pinned_partition", forbidden)
 
     return forbid
 

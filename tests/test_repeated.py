@@ -11,7 +11,7 @@ import zoo
 from torch import Tensor, nn
 
 from autopart.ir.graph import operators
-from autopart.passes.analyze import annotate
+from autopart.passes.facts.analyze import annotate
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, run_passes
 from autopart.tracing import repeated
 from autopart.tracing import trace as tracing

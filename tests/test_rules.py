@@ -20,12 +20,12 @@ from autopart.compat import tree_map
 from autopart.ir.graph import operator_name, operators, shape, tensor_inputs
 from autopart.ir.layout import Placement
 from autopart.ir.mesh import Mesh
-from autopart.passes.lower import ANY_KIND
+from autopart.passes.facts.strategies import Strategy, strategies
 from autopart.passes.rules.factors import output_shapes
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.pointwise import POINTWISE
 from autopart.passes.rules.tables import LINES, SHAPED
-from autopart.passes.strategies import Strategy, strategies
+from autopart.passes.write.lower import ANY_KIND
 from autopart.proof.candidates import candidates
 from autopart.proof.rulecheck import Proof, backward
 from autopart.proof.subject import relative

@@ -16,12 +16,12 @@ from traced import run_of
 
 from autopart.cost.hardware import Hardware
 from autopart.ir.graph import operators
-from autopart.passes.analyze import ACTIVE
-from autopart.passes.pairs import NoSolution, Pairs
-from autopart.passes.pins import FREE
-from autopart.passes.prices import Step
-from autopart.passes.shard import Programme, cheapest
-from autopart.passes.storage import Storage
+from autopart.passes.choose.pairs import NoSolution, Pairs
+from autopart.passes.choose.pins import FREE
+from autopart.passes.choose.prices import Step
+from autopart.passes.choose.shard import Programme, cheapest
+from autopart.passes.choose.storage import Storage
+from autopart.passes.facts.analyze import ACTIVE
 
 # --- the problem of pairs ------------------------------------------------------------------------------------------
 

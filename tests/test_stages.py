@@ -16,7 +16,7 @@ import autopart
 from autopart.compiler import prepare
 from autopart.cost.stages import BOUND, SLACK, balance
 from autopart.errors import StageError
-from autopart.passes.partition import active_operators, crossing_bytes, equal_layer_loads, partition, work
+from autopart.passes.choose.partition import active_operators, crossing_bytes, equal_layer_loads, partition, work
 from autopart.tracing.trace import bind_call
 
 WITHIN = 0.02  # of the lower bound

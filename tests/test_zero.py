@@ -23,8 +23,8 @@ import autopart
 from autopart.compiler import prepare
 from autopart.ir.layout import R
 from autopart.ir.mesh import Mesh
-from autopart.passes.decide import decode, encode
-from autopart.passes.lower import lower
+from autopart.passes.choose.decide import decode, encode
+from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.runtime import lockstep
 from autopart.runtime.state import regather

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autopart.ir.graph import tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, section_sizes, shard
-from autopart.passes.strategies import Strategy
+from autopart.passes.facts.strategies import Strategy
 from autopart.proof.subject import relative
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 from autopart.compat import tree_flatten, tree_map
 from autopart.ir.graph import operators
 from autopart.ir.mesh import Mesh
-from autopart.passes.analyze import DATA, annotate
-from autopart.passes.lower import ANY_KIND, Decisions, lower
+from autopart.passes.facts.analyze import DATA, annotate
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.strategies import Strategy, strategies
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, run_passes
-from autopart.passes.strategies import Strategy, strategies
+from autopart.passes.write.lower import ANY_KIND, lower
 from autopart.proof.subject import relative, weights_like
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
 from autopart.runtime.lockstep import run_lockstep

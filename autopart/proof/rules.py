@@ -14,10 +14,10 @@ from autopart.compat import tree_map
 from autopart.errors import RuleError
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.mesh import Mesh
-from autopart.passes.lower import ANY_KIND
+from autopart.passes.facts.strategies import strategies
 from autopart.passes.rules.notation import Rule, parse
 from autopart.passes.rules.registered import REGISTERED, call_text, contracted, has_rule
-from autopart.passes.strategies import strategies
+from autopart.passes.write.lower import ANY_KIND
 from autopart.proof.candidates import candidates
 from autopart.proof.rulecheck import Proof
 from autopart.tracing.functions import NAMESPACE as FUNCTIONS

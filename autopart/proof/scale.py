@@ -22,8 +22,8 @@ from autopart.errors import InputError
 from autopart.ir.graph import operators
 from autopart.ir.mesh import Mesh
 from autopart.ir.recomputation import Recompute, word_of
-from autopart.passes.partition import active_operators, partition
-from autopart.passes.recompute import blocks as blocks_of
+from autopart.passes.choose.partition import active_operators, partition
+from autopart.passes.choose.recompute import blocks as blocks_of
 from autopart.plans.plan import Plan
 from autopart.progress import announce, phase
 from autopart.proof.estimate import (

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from autopart.errors import AutopartError
 from autopart.ir.graph import describe, operators, source_of
 from autopart.ir.layout import R
-from autopart.passes.analyze import ACTIVE, DATA, INPUT, PARAMETER
+from autopart.passes.facts.analyze import ACTIVE, DATA, INPUT, PARAMETER
 from autopart.proof.localize import BROKEN, Mismatch
 from autopart.proof.subgraph import Builder, Subgraph
 from autopart.proof.subject import Arrangement, Subject

@@ -32,9 +32,10 @@ from autopart.errors import LayoutError, PlanError
 from autopart.ir.graph import DTYPE_NAMES, describe, format_value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, shard
 from autopart.ir.mesh import Mesh
-from autopart.passes.analyze import ACTIVE, INPUT, PARAMETER, WEIGHT, annotate
-from autopart.passes.lower import ANY_KIND, Decisions
-from autopart.passes.strategies import Strategy, strategies
+from autopart.passes.facts.analyze import ACTIVE, INPUT, PARAMETER, WEIGHT, annotate
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.strategies import Strategy, strategies
+from autopart.passes.write.lower import ANY_KIND
 from autopart.proof.subject import Arrangement, Subject
 from autopart.tracing.trace import Call, Trace
 

@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 
 from autopart.ir.layout import Placement
 from autopart.ir.program import MICROBATCH_AXIS, Program
-from autopart.passes.lower import Decisions, lower
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.runtime.comm.placement import owners
 from autopart.runtime.lockstep import OnValue, run_lockstep

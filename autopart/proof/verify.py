@@ -36,8 +36,8 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
 from autopart.ir.recomputation import Recompute
 from autopart.options import read_options
-from autopart.passes.decide import decode
-from autopart.passes.shard import SequenceParallel
+from autopart.passes.choose.decide import decode
+from autopart.passes.choose.shard import SequenceParallel
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Plan

@@ -8,8 +8,8 @@ from autopart.compiler import estimator, left_open
 from autopart.cost.fit import quick_ways, what_helps
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.passes.decide import decode
-from autopart.passes.reasons import Reasons
+from autopart.passes.choose.decide import decode
+from autopart.passes.choose.reasons import Reasons
 from autopart.plan_figures import Draft
 from autopart.plans.headline import ADVICE, fits, quantity
 from autopart.plans.plan import Plan

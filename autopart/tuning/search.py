@@ -29,7 +29,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.recomputation import Word
 from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
 from autopart.options import Options
-from autopart.passes.tabulate import Blocks, BlocksApart, each_block, tabulate
+from autopart.passes.count.tabulate import Blocks, BlocksApart, each_block, tabulate
 from autopart.plans.headline import quantity, step_size
 from autopart.plans.plan import Plan, Schedule
 from autopart.progress import phase

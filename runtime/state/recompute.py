@@ -1,7 +1,7 @@
 """Regions of a stage graph are run again in the backward: of a forward only what they read is kept.
 
-Each region (`meta["region"]`, from `passes/recompute.py`) is one call under `torch.utils.checkpoint`, which runs it
-once more when its backward begins, up to the last value that the backward needs. All that is random in a stage comes
+Each region (`meta["region"]`, from `passes/choose/recompute.py`) is one call under `torch.utils.checkpoint`, which runs
+it once more when its backward begins, up to the last value that the backward needs. All that is random in a stage comes
 from its inputs or from seeds among them, so it is the same both times, and so are the collectives of all ranks.
 """
 

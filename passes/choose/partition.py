@@ -13,10 +13,9 @@ from autopart.cost.stages import Partition, balance
 from autopart.errors import StageError
 from autopart.ir.graph import name_of, operator_name, operators, size_bytes, source_of, tensor_inputs
 from autopart.ir.mesh import Mesh
-
-from .analyze import ACTIVE, tuple_values
-from .normalize.statistics import INNER
-from .rules.tables import MOVES
+from autopart.passes.facts.analyze import ACTIVE, tuple_values
+from autopart.passes.normalize.statistics import INNER
+from autopart.passes.rules.tables import MOVES
 
 
 def work(node: fx.Node) -> float:

@@ -13,10 +13,9 @@ from autopart.cost.stages import Partition
 from autopart.errors import OptionError, StageError
 from autopart.ir.graph import describe, parents
 from autopart.ir.mesh import Mesh
+from autopart.passes.choose.partition import active_operators, crossing_bytes, find_partition, num_places, partition
+from autopart.passes.choose.pins import cannot_hold, no_match, smallest_conflict
 from autopart.plans.pins import CutPin, Pins, TogetherPin
-
-from .partition import active_operators, crossing_bytes, find_partition, num_places, partition
-from .pins import cannot_hold, no_match, smallest_conflict
 
 StagePin = CutPin | TogetherPin
 

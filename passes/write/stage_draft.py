@@ -12,11 +12,10 @@ from torch import fx
 from autopart.ir.graph import shape, value
 from autopart.ir.layout import Placement
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
+from autopart.passes.facts.analyze import PARAMETER, WEIGHT
+from autopart.passes.normalize import eliminate_dead_code
+from autopart.passes.write.local_ops import local_shape
 from autopart.tracing.trace import Trace
-
-from .analyze import PARAMETER, WEIGHT
-from .local_ops import local_shape
-from .normalize import eliminate_dead_code
 
 Key = tuple[tuple[str, Placement], ...]
 """A layout as a dictionary key."""

@@ -11,15 +11,14 @@ from autopart.cost.collectives import wire_bytes
 from autopart.cost.flops import counted_flops
 from autopart.ir.graph import format_value, operator_name, size_bytes, source_of, tensor_inputs, value
 from autopart.ir.layout import Placement, R, conversion
+from autopart.passes.choose.batch import placement
+from autopart.passes.choose.partition import active_operators
+from autopart.passes.facts.analyze import BATCH, FEATURE, PARAMETER, Atoms, tuple_values
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.rules import Pattern, has_rule
+from autopart.passes.rules.notation import Rule
+from autopart.passes.rules.registered import call_text
 from autopart.tracing.trace import Trace
-
-from .analyze import BATCH, FEATURE, PARAMETER, Atoms, tuple_values
-from .batch import placement
-from .lower import Decisions
-from .partition import active_operators
-from .rules import Pattern, has_rule
-from .rules.notation import Rule
-from .rules.registered import call_text
 
 NO_RULE = "it has no sharding rule"
 PINNED = "it is pinned so"

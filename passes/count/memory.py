@@ -15,15 +15,14 @@ from autopart.ir.actions import Action, actions, most_at_once, most_held
 from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Boundary, Program, StoredTensor
+from autopart.passes.choose.decide import batch_strategies, stages_from_cuts
+from autopart.passes.choose.stage_pins import pinned_partition
+from autopart.passes.count.footprint import StageMemory, Walk, stage_memory
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.write.local_ops import local_shape
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Schedule
 from autopart.tracing.trace import Trace
-
-from .decide import batch_strategies, stages_from_cuts
-from .footprint import StageMemory, Walk, stage_memory
-from .local_ops import local_shape
-from .lower import Decisions
-from .stage_pins import pinned_partition
 
 
 def memory_of(trace: Trace, program: Program, schedule: Schedule, walks: Sequence[Walk]) -> tuple[RankMemory, ...]:

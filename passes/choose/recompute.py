@@ -28,9 +28,8 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import CONVERSIONS
 from autopart.ir.recomputation import Recompute, check_names, word_of, words_of
-
-from .analyze import ACTIVE, PARAMETER, WEIGHT
-from .partition import active_operators, matrix_work
+from autopart.passes.choose.partition import active_operators, matrix_work
+from autopart.passes.facts.analyze import ACTIVE, PARAMETER, WEIGHT
 
 Groups = Mapping[str, str]
 """{key of an operator: the group of operators that is computed again together}"""

@@ -10,12 +10,11 @@ from torch import fx
 from autopart.cost.collectives import wire_bytes
 from autopart.ir.graph import pattern_of, shape, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import Placement, R, conversion, is_direct, shard_sizes
+from autopart.passes.choose.partition import active_operators
+from autopart.passes.facts.analyze import FEATURE
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.rules import Pattern
 from autopart.tracing.trace import Trace
-
-from .analyze import FEATURE
-from .lower import Decisions
-from .partition import active_operators
-from .rules import Pattern
 
 
 def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:

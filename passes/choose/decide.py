@@ -20,22 +20,21 @@ from autopart.ir.graph import describe, operator_name, operators, pattern_of, sh
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, cannot_store, cannot_store_over_dp
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, schedule_for
+from autopart.passes.choose.batch import check_microbatches, choose_batch, mixed_rows
+from autopart.passes.choose.partition import active_operators, check_batch, crossing_bytes
+from autopart.passes.choose.pins import pinned_layouts, solve_pinned
+from autopart.passes.choose.prices import Step
+from autopart.passes.choose.recompute import check_recompute
+from autopart.passes.choose.shard import Programme, SequenceParallel, Sharding, cheapest, fit_around
+from autopart.passes.choose.stage_pins import pinned_partition
+from autopart.passes.choose.storage import Storage, fitting_over_dp
+from autopart.passes.facts.analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, Strategy, strategies
+from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Plan, Schedule
 from autopart.tracing.trace import Trace
-
-from .analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
-from .batch import check_microbatches, choose_batch, mixed_rows
-from .lower import Decisions
-from .partition import active_operators, check_batch, crossing_bytes
-from .pins import pinned_layouts, solve_pinned
-from .prices import Step
-from .recompute import check_recompute
-from .rules.registered import REGISTERED, as_data, call_text, from_data
-from .shard import Programme, SequenceParallel, Sharding, cheapest, fit_around
-from .stage_pins import pinned_partition
-from .storage import Storage, fitting_over_dp
-from .strategies import ALL_TENSOR_KINDS, Strategy, strategies
 
 NO_PINS = Pins()
 NOWHERE: Mapping[str, Placement] = {}

@@ -11,14 +11,13 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.work import Work, flops_by_dtype, gradient_sum_s, optimizer_s
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, Stage, StoredTensor
+from autopart.passes.choose.partition import active_operators, matrix_work
+from autopart.passes.count.counting import Counted, counted
+from autopart.passes.count.footprint import Walk
+from autopart.passes.count.memory import homes, local_bytes
+from autopart.passes.count.tabulate import totals_of
 from autopart.plans.plan import TIMING_PARTS, Schedule
 from autopart.tracing.trace import Trace
-
-from .counting import Counted, counted
-from .footprint import Walk
-from .memory import homes, local_bytes
-from .partition import active_operators, matrix_work
-from .tabulate import totals_of
 
 
 def timing(

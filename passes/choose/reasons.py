@@ -15,17 +15,16 @@ from autopart.ir.graph import describe, name_of, operator_name, operators, paren
 from autopart.ir.layout import DIRECTIONS, Placement, R, cannot_store_over_dp
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
+from autopart.passes.choose.pairs import NoSolution
+from autopart.passes.choose.pins import near_names, pinned_layouts, pinned_over_dp, solve_pinned
+from autopart.passes.choose.prices import Price, over_dp
+from autopart.passes.choose.shard import Choice, Conversion, Programme, Sharding
+from autopart.passes.choose.storage import Storage
+from autopart.passes.facts.analyze import ACTIVE, WEIGHT
 from autopart.plans.headline import quantity
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Why
 from autopart.tracing.trace import Trace
-
-from .analyze import ACTIVE, WEIGHT
-from .pairs import NoSolution
-from .pins import near_names, pinned_layouts, pinned_over_dp, solve_pinned
-from .prices import Price, over_dp
-from .shard import Choice, Conversion, Programme, Sharding
-from .storage import Storage
 
 Solved = tuple[Programme, Sharding]
 

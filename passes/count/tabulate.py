@@ -16,16 +16,24 @@ from autopart.cost.table import Parameter, Row, Table
 from autopart.cost.work import NOTHING, Powers, Size, Sizes, Work
 from autopart.ir.graph import source_of, tensor_inputs
 from autopart.ir.program import Program
+from autopart.passes.choose.partition import active_operators, matrix_work
+from autopart.passes.choose.recompute import blocks as repeated_blocks
+from autopart.passes.choose.storage import MIN_DIMS
+from autopart.passes.count.counting import Counted, counted
+from autopart.passes.count.footprint import (
+    Memory,
+    Value,
+    Walk,
+    memories,
+    needs_grad,
+    rerun_bytes,
+    saved_memory,
+    saved_others,
+)
+from autopart.passes.count.memory import local_bytes
+from autopart.passes.facts.analyze import batch_size
+from autopart.passes.facts.powers import Growth, tokens
 from autopart.tracing.trace import Trace
-
-from .analyze import batch_size
-from .counting import Counted, counted
-from .footprint import Memory, Value, Walk, memories, needs_grad, rerun_bytes, saved_memory, saved_others
-from .memory import local_bytes
-from .partition import active_operators, matrix_work
-from .powers import Growth, tokens
-from .recompute import blocks as repeated_blocks
-from .storage import MIN_DIMS
 
 Blocks = Mapping[str, Sequence[int]]
 """{path of a container: for every block of the model, which block of the traced copy it is like}."""

@@ -20,10 +20,9 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.memory import BUCKET_BYTES
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, Placement, R, conversion, is_direct
-
-from .analyze import ACTIVE, BATCH, PARAMETER, WEIGHT, Atom, tuple_values
-from .storage import MIN_DIMS, Storage
-from .strategies import Strategy
+from autopart.passes.choose.storage import MIN_DIMS, Storage
+from autopart.passes.facts.analyze import ACTIVE, BATCH, PARAMETER, WEIGHT, Atom, tuple_values
+from autopart.passes.facts.strategies import Strategy
 
 _DIVIDE_FIRST = 1e2
 """How much heavier dividing all matrix work weighs than all communication together."""

@@ -15,12 +15,11 @@ from autopart.cost.simulate import Simulation
 from autopart.ir.graph import operator_name, pattern_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.program import Program, Stage
+from autopart.passes.choose.partition import active_operators, partition, work
+from autopart.passes.facts.analyze import PARAMETER, WEIGHT
+from autopart.passes.facts.decisions import Decisions
 from autopart.plans.plan import Collective
 from autopart.tracing.trace import Trace
-
-from .analyze import PARAMETER, WEIGHT
-from .lower import Decisions
-from .partition import active_operators, partition, work
 
 _MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

@@ -19,13 +19,12 @@ from torch import fx
 from autopart.cost.hardware import Hardware
 from autopart.ir.graph import operators, source_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R
-
-from .analyze import ACTIVE, PARAMETER, WEIGHT
-from .blocks import Place
-from .pairs import NoSolution, Pairs
-from .pins import FREE, Pinned
-from .prices import Price, Prices, Step, is_latency_bound
-from .strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, possible, strategies
+from autopart.passes.choose.pairs import NoSolution, Pairs
+from autopart.passes.choose.pins import FREE, Pinned
+from autopart.passes.choose.prices import Price, Prices, Step, is_latency_bound
+from autopart.passes.facts.analyze import ACTIVE, PARAMETER, WEIGHT
+from autopart.passes.facts.blocks import Place
+from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, possible, strategies
 
 SequenceParallel = bool | Literal["auto"]
 """Whether values are cut along dims that no weight has: wherever they can be, never, or where that is faster."""

@@ -22,10 +22,9 @@ from autopart.cost.work import NOTHING, Powers, Size, Work
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.program import Program
+from autopart.passes.count.footprint import Memory, Value, Walk, memories, needs_grad
+from autopart.passes.facts.powers import Growth
 from autopart.tracing.trace import Trace
-
-from .footprint import Memory, Value, Walk, memories, needs_grad
-from .powers import Growth
 
 ATTENTION = "aten::scaled_dot_product_attention"
 _ATTENTION_BACKWARD = 2.5

@@ -21,9 +21,8 @@ from autopart.ir.actions import StageBytes
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
+from autopart.passes.count.kept import KNOWN, Effect, Form, Kept, Output
 from autopart.tracing.trace import Trace
-
-from .kept import KNOWN, Effect, Form, Kept, Output
 
 
 @dataclass(eq=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from autopart.ir.graph import (
     value,
 )
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, conversion, is_direct
-from autopart.ir.mesh import Mesh
 from autopart.ir.program import (
     MICROBATCH_AXIS,
     SEEDS,
@@ -39,40 +37,26 @@ from autopart.ir.program import (
     Rng,
     StageInput,
 )
-from autopart.ir.recomputation import Recompute
+from autopart.passes.choose.recompute import region_marker
+from autopart.passes.choose.storage import stored_tensors
+from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
+from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.strategies import strategies
+from autopart.passes.write.local_ops import (
+    LocalCall,
+    autopart_ops,
+    local_shape,
+    local_value,
+    operator_name_of,
+    write_local,
+)
+from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 from autopart.tracing.trace import Trace
-
-from .analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
-from .local_ops import LocalCall, autopart_ops, local_shape, local_value, operator_name_of, write_local
-from .recompute import region_marker
-from .stage_draft import Key, StageDraft, parameter_stages
-from .storage import stored_tensors
-from .strategies import Strategy, strategies
 
 aten = torch.ops.aten
 
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
 BATCH_AXES = ("dp", MICROBATCH_AXIS)
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """All that was chosen: strategies on the batch and the tensor axis, stored placements, the stage of operators.
-
-    `stored`: on `tp`; `stored_over_dp`: of the parameters that are cut over `dp` too, along another dim.
-    `copied`: every rank of `dp` computes all rows, and the batch axes are the microbatches alone.
-    """
-
-    mesh: Mesh
-    microbatches: int
-    batch: Mapping[fx.Node, Strategy]
-    tensor: Mapping[fx.Node, Strategy]
-    stored: Mapping[str, Placement]
-    stage_of: Mapping[fx.Node, int]
-    num_stages: int
-    copied: bool = False
-    stored_over_dp: Mapping[str, Placement] = field(default_factory=dict)
-    recompute: Recompute = "none"
 
 
 def lower(

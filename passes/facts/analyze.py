@@ -43,11 +43,10 @@ from autopart.ir.graph import (
     value,
 )
 from autopart.ir.layout import Sections
+from autopart.passes.facts.blocks import Place, places
+from autopart.passes.rules import Pattern, pattern_for
+from autopart.passes.rules.functions import backward_is_linear
 from autopart.tracing.trace import Trace
-
-from .blocks import Place, places
-from .rules import Pattern, pattern_for
-from .rules.functions import backward_is_linear
 
 INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight", "active"
 BATCH, FEATURE, DATA_DIM = "batch", "feature", "data"

@@ -19,9 +19,8 @@ from torch import fx
 
 from autopart.ir.graph import is_tensor, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
-
-from .analyze import BATCH, DATA, DATA_DIM, FEATURE, INPUT, Atom, Atoms, factor_atoms, tuple_values
-from .rules import Pattern
+from autopart.passes.facts.analyze import BATCH, DATA, DATA_DIM, FEATURE, INPUT, Atom, Atoms, factor_atoms, tuple_values
+from autopart.passes.rules import Pattern
 
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})

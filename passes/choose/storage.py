@@ -17,13 +17,12 @@ from autopart.ir.graph import pattern_of
 from autopart.ir.layout import R_GRAD_P, Placement, R, cannot_store_over_dp, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
+from autopart.passes.choose.pins import cannot_hold, pinned_over_dp, smallest_conflict
 from autopart.plans.pins import LayoutPin, Pins
 from autopart.tracing.trace import Trace
 
-from .pins import cannot_hold, pinned_over_dp, smallest_conflict
-
 if TYPE_CHECKING:
-    from .lower import Decisions
+    from autopart.passes.facts.decisions import Decisions
 
 MIN_DIMS = 2
 """Vectors (norms, biases) stay whole: a thousandth of a model, for as many collectives as its matrices."""

@@ -9,9 +9,8 @@ from torch import Tensor, fx
 from autopart.cost.work import Powers
 from autopart.ir.graph import tensor_inputs, value
 from autopart.ir.program import MICROBATCH_AXIS, Program
+from autopart.passes.facts.analyze import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.tracing.trace import Trace
-
-from .analyze import BATCH, DATA_DIM, Atom, factor_atoms
 
 
 def tokens(trace: Trace) -> int:

@@ -20,12 +20,18 @@ from autopart.errors import LayoutError, OptionError
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs
 from autopart.ir.layout import Placement, R, cannot_store
 from autopart.ir.mesh import Mesh
+from autopart.passes.choose.pairs import NoSolution
+from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA_DIM, PARAMETER, WEIGHT, Atom, tuple_values
+from autopart.passes.facts.strategies import (
+    ALL_TENSOR_KINDS,
+    TENSOR_KINDS,
+    Strategy,
+    output_atoms,
+    possible,
+    strategies,
+)
 from autopart.plans.pins import LayoutPin, Pin, Pins
 from autopart.tracing.trace import Trace
-
-from .analyze import ACTIVE, BATCH, DATA_DIM, PARAMETER, WEIGHT, Atom, tuple_values
-from .pairs import NoSolution
-from .strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, output_atoms, possible, strategies
 
 T = TypeVar("T")
 
