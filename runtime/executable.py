@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.layout import P
-from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program
+from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program, Stage
+from autopart.runtime.agree.same_call import Comparison
 from autopart.runtime.comm.draws import check_same_state, one_stream
 from autopart.runtime.comm.placement import placement_of, stages_at
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.loop.hooks import Held, held_back
-from autopart.runtime.loop.step_options import NO_OPTIONS, StepOptions, divide_by, scaled
+from autopart.runtime.loop.step_options import StepOptions, divide_by, scaled
 from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
@@ -44,13 +45,17 @@ class Executable:
         tensors = {**buffers, **parameters}
         self.modules = [StageModule(stage, program, process, tensors, compile) for stage in stages]
         self.pipeline: Pipeline | None = None
+        self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
         if "pp" in process.groups:
             self.pipeline = Pipeline(self.modules, program, process, schedule or default_schedule(program))
             connect_tied(program, process, self.placement)
 
-    def forward(self, inputs: Sequence[Any]) -> list[Any]:
-        """The model's flat outputs for the global batch. Differentiable where there is no pipeline."""
-        with no_autocast(), self._loaded(inputs):
+    def forward(self, inputs: Sequence[Any], comparison: Comparison) -> list[Any]:
+        """The model's flat outputs for the global batch. Differentiable where there is no pipeline.
+
+        Raises InputError where the ranks are not called alike, by `comparison`.
+        """
+        with no_autocast(), compared(comparison), self._loaded(inputs, comparison):
             if self.pipeline is not None:
                 outputs = self._everywhere(self.pipeline.forward())
             else:
@@ -58,33 +63,39 @@ class Executable:
                 if torch.is_grad_enabled():
                     parameters = synchronised(self.parameters, self.program, self.process)
                 runs = [self._chain(microbatch, parameters) for microbatch in range(self.program.microbatches)]
+                comparison.finish_comparison()
                 outputs = self._everywhere(runs)
             self._write_buffers()
         return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
 
-    def step(self, inputs: Sequence[Any], options: StepOptions = NO_OPTIONS) -> tuple[Tensor, list[Any]]:
-        """Forward and backward of one global batch; adds to `.grad`.
+    def step(self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> tuple[Tensor, list[Any]]:
+        """Forward and backward of one global batch; adds to `.grad`. Raises InputError as `forward`.
 
         Returns the loss and what the program has beside it, for the global batch, detached.
         """
         with held_back(self.parameters) as hooks:
-            runs = self._run(inputs, options, hooks)
+            runs = self._run(inputs, options, hooks, comparison)
         hooks.see_accumulated()
         loss = self._whole_loss([loss for loss, *_ in runs])
         beside = self.program.outputs[1:]
         outputs = self._everywhere(runs) if any(o.position is not None for o in beside) else []
         return loss, [o.constant if o.position is None else outputs[o.position] for o in beside]
 
-    def _run(self, inputs: Sequence[Any], options: StepOptions, hooks: Held) -> list[tuple[Tensor, ...]]:
+    def _run(
+        self, inputs: Sequence[Any], options: StepOptions, hooks: Held, comparison: Comparison
+    ) -> list[tuple[Tensor, ...]]:
         """Forward and backward of all microbatches; the last stage's outputs of each, where it is here."""
-        with torch.enable_grad(), no_autocast(), self._loaded(inputs), self._fresh_gradients():
+        loaded = self._loaded(inputs, comparison)
+        with torch.enable_grad(), no_autocast(), compared(comparison), loaded, self._fresh_gradients():
             if options.num_tokens is not None:
+                comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
             if self.pipeline is not None:
                 runs = self.pipeline.step(options.loss_scale)
             else:
                 count = self.program.microbatches
                 runs = [self._step_microbatch(index, options.loss_scale) for index in range(count)]
+            comparison.finish_comparison()
             self._write_buffers()
             sync_gradients(self.parameters, self.program, self.process, self.placement)
             hooks.see_gradients()
@@ -135,15 +146,18 @@ class Executable:
         return total
 
     @contextmanager
-    def _loaded(self, inputs: Sequence[Any]) -> Iterator[None]:
+    def _loaded(self, inputs: Sequence[Any], comparison: Comparison) -> Iterator[None]:
         device = self.process.device
         here = brought_to(device, self.program, inputs)
         if self.program.draws == "exact":
+            comparison.finish_comparison()
             check_same_state(self.process)
         with one_stream(self.program, here, device) as rewind:
             for module in self.modules:
                 rewind()
                 module.load(here)
+        if self._sends:
+            comparison.finish_comparison()
         try:
             yield
         finally:
@@ -175,3 +189,18 @@ def brought_to(device: torch.device, program: Program, inputs: Sequence[Any]) ->
         value.to(device) if isinstance(value, Tensor) and name != SEEDS else value
         for name, value in zip(program.input_names, inputs, strict=True)
     ]
+
+
+def has_collectives(stage: Stage) -> bool:
+    """Whether ranks send each other anything in a stage's forward or backward."""
+    return any(getattr(node.target, "namespace", "") == "autopart" for node in stage.graph.graph.nodes)
+
+
+@contextmanager
+def compared(comparison: Comparison) -> Iterator[None]:
+    """Around a call. Where it fails and the ranks were called unlike each other, that is what is raised."""
+    try:
+        yield
+    except Exception:
+        comparison.finish_comparison()
+        raise

@@ -20,7 +20,7 @@ from autopart.ir.program import Program
 from autopart.plans.agreed import TIMEOUT_S
 from autopart.runtime.agree.agreement import begin_alike, described
 from autopart.runtime.agree.replicas import Replicas
-from autopart.runtime.agree.same_call import Given, check_call
+from autopart.runtime.agree.same_call import Comparison, Given
 from autopart.runtime.comm.placement import placement_of, stages_at
 from autopart.runtime.comm.processes import connect, first_ranks_seed, meet
 from autopart.runtime.comm.watch import meeting, watched
@@ -169,8 +169,8 @@ class ParallelModule(Idioms):
         if torch.is_grad_enabled() and "pp" not in self._process.groups:
             self._process.step_scale = None  # the loss is scaled outside, or not
         program, inputs = self._compiler.program(args, kwargs, purpose="forward", training=self.training)
-        executable = self._executable(program, inputs, "forward")
-        outputs = executable.forward(inputs)
+        executable, comparison = self._executable(program, inputs, "forward")
+        outputs = executable.forward(inputs, comparison)
         if "pp" in self._process.groups and torch.is_grad_enabled():
             outputs = without_backward(outputs, program)
         return tree_unflatten(outputs, program.output_spec)
@@ -210,8 +210,8 @@ class ParallelModule(Idioms):
         program, inputs = self._compiler.program(
             args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
         )
-        executable = self._executable(program, inputs, "step", options.text)
-        loss, flat = executable.step(inputs, options)
+        executable, comparison = self._executable(program, inputs, "step", options.text)
+        loss, flat = executable.step(inputs, options, comparison)
         if not outputs:
             return loss
         returned = tree_unflatten(flat, program.output_spec)
@@ -365,7 +365,8 @@ class ParallelModule(Idioms):
     def _meet(self, name: str) -> None:
         """Raises InputError on every rank where only some of them call the method of this name."""
         if self._program is not None:
-            check_call(Given(name, self._calls[name], f"{name}()", {}), self._program, self._process)
+            given = Given(name, self._calls[name], f"{name}()", {})
+            Comparison(given, self._program, self._process).finish_comparison()
 
     def _traced(self, asked: str) -> Program:
         if self._program is None:
@@ -382,17 +383,21 @@ class ParallelModule(Idioms):
 
     def _executable(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = ""
-    ) -> Executable:
+    ) -> tuple[Executable, Comparison]:
+        """What runs the call, and the comparison of how the ranks were called, which has begun."""
         mode = "train" if self.training else "eval"
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {mode} mode"
         problem = None
         if purpose == "step" or torch.is_grad_enabled():
             problem = problem_of(self, self._local_parameters, self._trained, purpose == "step")
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
+        is_new = program not in self._executables
         if self._process.watch is not None:
-            self._process.watch.allow(first=program not in self._executables)
+            self._process.watch.allow(first=is_new)
         named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
-        check_call(Given(purpose, self._calls[purpose], text, named), program, self._process)
+        comparison = Comparison(Given(purpose, self._calls[purpose], text, named), program, self._process)
+        if is_new or problem is not None or self._replicas.is_next_due():
+            comparison.finish_comparison()
         if problem is not None:
             raise problem
 
@@ -408,7 +413,7 @@ class ParallelModule(Idioms):
         executable = self._executables.get(program, make)
         if self.training and self._program is not None:
             self._replicas.next_step(self._program, self._local_parameters)
-        return executable
+        return executable, comparison
 
     def _adopt(self, program: Program) -> Program:
         """The program with every parameter where earlier programs have it. Registers what this rank's stages read and

@@ -69,6 +69,10 @@ class Replicas:
         self._names: dict[Part, list[str]] = {}
         self._groups: dict[Part, list[list[int]]] = {}
 
+    def is_next_due(self) -> bool:
+        """Whether the next step begins with a comparison."""
+        return is_due(self.check_replicas, self.step + 1)
+
     def next_step(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
         """Counts a call in train mode, and compares before it where that is due."""
         self.step += 1

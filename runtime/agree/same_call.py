@@ -1,6 +1,7 @@
 """Whether all ranks are called alike: at the same step, in the same way, and on the same batch.
 
-It is one collective on the host, of a dozen numbers, at the start of every call. Whole numbers among the inputs, such
+It is one collective on the host, of a dozen numbers, which begins with the call and ends before anything else is sent.
+Whole numbers among the inputs, such
 as tokens, are compared exactly. Ranks may compute floats with other roundings, so of those a sample that moves with
 the step is compared within rounding: its projections on four vectors of signs, and its mean magnitude.
 """
@@ -21,7 +22,7 @@ from autopart.errors import InputError
 from autopart.ir.program import SEEDS, Program
 from autopart.runtime.agree.agreement import by_rank, gather_objects, ranks_text
 from autopart.runtime.agree.checksums import checksums
-from autopart.runtime.comm.processes import Process, gather_over_all
+from autopart.runtime.comm.processes import Process, begin_gather
 
 SAMPLE = 256
 PROJECTIONS = 4
@@ -79,18 +80,28 @@ def same_rows(program: Program) -> list[list[int]]:
     return [list(range(program.mesh.num_ranks))]
 
 
-def check_call(given: Given, program: Program, process: Process) -> None:
-    """Raises InputError, the same on every rank, where the ranks are not called alike. A collective call."""
-    if process.host_group is None:
-        return
-    rows = gather_over_all([process.rank, *given.numbers()], process).tolist()
-    _, *first = rows[0]
-    if all(numbers == first for _, *numbers in rows):
-        return
-    numbers_of, groups = {int(rank): numbers for rank, *numbers in rows}, same_rows(program)
-    called_alike = all(numbers[: EXACT - 1] == first[: EXACT - 1] for numbers in numbers_of.values())
-    if not called_alike or not all(_same_batch([numbers_of[rank] for rank in ranks], given.slack) for ranks in groups):
-        raise _error(given, groups, process)
+class Comparison:
+    """A comparison of how the ranks are called. It begins here; nothing that depends on it may be sent before
+    `finish_comparison`, which all ranks call, so that it takes its time beside what each rank does alone."""
+
+    def __init__(self, given: Given, program: Program, process: Process):
+        self.given, self.program, self.process = given, program, process
+        self._wait = None if process.host_group is None else begin_gather([process.rank, *given.numbers()], process)
+
+    def finish_comparison(self) -> None:
+        """Raises InputError, the same on every rank, where the ranks are not called alike. Later calls do nothing."""
+        if self._wait is None:
+            return
+        wait, self._wait = self._wait, None
+        rows = wait().tolist()
+        _, *first = rows[0]
+        if all(numbers == first for _, *numbers in rows):
+            return
+        numbers_of, groups = {int(rank): numbers for rank, *numbers in rows}, same_rows(self.program)
+        called_alike = all(numbers[: EXACT - 1] == first[: EXACT - 1] for numbers in numbers_of.values())
+        slack = self.given.slack
+        if not called_alike or not all(_same_batch([numbers_of[rank] for rank in ranks], slack) for ranks in groups):
+            raise _error(self.given, groups, self.process)
 
 
 def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 PLACES = {
-    "check_call": "at the comparison of the calls",
+    "finish_comparison": "at the comparison of the calls",
     "begin_alike": "at the comparison of models and plans",
     "check_same_state": "at the comparison of random states",
     "sync_gradients": "at the sum of gradients",

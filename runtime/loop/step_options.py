@@ -67,9 +67,6 @@ class StepOptions:
         return "".join(f", {name}={given}" for name, given in asked)
 
 
-NO_OPTIONS = StepOptions()
-
-
 def scaled(loss: Tensor, scale: float) -> Tensor:
     """The loss, with `scale` times its gradient."""
     return loss if scale == 1.0 else _Scaled.apply(loss, scale)
