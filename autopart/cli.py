@@ -1,7 +1,7 @@
 """The command line, also `python -m autopart`.
 
 A model is named `--model package.module:callable` or `--hf-config gpt2`. Exit codes: 0 done, 1 a difference was found
-(`verify`, `diff`) or something is missing (`doctor`), 2 a mistake in what was asked, told without a traceback. Each
+(`verify`, `diff`) or something is missing (`doctor`), 2 a mistake in what was asked, reported without a traceback. Each
 command imports what it needs: help, and what only reads plans, do without torch.
 """
 
@@ -49,7 +49,7 @@ def _print_schema(context: click.Context, _option: click.Parameter, asked: bool)
 @JSON
 @told
 def plan(output: str | None, as_json: bool, **options: Any) -> None:
-    """Choose how a model lies on a mesh: no devices and no process group are needed.
+    """Choose how a model is laid out on a mesh: no devices and no process group are needed.
 
     \b
     Example:

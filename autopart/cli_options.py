@@ -148,7 +148,7 @@ class Asked:
 
     def source(self, meta: bool, short: bool = False, again: bool = False) -> ModelSource:
         """The model and its example. `meta`: weights without memory, where that is not said. `short`: rows of a config
-        are short where that is not said, since they are computed. `again`: what is to be told was told before."""
+        are short where that is not said, since they are computed. `again`: what is to be said was said before."""
         from autopart.tracing.model_source import SourceOptions, from_callable, from_hf_config
 
         v = self.values

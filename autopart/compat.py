@@ -155,7 +155,7 @@ class Tracing:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, calls are no part of the trace."""
+        """Inside, calls are not part of the trace."""
         with torch._C.DisableTorchFunction(), proxy_tensor.disable_proxy_modes_tracing():
             yield
 

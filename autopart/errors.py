@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class AutopartError(ValueError):
-    """A mistake in what was asked of autopart, told in four parts: what, why, where, try.
+    """A mistake in what was asked of autopart, reported in four parts: what, why, where, try.
 
     Example:
         >>> print(LayoutError("cannot shard dim 1 of 'q.weight' over axis 'tp'", why="30 is not a multiple of 4",
@@ -33,7 +33,7 @@ class TraceError(AutopartError):
 
 
 class LayoutError(AutopartError):
-    """A value cannot lie on the mesh as asked."""
+    """A value cannot be laid out on the mesh as asked."""
 
 
 class PlanError(AutopartError):

@@ -33,7 +33,7 @@ def read_text(path: Path, what: str, error: type[AutopartError], hint: str) -> s
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that it is there whole, or stays as it was: beside it first, then renamed.
 
-    Raises OSError. What is no regular file (`/dev/stdout`) is written to as it is.
+    Raises OSError. What is not a regular file (`/dev/stdout`) is written to as it is.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():

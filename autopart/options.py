@@ -60,7 +60,7 @@ class Options:
         for name, number in (("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages)):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 counted = name.replace("_", " ")
-                raise OptionError(f"{name}={number!r} is no number of {counted}", why="it is a whole number from 1")
+                raise OptionError(f"{name}={number!r} is not a number of {counted}", why="it is a whole number from 1")
 
 
 def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:

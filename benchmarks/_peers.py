@@ -28,7 +28,8 @@ Arguments = Mapping[str, Any]
 
 def peers(model: nn.Module, arguments: Arguments) -> dict[str, Any]:
     """What each of them gives for a call of the model."""
-    arguments = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}  # use_cache is no input
+    # use_cache is not an input
+    arguments = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     config = getattr(model, "config", None)
     nested = vars(config).values() if config is not None else ()
     parts = [config, *(part for part in nested if hasattr(part, "base_model_tp_plan"))]

@@ -85,7 +85,7 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _small_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """The fields that change, nested configurations apart."""
+    """The fields that change, except nested configurations."""
     fields = _fields(config)
     small: dict[str, Any] = {}
     widths = _widths(fields)

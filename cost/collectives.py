@@ -52,7 +52,7 @@ TIME: dict[str, sympy.Expr] = {kind: parts.time_s for kind, parts in PARTS.items
 """Seconds of each collective."""
 
 WIRE_BYTES: dict[str, sympy.Expr] = {kind: parts.bytes.subs({k: 1, g: n}) for kind, parts in PARTS.items()}
-"""Bytes each rank sends, wherever the ranks lie."""
+"""Bytes each rank sends, wherever the ranks are."""
 
 _TIME = {kind: sympy.lambdify((g, k, S, B, alpha, B_node, alpha_node), time, "math") for kind, time in TIME.items()}
 _BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression in WIRE_BYTES.items()}

@@ -183,7 +183,7 @@ OPTIONAL = ("memory_efficiency", "collectives", "matmul_half_depth", "matmul_sus
 
 @dataclass(frozen=True)
 class _File:
-    """A profile's file. Raises OptionError, with the number and the path, for what is no profile."""
+    """A profile's file. Raises OptionError, with the number and the path, for what is not a profile."""
 
     where: str
 
@@ -191,7 +191,7 @@ class _File:
         try:
             data = json.loads(read_text(Path(self.where), "a hardware profile", OptionError, _FORM))
         except json.JSONDecodeError as error:
-            raise self._error("cannot be read", f"it is no JSON: {error}") from error
+            raise self._error("cannot be read", f"it is not JSON: {error}") from error
         return self.checked(data)
 
     def checked(self, data: Any) -> Hardware:
@@ -241,7 +241,7 @@ class _File:
     def _number(self, name: str, entry: Any) -> float:
         value = self._value(name, entry)
         if not _is_number(value):
-            raise self._error(f"has {name} = {value!r}", "that is no number")
+            raise self._error(f"has {name} = {value!r}", "that is not a number")
         if value <= 0:
             raise self._error(f"has {name} = {value!r}", "it is not above zero")
         return float(value)
@@ -249,14 +249,14 @@ class _File:
     def _count(self, name: str, entry: Any) -> int:
         value = self._number(name, entry)
         if value != int(value):
-            raise self._error(f"has {name} = {value!r}", "that is no whole number")
+            raise self._error(f"has {name} = {value!r}", "that is not a whole number")
         return int(value)
 
     def _curve(self, name: str, unit: str, entry: Any, most: float = 1.0) -> tuple[tuple[float, float], ...]:
         """Points [amount of work, share of a rate]. `most`: the largest share there can be."""
         value = self._value(name, entry)
         if not isinstance(value, list) or not value or not all(map(_is_point, value)):
-            raise self._error(f"has {name} = {value!r}", f"it is no list of points [{unit}, share of peak]")
+            raise self._error(f"has {name} = {value!r}", f"it is not a list of points [{unit}, share of peak]")
         points = tuple((float(amount), float(share)) for amount, share in value)
         outside = [list(point) for point in points if point[0] <= 0 or not 0 < point[1] <= most]
         if outside:

@@ -70,12 +70,12 @@ def parse_size(size: Any, name: str = "memory") -> int:
     if found is not None:
         number, unit, binary = found[1], found[2].lower(), found[3]
         if binary and not unit:
-            raise OptionError(f"{name}={size!r} is no size", hint=hint)
+            raise OptionError(f"{name}={size!r} is not a size", hint=hint)
         bytes_ = round(float(number) * (_BINARY if binary else _UNITS)[unit])
     elif isinstance(size, int) and not isinstance(size, bool):
         bytes_ = size
     else:
-        raise OptionError(f"{name}={size!r} is no size", hint=hint)
+        raise OptionError(f"{name}={size!r} is not a size", hint=hint)
     if bytes_ <= 0:
-        raise OptionError(f"{name}={size!r} is no size", why="it is not above zero", hint=hint)
+        raise OptionError(f"{name}={size!r} is not a size", why="it is not above zero", hint=hint)
     return bytes_

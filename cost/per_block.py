@@ -179,7 +179,7 @@ class Blocks:
         self.blocks = self.found["none"]
         pp = setting.mesh.size("pp")
         if len(self.blocks) < pp:
-            why = f"repeated blocks that have a name and lie together: {len(self.blocks)}"
+            why = f"repeated blocks that have a name and are adjacent: {len(self.blocks)}"
             raise OptionError(f"nothing to choose block by block for {pp} stage{'s' * (pp > 1)}", why=why)
         cuts = (False, True) if setting.mesh.size("dp") > 1 else (False,)
         words = [

@@ -88,7 +88,7 @@ def train(num_steps: int) -> None:
 
 
 def python_reference() -> str:
-    """The Python language reference, as it lies in every Python installation (`help('for')` reads it)."""
+    """The Python language reference, as it comes with every Python installation (`help('for')` reads it)."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))

@@ -125,7 +125,7 @@ def _perform(task: Task) -> Report:
             _join_group(task)
             joined = True
         return Report(pickle.dumps(fn(*args, **kwargs)), "", time.monotonic(), reusable=True)
-    except BaseException:  # pytest.fail() and sys.exit() are no Exception, and must be reported too
+    except BaseException:  # pytest.fail() and sys.exit() are not an Exception, and must be reported too
         return Report(None, traceback.format_exc(), time.monotonic(), reusable=joined)
 
 

@@ -59,7 +59,7 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of "
         "these, or the path of a JSON file of the same form"),
     "hardware: no JSON": (text("{"),
-        f"{PROFILE}cannot be read\n  why    it is no JSON: Expecting property name enclosed in double quotes: line 1 "
+        f"{PROFILE}cannot be read\n  why    it is not JSON: Expecting property name enclosed in double quotes: line 1 "
         f"column 2 (char 1){WHERE}"),
     "hardware: a list": (text("[]"),
         f"{PROFILE}cannot be read\n  why    it holds no names and numbers, as {{...}}{WHERE}"),
@@ -76,11 +76,11 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "hardware: a bare number": (edited(launch_s=1e-6),
         f"{PROFILE}says too little of launch_s\n  why    it lacks value, unit, source{WHERE}"),
     "hardware: text": (value("link_bytes_per_s", "300 GB/s"),
-        f"{PROFILE}has link_bytes_per_s = '300 GB/s'\n  why    that is no number{WHERE}"),
+        f"{PROFILE}has link_bytes_per_s = '300 GB/s'\n  why    that is not a number{WHERE}"),
     "hardware: true": (value("link_bytes_per_s", True),
-        f"{PROFILE}has link_bytes_per_s = True\n  why    that is no number{WHERE}"),
+        f"{PROFILE}has link_bytes_per_s = True\n  why    that is not a number{WHERE}"),
     "hardware: infinite": (value("link_bytes_per_s", float("inf")),
-        f"{PROFILE}has link_bytes_per_s = inf\n  why    that is no number{WHERE}"),
+        f"{PROFILE}has link_bytes_per_s = inf\n  why    that is not a number{WHERE}"),
     "hardware: zero": (value("node_link_latency_s", 0),
         f"{PROFILE}has node_link_latency_s = 0\n  why    it is not above zero{WHERE}"),
     "hardware: negative": (value("memory_bytes", -80e9),
@@ -89,12 +89,12 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         edited(flops_per_s={**A100["flops_per_s"], "float32": {**A100["flops_per_s"]["float32"], "value": 0.0}}),
         f"{PROFILE}has flops_per_s of float32 = 0.0\n  why    it is not above zero{WHERE}"),
     "hardware: half a device": (value("devices_per_node", 8.5),
-        f"{PROFILE}has devices_per_node = 8.5\n  why    that is no whole number{WHERE}"),
+        f"{PROFILE}has devices_per_node = 8.5\n  why    that is not a whole number{WHERE}"),
     "hardware: no curve": (curve(),
-        f"{PROFILE}has matmul_efficiency = []\n  why    it is no list of points [FLOPs, share of peak]{WHERE}"),
+        f"{PROFILE}has matmul_efficiency = []\n  why    it is not a list of points [FLOPs, share of peak]{WHERE}"),
     "hardware: no points": (curve([1e9, 0.5], [1e12]),
-        f"{PROFILE}has matmul_efficiency = [[1000000000.0, 0.5], [1000000000000.0]]\n  why    it is no list of points "
-        f"[FLOPs, share of peak]{WHERE}"),
+        f"{PROFILE}has matmul_efficiency = [[1000000000.0, 0.5], [1000000000000.0]]\n  why    it is not a list of "
+        f"points [FLOPs, share of peak]{WHERE}"),
     "hardware: per cent": (curve([1e9, 0.5], [1e12, 87.0]),
         f"{PROFILE}has the point [1000000000000.0, 87.0] in matmul_efficiency\n  why    FLOPs are above zero, a share "
         f"above 0 and at most 1{WHERE}"),

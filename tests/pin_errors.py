@@ -43,7 +43,7 @@ def of_another_plan() -> Any:
 PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     # the form
     "pins: no mapping": (pinned([1]),
-        f"OptionError: pins=[1] are no pins\n  why    they are a list\n  try    pins={{{FORM}"),
+        f"OptionError: pins=[1] are not pins\n  why    they are a list\n  try    pins={{{FORM}"),
     "pins: no file": (pinned("nowhere.json"),
         f"OptionError: there are no pins at nowhere.json\n  try    a JSON file like {{{FORM}"),
     "pins: no axis": (pinned({"head": "R"}),
@@ -51,16 +51,16 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: unknown axis": (pinned({"head": {"xp": "R"}}),
         "OptionError: the pin 'head' names an unknown axis 'xp'\n  why    the axes are pp, dp, cp, ep, tp"),
     "pins: placement": (pinned({"head.weight": {"tp": "column"}}),
-        "OptionError: the pin 'head.weight' asks for 'column'\n  why    'column' is no placement; try R, R(grad P), P, "
-        "S(0) or S(0; sections=3)\n  try    R, or S(d) cut along dim d: S(0) for the weight of a column-parallel "
+        "OptionError: the pin 'head.weight' asks for 'column'\n  why    'column' is not a placement; try R, R(grad P), "
+        "P, S(0) or S(0; sections=3)\n  try    R, or S(d) cut along dim d: S(0) for the weight of a column-parallel "
         "nn.Linear, S(1) of a row-parallel"),
     "pins: stages": (pinned({"stages": {"before": []}}, "pp2"),
         f"OptionError: pins['stages'] = {{'before': []}} cannot be read\n  why    it has cut_before and together\n  "
         f"try    {STAGES}"),
     "pins: cut_before": (pinned({"stages": {"cut_before": "head"}}, "pp2"),
-        f"OptionError: cut_before = 'head' is no list of names\n  try    {STAGES}"),
+        f"OptionError: cut_before = 'head' is not a list of names\n  try    {STAGES}"),
     "pins: together": (pinned({"stages": {"together": ["head"]}}, "pp2"),
-        f"OptionError: together = ['head'] is no list of lists of names\n  try    {STAGES}"),
+        f"OptionError: together = ['head'] is not a list of lists of names\n  try    {STAGES}"),
     "pins: mixed *": (pinned({"stages": {"together": [["layers.*", "head"]]}}, "pp2"),
         "OptionError: together 'layers.*', 'head' mixes names with and without *\n  why    each value of a * is a list "
         "of its own, so all names of a list have as many"),
@@ -80,7 +80,7 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: the pin cut_before 'head' is for an axis that the mesh tp2 lacks: pp\n  try    leave it out, or "
         "mesh='pp2,tp2'"),
     "pins: pp": (pinned({"head.weight": {"pp": "R"}}, "pp2"),
-        "OptionError: the pin 'head.weight' as R on pp cannot be\n  why    stages are no layouts\n  try    'stages': "
+        "OptionError: the pin 'head.weight' as R on pp cannot be\n  why    stages are not layouts\n  try    'stages': "
         "{'cut_before': [...]}"),
     "pins: does not divide": (pinned({"layers.*.weight": {"tp": "S(1)"}}, "tp4", narrow),
         "LayoutError: cannot pin 'layers.*.weight' as S(1) on tp\n  why    layers.0.weight: dim 1 has "
@@ -123,8 +123,8 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         pinned({f"{UP}.weight": {"tp": "S(0)"}, f"{DOWN}.weight": {"tp": "S(0)"}, "model.layers.1": {"tp": "R"}},
                build=llama),
         "LayoutError: these pins cannot hold together: 'model.layers.*.mlp.down_proj.weight' as S(0) on tp; "
-        "'model.layers.1' as R on tp\n  why    model.layers.1.mlp.down_proj.weight lies in one way\n  try    leave one "
-        "of them out"),
+        "'model.layers.1' as R on tp\n  why    model.layers.1.mlp.down_proj.weight can have only one layout\n  try    "
+        "leave one of them out"),
     "pins: weight and operator": (
         pinned({f"{UP}.weight": {"tp": "S(0)"}, f"{DOWN}.weight": {"tp": "S(0)"}, f"{DOWN}/linear": {
             "tp": "S(2), S(1) -> P"}}, build=llama),
@@ -135,7 +135,7 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "one of them out"),
     "pins: a tied weight": (pinned({"lm_head.weight": {"tp": "S(1)"}, WTE: {"tp": "S(0)"}}, build=gpt2),
         "LayoutError: these pins cannot hold together: 'lm_head.weight' as S(1) on tp; 'transformer.wte.weight' as "
-        f"S(0) on tp\n  why    {TIED} lies in one way\n  try    leave one of them out"),
+        f"S(0) on tp\n  why    {TIED} can have only one layout\n  try    leave one of them out"),
     "pins: a tied weight and an operator": (pinned({"lm_head/linear": {"tp": "S(2)"}, WTE: {"tp": "S(1)"}}, build=gpt2),
         "LayoutError: these pins cannot hold together: 'lm_head/linear' as S(2) on tp; 'transformer.wte.weight' as "
         f"S(1) on tp\n  why    linear at modeling_gpt2.py:{{head_line}} (lm_head) then takes {TIED} as S(0), "

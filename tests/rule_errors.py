@@ -50,7 +50,7 @@ RULE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "rule: no line": (rule(),
         f"RuleError: the rule of {MATMUL} has no line\n  try    {NOTATION}"),
     "rule: name": (rule("a -> a", operator="mylib.op"),
-        "RuleError: 'mylib.op' is no name of an operator\n  why    a name is namespace::operator, without an "
+        "RuleError: 'mylib.op' is not the name of an operator\n  why    a name is namespace::operator, without an "
         f"overload\n  try    {NOTATION}"),
     "rule: no such operator": (rule("a -> a", operator="mylib::op"),
         "RuleError: there is no operator mylib::op\n  why    no torch.library operator of this name is registered yet"

@@ -198,7 +198,7 @@ def in_safetensors(path: str) -> None:
     options: dict[str, Any] = {"save_distributed": True, "enable_consolidation": True}
     pm, _ = make("gpt2", "tp2")
     weights = {name: value for name, value in pm.state_dict().items() if name != "lm_head.weight"}
-    with pytest.raises(CheckpointException, match=r"safetensors cannot hold '.*c_attn.*' as it lies here"):
+    with pytest.raises(CheckpointException, match=r"safetensors cannot hold '.*c_attn.*' as it is laid out here"):
         dcp.save(weights, storage_writer=writer(path, **options))
     whole = {name: value for name, value in weights.items() if "c_attn" not in name}
     dcp.save(whole, storage_writer=writer(path, **options))

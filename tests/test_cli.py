@@ -248,9 +248,9 @@ def test_errors_are_texts(arguments, text):
 
 
 CONFIG_ERRORS = [
-    ('{"model_type": ', "is no JSON"),
-    ("[]", "is no transformers config"),
-    ({"n_layer": 2}, "is no transformers config"),
+    ('{"model_type": ', "is not JSON"),
+    ("[]", "is not a transformers config"),
+    ({"n_layer": 2}, "is not a transformers config"),
     ({"model_type": "abacus"}, "has no model_type 'abacus'"),
     ({**GPT2, "architectures": ["NoSuchClass"]}, "has no class 'NoSuchClass'"),
     ({"model_type": "vit"}, "has no language model for model_type 'vit'"),

@@ -81,7 +81,7 @@ def test_a_plan_says_that_it_is_compiled(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    ({"compile": "yes"}, "compile='yes' is no choice\n  try    compile=True, or False"),
+    ({"compile": "yes"}, "compile='yes' is not a choice\n  try    compile=True, or False"),
     ({"compile": True, "schedule": "zbv"},
      "compile=True with schedule='zbv'\n  why    the schedule runs the backward in two parts, and a compiled stage has "
      "one\n  try    another schedule, for example '1f1b' or 'interleaved_1f1b'"),

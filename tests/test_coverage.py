@@ -87,7 +87,7 @@ def test_relations_stay():
     assert small.num_key_value_heads < small.num_attention_heads, "grouped heads stay grouped"
     default = LlamaConfig(num_attention_heads=32, num_key_value_heads=32)
     assert small_config(default).num_key_value_heads == small.num_attention_heads, "and others are not grouped"
-    assert len(small_config(SwinConfig()).depths) == 4, "a stage is no layer to be left out"
+    assert len(small_config(SwinConfig()).depths) == 4, "a stage is not a layer to be left out"
 
 
 def test_special_tokens_are_in_the_small_vocabulary():

@@ -1,4 +1,4 @@
-"""`autopart diff`: what differs in meaning is told, and only that."""
+"""`autopart diff`: what differs in meaning is reported, and only that."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def unpicklable():
 
 
 def running(pid):
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     stat = Path(f"/proc/{pid}/stat")
     try:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"

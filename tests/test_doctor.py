@@ -1,4 +1,4 @@
-"""`autopart doctor`, and how an error is told where several processes meet it."""
+"""`autopart doctor`, and how an error is reported where several processes meet it."""
 
 import json
 import os

@@ -161,7 +161,8 @@ def unknown_before_trace(asked: str) -> str:
 
 def no_whole_number(name: str, given: Any) -> str:
     return (
-        f"OptionError: {name}={given!r} is no number of {name.replace('_', ' ')}\n  why    it is a whole number from 1"
+        f"OptionError: {name}={given!r} is not a number of {name.replace('_', ' ')}\n"
+        "  why    it is a whole number from 1"
     )
 
 
@@ -173,11 +174,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "MeshError: mesh=4 gives a number of devices but no axes\n  why    plan and parallelize search for them; here "
         "they must be named\n  try    mesh='tp4', mesh={'dp': 4}, or that of autopart.plan(model, 4, ...)"),
     "mesh: no devices": (plan(0),
-        "OptionError: devices=0 is no number of devices\n  why    it is a whole number from 1"),
+        "OptionError: devices=0 is not a number of devices\n  why    it is a whole number from 1"),
     "mesh: bool": (plan(True),
-        "MeshError: mesh=True is no mesh\n  why    it is a bool\n  try    mesh={'dp': 2, 'tp': 2}"),
+        "MeshError: mesh=True is not a mesh\n  why    it is a bool\n  try    mesh={'dp': 2, 'tp': 2}"),
     "mesh: None": (plan(None),
-        "MeshError: mesh=None is no mesh\n  why    it is a NoneType\n  try    mesh={'dp': 2, 'tp': 2}"),
+        "MeshError: mesh=None is not a mesh\n  why    it is a NoneType\n  try    mesh={'dp': 2, 'tp': 2}"),
     "mesh: no size": (plan("tp"),
         "MeshError: mesh='tp' cannot be read\n  why    'tp' is not an axis name followed by a size\n  try    "
         "mesh='dp2,tp2'"),
@@ -227,17 +228,17 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "  why    it is 'none', 'selective' (the core of attention) or 'full' (every repeated block)\n"
         "  try    recompute={'model.layers.[0-3]': 'full', '*': 'none'}"),
     "recompute: no block": (skip("dp2", recompute="layers.9=full"),
-        "OptionError: recompute of 'layers.9' is for no block of the model\n"
+        "OptionError: recompute of 'layers.9' matches no block of the model\n"
         "  why    its blocks are layers.0 to layers.7"),
     "recompute: no blocks": (plan("dp2", recompute={"layers.9": "full"}),
-        "OptionError: recompute of 'layers.9' is for no block of the model\n  why    it has no repeated blocks\n"
+        "OptionError: recompute of 'layers.9' matches no block of the model\n  why    it has no repeated blocks\n"
         "  try    'none', 'selective' or 'full' for the whole model"),
     "precision": (plan(precision="bf16"), not_built("precision", "mixed precision")),
     "memory: no size": (plan(memory="lots"),
-        "OptionError: memory='lots' is no size\n  try    memory='80GB', memory='24GiB', or a whole number of bytes"),
+        "OptionError: memory='lots' is not a size\n  try    memory='80GB', memory='24GiB', or a whole number of bytes"),
     "memory: nothing": (plan(memory=0),
-        "OptionError: memory=0 is no size\n  why    it is not above zero\n  try    memory='80GB', memory='24GiB', or a "
-        "whole number of bytes"),
+        "OptionError: memory=0 is not a size\n  why    it is not above zero\n  try    memory='80GB', memory='24GiB', "
+        "or a whole number of bytes"),
     "sequence_parallel": (plan(sequence_parallel="yes"),
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
@@ -269,7 +270,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "rank, not 1\n  try    virtual_stages=2"),
     # models
     "no module": (plan("dp2", lambda: print),
-        "TraceError: a builtin_function_or_method is no model\n  why    autopart partitions an nn.Module\n  try    "
+        "TraceError: a builtin_function_or_method is not a model\n  why    autopart partitions an nn.Module\n  try    "
         "an nn.Module whose forward calls it"),
     "batch norm: microbatches": (plan("pp2", batch_norm, microbatches=2),
         "StageError: the batch cannot be cut into 2 microbatches\n  why    batch_norm takes all rows of a value of "
@@ -298,7 +299,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "RuntimeSetupError: parameter 'weight' has no values to run with\n  why    it is on the meta device\n  try   "
         " load the model's weights first; plan() needs none, verify() does"),
     "verify: scaled": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), scaled="yes"),
-        "OptionError: scaled='yes' is no choice\n  try    True, False or \"auto\""),
+        "OptionError: scaled='yes' is not a choice\n  try    True, False or \"auto\""),
     "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), precision="bf16"),
         not_built("precision", "mixed precision")),
     "verify: memory": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), memory=480),

@@ -339,7 +339,7 @@ def test_transformers_own_plan_is_read():
         ({"model.norm": "sequence_parallel"}, "'model.norm' has the style 'sequence_parallel'\n  why    it says more"),
         ({"model.norm": SequenceParallel()}, "'model.norm' has the style SequenceParallel"),
         ({"model.layers.*.mlp": RowwiseParallel()}, "'model.layers.*.mlp' has the style RowwiseParallel"),
-        ({"model.layer.*.mlp.up_proj": ColwiseParallel()}, "'model.layer.*.mlp.up_proj' is no module of the model"),
+        ({"model.layer.*.mlp.up_proj": ColwiseParallel()}, "'model.layer.*.mlp.up_proj' is not a module of the model"),
         ({"model.layers.0": SplitPoint.END}, "'model.layers.0' has SplitPoint.END\n  why    a pin says where a stage"),
     ],
 )  # fmt: skip

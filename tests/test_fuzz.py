@@ -1,7 +1,7 @@
 """Random graphs in random legal layouts on random meshes are exact: every rank's outputs and gradients, to 1e-10.
 
 100 graphs run with the suite, always the same ones; `make fuzz` runs 2,000 others and prints its seed. A failure is
-shrunk, and told as text: paste it into FOUND.
+shrunk, and printed as text: paste it into FOUND.
 """
 
 import pytest

@@ -40,7 +40,7 @@ def printed(graph: fx.Graph) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """`f64[4,6]`; of several values `(f64[4,6], f64[4])`; nothing for what is no tensor."""
+    """`f64[4,6]`; of several values `(f64[4,6], f64[4])`; nothing for what is not a tensor."""
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(kind_of, value))})"
     return f"{DTYPE_NAMES[value.dtype]}[{','.join(map(str, value.shape))}]" if isinstance(value, torch.Tensor) else ""

@@ -60,7 +60,7 @@ NO_PLACEMENT += ["S(1; sections=3+)", "S(1; sections=+3)", "S(1; sections=3++4)"
 
 @pytest.mark.parametrize("text", NO_PLACEMENT)
 def test_what_is_no_placement_is_told(text):
-    with pytest.raises(ValueError, match=r"is no placement; try R, R\(grad P\), P, S\(0\) or S\(0; sections=3\)"):
+    with pytest.raises(ValueError, match=r"is not a placement; try R, R\(grad P\), P, S\(0\) or S\(0; sections=3\)"):
         Placement.parse(text)
 
 

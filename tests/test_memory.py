@@ -253,7 +253,7 @@ def test_sizes_are_read(size, expected):
 
 @pytest.mark.parametrize("size", ["", "GB", "24XB", "-1GB", "0", -5, True, 2.5, "3iB"])
 def test_what_is_no_size_is_refused(size):
-    with pytest.raises(OptionError, match="is no size"):
+    with pytest.raises(OptionError, match="is not a size"):
         parse_size(size)
 
 

@@ -149,7 +149,7 @@ class Halves(nn.Module):
 
 
 def halves(mesh, other_mesh):
-    """Two parallelized modules stay tied where they lie alike."""
+    """Two parallelized modules stay tied where they are laid out alike."""
     torch.manual_seed(0)
     model, ids = Halves().double(), torch.arange(ROWS * SEQ).reshape(ROWS, SEQ) % VOCAB
     plain = copy.deepcopy(model)

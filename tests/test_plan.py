@@ -1,4 +1,4 @@
-"""A plan is data: it is written, read, edited and run again, and every wrong edit is told with its line."""
+"""A plan is data: it is written, read, edited and run again, and every wrong edit is reported with its line."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ CUT = "layers.5/linear"
 HEAD = '"head.weight": {"tp": "S(1; sections=2)"}'
 WRONG = {
     # name: (what stands there, what is written instead, the texts the error must have; {line} is where it was written)
-    "bad JSON": ('"schedule": {', '"schedule": {,', ["is no JSON", "Expecting property name", "{line}"]),
+    "bad JSON": ('"schedule": {', '"schedule": {,', ["is not JSON", "Expecting property name", "{line}"]),
     "empty file": (None, "", ["is empty"]),
     "missing section": ('"parameters": {', '"parametrs": {', ["form of a plan", "'parameters' is a required property"]),
     "extra section": (
@@ -263,8 +263,10 @@ WRONG = {
     "an axis of the batch": (
         HEAD, '"head.weight": {"tp": "S(0)", "dp": "S1"}', ["head.weight", "dp", "{line}"],
     ),
-    "unknown parameter": ('"head.bias"', '"head.bia"', ["places 'head.bia'", "no parameter of the model", "{line}"]),
-    "unknown operator": ('"head/linear"', '"head/liner"', ["names 'head/liner'", "no operator of the model", "{line}"]),
+    "unknown parameter": ('"head.bias"', '"head.bia"', ["places 'head.bia'", "not a parameter of the model", "{line}"]),
+    "unknown operator": (
+        '"head/linear"', '"head/liner"', ["names 'head/liner'", "not an operator of the model", "{line}"],
+    ),
     "no such dim": (
         HEAD, '"head.weight": {"tp": "S(2)"}', ["as S(2)", "[32, 64]", "{line}"],
     ),

@@ -1,4 +1,4 @@
-"""Files of plans that are no plans, and places where none can be written: each one error in words."""
+"""Files of plans that are not plans, and places where none can be written: each one error in words."""
 
 import os
 import resource
@@ -30,14 +30,14 @@ NOT_PLANS = [
     (b"PK\x03\x04\x80\x00", "byte 4 is not UTF-8 text"),
     (b"", "is empty\n  why    nothing was written, or not yet"),
     (b" \n ", "is empty"),
-    (b"\x00\x00", "is no JSON"),
-    (b'{"format": "autopart-plan/1", ', "is no JSON"),
+    (b"\x00\x00", "is not JSON"),
+    (b'{"format": "autopart-plan/1", ', "is not JSON"),
     (b"[]", "does not have the form of a plan"),
 ]
 
 
 @pytest.mark.parametrize(("content", "text"), NOT_PLANS, ids=[text[:20] for _, text in NOT_PLANS])
-def test_a_file_that_is_no_plan(content, text, tmp_path):
+def test_a_file_that_is_not_a_plan(content, text, tmp_path):
     path = tmp_path / "plan.json"
     path.write_bytes(content)
     with pytest.raises(PlanError) as error:

@@ -247,7 +247,7 @@ CASES: dict[Callable[[], nn.Module], str] = {
     KeepsTensor: other("{name} keeps a tensor from one call to the next in 'memory'",
                        "a program has the value that it had for the trace, and no place for the next",
                        "register_buffer('memory', ...)", ""),
-    WritesTensor: cannot("the tensor 'memory' is written and is no buffer", "register_buffer('memory', ...)", ""),
+    WritesTensor: cannot("the tensor 'memory' is written and is not a buffer", "register_buffer('memory', ...)", ""),
     Counts: other("{name} computes something else in every call", "forward() leaves calls = 1 and decides by it",
                   "a tensor in a buffer (register_buffer), changed by tensor operations", ""),
     DrawsInPython: other("{name} draws random numbers from random in its forward",

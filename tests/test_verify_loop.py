@@ -179,7 +179,7 @@ def test_clipping_by_a_rank_s_own_norm(mesh, monkeypatch):
     whole = loop._AllRanks._norms
 
     def own_norms(ranks):
-        """The right norm is told, and another one is clipped by."""
+        """The right norm is reported, and another one is clipped by."""
         clip, norms = ranks._clip, whole(ranks)
 
         def by_own(norms):
@@ -209,7 +209,7 @@ def test_one_rank_that_skips_a_step(monkeypatch):
 
 
 class Rooted(nn.Module):
-    """The gradient of a feature's weights is no number where `scale` has a zero; the loss is finite."""
+    """The gradient of a feature's weights is not a number where `scale` has a zero; the loss is finite."""
 
     def __init__(self):
         super().__init__()

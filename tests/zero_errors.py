@@ -91,7 +91,7 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "in one piece\n  try    S(0), S(1) or R"),
     "zero: pinned twice": (pinned({"head.*": {"dp": "S(0)"}, "*.weight": {"dp": "R"}}, "dp2"),
         "LayoutError: these pins cannot hold together: 'head.*' as S(0) on dp; '*.weight' as R on dp\n  why    "
-        "head.weight lies in one way\n  try    leave one of them out"),
+        "head.weight can have only one layout\n  try    leave one of them out"),
     "zero: pinned where tp cuts": (pinned({"head.weight": {"dp": "S(1)", "tp": "S(1)"}}, "dp2,tp2"),
         "LayoutError: these pins cannot hold together: 'head.weight' as S(1) on dp; 'head.weight' as S(1) on tp\n  "
         "why    head.weight: a dim is cut by one axis alone\n  try    leave one of them out"),

@@ -62,7 +62,7 @@ class Placement:
             return shard(int(match[1]), sections)
         if text.strip() in ("R", "R(grad P)", "P"):
             return Placement(text.strip())
-        raise ValueError(f"'{text}' is no placement; try R, R(grad P), P, S(0) or S(0; sections=3)")
+        raise ValueError(f"'{text}' is not a placement; try R, R(grad P), P, S(0) or S(0; sections=3)")
 
 
 R = Placement("R")

@@ -53,7 +53,7 @@ class Mesh:
             sizes = _from_device_mesh(cast("DeviceMesh", mesh))
         else:
             raise MeshError(
-                f"mesh={mesh!r} is no mesh", why=f"it is a {type(mesh).__name__}", hint="mesh={'dp': 2, 'tp': 2}"
+                f"mesh={mesh!r} is not a mesh", why=f"it is a {type(mesh).__name__}", hint="mesh={'dp': 2, 'tp': 2}"
             )
         _check(sizes)
         return Mesh({axis: sizes[axis] for axis in AXES if axis in sizes})

@@ -70,7 +70,7 @@ def check_names(recompute: Recompute, blocks: Iterable[str], where: str = "") ->
         if name != "*" and not any(fnmatchcase(block, name) for block in known):
             why = f"its blocks are {', '.join(_runs(known))}" if known else "it has no repeated blocks"
             hint = "" if known else "'none', 'selective' or 'full' for the whole model"
-            raise OptionError(f"recompute of '{name}' is for no block of the model", why=why, where=where, hint=hint)
+            raise OptionError(f"recompute of '{name}' matches no block of the model", why=why, where=where, hint=hint)
 
 
 def _runs(blocks: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ MULTI_STAGE = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"
 SCHEDULES = (*SINGLE_STAGE, *MULTI_STAGE)
 V_SHAPED = ("zbv", "dualpipev")
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
-"""Schedules that run the backward of the inputs and that of the weights apart."""
+"""Schedules that run the backward of the inputs and that of the weights separately."""
 SIMPLER = {"1f1b": "gpipe", "dualpipev": "zbv"}
 """Schedules that need many microbatches, and those that place stages the same way and run with one."""
 
@@ -52,7 +52,7 @@ def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -
 def check_compile(compile: object, schedule: str | None, zero: int | None) -> None:
     """Raises OptionError where stages cannot be compiled."""
     if not isinstance(compile, bool):
-        raise OptionError(f"compile={compile!r} is no choice", hint="compile=True, or False")
+        raise OptionError(f"compile={compile!r} is not a choice", hint="compile=True, or False")
     if compile and schedule in SPLIT_BACKWARD:
         raise OptionError(f"compile=True with schedule='{schedule}'",
                           why="the schedule runs the backward in two parts, and a compiled stage has one",

@@ -36,7 +36,7 @@ FORM = "pins={'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {
 
 @dataclass(frozen=True)
 class LayoutPin:
-    """What a name pattern matches lies like this on an axis. `of_operator`: the name is that of operators."""
+    """How what a name pattern matches is laid out on an axis. `of_operator`: the name is that of operators."""
 
     name: str
     axis: str
@@ -106,7 +106,7 @@ class Pins:
         if given is None:
             return Pins()
         if not isinstance(given, Mapping):
-            raise OptionError(f"pins={given!r} are no pins", why=f"they are a {type(given).__name__}", hint=FORM)
+            raise OptionError(f"pins={given!r} are not pins", why=f"they are a {type(given).__name__}", hint=FORM)
         layouts = [pin for name, places in given.items() if name != "stages" for pin in _layouts(name, places, text)]
         return Pins(tuple(layouts), *_stages(given.get("stages", {})), text)
 
@@ -138,7 +138,7 @@ def _read(path: Path) -> tuple[Any, str]:
     try:
         return json.loads(text), text
     except json.JSONDecodeError as error:
-        raise OptionError(f"{path} is no JSON", why=error.msg, where=f"line {error.lineno}") from None
+        raise OptionError(f"{path} is not JSON", why=error.msg, where=f"line {error.lineno}") from None
 
 
 def _layouts(name: str, places: Any, text: str) -> list[LayoutPin]:
@@ -168,9 +168,9 @@ def _stages(given: Any) -> tuple[tuple[CutPin, ...], tuple[TogetherPin, ...]]:
         raise OptionError(f"pins['stages'] = {given!r} cannot be read", why="it has cut_before and together", hint=hint)
     cuts, together = given.get("cut_before", ()), given.get("together", ())
     if not _are_names(cuts):
-        raise OptionError(f"cut_before = {cuts!r} is no list of names", hint=hint)
+        raise OptionError(f"cut_before = {cuts!r} is not a list of names", hint=hint)
     if not isinstance(together, Sequence) or not all(_are_names(names) and names for names in together):
-        raise OptionError(f"together = {together!r} is no list of lists of names", hint=hint)
+        raise OptionError(f"together = {together!r} is not a list of lists of names", hint=hint)
     for names in together:
         if len({name.count("*") for name in names}) > 1:
             why = "each value of a * is a list of its own, so all names of a list have as many"

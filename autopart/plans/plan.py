@@ -1,4 +1,4 @@
-"""A partition plan: data that says how a model lies on a mesh. JSON in, JSON out; nothing is chosen here.
+"""A partition plan: data that says how a model is laid out on a mesh. JSON in, JSON out; nothing is chosen here.
 
 Parameters and operators are keyed by name patterns in which the numbers of repeated blocks are left open
 (`model.layers.*.mlp.down_proj.weight`); an entry for a full name overrides the pattern's. An operator's entry is the
@@ -111,7 +111,7 @@ class Reasons(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model lies on a mesh.
+    """How a model is laid out on a mesh.
 
     Example:
         >>> plan = autopart.plan(model, "pp2,tp2", example_kwargs=batch)    # doctest: +SKIP
@@ -176,7 +176,7 @@ class Plan:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError(f"{name} is no JSON", why=error.msg, where=f"line {error.lineno}") from None
+            raise PlanError(f"{name} is not JSON", why=error.msg, where=f"line {error.lineno}") from None
         problem = next(iter(jsonschema.Draft202012Validator(schema()).iter_errors(data)), None)
         if problem is not None:
             path = [str(p) for p in problem.absolute_path]

@@ -247,7 +247,10 @@ def _integers(arguments: Any, path: tuple) -> Iterator[tuple]:
 
 
 def _scaled(arguments: Any, numerator: int, denominator: int, path: tuple) -> Any:
-    """The arguments with what is at `path` times numerator / denominator. Raises ValueError where it is no integer."""
+    """The arguments with what is at `path` times numerator / denominator.
+
+    Raises ValueError where that is not an integer.
+    """
     if path:
         copy = dict(arguments) if isinstance(arguments, dict) else list(arguments)
         copy[path[0]] = _scaled(copy[path[0]], numerator, denominator, path[1:])

@@ -341,5 +341,5 @@ def _ranges(entries: Tensor) -> str:
 
 
 def _of_gradient(place: Placement) -> Placement:
-    """Where the gradient of a value in this placement lies."""
+    """The placement of the gradient of a value in this placement."""
     return {"R(grad P)": P, "P": R}.get(place.kind, place)

@@ -155,7 +155,7 @@ class _AllRanks:
         return _Outcome({rank: loss.detach() for rank, loss in losses.items()}, norms, scales, skips)
 
     def _unscale(self, rank: int) -> bool:
-        """Whether a gradient of this rank's is infinite or no number; all are divided by the scale."""
+        """Whether a gradient of this rank's is infinite or not a number; all are divided by the scale."""
         grads = [p.grad for p in self.shards[rank].values() if p.grad is not None]
         for grad in grads:
             grad.div_(self.scales[rank].value)

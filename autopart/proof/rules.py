@@ -85,7 +85,7 @@ def _overloads(operator: str) -> list[Any]:
 def _check_operator(operator: str) -> None:
     if not re.fullmatch(r"\w+::\w+", operator):
         raise RuleError(
-            f"'{operator}' is no name of an operator", why="a name is namespace::operator, without an overload",
+            f"'{operator}' is not the name of an operator", why="a name is namespace::operator, without an overload",
             hint=NOTATION,
         )  # fmt: skip
     try:

@@ -48,7 +48,7 @@ class StepMismatch:
 class StepReport:
     """A training step on one device, and how far all ranks are from it.
 
-    `norm`: of all gradients, before clipping. `scale`: of the loss. `skipped`: a gradient was infinite or no number,
+    `norm`: of all gradients, before clipping. `scale`: of the loss. `skipped`: a gradient was infinite or not a number,
     and a scaler passed over the step. `errors`: {"loss", "norm", "weight h.0.up.weight", ...: largest over the ranks}.
     `rounding`: parameters with entries whose gradients are rounding alone, which are not compared after the optimizer.
     """

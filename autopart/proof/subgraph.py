@@ -283,7 +283,7 @@ class _Parser:
         for line in lines:
             match = re.fullmatch(r"(\w+) = (.+)", line)
             if match is None:
-                raise PlanError(f"'{line}' is no line of a subgraph", hint="name = aten.add.Tensor(x, y)")
+                raise PlanError(f"'{line}' is not a line of a subgraph", hint="name = aten.add.Tensor(x, y)")
             what, *fields = match[2].split(" | ")
             said = {field.partition(" ")[0]: field.partition(" ")[2] for field in fields}
             kind, _, rest = what.partition(" ")
@@ -309,7 +309,7 @@ class _Parser:
     def _leaf(self, name: str, kind: str, rest: str, said: Mapping[str, str]) -> fx.Node:
         match = re.fullmatch(r"(\w+)\[([\d, ]*)\]( fixed)?(?: below (\d+))?", rest)
         if match is None:
-            raise PlanError(f"'{rest}' is no value", hint="f64[8,12], or i64[8,12] below 7")
+            raise PlanError(f"'{rest}' is not a value", hint="f64[8,12], or i64[8,12] below 7")
         sizes = [int(size) for size in match[2].split(",") if size.strip()]
         tensor = random_values(sizes, _DTYPES[match[1]], len(self.nodes), int(match[4] or 2))
         tensor.requires_grad_(tensor.is_floating_point() and not match[3] and kind != "input")
@@ -327,7 +327,7 @@ class _Parser:
     def _call(self, name: str, what: str, said: Mapping[str, str]) -> fx.Node:
         call = ast.parse(what, mode="eval").body
         if not isinstance(call, ast.Call):
-            raise PlanError(f"'{what}' is no call", hint="aten.add.Tensor(x, y)")
+            raise PlanError(f"'{what}' is not a call", hint="aten.add.Tensor(x, y)")
         target = _attribute(torch.ops, call.func) if ast.unparse(call.func) != "getitem" else operator.getitem
         args = tuple(self._argument(a) for a in call.args)
         kwargs = {k.arg: self._argument(k.value) for k in call.keywords if k.arg}

@@ -45,8 +45,8 @@ Tamper = Callable[[Program, Shards], None]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a graph is cut: the decisions, how stages lie on ranks ("loop" or "V"), and a fault to plant, for tests.
-    `plan`: what the decisions are read from."""
+    """How a graph is cut: the decisions, how stages are placed on ranks ("loop" or "V"), and a fault to plant, for
+    tests. `plan`: what the decisions are read from."""
 
     decisions: Decisions
     placement: str = "loop"
@@ -341,7 +341,7 @@ def weights_like(output: Tensor) -> Tensor:
 
 def relative(found: Tensor, expected: Tensor, scale: float | None = None) -> float:
     """The largest difference relative to `scale` (the largest finite entry expected, at least `FLOOR`); infinite where
-    shapes differ, and where only one is infinite or no number."""
+    shapes differ, and where only one is infinite or not a number."""
     if found.shape != expected.shape:
         return float("inf")
     if not expected.numel():

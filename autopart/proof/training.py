@@ -55,7 +55,7 @@ def read_training(
 ) -> Training | None:  # fmt: skip
     """The training steps that `verify` is asked for, if any. With a `loss_fn` a batch may have a `target` for it.
 
-    Raises OptionError and InputError for what is no loop.
+    Raises OptionError and InputError for what is not a loop.
     """
     if steps is None and optimizer is None and max_norm is None and not scaler and batches is None:
         return None

@@ -246,7 +246,7 @@ class VerificationRun:
     def arrange(
         self, mesh: Any, plan: Plan | None = None, options: Options | None = None, tamper: Tamper | None = None
     ) -> Arrangement:
-        """How the model lies on a mesh: as a plan says, else as is chosen for it. Raises what `plan` raises."""
+        """How the model is laid out on a mesh: as a plan says, else as is chosen for it. Raises what `plan` raises."""
         sizes, options = Mesh.parse(mesh), options or Options()
         if plan is not None:
             check_plan_mesh(plan, sizes)
@@ -367,7 +367,7 @@ def _chosen(
 ) -> list[ScaledCopy] | list[None]:  # fmt: skip
     """The copies to verify in place of the model, if any is asked for or needed; else None alone."""
     if scaled not in (True, False, "auto"):
-        raise OptionError(f"scaled={scaled!r} is no choice", hint='True, False or "auto"')
+        raise OptionError(f"scaled={scaled!r} is not a choice", hint='True, False or "auto"')
     if scaled is False:
         check_weights(model)
         check_room(model, arguments, work)

@@ -1,4 +1,4 @@
-"""Two plans compared in what they mean: the same layout said by pattern or by full names is no difference.
+"""Two plans compared in what they mean: the same layout said by pattern or by full names is not a difference.
 
 Decisions come first (mesh, schedule, layouts, operators, cuts), then what follows from them (collectives, cost). Pins
 and notes say how a plan came to be and are not compared.
@@ -146,7 +146,7 @@ def _by_name(
 
 
 def _pattern(name: str) -> str:
-    """The pattern of a parameter, or of an operator, whose own name is no part of it."""
+    """The pattern of a parameter, or of an operator, whose own name is not part of it."""
     path, slash, own = name.rpartition("/")
     return f"{pattern_of(path)}/{own}" if slash else pattern_of(name)
 

@@ -42,7 +42,7 @@ _WEIGHTS = {
     "rowwise_split_input": shard(1), "rowwise_rep": shard(1), "embedding_rowwise": shard(0),
     "embedding_colwise": shard(1), "replicate": R,
 }  # fmt: skip
-"""Where the weight of a module lies under each style of transformers."""
+"""How the weight of a module is placed under each style of transformers."""
 
 
 def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
@@ -278,7 +278,8 @@ def _to_megatron(plan: Plan) -> str:
     if plan.schedule.name in ("zbv", "dualpipev"):
         raise StageError(
             f"the format cannot say the schedule {plan.schedule.name}",
-            why="its stages lie on the ranks in a V, those of the format in a loop", hint="schedule='interleaved_1f1b'",
+            why="its stages are placed in a V over the ranks, those of the format in a loop",
+            hint="schedule='interleaved_1f1b'",
         )  # fmt: skip
     stacks, layers = _layers(plan)
     if len(stacks) != 1:
@@ -346,7 +347,7 @@ def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     Args:
         given: `{module or pattern: style}`, of one of the three.
         model: the model whose modules it names; maybe on `meta`.
-    Raises OptionError for a style that says more than where weights lie.
+    Raises OptionError for a style that says more than how weights are placed.
 
     Example:
         >>> pins = autopart.pins_from(model.tp_plan, model)                                # doctest: +SKIP
@@ -366,7 +367,7 @@ def pins_from(given: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         if place is None:
             known = ", ".join(_WEIGHTS)
             raise OptionError(
-                f"'{name}' has the style {style!r}", why="it says more than where a weight lies", hint=known
+                f"'{name}' has the style {style!r}", why="it says more than how a weight is placed", hint=known
             )
         pins[f"{name}.weight"] = {"tp": str(place)}
     return {**pins, **({"stages": {"cut_before": cuts}} if cuts else {})}
@@ -377,7 +378,7 @@ def _place_of_style(name: str, style: Any, model: nn.Module) -> Placement | None
     kind = type(style).__name__
     module = next((m for path, m in model.named_modules() if name in (path, pattern_of(path))), None)
     if module is None:
-        raise OptionError(f"'{name}' is no module of the model", hint="a name or pattern of model.named_modules()")
+        raise OptionError(f"'{name}' is not a module of the model", hint="a name or pattern of model.named_modules()")
     if kind not in ("ColwiseParallel", "RowwiseParallel") or not isinstance(module, (nn.Linear, nn.Embedding)):
         return None
     return shard(int((kind == "RowwiseParallel") == isinstance(module, nn.Linear)))

@@ -42,7 +42,7 @@ class Entry(nn.Module):
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         self.tensor_names: list[str] = []
-        for name in names:  # `pair.0` is no name for an argument
+        for name in names:  # `pair.0` is not a name for an argument
             plain = name.replace(".", "_")
             self.tensor_names.append(plain if plain not in self.tensor_names else f"{plain}_{len(self.tensor_names)}")
 

@@ -1,7 +1,7 @@
 """Models named on the command line: `package.module:callable`, or a transformers `config.json`, of which some published
 ones are shipped by name. Nothing is fetched.
 
-transformers is no dependency: it is imported where a config is read, and nowhere else.
+transformers is not a dependency: it is imported where a config is read, and nowhere else.
 """
 
 from __future__ import annotations
@@ -250,9 +250,9 @@ def _read_config(path: Path) -> Any:
     try:
         data = json.loads(read_text(path, "a config", InputError, "--hf-config path/to/config.json"))
     except json.JSONDecodeError as error:
-        raise InputError(f"{path} is no JSON", why=error.msg, where=f"line {error.lineno}") from None
+        raise InputError(f"{path} is not JSON", why=error.msg, where=f"line {error.lineno}") from None
     if not isinstance(data, dict) or "model_type" not in data:
-        raise InputError(f"{path} is no transformers config", why="it has no entry 'model_type'",
+        raise InputError(f"{path} is not a transformers config", why="it has no entry 'model_type'",
                          hint='{"model_type": "llama", "num_hidden_layers": 32, ...}')  # fmt: skip
     transformers = _transformers()
     kind = data.pop("model_type")

@@ -50,7 +50,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class NotAlike(Exception):
-    """A block was taken for a repeat of another, and is none: the model has to be traced without `Repeats`."""
+    """A block was taken for a repeat of another, and is not one: the model has to be traced without `Repeats`."""
 
 
 @dataclass(frozen=True)

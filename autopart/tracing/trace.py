@@ -116,7 +116,7 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
     """
     if not isinstance(model, nn.Module):
         raise TraceError(
-            f"a {type(model).__name__} is no model", why="autopart partitions an nn.Module",
+            f"a {type(model).__name__} is not a model", why="autopart partitions an nn.Module",
             hint="an nn.Module whose forward calls it",
         )  # fmt: skip
     signature = inspect.signature(model.forward)
@@ -198,7 +198,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
             program = functional(program)
     except TraceError:
         raise
-    except Exception as error:  # torch.export raises many kinds; each is told with the user's own line
+    except Exception as error:  # torch.export raises many kinds; each is reported with the user's own line
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
     traced = replace(traced, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
@@ -215,7 +215,7 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
         with repeats.watching():
             program = _exported(entry, example)
         repeats.expand(program.graph)
-    except Exception as error:  # of a repeat that is none, or of the model itself: then the full trace has it too
+    except Exception as error:  # of a repeat that is not one, or of the model itself: then the full trace has it too
         if not repeats.tried:
             raise
         program = _exported(entry, example)

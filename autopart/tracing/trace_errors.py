@@ -19,7 +19,7 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.pa
 
 
 class Lost(Exception):
-    """Something in a forward that a trace would lose: told with the line that was being run."""
+    """Something in a forward that a trace would lose: reported with the line that was being run."""
 
     def __init__(self, what: str, why: str, hint: str):
         super().__init__(what)
@@ -43,7 +43,7 @@ _KINDS = (
           "the forward differentiates inside (autograd.grad, backward), or reads a tensor that it made before",
           "the gradient outside of the model, or written as operations"),
     _Kind(r"Constant (?:model\.)?(?P<name>\S+) is mutated in the forward",
-          "the tensor '{name}' is written and is no buffer", "register_buffer('{name}', ...)"),
+          "the tensor '{name}' is written and is not a buffer", "register_buffer('{name}', ...)"),
     _Kind(r"Please convert all Tensors to FakeTensors first",
           "an autograd.Function reads a tensor that is not among its arguments",
           "that tensor as an argument of apply()"),

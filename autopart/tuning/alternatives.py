@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from autopart.tuning.search import Candidate, Space
 
 TELLS = 0.001
-"""A share of the step's time under which a difference is not told."""
+"""A share of the step's time under which a difference is not mentioned."""
 
 SAME = 1.005
 """Times the step of the best from which another takes longer: both are estimates."""

@@ -105,7 +105,7 @@ def calibrate(
     shown = progress and os.environ.get("RANK", "0") == "0"
 
     def bar(tasks: list[Any]) -> Any:
-        return tqdm(tasks, desc="measuring", disable=None if shown else True)  # None: where it is no terminal
+        return tqdm(tasks, desc="measuring", disable=None if shown else True)  # None: where it is not a terminal
 
     device, measured = measure(quick, bar)
     other = given or Hardware.load(DEFAULT if device.kind == "cuda" else "cpu-gloo")

@@ -349,7 +349,7 @@ def search(
         >>> print(autopart.simulate(plans[0]))                                               # doctest: +SKIP
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
-        raise OptionError(f"devices={devices!r} is no number of devices", why="it is a whole number from 1")
+        raise OptionError(f"devices={devices!r} is not a number of devices", why="it is a whole number from 1")
     space = space_of(model, hardware, global_batch, example_kwargs)
     limit = parse_size(memory) if memory is not None else space.hardware.memory_bytes
     found = space.best(devices, limit)
@@ -405,7 +405,7 @@ def space_of(
     given = _given_rows(example)
     rows = global_batch if global_batch is not None else given
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-        raise OptionError(f"global_batch={rows!r} is no number of rows", why="it is a whole number from 1")
+        raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it is a whole number from 1")
     return Space(model, example, rows, hardware)
 
 

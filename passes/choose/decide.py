@@ -285,7 +285,8 @@ def _read_stored(
     for name in plan.parameters:
         if name not in known:
             raise PlanError(
-                f"the plan places '{name}', which is no parameter of the model", where=plan.where("parameters", name),
+                f"the plan places '{name}', which is not a parameter of the model",
+                where=plan.where("parameters", name),
                 hint=f"the parameters are {', '.join(list(dict.fromkeys(map(pattern_of, trace.parameters)))[:8])}, ...",
             )  # fmt: skip
     stored = {name: Placement.parse(plan.placement_text(name, axis)) for name in trace.parameters}
@@ -348,7 +349,7 @@ def _read_strategies(
     unknown = [name for name in plan.operators if name not in used and not _is_cast(name)]
     if unknown:
         raise PlanError(
-            f"the plan names '{unknown[0]}', which is no operator of the model",
+            f"the plan names '{unknown[0]}', which is not an operator of the model",
             where=plan.where("operators", unknown[0]),
         )
     return chosen
@@ -438,7 +439,7 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, own: bool, order: Sequ
             at = position.get(plan.stages[stage - 1]["last"], -2) + 1
         if at is None or at < 0:
             near = [k for k in position if k.rsplit("/", 1)[0] == cut.rsplit("/", 1)[0]] or list(position)
-            raise PlanError(f"the plan cuts before '{cut}', which is no operator of the model", where=where,
+            raise PlanError(f"the plan cuts before '{cut}', which is not an operator of the model", where=where,
                             hint=", ".join(near[:6]))  # fmt: skip
         if at == 0 or (cuts and at <= cuts[-1]):
             raise PlanError(

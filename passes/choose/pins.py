@@ -203,7 +203,7 @@ def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> bool:
         return False
     why = "what an operator does over dp follows from the rows of the batch"
     if pin.axis != "dp":
-        why = "stages are no layouts" if pin.axis == "pp" else f"weights are whole on every rank of {pin.axis}"
+        why = "stages are not layouts" if pin.axis == "pp" else f"weights are whole on every rank of {pin.axis}"
     hint = "'stages': {'cut_before': [...]}" if pin.axis == "pp" else "R, or a pin for tp"
     raise OptionError(f"the pin {pin} cannot be", why=why, where=pins.where(pin), hint=hint)
 
@@ -288,7 +288,7 @@ def _where_they_meet(trace: Trace, pinned: Pinned, tp: int) -> str:
     """The first thing in the model at which the pins of a conflict meet."""
     for name, pins in pinned.parameters.items():
         if len({pin.text for pin in pins if pin.axis == "tp"}) > 1:
-            return f"{_every_name(trace, name)} lies in one way"
+            return f"{_every_name(trace, name)} can have only one layout"
         if len({pin.axis for pin in pins}) > 1:
             return f"{_every_name(trace, name)}: a dim is cut by one axis alone"
     taken: dict[str, list[str]] = defaultdict(list)

@@ -147,8 +147,8 @@ class Prices:
         return Price(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
     def over_dp(self, node: fx.Node, place: Placement) -> Price:
-        """Of a parameter that lies so on the axis, what it costs over `dp`. Where storing it in parts was asked for and
-        cannot be, all of it is left on every rank."""
+        """Of a parameter laid out like this on the axis, what it costs over `dp`. Where storing it in parts was asked
+        for and cannot be, all of it is left on every rank."""
         storage = self.step.storage
         if storage.dp == 1 or node.op != "get_attr":
             return Price()

@@ -233,7 +233,7 @@ def _both(one: str, other: str) -> str:
 
 
 def _lies(place: Placement) -> str:
-    """How a value lies, in words."""
+    """How a value is laid out, in words."""
     if place.is_shard:
         return f"cut along dim {place.dim}"
     words = {"P": "as a partial sum on every rank", "R": "whole"}

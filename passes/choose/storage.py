@@ -97,7 +97,7 @@ def _check(name: str, sizes: Sequence[int], dp: int, tensor: Placement, found: S
     if not _agree(found):
         clash = smallest_conflict(found, _agree)
         raise LayoutError(
-            cannot_hold(clash), why=f"{name} lies in one way",
+            cannot_hold(clash), why=f"{name} can have only one layout",
             where=", ".join(filter(None, map(pins.where, clash))), hint="leave one of them out",
         )  # fmt: skip
     place = Placement.parse(found[0].text)

@@ -25,7 +25,7 @@ def tokens(trace: Trace) -> int:
 class Growth:
     """The powers of written nodes, from the factors that the dims of the traced values are made of.
 
-    A dim that is a multiple of the tokens of a row, and is no size of a weight, counts tokens.
+    A dim that is a multiple of the tokens of a row, and is not a size of a weight, counts tokens.
     """
 
     def __init__(self, trace: Trace, program: Program):

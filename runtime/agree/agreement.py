@@ -56,7 +56,7 @@ def begin_alike(
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """What ranks must have alike of a model, its weights' values apart: {subject: text}."""
+    """What ranks must have alike of a model, except its weights' values: {subject: text}."""
     lines = [_line(kind, name, tensor) for kind, name, tensor in _tensors(model, every_name=True)]
     return {"model": type(model).__name__, "parameters and buffers": "\n".join(lines)}
 

@@ -207,7 +207,7 @@ R = TypeVar("R")
 
 
 def watched(method: Callable[P, R]) -> Callable[P, R]:
-    """A method of a ParallelModule that all ranks call: its calls are counted, and told where a rank hangs in one."""
+    """A method of a ParallelModule that all ranks call: its calls are counted, and named where a rank hangs in one."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -222,7 +222,8 @@ def watched(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def meeting(method: Callable[P, R]) -> Callable[P, R]:
-    """A watched method at whose start the ranks find out whether all of them call it: one that saves alone is told."""
+    """A watched method at whose start the ranks find out whether all of them call it: a rank that saves alone is
+    reported."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -27,7 +27,7 @@ class Idioms(nn.Module):
     """
 
     def apply(self, fn: Callable[..., Any]) -> NoReturn:
-        """Raises UsageError: here are no layers of the model's own classes to initialise."""
+        """Raises UsageError: there are no layers of the model's own classes here to initialise."""
         _refuse_apply()
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:

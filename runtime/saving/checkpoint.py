@@ -40,7 +40,7 @@ def with_places(module: nn.Module, state_dict: MutableMapping[str, Any], prefix:
 
 
 def placed(value: Tensor, home: Home) -> Tensor:
-    """A tensor that lies as a parameter does, with its place; plain where every rank has the same, whole."""
+    """A tensor laid out as a parameter is, with its place; plain where every rank has the same, whole."""
     place = place_of(home)
     return value if place.is_whole and home.process.mesh.size("pp") == 1 else at_home(value, place, home)
 

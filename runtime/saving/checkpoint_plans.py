@@ -72,7 +72,7 @@ def refuse_pieces_in_safetensors() -> None:
             for key, count in pieces.items():
                 if count > 1:
                     raise CheckpointError(
-                        f"safetensors cannot hold '{key}' as it lies here",
+                        f"safetensors cannot hold '{key}' as it is laid out here",
                         why=f"this rank has {count} pieces of it; torch's writer keeps one tensor of a name in a file",
                         hint="safetensors.torch.save_file(pm.full_state_dict(), path) on one rank, or a checkpoint in "
                         "torch's own format",

@@ -222,7 +222,7 @@ class ShardTensor(Tensor):
         if self.place.spans is None or self.place.local_shape != shape:
             raise CheckpointError(
                 f"a tensor of shape {shape} of '{name}' has no place in a checkpoint",
-                why=f"this rank holds a part of '{name}', and which part of the whole this tensor is cannot be told",
+                why=f"this rank holds a part of '{name}', and which part of the whole this tensor is cannot be known",
                 hint="save what is cut as the parameter is",
             )
         if self.place.keys and key is not None and not any(name in key for name in self.place.keys):

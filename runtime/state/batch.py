@@ -60,7 +60,7 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
 
 
 def merge_output(values: Sequence[Tensor], layout: Layout, program: Program) -> Tensor:
-    """One tensor from each microbatch's, which lies over the microbatches as `layout` says; as `merge_microbatches`."""
+    """One tensor from each microbatch's, laid out over the microbatches as `layout` says; as `merge_microbatches`."""
     return _merge(values, layout.get(MICROBATCH_AXIS, R), program.row_ranks)
 
 
@@ -76,7 +76,7 @@ def merged_shapes(program: Program) -> list[tuple[int, ...]]:
 
 
 def _placements(program: Program) -> list[Placement]:
-    """How each output of the last stage's graph lies over the microbatches."""
+    """How each output of the last stage's graph is laid out over the microbatches."""
     layouts = {output.position: output.layout for output in program.outputs}
     return [layouts.get(position, {}).get(MICROBATCH_AXIS, R) for position in range(len(program.stages[-1].sends))]
 

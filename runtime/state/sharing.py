@@ -17,7 +17,7 @@ from autopart.ir.layout import Layout, format_layout
 
 @dataclass(frozen=True)
 class _Held:
-    """This rank's part of a parameter, made for `model` (of class `kind`), and how it lies."""
+    """This rank's part of a parameter, made for `model` (of class `kind`), and its layout."""
 
     model: weakref.ref[nn.Module]
     kind: str
@@ -42,7 +42,7 @@ def part_of_another(model: nn.Module, name: str, full: nn.Parameter, mesh: str, 
         if (held.mesh, dict(held.layout)) != (mesh, dict(layout)) or "pp" in mesh:
             raise LayoutError(
                 f"'{name}' of {type(model).__name__} is shared with a {held.kind} that was parallelized on its own",
-                why=f"there it lies {_spoken(held.layout)} on {held.mesh}, here {_spoken(layout)} on {mesh}",
+                why=f"there it is {_spoken(held.layout)} on {held.mesh}, here {_spoken(layout)} on {mesh}",
                 hint="parallelize the module that holds both, or use plans that store it alike on one mesh without pp",
             )
         return local
