@@ -15,10 +15,11 @@ from typing import Any
 import click
 
 from autopart import __version__
-from autopart.cli_options import MESH, META, MODEL, PLAN, SCHEDULE, TOLERANCE, TRAINING, Asked, facts, rng, training_of
+from autopart.cli_options import MESH, META, MODEL, PLAN, TRAINING, Asked, facts, shared, training_of
 from autopart.console import JSON, WIDTH, rank, tell, told
 from autopart.errors import OptionError, PlanError
 from autopart.files import check_place
+from autopart.options import OPTIONS, TOLERANCE, PlanOptions, RunOptions, SearchOptions
 from autopart.plans.headline import headlines
 from autopart.plans.plan import WRITABLE, Plan, schema
 from autopart.progress import phase
@@ -40,7 +41,7 @@ def _print_schema(context: click.Context, _option: click.Parameter, asked: bool)
 @MODEL
 @META
 @MESH
-@SCHEDULE
+@shared(PlanOptions)
 @click.option("--output", "-o", metavar="PATH", help="Where to write the plan.  [default: standard output]")
 @click.option(
     "--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
@@ -71,7 +72,7 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
 @MODEL
 @META
 @MESH
-@SCHEDULE
+@shared(PlanOptions)
 @JSON
 @told
 def explain(path: str | None, as_json: bool, **options: Any) -> None:
@@ -92,15 +93,13 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
 @MODEL
 @META
 @click.option("--devices", type=click.IntRange(1), required=True, help="How many there are.")
-@click.option("--hardware", metavar="NAME|PATH", help="Their profile.  [default: a100-80gb-sxm]")
-@click.option("--memory", metavar="SIZE", help="What a rank has, for example 80GB.  [default: the hardware's]")
+@shared(SearchOptions)
 @click.option("--count", type=click.IntRange(1), default=3, show_default=True, help="How many plans to make.")
 @click.option("--output", "-o", metavar="PATH", help="Where to write the best plan.")
 @JSON
 @told
 def search(
-    devices: int, hardware: str | None, memory: str | None, count: int, output: str | None, as_json: bool,
-    **options: Any,
+    devices: int, count: int, output: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Find the best mesh, schedule, microbatches, recomputation and storage for a number of devices.
 
@@ -110,13 +109,12 @@ def search(
     """
     if output is not None:
         check_place(Path(output), PlanError, WRITABLE)
-    source = Asked(options).source(meta=options["model"] is None)
-    from autopart.cost.hardware import DEFAULT
+    asked = Asked(options)
+    planning = asked.planning(SearchOptions)
+    source = asked.source(meta=options["model"] is None)
     from autopart.tuning.search import search as search_plans
 
-    found = search_plans(
-        source.model, devices, hardware=hardware or DEFAULT, memory=memory, example_kwargs=source.example, count=count
-    )
+    found = search_plans(source.model, devices, example_kwargs=source.example, count=count, **planning)
     lines = [plan.notes[-1].removeprefix("found by search: ") for plan in found]
     lines += ["", *(f"  {note}" for note in found[0].notes[:-1])]
     if output is not None:
@@ -182,7 +180,7 @@ def diff(first: str, second: str, as_json: bool) -> None:
 @main.command()
 @MODEL
 @MESH
-@SCHEDULE
+@shared(PlanOptions)
 @PLAN
 @click.option(
     "--tolerance", default=TOLERANCE, show_default=True, help="The largest relative error that counts as equal."
@@ -200,7 +198,10 @@ def diff(first: str, second: str, as_json: bool) -> None:
 )
 @TRAINING
 @click.option("--shrink", is_flag=True, help="Where they differ, also find the smallest part that is wrong alone.")
-@rng("exact", "fast: without dropout, for models whose random numbers cannot be repeated.")
+@click.option(
+    "--rng", metavar=OPTIONS["rng"].form, default="exact", show_default=True,
+    help="fast: without dropout, for models whose random numbers cannot be repeated.",
+)  # fmt: skip
 @JSON
 @told
 def verify(
@@ -218,7 +219,7 @@ def verify(
     """
     training = training_of(options)
     asked = Asked({**options, "dtype": options["dtype"] or "float32"})
-    chosen = asked.given_plan()
+    chosen, planning = asked.given_plan(), asked.planning()
     mesh = asked.mesh(chosen)
     is_config = options["model"] is None
     source = asked.source(meta=is_config, short=True)
@@ -228,7 +229,7 @@ def verify(
 
     if chosen is None:
         phase("planning")
-        chosen = make_plan(source.model, mesh, example_kwargs=source.example, **asked.planning())
+        chosen = make_plan(source.model, mesh, example_kwargs=source.example, **planning)
     if is_config and options["meta"] is None and not scaled and has_room(source, mesh, training, scaled):
         source = asked.source(meta=False, short=True, again=True)
     result = verify_model(
@@ -254,15 +255,14 @@ def verify(
 @main.command()
 @MODEL
 @MESH
-@SCHEDULE
+@shared(RunOptions)
 @PLAN
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Training steps, all on one batch.")
 @click.option("--learning-rate", default=1e-3, show_default=True, help="Of AdamW.")
 @click.option("--compare", is_flag=True, help="Also train the plain model; both in eval mode, so without dropout.")
-@rng("fast", "exact: dropout and the like draw the numbers that one device draws.")
 @JSON
 @told
-def run(steps: int, learning_rate: float, compare: bool, rng: str, as_json: bool, **options: Any) -> None:
+def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **options: Any) -> None:
     """Partition a model and train it for some steps; rank 0 prints the loss of each.
 
     Start it with torchrun, one process per rank of the mesh; a mesh of one rank runs by itself.
@@ -275,10 +275,10 @@ def run(steps: int, learning_rate: float, compare: bool, rng: str, as_json: bool
     asked = Asked(options)
     chosen = asked.given_plan()
     mesh = asked.mesh(chosen)
+    planning = asked.planning(RunOptions)
     source = asked.source(meta=False, short=True)
     from autopart.cli_run import Training
 
-    planning = {**asked.planning(), "rng": rng}
     Training(source, mesh, chosen, planning, steps, learning_rate, compare, as_json).run()
 
 

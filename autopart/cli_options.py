@@ -14,7 +14,7 @@ import click
 from autopart.console import note
 from autopart.errors import InputError, OptionError
 from autopart.ir.mesh import Mesh
-from autopart.ir.schedules import SCHEDULES
+from autopart.options import OPTIONS, Options, PlanOptions, names_of
 from autopart.plans.headline import fits, step_size
 from autopart.plans.plan import Plan
 
@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-TOLERANCE = 1e-10
-RNGS = ("fast", "exact")
-PLANNING_OPTIONS = (
-    "schedule", "microbatches", "virtual_stages", "sequence_parallel", "hardware", "pins", "zero", "memory",
-    "recompute", "compile",
-)  # fmt: skip
-"""Those of a command that `autopart.plan` takes under the same name."""
 
 
 def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -42,6 +35,19 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
         return command
 
     return decorate
+
+
+def shared(kind: Any) -> Callable[[Command], Command]:
+    """The options in a TypedDict of `autopart.options`; one that is left out is None, for its default there."""
+
+    def made(name: str) -> Callable[[Command], Command]:
+        form, flag = OPTIONS[name].form, f"--{name.replace('_', '-')}"
+        if isinstance(form, str):
+            return click.option(flag, metavar=form, help=OPTIONS[name].help)
+        flags = f"{flag}/--no-{flag[2:]}" if form is bool else flag
+        return click.option(flags, type=form, default=None, help=OPTIONS[name].help)
+
+    return _options(*map(made, names_of(kind)))
 
 
 MODEL = _options(
@@ -66,46 +72,10 @@ MODEL = _options(
 )
 META = click.option("--meta/--no-meta", default=None, help="Weights without memory.  [default: --meta for --hf-config]")
 MESH = click.option("--mesh", help="Axes and their sizes, for example pp2,dp2,tp2.")
-SCHEDULE = _options(
-    click.option("--schedule", metavar="NAME", help=f"Of the pipeline: {', '.join(SCHEDULES)}.  [default: chosen]"),
-    click.option(
-        "--microbatches", type=click.IntRange(1), help="Parts that a step cuts a rank's rows into.  [default: chosen]"
-    ),
-    click.option("--virtual-stages", type=click.IntRange(1), help="Stages per pipeline rank.  [default: chosen]"),
-    click.option(
-        "--sequence-parallel/--no-sequence-parallel",
-        default=None,
-        help="Cut what lies between matrix products along the sequence, over tp.  [default: where faster]",
-    ),
-    click.option("--hardware", metavar="NAME|PATH", help="The profile that prices choices, for example a100-80gb-sxm."),
-    click.option("--pins", metavar="PATH", help="A JSON file of layouts and cuts that are fixed."),
-    click.option(
-        "--zero",
-        type=int,
-        help="3: parameters are cut over dp, and gathered where read.  [default: 0, or as --memory needs]",
-    ),
-    click.option(
-        "--memory", metavar="SIZE", help="What a rank has, for example 80GB: a plan is chosen to fit, or refused."
-    ),
-    click.option(
-        "--recompute",
-        metavar="WORD|PATTERN=WORD,...",
-        help="What the backward computes again: none, selective (the core of attention), full (all of a block); of "
-        "every block by the pattern that matches it first.",
-    ),
-    click.option("--compile/--no-compile", default=None, help="Run stages through torch.compile.  [default: no]"),
-)
 PLAN = click.option("--plan", "plan_path", metavar="PATH", help="A plan to follow; then nothing is chosen.")
 
 
-OPTIMIZERS = {
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "adagrad": "Adagrad",
-    "nadam": "NAdam",
-    "rmsprop": "RMSprop",
-    "sgd": "SGD",
-}
+OPTIMIZERS = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "NAdam", "RMSprop", "SGD")}
 """{as it is named on the command line: in torch.optim}."""
 
 TRAINING = _options(
@@ -134,10 +104,6 @@ def training_of(values: dict[str, Any]) -> dict[str, Any]:
         return getattr(torch.optim, OPTIMIZERS[kind or "adamw"])([p for _, p in named], lr=rate or 1e-3)
 
     return {**training, "optimizer": optimizer}
-
-
-def rng(default: str, text: str) -> Callable[[Command], Command]:
-    return click.option("--rng", type=click.Choice(RNGS), default=default, show_default=True, help=text)
 
 
 @dataclass(frozen=True)
@@ -187,17 +153,19 @@ class Asked:
                 )
         return Plan.load(path)
 
-    def planning(self) -> dict[str, Any]:
-        """The options that `autopart.plan` and `parallelize` share."""
-        return {name: self.values[name] for name in PLANNING_OPTIONS}
+    def planning(self, kind: Any = PlanOptions) -> dict[str, Any]:
+        """The options in a TypedDict of `autopart.options`. Raises OptionError before a model is made."""
+        given = {name: self.values[name] for name in names_of(kind)}
+        Options(**given)
+        return given
 
     def plan(self) -> Plan:
         """A new plan for the model and mesh asked for."""
+        mesh, planning = self.mesh(), self.planning()
+        source = self.source(meta=self.values["model"] is None)
         from autopart.api import plan
 
-        mesh = self.mesh()
-        source = self.source(meta=self.values["model"] is None)
-        return plan(source.model, mesh, example_kwargs=source.example, **self.planning())
+        return plan(source.model, mesh, example_kwargs=source.example, **planning)
 
 
 def facts(plan: Plan) -> dict[str, Any]:

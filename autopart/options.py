@@ -1,85 +1,225 @@
-"""The options that `parallelize`, `plan`, `verify` and `search` share: their defaults, and what they may be."""
+"""The options that `parallelize`, `plan`, `verify`, `search` and the command line share, each written down once.
+
+To add one, add a row to `Options` and its type, as a user may give it, to the TypedDict of what takes it. Signatures,
+docstrings, the error for an unknown option, the check of a plan and the command line follow from these two. Nothing
+here imports torch: `--help` is made of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from autopart.cost.hardware import DEFAULT
 from autopart.cost.memory import parse_size
 from autopart.errors import OptionError
-from autopart.ir.program import Rng
 from autopart.ir.recomputation import Recompute, parse_recompute
-from autopart.ir.schedules import check_compile, schedule_named
-from autopart.passes.choose.decide import NO_PINS
-from autopart.passes.choose.shard import SequenceParallel
-from autopart.plans.agreed import TIMEOUT_S, check_loop_options
+from autopart.ir.schedules import SCHEDULES, check_compile, schedule_named
+from autopart.plans.agreed import TIMEOUT_S
 from autopart.plans.pins import Pins
 
-NOT_BUILT = {
-    "precision": "mixed precision",
-}
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from autopart.ir.program import Rng
+    from autopart.passes.choose.shard import SequenceParallel
+
+NOT_BUILT = {"precision": "mixed precision"}
+
+TOLERANCE = 1e-10
+"""What counts as equal in `verify`."""
+
+
+class SearchOptions(TypedDict, total=False):
+    """Those that `search` takes too. In all three, None stands for the default."""
+
+    hardware: str | None
+    memory: int | str | None
+
+
+class PlanOptions(SearchOptions, total=False):
+    """Those that `plan` and `verify` take."""
+
+    schedule: str | None
+    microbatches: int | None
+    virtual_stages: int | None
+    sequence_parallel: SequenceParallel | None
+    pins: Pins | Mapping[str, Any] | str | Path | None
+    zero: int | None
+    recompute: Recompute | str | None
+    compile: bool | None
+
+
+class RunOptions(PlanOptions, total=False):
+    """Those that `parallelize` takes: all."""
+
+    rng: Rng | None
+    timeout: float | None
+    check_replicas: int | bool | None
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of `parallelize` and `plan`; None: chosen for you."""
+class Option:
+    """What there is to say of an option beside its name and its types.
 
-    schedule: str | None = None
-    microbatches: int | None = None
-    virtual_stages: int | None = None
-    sequence_parallel: SequenceParallel = "auto"
-    hardware: str = DEFAULT
-    rng: Rng = "fast"
-    pins: Pins = NO_PINS
-    zero: int | None = None
-    memory: int | str | None = None
-    recompute: Recompute | None = None
-    compile: bool = False
-    timeout: float = TIMEOUT_S
-    check_replicas: int | bool | None = None
+    `unset`: its default in words, where the value does not say it. `form`: what the command line takes, a type or what
+    a text is of. `read`: from what a user gives to what `Options` holds; raises OptionError. `in_plan`: where a plan
+    says the same.
+    """
+
+    default: Any
+    text: str
+    unset: str = ""
+    form: type | str = str
+    read: Callable[[Any], Any] = lambda given: given
+    in_plan: str = ""
+
+    @property
+    def help(self) -> str:
+        return f"{self.text}  [default: {self.unset or self.default}]"
+
+
+def _row(*of: Any, **more: Any) -> Any:
+    """A field of `Options`, of the arguments of its `Option`."""
+    option = Option(*of, **more)
+    return field(default=option.default, metadata={"option": option})
+
+
+def _whole_number(name: str, number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        counted = name.replace("_", " ")
+        raise OptionError(f"{name}={number!r} is not a number of {counted}", why="it is a whole number from 1")
+    return number
+
+
+def _one_of(name: str, words: tuple[Any, ...], given: Any, hint: str) -> Any:
+    if given not in words:
+        raise OptionError(f"unknown {name}={given!r}", hint=hint)
+    return given
+
+
+def _zero(level: Any) -> int:
+    if level in (1, 2) and not isinstance(level, bool):
+        cut = "the optimizer's state" if level == 1 else "the optimizer's state and gradients"
+        raise OptionError(f"zero={level} is not built yet", why=f"it cuts {cut} over dp, not the parameters",
+                          hint="zero=3, which cuts all three, or zero=0")  # fmt: skip
+    words = () if isinstance(level, bool) else (0, 3)
+    return _one_of("zero", words, level, "0 (parameters whole on dp) or 3 (cut over dp)")
+
+
+def _timeout(seconds: Any) -> float:
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not math.isfinite(seconds) or seconds <= 0:
+        raise OptionError(f"timeout={seconds!r} is not a number of seconds",
+                          why="it is how long a rank waits for the others", hint="timeout=600")  # fmt: skip
+    return seconds
+
+
+def _check_replicas(steps: Any) -> int | bool:
+    if not isinstance(steps, int) or steps < 0:
+        raise OptionError(f"check_replicas={steps!r} is not a number of steps",
+                          why="copies of parameters are compared at every so many steps",
+                          hint="100, or False: never; leave it out: at steps 1, 2, 4, 8 and every 100th")  # fmt: skip
+    return steps
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Options:
+    """All of them, checked; None: chosen for you. Raises OptionError for one that cannot be."""
+
+    schedule: str | None = _row(
+        None, f"Of the pipeline: {', '.join(SCHEDULES)}.", "chosen", "NAME",
+        read=schedule_named, in_plan="schedule.name")
+    microbatches: int | None = _row(
+        None, "Parts that a step cuts a rank's rows into.", "chosen", int,
+        read=lambda given: _whole_number("microbatches", given), in_plan="schedule.microbatches")
+    virtual_stages: int | None = _row(
+        None, "Stages per pipeline rank.", "chosen", int,
+        read=lambda given: _whole_number("virtual_stages", given), in_plan="schedule.virtual_stages")
+    sequence_parallel: SequenceParallel = _row(
+        "auto", "Cut what lies between matrix products along the sequence, over tp.", "auto, where faster", bool,
+        read=lambda given: _one_of("sequence_parallel", (True, False, "auto"), given, "True, False or 'auto'"))
+    hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
+    pins: Pins = _row(
+        Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "
+        "autopart.plans.pins.", "none", "PATH", read=Pins.parse)
+    zero: int | None = _row(
+        None, "3: parameters are cut over dp, and gathered where read (ZeRO-3, FSDP); 0: they are whole.",
+        "0, or as memory needs", int, read=_zero)
+    memory: int | str | None = _row(
+        None, "What a rank has, for example 80GB or 24GiB: a plan is chosen to fit, or refused.",
+        "no limit; of search, the hardware's", "SIZE", read=parse_size)
+    recompute: Recompute | None = _row(
+        None, "What the backward computes again: none, selective (the core of attention), full (all of a block); by "
+        "names of blocks 'h.[0-3]=full,*=none', or a dict of that.", "none, or what the model checkpoints",
+        "WORD|PATTERN=WORD,...", read=parse_recompute, in_plan="recompute")
+    compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
+    rng: Rng = _row(
+        "fast", "exact: dropout and the like draw the numbers that one device draws after the same torch.manual_seed, "
+        "which every rank calls; fast: each rank draws for what it holds.", form="fast|exact",
+        read=lambda given: _one_of("rng", ("fast", "exact"), given, "rng='fast', or rng='exact'"))
+    timeout: float = _row(
+        TIMEOUT_S, "Seconds to wait for other ranks (first calls ten times that); then all say who waits for whom.",
+        form=float, read=_timeout)
+    check_replicas: int | bool | None = _row(
+        None, "Compare copies of parameters every so many steps; 0: never.", "at 1, 2, 4, 8 and every 100th", int,
+        read=_check_replicas)
+# fmt: on
 
     def __post_init__(self) -> None:
-        check_loop_options(self.timeout, self.check_replicas)
+        for name, option in OPTIONS.items():
+            given = getattr(self, name)
+            object.__setattr__(self, name, option.default if given is None else option.read(given))
         check_compile(self.compile, self.schedule, self.zero)
-        if self.zero in (1, 2) and not isinstance(self.zero, bool):
-            cut = "the optimizer's state" if self.zero == 1 else "the optimizer's state and gradients"
-            raise OptionError(f"zero={self.zero} is not built yet", why=f"it cuts {cut} over dp, not the parameters",
-                              hint="zero=3, which cuts all three, or zero=0")  # fmt: skip
-        if self.zero not in (None, 0, 3) or isinstance(self.zero, bool):
-            raise OptionError(f"unknown zero={self.zero!r}", hint="0 (parameters whole on dp) or 3 (cut over dp)")
-        if self.rng not in get_args(Rng):
-            raise OptionError(f"unknown rng={self.rng!r}", hint="rng='fast', or rng='exact'")
-        if self.recompute is not None:
-            object.__setattr__(self, "recompute", parse_recompute(self.recompute))
-        if self.sequence_parallel not in (True, False, "auto"):
-            raise OptionError(f"unknown sequence_parallel={self.sequence_parallel!r}", hint="True, False or 'auto'")
-        if self.memory is not None:
-            object.__setattr__(self, "memory", parse_size(self.memory))
-        for name, number in (("microbatches", self.microbatches), ("virtual_stages", self.virtual_stages)):
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                counted = name.replace("_", " ")
-                raise OptionError(f"{name}={number!r} is not a number of {counted}", why="it is a whole number from 1")
 
 
-def read_options(unknown: Mapping[str, Any], **given: Any) -> Options:
-    """The options that `parallelize`, `plan` and `verify` share; None: the default.
+OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options)}
 
-    Raises OptionError for one that is unknown, not built yet, or out of range.
+
+def names_of(kind: Any) -> list[str]:
+    """The options in one of the TypedDicts, in the order of `Options`."""
+    return [name for name in OPTIONS if name in kind.__annotations__]
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def with_options(kind: Any) -> Callable[[Function], Function]:
+    """A function whose signature and docstring name each option that it takes as `**options`."""
+
+    def show(function: Function) -> Function:
+        names, signature = names_of(kind), inspect.signature(function)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default,
+                              annotation=kind.__annotations__[name].__forward_arg__) for name in names
+        ]  # fmt: skip
+        function.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        lines = [textwrap.fill(f"{name}: {OPTIONS[name].help}", 104, subsequent_indent="    ") for name in names]
+        listed = textwrap.indent("\n".join(lines), " " * 8).strip()
+        function.__doc__ = (function.__doc__ or "").replace(f"**options: `{kind.__name__}`.", listed)
+        return function
+
+    return show
+
+
+def read_options(function: Callable[..., Any], given: Mapping[str, Any], **more: Any) -> Options:
+    """The options that a function `with_options` was given, and `more` that is said elsewhere.
+
+    Raises OptionError for one that it does not take, that is not built yet, or that cannot be.
     """
-    for name in unknown:
+    takes = [one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    takes.sort(key=lambda name: name.startswith("example_"))
+    for name in given:
         if name in NOT_BUILT:
-            raise OptionError(
-                f"option {name}= is not built yet", why=f"it is for {NOT_BUILT[name]}", hint="leave it out"
-            )
-        raise OptionError(
-            f"unknown option {name}=",
-            hint="one of plan, schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, "
-            "memory, recompute, compile, rng, timeout, check_replicas, example_args, example_kwargs",
-        )
-    if isinstance(given.get("schedule"), str):
-        given["schedule"] = schedule_named(given["schedule"])
-    if given.get("pins") is not None:
-        given["pins"] = Pins.parse(given["pins"])
-    return Options(**{name: option for name, option in given.items() if option is not None})
+            why = f"it is for {NOT_BUILT[name]}"
+            raise OptionError(f"option {name}= is not built yet", why=why, hint="leave it out")
+        if name not in takes:
+            why = f"other functions take it, {function.__name__}() does not" if name in OPTIONS else ""
+            raise OptionError(f"unknown option {name}=", why=why, hint=f"one of {', '.join(takes)}")
+    return Options(**given, **more)

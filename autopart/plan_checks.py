@@ -6,7 +6,8 @@ import hashlib
 import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +15,9 @@ from torch import Tensor
 from autopart.cost.hardware import DEFAULT
 from autopart.errors import MemoryLimitError, OptionError, PlanError
 from autopart.ir.mesh import Mesh
+from autopart.options import OPTIONS, Options
 from autopart.plans.headline import quantity
 from autopart.plans.plan import MEMORY_KINDS, Plan
-
-if TYPE_CHECKING:
-    from autopart.options import Options
 
 
 def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -40,22 +39,14 @@ def check_plan_mesh(plan: Plan, mesh: Mesh) -> None:
 
 def check_plan_options(options: Options, plan: Plan) -> None:
     """Raises OptionError where options and a plan say different things."""
-    for name in ("schedule", "microbatches", "virtual_stages"):
-        asked, planned = (
-            getattr(options, name),
-            plan.schedule.name if name == "schedule" else getattr(plan.schedule, name),
-        )
-        if asked is not None and asked != planned:
+    for name, option in OPTIONS.items():
+        if not option.in_plan:
+            continue
+        asked, planned = getattr(options, name), attrgetter(option.in_plan)(plan)
+        if asked not in (option.default, planned):
             raise OptionError(
                 f"{name}={asked!r} contradicts the plan, which says {planned!r}",
-                where=plan.where("schedule"), hint=f"leave {name} out, or edit the plan",
-            )  # fmt: skip
-    said = (("recompute", options.recompute, plan.recompute), ("compile", options.compile or None, plan.compile))
-    for name, asked, planned in said:
-        if asked not in (None, planned):
-            raise OptionError(
-                f"{name}={asked!r} contradicts the plan, which says {planned!r}",
-                where=plan.where(name), hint=f"leave {name} out, or edit the plan",
+                where=plan.where(option.in_plan.partition(".")[0]), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
     over_dp = any(entry.get("dp", "R").startswith("S") for entry in plan.parameters.values())
     pinned = any("dp" in places for name, places in plan.pins.items() if name != "stages")

@@ -13,7 +13,7 @@ from autopart import cli_options
 from autopart.cli import main
 from autopart.console import WIDTH, wrapped
 from autopart.ir.program import Rng
-from autopart.proof.verify import TOLERANCE
+from autopart.options import OPTIONS
 from autopart.tracing import model_source
 
 
@@ -132,9 +132,7 @@ def test_the_options_are_those_of_the_code():
     from typing import get_args
 
     assert tuple(model_source.DTYPES) == cli_options.DTYPES
-    assert get_args(Rng) == cli_options.RNGS
-    assert cli_options.TOLERANCE == TOLERANCE
-    assert set(cli_options.PLANNING_OPTIONS) < set(autopart.plan.__annotations__)
+    assert "|".join(get_args(Rng)) == OPTIONS["rng"].form
 
 
 # Configs

@@ -242,8 +242,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "sequence_parallel": (plan(sequence_parallel="yes"),
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
-        "OptionError: unknown option colour=\n  try    one of plan, schedule, microbatches, virtual_stages, "
-        "sequence_parallel, hardware, pins, zero, memory, recompute, compile, rng, timeout, check_replicas, "
+        "OptionError: unknown option colour=\n  try    one of schedule, microbatches, virtual_stages, "
+        "sequence_parallel, hardware, pins, zero, memory, recompute, compile, example_args, example_kwargs"),
+    "option of another": (plan(timeout=5),
+        "OptionError: unknown option timeout=\n  why    other functions take it, plan() does not\n  try    one of "
+        "schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, memory, recompute, compile, "
         "example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "

@@ -21,7 +21,7 @@ def schedule_named(name: str) -> str:
     ('1f1b', 'interleaved_1f1b', 'gpipe')
     """
     known = {_letters(schedule): schedule for schedule in SCHEDULES}
-    return known.get(_letters(name).removeprefix("schedule"), name)
+    return known.get(_letters(str(name)).removeprefix("schedule"), name)
 
 
 def _letters(name: str) -> str:

@@ -50,8 +50,9 @@ class Training:
 
 
 def read_training(
-    model: nn.Module, example: Mapping[str, Any], steps: int | None, optimizer: MakeOptimizer | None,
-    max_norm: float | None, scaler: Any, batches: Sequence[Mapping[str, Any]] | None, has_loss_fn: bool = False,
+    model: nn.Module, example: Mapping[str, Any], steps: int | None = None, optimizer: MakeOptimizer | None = None,
+    max_norm: float | None = None, scaler: Any = None, batches: Sequence[Mapping[str, Any]] | None = None,
+    has_loss_fn: bool = False,
 ) -> Training | None:  # fmt: skip
     """The training steps that `verify` is asked for, if any. With a `loss_fn` a batch may have a `target` for it.
 

@@ -16,30 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from autopart.compat import tree_flatten, tree_map
-from autopart.compiler import (
-    LIFTED,
-    LIFTED_HALF,
-    Options,
-    find_loss,
-    make_plan,
-    prepare,
-)
+from autopart.compiler import LIFTED, LIFTED_HALF, find_loss, make_plan, prepare
 from autopart.errors import InputError, OptionError, RuntimeSetupError
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
-from autopart.ir.recomputation import Recompute
-from autopart.options import read_options
+from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
 from autopart.passes.choose.decide import decode
-from autopart.passes.choose.shard import SequenceParallel
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
-from autopart.plans.pins import Pins
 from autopart.plans.plan import Plan
 from autopart.progress import phase
 from autopart.proof.finite import NotFinite, explain, infinite, not_finite
@@ -57,7 +47,6 @@ from autopart.tracing.entry import call
 from autopart.tracing.model_source import ModelSource
 from autopart.tracing.trace import Trace, WithLoss, bind_call, check_values, flatten_call
 
-TOLERANCE = 1e-10
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
 """How far a model that casts down may be from its trace in double precision."""
 NOT_DOUBLE = "the model has kernels without float64: it runs in float32, its trace and the program in float64"
@@ -108,16 +97,14 @@ class Verification:
         return "".join([head, *(f"\n  {line}" for line in lines), f"\n{again}"])
 
 
+@with_options(PlanOptions)
 def verify(
     model: nn.Module, mesh: Any, *, example_args: tuple = (), example_kwargs: Mapping[str, Any] | None = None,
-    plan: Plan | str | Path | None = None, schedule: str | None = None, microbatches: int | None = None,
-    virtual_stages: int | None = None, sequence_parallel: SequenceParallel = "auto", hardware: str | None = None,
-    pins: Pins | Mapping[str, Any] | str | Path | None = None, zero: int | None = None, memory: int | str | None = None,
-    recompute: Recompute | None = None, compile: bool | None = None, loss_fn: Callable[..., Tensor] | None = None,
-    target: Any = None, rng: Rng = "exact", tolerance: float = TOLERANCE, shrink: bool = False,
-    scaled: bool | str = "auto", tamper: Tamper | None = None, steps: int | None = None,
-    optimizer: MakeOptimizer | None = None, max_norm: float | None = None, scaler: Any = None,
-    batches: Sequence[Mapping[str, Any]] | None = None, **unknown: Any,
+    plan: Plan | str | Path | None = None, loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
+    rng: Rng = "exact", tolerance: float = TOLERANCE, shrink: bool = False, scaled: bool | str = "auto",
+    tamper: Tamper | None = None, steps: int | None = None, optimizer: MakeOptimizer | None = None,
+    max_norm: float | None = None, scaler: Any = None, batches: Sequence[Mapping[str, Any]] | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Verification:  # fmt: skip
     """Run ALL ranks of the partitioned model in this process, forward and backward, and compare with the model.
 
@@ -125,8 +112,8 @@ def verify(
     training) is drawn from one seed on both sides.
 
     Args:
-        model, mesh, example_args, example_kwargs, plan, schedule, microbatches, virtual_stages, sequence_parallel,
-            hardware, pins, zero, memory (in the model's dtype), recompute, compile (not done here): as `parallelize`.
+        model, mesh, example_args, example_kwargs, plan: as `parallelize`; nothing is compiled here.
+        **options: `PlanOptions`.
         loss_fn, target: for a model that returns no loss, as `ParallelModule.step`. Without either, gradients are
             compared for a fixed random weighting of the outputs.
         rng: "exact", or "fast" to switch dropout off (eval mode), for models of which no draw can be repeated exactly.
@@ -145,11 +132,7 @@ def verify(
         >>> assert autopart.verify(model, "dp2,pp4,tp4", example_kwargs=batch).ok    # doctest: +SKIP
         >>> assert autopart.verify(model, "tp2", example_kwargs=batch, steps=3, max_norm=1.0).ok  # doctest: +SKIP
     """
-    options = read_options(
-        unknown, schedule=schedule, microbatches=microbatches, virtual_stages=virtual_stages, pins=pins, rng=rng,
-        hardware=hardware, sequence_parallel=sequence_parallel, zero=zero, memory=memory, recompute=recompute,
-        compile=compile,
-    )  # fmt: skip
+    asked = read_options(verify, options, rng=rng)
     if not example_args and not example_kwargs:
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")
     sizes = Mesh.parse(mesh)
@@ -160,12 +143,12 @@ def verify(
     )  # fmt: skip
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if given is None:
-        options = _check_fits(model, arguments, loss_fn, target, sizes, options)
+        asked = _check_fits(model, arguments, loss_fn, target, sizes, asked)
     work = Work(sizes, training.steps if training is not None else 0, loss_fn is not None)
     found = []
     for copied in _chosen(model, arguments, scaled, work):
-        run = VerificationRun(model, arguments, loss_fn, target, copied, options.rng)
-        found.append(run.check(run.arrange(sizes, given, options, tamper), tolerance, shrink, training))
+        run = VerificationRun(model, arguments, loss_fn, target, copied, asked.rng)
+        found.append(run.check(run.arrange(sizes, given, asked, tamper), tolerance, shrink, training))
     return together(found)
 
 
@@ -174,10 +157,7 @@ def has_room(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scale
     InputError where it takes more than is free."""
     assert source.example is not None
     arguments = bind_call(source.model, (), source.example)
-    asked = read_training(
-        source.model, arguments, training["steps"], training.get("optimizer"), training["max_norm"],
-        training["scaler"], None,
-    )  # fmt: skip
+    asked = read_training(source.model, arguments, **training)
     work = Work(mesh, asked.steps if asked is not None else 0)
     if scaled is False:
         check_room(source.model, arguments, work)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Unpack, get_args
 
 import numpy as np
 from torch import Tensor, nn
@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from autopart.compat import tree_map
 from autopart.compiler import drafted, make_plan, prepare
 from autopart.cost.formula import Formula, compiled
-from autopart.cost.hardware import DEFAULT, Hardware
-from autopart.cost.memory import parse_size
+from autopart.cost.hardware import Hardware
 from autopart.cost.simulate import Simulation, simulate
 from autopart.cost.table import Setting, Table, estimate
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.ir.recomputation import Word
 from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
-from autopart.options import Options
+from autopart.options import Options, SearchOptions, read_options, with_options
 from autopart.passes.count.tabulate import Blocks, BlocksApart, each_block, tabulate
 from autopart.plans.headline import quantity, step_size
 from autopart.plans.plan import Plan, Schedule
@@ -314,15 +313,15 @@ def _pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     return found
 
 
+@with_options(SearchOptions)
 def search(
     model: nn.Module,
     devices: int,
     *,
-    hardware: str = DEFAULT,
     global_batch: int | None = None,
-    memory: int | str | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     count: int = 3,
+    **options: Unpack[SearchOptions],
 ) -> list[Plan]:
     """The best plans for a number of devices, fastest first, each faster than all that take less memory.
 
@@ -333,11 +332,10 @@ def search(
     Args:
         model: may be on `meta`.
         devices: ranks, in nodes of the hardware's size.
-        hardware: a profile's name or path.
         global_batch: rows of a step. None: those of the example.
-        memory: of a device, bytes or "80GB". None: the hardware's.
         example_kwargs: a call of the model, of any number of rows. None: tokens, for language models of transformers.
         count: how many plans to make.
+        **options: `SearchOptions`.
     Returns:
         Plans in the order of their simulated steps, whose last note says what is predicted and why it is on the list;
         the notes before, of the fastest, why the configurations that everybody knows lose to it.
@@ -350,13 +348,14 @@ def search(
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise OptionError(f"devices={devices!r} is not a number of devices", why="it is a whole number from 1")
-    space = space_of(model, hardware, global_batch, example_kwargs)
-    limit = parse_size(memory) if memory is not None else space.hardware.memory_bytes
+    asked = read_options(search, options)
+    space = space_of(model, asked.hardware, global_batch, example_kwargs)
+    limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
     found = space.best(devices, limit)
     rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
     traced = prepare(model, bind_call(model, (), rows))
     phase("planning the best")
-    best = _planned(model, traced, found, Options(hardware=hardware), limit, count)
+    best = _planned(model, traced, found, Options(hardware=asked.hardware), limit, count)
     if not best:
         raise MemoryLimitError(
             f"none of what was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
