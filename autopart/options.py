@@ -127,11 +127,11 @@ def _check_replicas(steps: Any) -> int | bool:
     return steps
 
 
-# fmt: off
 @dataclass(frozen=True)
 class Options:
     """All of them, checked; None: chosen for you. Raises OptionError for one that cannot be."""
 
+    # fmt: off
     schedule: str | None = _row(
         None, f"Of the pipeline: {', '.join(SCHEDULES)}.", "chosen", "NAME",
         read=schedule_named, in_plan="schedule.name")
@@ -169,7 +169,7 @@ class Options:
     check_replicas: int | bool | None = _row(
         None, "Compare copies of parameters every so many steps; 0: never.", "at 1, 2, 4, 8 and every 100th", int,
         read=_check_replicas)
-# fmt: on
+    # fmt: on
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
