@@ -129,4 +129,4 @@ def test_an_option_is_checked_before_a_model_is_made():
     for command in COMMANDS:
         chosen = ["--devices", "2"] if command == "search" else ["--mesh", "tp2"]
         result = CliRunner().invoke(main, [command, "--model", "no_such:model", *chosen, "--memory", "lots"])
-        assert result.exit_code == 2 and result.stderr.startswith("memory='lots' is no size"), result.output
+        assert result.exit_code == 2 and result.stderr.startswith("memory='lots' is not a size"), result.output
