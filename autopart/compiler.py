@@ -23,10 +23,10 @@ from autopart.ir.program import SEEDS, Program, Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.batch import choose_batch, mixed_rows
-from autopart.passes.choose.decide import decide, decided_by, decode, without_microbatches
+from autopart.passes.choose.decide import OnAxes, decide, decided_by, decode, without_microbatches
 from autopart.passes.choose.reasons import Reasons
 from autopart.passes.choose.recompute import check_recompute, recompute_of_checkpoints
-from autopart.passes.choose.storage import choose_over_dp
+from autopart.passes.choose.storage import choose_parts
 from autopart.passes.count.footprint import walked
 from autopart.passes.count.memory import cut_again, memory_of
 from autopart.passes.facts.analyze import annotate, batch_size
@@ -125,8 +125,8 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     else:
         decisions = cut_again(traced, known.decisions, mesh, microbatches, stages, options.pins)
         solved = known.solved
-    over_dp = choose_over_dp(traced, mesh, options.zero or 0, decisions.stored, options.pins)
-    decisions = replace(decisions, stored_over_dp=over_dp, recompute=options.recompute or "none")
+    stored = choose_parts(traced, mesh, options.zero or 0, decisions.stored, options.pins)
+    decisions = replace(decisions, stored=stored, recompute=options.recompute or "none")
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     program = lower(traced, decisions, _plan_outputs(traced), whole_outputs=False, rng=rng)
     walks = [walked(traced, program, stage) for stage in program.stages]
@@ -161,11 +161,15 @@ def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Esti
     """The memory of other settings; layouts are the draft's where `tp` has as many ranks."""
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
-        same = other.size("tp") == mesh.size("tp") and "sequence_parallel" not in changed
+        same = _feature_sizes(other) == _feature_sizes(mesh) and "sequence_parallel" not in changed
         found = drafted(traced, other, replace(options, **changed), draft if same else None)
         return memory_of(traced, found.program, found.schedule, found.walks)
 
     return estimate
+
+
+def _feature_sizes(mesh: Mesh) -> dict[str, int]:
+    return {axis: mesh.size(axis) for axis in mesh.along("features")}
 
 
 def left_open(options: Options) -> dict[str, Any]:
@@ -176,10 +180,10 @@ def left_open(options: Options) -> dict[str, Any]:
 def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
     """What a limit of memory may change, the fastest first: what lies between matrix products, then what is stored."""
     cuts: list[dict[str, Any]] = [{}]
-    if options.sequence_parallel == "auto" and mesh.size("tp") > 1:
+    if options.sequence_parallel == "auto" and mesh.feature_ranks > 1:
         cuts.append({"sequence_parallel": True})
     stores: list[dict[str, Any]] = [{}]
-    if options.zero is None and mesh.size("dp") > 1 and not options.compile:
+    if options.zero is None and mesh.storing_axis is not None and not options.compile:
         stores.append({"zero": 3})
     return [{**cut, **store} for store in stores for cut in cuts]
 
@@ -209,10 +213,10 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
 
 
 def _microbatches(traced: Trace, mesh: Mesh, schedule: str | None, num_stages: int) -> int:
-    rows = batch_size(traced) // mesh.size("dp")
+    rows = batch_size(traced) // mesh.row_ranks
     divisors = [m for m in range(min(rows, 4 * mesh.size("pp")), 0, -1) if rows % m == 0]
     for microbatches in divisors:
-        parts = mesh.size("dp") * microbatches
+        parts = mesh.row_ranks * microbatches
         if mixed_rows(traced.graph, choose_batch(traced.graph, parts)) is not None and microbatches > 1:
             continue
         try:
@@ -279,7 +283,7 @@ class Compiler:
         self._traced: Recent[_Traced] = Recent(MAX_CALLS)
         self._example: _Traced | None = None
         self._last: _Traced | None = None
-        self._decided: dict[str, str] = {}
+        self._decided: dict[str, OnAxes] = {}
         self._num_traces, self._trace_s = 0, 0.0
         self._random = torch.Generator()
         if plan is not None:
@@ -314,7 +318,7 @@ class Compiler:
         program = lower(call.trace, call.decisions, outputs, whole_outputs=False, rng="fast")
         walks = [walked(call.trace, program, stage) for stage in program.stages]
         schedule = replace(plan.schedule, microbatches=call.decisions.microbatches)
-        draft = Draft(schedule, call.decisions, program, None, walks)
+        draft = Draft(schedule, call.decisions, program, {}, walks)
         options = replace(self.options, hardware=plan.hardware or self.options.hardware, compile=plan.compile)
         memory = memory_of(call.trace, program, schedule, walks)
         figures = plan_of(_class_of(self.model), call.trace, draft, options, memory, plan.reasons)
@@ -386,7 +390,7 @@ class Compiler:
         self._num_traces, self._trace_s = self._num_traces + 1, self._trace_s + time.perf_counter() - start_s
         warn_of_many(self._num_traces, self._trace_s / self._num_traces)
         if decisions.copied:
-            warn_of_copies(batch_size(traced), self.mesh.size("dp"))
+            warn_of_copies(batch_size(traced), self.mesh)
         return _Traced(traced, decisions, loss_fn, with_outputs)
 
     def _write(self, traced: _Traced, purpose: str) -> Program:

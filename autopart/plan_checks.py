@@ -29,8 +29,8 @@ def identity_of(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def check_plan_mesh(plan: Plan, mesh: Mesh) -> None:
     """Raises PlanError where a plan is for another mesh."""
-    of_plan = Mesh.parse(plan.mesh)
-    if any(of_plan.size(axis) != mesh.size(axis) for axis in ("pp", "dp", "cp", "ep", "tp")):
+    of_plan = Mesh.parse(plan.mesh, mesh.axes)
+    if any(of_plan.size(axis.name) != mesh.size(axis.name) for axis in mesh.axes):
         raise PlanError(
             f"the plan is for the mesh {of_plan}, not {mesh}", where=plan.where("mesh"),
             hint=f"parallelize(model, '{of_plan}', plan=...), or make a plan for {mesh}",
@@ -48,8 +48,9 @@ def check_plan_options(options: Options, plan: Plan) -> None:
                 f"{name}={asked!r} contradicts the plan, which says {planned!r}",
                 where=plan.where(option.in_plan.partition(".")[0]), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
-    over_dp = any(entry.get("dp", "R").startswith("S") for entry in plan.parameters.values())
-    pinned = any("dp" in places for name, places in plan.pins.items() if name != "stages")
+    axis = Mesh({}).data_axis
+    over_dp = any(entry.get(axis, "R").startswith("S") for entry in plan.parameters.values())
+    pinned = any(axis in places for name, places in plan.pins.items() if name != "stages")
     if (options.zero and not over_dp) or (options.zero == 0 and over_dp and not pinned):
         raise OptionError(
             f"zero={options.zero} contradicts the plan, which cuts {'' if over_dp else 'no '}parameters over dp",

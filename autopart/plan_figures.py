@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from autopart.cost.hardware import Hardware
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
 
 
 class Draft(NamedTuple):
-    """What is chosen for a plan, the program of it, how the tensor axis was solved (None where that was not), and a
-    walk of every stage of the program."""
+    """What is chosen for a plan, the program of it, what was solved for it by axis, and a walk of every stage of it."""
 
     schedule: Schedule
     decisions: Decisions
     program: Program
-    solved: Solved | None
+    solved: Mapping[str, Solved]
     walks: Sequence[Walk]
 
 

@@ -100,14 +100,15 @@ def node_share(kind: str, num_ranks: int, hardware: Hardware, stride: int = 1) -
 
 @lru_cache(maxsize=100_000)
 def conversion_time_s(
-    source: Placement, target: Placement, num_ranks: int, size_bytes: float, needs_grad: bool, hardware: Hardware
-) -> float:
-    """Seconds of going from one placement to another on `tp`, forward and backward; infinite where there is no way."""
+    source: Placement, target: Placement, num_ranks: int, size_bytes: float, needs_grad: bool, hardware: Hardware,
+    stride: int = 1,
+) -> float:  # fmt: skip
+    """Seconds of going from one placement to another on an axis, both ways; infinite where there is no way."""
     if source == target:
         return 0.0
     step = conversion(source, target)
     if step is None or (step.operator == "all_to_all" and (source.sections or target.sections)):
         return float("inf")
-    forward = time_s(step.forward, num_ranks, size_bytes, hardware)
-    backward = time_s(step.backward, num_ranks, size_bytes, hardware) if needs_grad else 0.0
+    forward = time_s(step.forward, num_ranks, size_bytes, hardware, stride)
+    backward = time_s(step.backward, num_ranks, size_bytes, hardware, stride) if needs_grad else 0.0
     return forward + backward

@@ -93,9 +93,9 @@ def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) ->
             if name != schedule.name and not (given.get("compile") and name in SPLIT_BACKWARD):
                 options = {"schedule": name, "microbatches": schedule.microbatches}
                 yield Way(f"schedule='{name}'", mesh, {**options, "virtual_stages": schedule.virtual_stages})
-    if mesh.size("dp") > 1 and not given.get("zero") and not given.get("compile"):
+    if mesh.storing_axis is not None and not given.get("zero") and not given.get("compile"):
         yield Way("zero=3", mesh, {"zero": 3})
-    most = rows // mesh.size("dp")
+    most = rows // mesh.row_ranks
     for microbatches in dict.fromkeys((2 * schedule.microbatches, 4 * schedule.microbatches, most)):
         if schedule.microbatches < microbatches <= most and most % microbatches == 0:
             yield Way(f"microbatches={microbatches}", mesh, {"microbatches": microbatches})
@@ -113,7 +113,7 @@ def quick_ways(mesh: Mesh, given: Mapping[str, Any]) -> Iterator[Way]:
     """The few changes that take the most away: one by one on the same ranks, then together, there and on twice to eight
     times as many."""
     changes: list[tuple[str, dict[str, Any]]] = []
-    if mesh.size("dp") > 1 and not given.get("zero") and not given.get("compile"):
+    if mesh.storing_axis is not None and not given.get("zero") and not given.get("compile"):
         changes.append(("zero=3", {"zero": 3}))
     if given.get("recompute") in (None, "none"):
         changes.append(("recompute='full'", {"recompute": "full"}))

@@ -181,7 +181,7 @@ class Blocks:
         if len(self.blocks) < pp:
             why = f"repeated blocks that have a name and are adjacent: {len(self.blocks)}"
             raise OptionError(f"nothing to choose block by block for {pp} stage{'s' * (pp > 1)}", why=why)
-        cuts = (False, True) if setting.mesh.size("dp") > 1 else (False,)
+        cuts = (False, True) if setting.mesh.storing_axis is not None else (False,)
         words = [
             word for word, table in tables.items() if word == "none" or any("recompute" in at for at in table.counts)
         ]

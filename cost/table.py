@@ -162,7 +162,7 @@ class Setting:
     @property
     def b(self) -> int:
         """Rows of a microbatch on a rank."""
-        return self.rows // (self.mesh.size("dp") * self.schedule.microbatches)
+        return self.rows // (self.mesh.row_ranks * self.schedule.microbatches)
 
 
 def estimate(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
@@ -214,7 +214,7 @@ class Priced:
 
     def __init__(self, table: Table, setting: Setting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
-        self.times = table.times(setting.b, setting.mesh.size("tp"))
+        self.times = table.times(setting.b, setting.mesh.size(setting.mesh.tensor_axis))
         self.seconds: dict[Work, float] = {}
         later = 0.0 if setting.fused_sums else 1 - 1 / setting.schedule.microbatches
         self.by_row = [self._row(row, later) for row in table.rows]
@@ -237,7 +237,7 @@ class Priced:
         for name in row.parameters if self.setting.zero == 3 else ():
             parameter = self.table.parameters[name]
             if parameter.cut:
-                gather = Work("all_gather", parameter.size, axis="dp")
+                gather = Work("all_gather", parameter.size, axis=self.setting.mesh.data_axis)
                 yield "forward", (gather,)
                 if parameter.trained:
                     yield "input_backward", (gather,)
@@ -271,7 +271,7 @@ class Priced:
 
     def received_s(self, size: float) -> float:
         mesh, hardware = self.mesh, self.hardware
-        parts = mesh.size("tp") if self.setting.scatter_sends else 1
+        parts = mesh.feature_ranks if self.setting.scatter_sends else 1
         sent = time_s("send", mesh.size("pp"), size / parts, hardware, mesh.stride("pp"))
         return sent + (time_s("all_gather", parts, size, hardware) if parts > 1 else 0.0)
 
@@ -295,7 +295,7 @@ class Priced:
         """Of a rank's part of a parameter, by its name in the table."""
         found = self.table.parameters[name]
         cut = found.cut and self.setting.zero == 3
-        return float(found.size.at(self.times)) / (self.mesh.size("dp") if cut else 1)
+        return float(found.size.at(self.times)) / (self.mesh.size(self.mesh.data_axis) if cut else 1)
 
     def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
         """A rank's row of `Plan.timing`: what it does once a step."""
@@ -307,7 +307,7 @@ class Priced:
             size = self.local_bytes(known)
             cut = parameter.cut and self.setting.zero == 3
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
-                    if mesh.size(axis) > 1 and not (cut and axis == "dp")]  # fmt: skip
+                    if mesh.size(axis) > 1 and not (cut and axis == mesh.data_axis)]  # fmt: skip
             owners = sum(name in names for names in everywhere)
             groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
             sizes[groups] = sizes.get(groups, 0.0) + size

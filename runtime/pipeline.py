@@ -45,7 +45,8 @@ class StageModule(nn.Module):
         super().__init__()
         self.stage, self.program, self.process, self.compiled = stage, program, process, compile
         self.graph = bind(stage.graph, process.groups, process.coordinates, process.device, tensors)
-        self.gathered = note_gathers(self.graph, process.groups["dp"].group_name) if "dp" in process.groups else None
+        group = process.groups.get(process.mesh.data_axis)
+        self.gathered = None if group is None else note_gathers(self.graph, group.group_name)
         self.graph = with_regions(self.graph)
         if compile:  # its code is its own, that of nn.Module's __call__ is not: recompilations are counted by code
             self.graph.forward = torch.compile(self.graph.forward, dynamic=False)

@@ -21,10 +21,12 @@ from torch._subclasses import FakeTensorMode
 from autopart.compat import tree_flatten, tree_map
 from autopart.ir.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import AXES, Axis, Mesh
+from autopart.passes.choose.decide import solving_order, with_places
 from autopart.passes.choose.partition import active_operators, crossing_bytes
+from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
-from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.decisions import Decisions, over_rows
 from autopart.passes.facts.strategies import Strategy, strategies
 from autopart.passes.normalize import NORMALIZE, run_passes
 from autopart.proof.subgraph import Subgraph
@@ -40,8 +42,11 @@ SETTINGS = [
     ("pp2,tp2", 2, 2, "loop"), ("pp2,tp2", 1, 4, "V"), ("pp2,dp2", 3, 4, "loop"), ("pp2,dp2,tp2", 2, 2, "loop"),
     ("pp4,tp2", 2, 4, "loop"), ("dp4,tp2", 1, 1, "loop"), ("dp2,tp4", 1, 1, "loop"), ("tp8", 1, 1, "loop"),
     ("tp2", 2, 1, "loop"), ("tp6", 1, 1, "loop"), ("dp2,tp2", 1, 1, "loop"), ("dp2,tp2", 3, 1, "loop"),
-    ("pp2,dp2,tp2", 1, 2, "loop"),
+    ("pp2,dp2,tp2", 1, 2, "loop"), ("dp2,rows2", 1, 1, "loop"), ("dp2,rows3,tp2", 2, 1, "loop"),
+    ("tp2,feat2", 1, 1, "loop"), ("tp3,feat2", 1, 1, "loop"), ("pp2,rows2,tp2,feat2", 2, 2, "loop"),
 ]  # fmt: skip
+WIDER = (*AXES[:2], Axis("rows", "rows"), Axis("feat", "features"), *AXES[2:])
+"""The table of axes that ships, with a second that cuts rows and a second that cuts features."""
 SIZES = (2, 3, 4, 6, 8, 12)
 MAX_NUMEL = 2000
 
@@ -405,8 +410,8 @@ def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 def cases(draw: Any) -> Subgraph:
     """A random graph in random layouts."""
     mesh_text, microbatches, stages, placement = draw(st.sampled_from(SETTINGS))
-    mesh = Mesh.parse(mesh_text)
-    drawing = Drawing(draw, mesh.size("dp") * microbatches * draw(st.sampled_from((1, 2))))
+    mesh = Mesh.parse(mesh_text, WIDER)
+    drawing = Drawing(draw, mesh.row_ranks * microbatches * draw(st.sampled_from((1, 2))))
     first = draw(st.sampled_from([(4,), (6,), (3, 4), (4, 6), (2, 4, 4)]))
     drawing.pool.append(drawing.input(floats((drawing.rows, *first), 99)))
     drawing.pool += drawing.linear() or []
@@ -422,41 +427,53 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
     """Any strategies that can be converted into each other, any cuts that a plan may have."""
     graph = subject.traced.graph
     kinds = draw(st.sampled_from((frozenset({FEATURE}), frozenset({FEATURE, DATA_DIM}))))
-    stored: dict[str, Placement] = {}
-    if mesh.size("tp") > 1:
-        for node in graph.find_nodes(op="get_attr"):
-            read = {
-                strategy.inputs[i]
-                for user in node.users if user.op == "call_function"
-                for i, used in enumerate(tensor_inputs(user)) if used is node
-                for strategy in strategies(user, mesh.size("tp"), kinds)
-            }  # fmt: skip
-            places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *sorted(p for p in read if p.is_shard)]
-            stored[node.target] = draw(st.sampled_from(places))
-    tensor = batch = {}
-    if mesh.size("tp") > 1:
-        tensor = _choose(draw, graph, mesh.size("tp"), kinds, stored, moves=True)
-    if mesh.size("dp") * microbatches > 1:
-        batch = _choose(draw, graph, mesh.size("dp") * microbatches, frozenset({BATCH}), {}, moves=microbatches == 1)
+    chosen: dict[str, dict[fx.Node, Strategy]] = {}
+    stored: dict[str, dict[str, Placement]] = {str(n.target): {} for n in graph.find_nodes(op="get_attr")}
+    for axis in solving_order(mesh):
+        beside = FREE
+        for before in chosen.values():
+            beside = beside.beside(before, stored)
+        places = {
+            str(n.target): _stored(draw, n, mesh.size(axis), kinds, beside) for n in graph.find_nodes(op="get_attr")
+        }
+        chosen[axis] = _choose(draw, graph, mesh.size(axis), kinds, places, True, beside)
+        stored = with_places(stored, axis, places)
+    rows = {}
+    if mesh.row_ranks * microbatches > 1:
+        rows = _choose(draw, graph, mesh.row_ranks * microbatches, frozenset({BATCH}), {}, microbatches == 1, FREE)
     nodes = active_operators(graph)
     places = [i for i, size in enumerate(crossing_bytes(nodes)) if i and math.isfinite(size)]
     if len(places) < num_stages - 1:
         reject()
     cuts = sorted(draw(st.permutations(places))[: num_stages - 1])
     stage_of = {node: sum(cut <= i for cut in cuts) for i, node in enumerate(nodes)}
-    return Decisions(mesh, microbatches, batch, tensor, stored, stage_of, num_stages)
+    strategies = {**over_rows(mesh, microbatches, rows), **chosen}
+    return Decisions(mesh, microbatches, strategies, stored, stage_of, num_stages)
+
+
+def _stored(draw: Any, node: fx.Node, num_shards: int, kinds: frozenset[str], beside: Pinned) -> Placement:
+    """Where a parameter is stored on an axis: as an operator may read it."""
+    read = {
+        strategy.inputs[i]
+        for user in node.users if user.op == "call_function"
+        for i, used in enumerate(tensor_inputs(user)) if used is node
+        for strategy in strategies(user, num_shards, kinds)
+    }  # fmt: skip
+    places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *sorted(p for p in read if p.is_shard)]
+    return draw(st.sampled_from(beside.placements(str(node.target), places)))
 
 
 def _choose(
-    draw: Any, graph: fx.Graph, num_shards: int, kinds: frozenset[str], stored: dict[str, Placement], moves: bool
-) -> dict[fx.Node, Strategy]:
-    """A strategy for every operator; without `moves` none that needs a conversion."""
+    draw: Any, graph: fx.Graph, num_shards: int, kinds: frozenset[str], stored: dict[str, Placement], moves: bool,
+    beside: Pinned,
+) -> dict[fx.Node, Strategy]:  # fmt: skip
+    """A strategy for every operator; without `moves` none that needs a conversion. `beside`: what other axes leave."""
     chosen: dict[fx.Node, Strategy] = {}
     for node in operators(graph):
         if node.meta["role"] not in (ACTIVE, WEIGHT):
             continue
         options = [
-            strategy for strategy in strategies(node, num_shards, kinds)
+            strategy for strategy in beside.strategies(node, strategies(node, num_shards, kinds))
             if all(
                 _fits(used, place, chosen, stored, num_shards, moves)
                 for used, place in zip(tensor_inputs(node), strategy.inputs, strict=True)

@@ -58,8 +58,9 @@ def test_adapters_are_sharded_and_exact(tied):
     run = VerificationRun(model, bind_call(model, (), batch))
     for mesh in ("tp2", "tp4", "dp2,pp2,tp2"):
         arrangement = run.arrange(mesh)
-        products = [n for n in arrangement.decisions.tensor if n.meta["pattern"] and n.meta["pattern"].flops]
-        cut = [n for n in products if arrangement.decisions.tensor[n].factor]
+        on_tp = arrangement.decisions.strategies["tp"]
+        products = [n for n in on_tp if n.meta["pattern"] and n.meta["pattern"].flops]
+        cut = [n for n in products if on_tp[n].factor]
         share = sum(n.meta["pattern"].flops for n in cut) / sum(n.meta["pattern"].flops for n in products)
         assert share >= 0.9, f"{mesh}: {share:.1%}"
         found = run.check(arrangement)

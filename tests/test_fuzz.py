@@ -6,7 +6,7 @@ shrunk, and printed as text: paste it into FOUND.
 
 import pytest
 import torch
-from fuzz import cases
+from fuzz import WIDER, cases
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from torch import nn
 
@@ -85,7 +85,7 @@ def test_a_planted_fault_is_found_and_shrunk(plant, monkeypatch):
     with pytest.raises(Failure) as failure:
         seed(0)(OPTIONS(given(cases())(assert_exact)))()
     print(failure.value)
-    shrunk = Subgraph.parse(str(failure.value).partition("\n")[2])
+    shrunk = Subgraph.parse(str(failure.value).partition("\n")[2], WIDER)
     assert len(shrunk.operators) <= 4, shrunk
     with pytest.raises(Failure):
         assert_exact(shrunk)

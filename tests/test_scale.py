@@ -106,8 +106,8 @@ def test_the_plan_of_the_whole_model_is_followed():
     copy = scaled_copy(model, batch)
     run = VerificationRun(model, {**batch, "use_cache": False}, scaled=True)
     decisions = run.arrange("pp2,tp2", edited).decisions
-    assert str(decisions.stored["model.layers.1.mlp.down_proj.weight"]) == "R"
-    assert str(decisions.stored["model.layers.1.mlp.up_proj.weight"]) == "S(0)"
+    assert str(decisions.place("model.layers.1.mlp.down_proj.weight", "tp")) == "R"
+    assert str(decisions.place("model.layers.1.mlp.up_proj.weight", "tp")) == "S(0)"
     assert last not in decisions.stored and renamed(last, copy.kept) is None
 
 

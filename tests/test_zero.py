@@ -187,7 +187,7 @@ def test_plans_are_read_as_they_are_written():
     trace = prepare(model, bind_call(model, (), batch))
     decisions = decode(trace, plan, mesh)
     assert encode(trace, decisions)["parameters"] == plan.parameters
-    assert "layers.1.weight" not in decisions.stored_over_dp and "layers.2.weight" in decisions.stored_over_dp
+    assert "dp" not in decisions.stored["layers.1.weight"] and "dp" in decisions.stored["layers.2.weight"]
 
 
 def test_an_edited_plan_runs_as_it_says():

@@ -126,17 +126,19 @@ def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: 
     return ""
 
 
-def cannot_store_over_dp(place: Placement, sizes: Sequence[int], dp: int, tensor: Placement) -> str:
-    """Why a weight of these sizes that is `tensor` on `tp` cannot be stored so on `dp`; "" where it can.
+def cannot_store_parts(place: Placement, sizes: Sequence[int], axis: str, num_shards: int, others: Layout) -> str:
+    """Why a weight of these sizes, whose layout on other axes is `others`, cannot be stored in parts so over an axis
+    beside; "" where it can.
 
-    >>> cannot_store_over_dp(shard(0), (8, 4), 2, shard(0)), cannot_store_over_dp(shard(1), (8, 4), 2, shard(0))
-    ('tp cuts dim 0 already', '')
+    >>> cannot_store_parts(shard(0), (8, 4), "dp", 2, {"tp": shard(0)})
+    'tp cuts dim 0 already'
     """
     if place.sections:
-        return "over dp a dim is cut in one piece"
-    if place.is_shard and tensor.is_shard and place.dim == tensor.dim:
-        return f"tp cuts dim {place.dim} already"
-    return cannot_store(place, sizes, "dp", dp)
+        return f"over {axis} a dim is cut in one piece"
+    for other, cut in others.items():
+        if other != axis and place.is_shard and cut.is_shard and place.dim == cut.dim:
+            return f"{other} cuts dim {place.dim} already"
+    return cannot_store(place, sizes, axis, num_shards)
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,43 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from autopart.errors import MeshError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "dp", "cp", "ep", "tp")
-"""Every axis autopart knows, outermost first: pipeline, data, context, expert, tensor."""
+Cuts = Literal["stages", "rows", "features"]
 
-BUILT_AXES = ("pp", "dp", "tp")
-_UNBUILT = {"cp": "context parallelism", "ep": "expert parallelism"}
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis of a mesh cuts, as data: all that tells one kind of parallelism from another.
+
+    `cuts`: `"stages"`, the operators of the model into the stages of a pipeline; `"rows"`, the batch, as its rows pass
+    through the rules of the operators (nothing is chosen); `"features"`, the dims that come from weights, and positions
+    between them, as a solve finds cheapest for every operator. What gradients need follows from the layouts that come
+    of it: where a parameter is whole on an axis that cuts rows, they end as partial sums, and are summed once a step.
+    `stores`: parameters may be stored in parts over it too, whatever it cuts (ZeRO). `unbuilt`: what it is to be for.
+    """
+
+    name: str
+    cuts: Cuts
+    stores: bool = False
+    unbuilt: str = ""
+
+
+AXES = (
+    Axis("pp", "stages"),
+    Axis("dp", "rows", stores=True),
+    Axis("cp", "rows", unbuilt="context parallelism"),
+    Axis("ep", "features", unbuilt="expert parallelism"),
+    Axis("tp", "features"),
+)
+"""Every axis autopart knows, outermost first: pipeline, data, context, expert, tensor."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +49,14 @@ class Mesh:
     """Axis sizes, e.g. `Mesh({"pp": 2, "dp": 1, "tp": 2})`; axes of size 1 may be left out.
 
     Ranks are counted with `pp` outermost and `tp` innermost, whatever the order the sizes are given in.
+    `axes`: what each axis that there may be cuts, outermost first.
     """
 
     sizes: Mapping[str, int]
+    axes: tuple[Axis, ...] = field(default=AXES, repr=False)
 
     @staticmethod
-    def parse(mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int) -> Mesh:
+    def parse(mesh: Mesh | DeviceMesh | Mapping[str, int] | str | int, axes: tuple[Axis, ...] = AXES) -> Mesh:
         """A mesh from `{"dp": 2, "tp": 2}`, `"dp2,tp2"` or a DeviceMesh with named dims. Raises MeshError for others.
 
         >>> Mesh.parse("dp2,tp4").num_ranks
@@ -50,16 +75,20 @@ class Mesh:
         elif isinstance(mesh, Mapping):
             sizes = dict(mesh)
         elif hasattr(mesh, "mesh_dim_names"):
-            sizes = _from_device_mesh(cast("DeviceMesh", mesh))
+            sizes = _from_device_mesh(cast("DeviceMesh", mesh), axes)
         else:
             raise MeshError(
                 f"mesh={mesh!r} is not a mesh", why=f"it is a {type(mesh).__name__}", hint="mesh={'dp': 2, 'tp': 2}"
             )
-        _check(sizes)
-        return Mesh({axis: sizes[axis] for axis in AXES if axis in sizes})
+        _check(sizes, axes)
+        return Mesh({axis.name: sizes[axis.name] for axis in axes if axis.name in sizes}, axes)
 
     def size(self, axis: str) -> int:
         return self.sizes.get(axis, 1)
+
+    def axis(self, name: str) -> Axis:
+        """What the axis of this name cuts."""
+        return next(axis for axis in self.axes if axis.name == name)
 
     def stride(self, axis: str) -> int:
         """How far apart in rank numbers neighbours on an axis are.
@@ -67,7 +96,52 @@ class Mesh:
         >>> [Mesh.parse("pp2,dp3,tp4").stride(axis) for axis in ("tp", "dp", "pp")]
         [1, 4, 12]
         """
-        return math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
+        names = [known.name for known in self.axes]
+        return math.prod(self.size(inner) for inner in names[names.index(axis) + 1 :])
+
+    def along(self, cuts: Cuts) -> tuple[str, ...]:
+        """The axes of several ranks that cut this, outermost first.
+
+        >>> Mesh.parse("dp2,tp4").along("rows"), Mesh.parse("dp2,tp1").along("features")
+        (('dp',), ())
+        """
+        return tuple(axis.name for axis in self.axes if axis.cuts == cuts and self.size(axis.name) > 1)
+
+    @property
+    def row_ranks(self) -> int:
+        """Over how many ranks the rows of a batch are cut."""
+        return math.prod(map(self.size, self.along("rows")))
+
+    @property
+    def feature_ranks(self) -> int:
+        """Over how many ranks the features of weights are cut."""
+        return math.prod(map(self.size, self.along("features")))
+
+    def row_index(self, coordinates: Mapping[str, int]) -> int:
+        """Which of the blocks of rows the rank at these coordinates has, of `row_ranks`.
+
+        >>> Mesh.parse("dp4,tp2").row_index({"dp": 3, "tp": 1})
+        3
+        """
+        index = 0
+        for axis in self.along("rows"):
+            index = index * self.size(axis) + coordinates[axis]
+        return index
+
+    @property
+    def data_axis(self) -> str:
+        """The axis over which parameters may be stored in parts, though it have one rank: `dp`."""
+        return next(axis.name for axis in self.axes if axis.stores)
+
+    @property
+    def storing_axis(self) -> str | None:
+        """The same; None where it has one rank."""
+        return self.data_axis if self.size(self.data_axis) > 1 else None
+
+    @property
+    def tensor_axis(self) -> str:
+        """The innermost axis that cuts features, though it have one rank: `tp`, in whose size formulas are written."""
+        return next(axis.name for axis in reversed(self.axes) if axis.cuts == "features")
 
     @cached_property
     def num_ranks(self) -> int:
@@ -81,10 +155,10 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` sits: `{"pp": 1, "tp": 0}`."""
         coordinates = {}
-        for axis in reversed(AXES):
-            if axis in self.sizes:
-                rank, coordinates[axis] = divmod(rank, self.sizes[axis])
-        return {axis: coordinates[axis] for axis in AXES if axis in coordinates}
+        names = [axis.name for axis in self.axes if axis.name in self.sizes]
+        for name in reversed(names):
+            rank, coordinates[name] = divmod(rank, self.sizes[name])
+        return {name: coordinates[name] for name in names}
 
     def __str__(self) -> str:
         return ",".join(f"{axis}{size}" for axis, size in self.sizes.items()) or "one device"
@@ -106,15 +180,15 @@ def _parse_text(text: str) -> dict[str, int]:
     return sizes
 
 
-def _from_device_mesh(mesh: DeviceMesh) -> dict[str, int]:
+def _from_device_mesh(mesh: DeviceMesh, axes: tuple[Axis, ...]) -> dict[str, int]:
     if not mesh.mesh_dim_names:
         raise MeshError(
             "the DeviceMesh has no named dims",
             why="autopart finds its axes by name",
             hint="init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))",
         )
-    names = tuple(mesh.mesh_dim_names)
-    if list(names) != sorted(names, key=lambda n: AXES.index(n) if n in AXES else 99):
+    names, order = tuple(mesh.mesh_dim_names), [axis.name for axis in axes]
+    if list(names) != sorted(names, key=lambda n: order.index(n) if n in order else len(order)):
         raise MeshError(
             f"the DeviceMesh orders its dims {names}",
             why="ranks are counted with pp outermost, then dp, cp, ep, and tp innermost",
@@ -123,17 +197,18 @@ def _from_device_mesh(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(names, mesh.shape, strict=True))
 
 
-def _check(sizes: Mapping[str, int]) -> None:
-    for axis, size in sizes.items():
-        if axis not in AXES:
+def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
+    known = {axis.name: axis for axis in axes}
+    for name, size in sizes.items():
+        if name not in known:
             raise MeshError(
-                f"unknown mesh axis '{axis}'", why=f"the axes are {', '.join(AXES)}", hint="mesh={'dp': 2, 'tp': 2}"
+                f"unknown mesh axis '{name}'", why=f"the axes are {', '.join(known)}", hint="mesh={'dp': 2, 'tp': 2}"
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise MeshError(f"mesh axis '{axis}' has size {size!r}", why="a size is a whole number from 1")
-        if axis in _UNBUILT and size > 1:
+            raise MeshError(f"mesh axis '{name}' has size {size!r}", why="a size is a whole number from 1")
+        if known[name].unbuilt and size > 1:
             raise MeshError(
-                f"mesh axis '{axis}' has size {size}",
-                why=f"{_UNBUILT[axis]} is not built yet",
-                hint=f"use the axes {', '.join(BUILT_AXES)}",
+                f"mesh axis '{name}' has size {size}",
+                why=f"{known[name].unbuilt} is not built yet",
+                hint=f"use the axes {', '.join(axis.name for axis in axes if not axis.unbuilt)}",
             )

@@ -204,5 +204,5 @@ class Program:
 
     @property
     def row_ranks(self) -> int:
-        """How many `dp` ranks the rows of the batch are cut over."""
-        return 1 if self.copied else self.mesh.size("dp")
+        """Over how many ranks the rows of the batch are cut."""
+        return 1 if self.copied else self.mesh.row_ranks

@@ -28,7 +28,7 @@ from typing import Any
 from autopart.errors import OptionError
 from autopart.files import read_text
 from autopart.ir.layout import Placement
-from autopart.ir.mesh import AXES
+from autopart.ir.mesh import AXES, Axis
 from autopart.plans.plan import line_of
 
 FORM = "pins={'model.layers.*.mlp.down_proj.weight': {'tp': 'S(1)'}, 'stages': {'cut_before': ['model.layers.16']}}"
@@ -93,8 +93,8 @@ class Pins:
         return bool(self.layouts or self.cuts or self.together)
 
     @staticmethod
-    def parse(given: Pins | Mapping[str, Any] | str | Path | None) -> Pins:
-        """Pins from the form of the module's docstring, or from a JSON file that holds it.
+    def parse(given: Pins | Mapping[str, Any] | str | Path | None, axes: tuple[Axis, ...] = AXES) -> Pins:
+        """Pins from the form of the module's docstring, or from a JSON file that holds it, for any of these axes.
 
         Raises OptionError with what does not have that form.
         """
@@ -107,7 +107,9 @@ class Pins:
             return Pins()
         if not isinstance(given, Mapping):
             raise OptionError(f"pins={given!r} are not pins", why=f"they are a {type(given).__name__}", hint=FORM)
-        layouts = [pin for name, places in given.items() if name != "stages" for pin in _layouts(name, places, text)]
+        known = [axis.name for axis in axes]
+        named = [(name, places) for name, places in given.items() if name != "stages"]
+        layouts = [pin for name, places in named for pin in _layouts(name, places, text, known)]
         return Pins(tuple(layouts), *_stages(given.get("stages", {})), text)
 
     def where(self, pin: Pin) -> str:
@@ -133,7 +135,7 @@ class Pins:
 
 def _read(path: Path) -> tuple[Any, str]:
     if not path.exists():
-        raise OptionError(f"there are no pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
+        raise OptionError(f"there are not pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
     text = read_text(path, "a file of pins", OptionError, f"a JSON file like {FORM.removeprefix('pins=')}")
     try:
         return json.loads(text), text
@@ -141,14 +143,14 @@ def _read(path: Path) -> tuple[Any, str]:
         raise OptionError(f"{path} is not JSON", why=error.msg, where=f"line {error.lineno}") from None
 
 
-def _layouts(name: str, places: Any, text: str) -> list[LayoutPin]:
+def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[LayoutPin]:
     where = line_of(text, name) if text else ""
     if not isinstance(places, Mapping) or not places:
         raise OptionError(f"the pin '{name}': {places!r} names no axis", where=where, hint=FORM)
     found = []
     for axis, place in places.items():
-        if axis not in AXES:
-            why = f"the axes are {', '.join(AXES)}"
+        if axis not in known:
+            why = f"the axes are {', '.join(known)}"
             raise OptionError(f"the pin '{name}' names an unknown axis '{axis}'", why=why, where=where)
         try:
             placed = str(place) if "/" in name and "->" in str(place) else str(Placement.parse(str(place)))

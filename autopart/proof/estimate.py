@@ -55,7 +55,7 @@ def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool)
     """Float64 copies of the weights: of one device the values and gradients, of all ranks the parts and their
     gradients, once for each data-parallel rank; with an optimizer its state, and the values to go back to."""
     number = sum(p.numel() for p in parameters)
-    replicas = 1 if mesh is None else mesh.num_ranks // (mesh.size("pp") * mesh.size("tp") * mesh.size("ep"))
+    replicas = 1 if mesh is None else mesh.row_ranks
     copies = 3 + replicas + (3 + 3 * replicas if trains else 0)
     return DOUBLE * number * copies
 
@@ -65,8 +65,8 @@ def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
     nodes = [node for node in operators(traced.graph) if is_floating(node) and short_name(node) not in VIEWS]
     made = DOUBLE * sum(node.meta["val"].numel() for node in nodes)
     largest = DOUBLE * max((node.meta["val"].numel() for node in nodes), default=0)
-    tp = 1 if mesh is None else mesh.size("tp") * mesh.size("cp")
-    return int(made * (1 + tp) / 2 + 3 * largest)
+    ranks = 1 if mesh is None else mesh.feature_ranks
+    return int(made * (1 + ranks) / 2 + 3 * largest)
 
 
 def seconds(parameters: Iterable[Tensor], tokens: int, steps: int) -> float:

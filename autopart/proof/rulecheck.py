@@ -100,10 +100,10 @@ class Proof:
         return Proof(trace, weights, nodes, [o.detach() for o in outputs], grads)
 
     def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:
-        """Replicated work, except for what is chosen on the axes "dp" and "tp"."""
+        """Replicated work, except for what is chosen on an axis."""
         whole = {node: strategies(node, 2, ANY_KIND)[0] for node in self.nodes}
-        batch, tensor = {**whole, **chosen.get("dp", {})}, {**whole, **chosen.get("tp", {})}
-        return Decisions(mesh, 1, batch, tensor, {}, dict.fromkeys(whole, 0), 1)
+        on_axes = {axis: {**whole, **chosen.get(axis, {})} for axis in (*mesh.along("rows"), *mesh.along("features"))}
+        return Decisions(mesh, 1, on_axes, {}, dict.fromkeys(whole, 0), 1)
 
     def error(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> str:
         """What is wrong with the outputs and gradients of the program cut as chosen; "" if nothing is."""
@@ -114,7 +114,7 @@ class Proof:
                 rank: {n: nn.Parameter(w.detach().clone(), w.requires_grad) for n, w in self.weights.items()}
                 for rank in range(mesh.num_ranks)
             }
-            seeds = [torch.zeros(mesh.size("dp"), dtype=torch.int64) for _ in program.input_names]  # of dropout
+            seeds = [torch.zeros(mesh.row_ranks, dtype=torch.int64) for _ in program.input_names]  # of dropout
             ran = run_lockstep(program, local, {}, seeds, primitives=UNEVEN_SUMS)
             found = {rank: values for rank, (values,) in ran.items()}
             backward([value for values in found.values() for value in values])

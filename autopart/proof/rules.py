@@ -231,12 +231,13 @@ def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
     proof = Proof.of(target, args, kwargs)
     errors: dict[str, list[str]] = {}
     missing: list[str] = []
+    axis = Mesh({}).tensor_axis
     for node in proof.nodes:
         _check_fits(node, name)
         prefix = "" if operator_name(node) == name else f"{operator_name(node)} as "
         for ranks in (2, 3):
             for strategy in strategies(node, ranks, ANY_KIND):
-                error = proof.error(Mesh({"tp": ranks}), {"tp": {node: strategy}})
+                error = proof.error(Mesh({axis: ranks}), {axis: {node: strategy}})
                 errors.setdefault(f"{prefix}{strategy}", []).extend([f"{error} (of {ranks})"] * bool(error))
         claimed = strategies(node, 2, ANY_KIND)
         missing += [f"{prefix}{c}" for c in candidates(node) if not c.is_claimed_by(claimed)]

@@ -16,10 +16,9 @@ from torch import Tensor, fx
 
 from autopart.errors import AutopartError
 from autopart.ir.graph import describe, operators, source_of
-from autopart.ir.layout import R
 from autopart.passes.facts.analyze import ACTIVE, DATA, INPUT, PARAMETER
 from autopart.proof.localize import BROKEN, Mismatch
-from autopart.proof.subgraph import Builder, Subgraph
+from autopart.proof.subgraph import ROWS, Builder, Subgraph
 from autopart.proof.subject import Arrangement, Subject
 
 MAX_RUNS = 300
@@ -158,7 +157,8 @@ class _Cut:
     def _copy(self, node: fx.Node) -> fx.Node:
         new = self.new[node] = self.builder.graph.node_copy(node, self._read)
         decisions = self.arrangement.decisions
-        for chosen, target in ((decisions.batch, self.builder.batch), (decisions.tensor, self.builder.tensor)):
+        for over, target in self.builder.chosen.items():
+            chosen = decisions.rows if over == ROWS else decisions.strategies[over]
             if node in chosen:
                 target[new] = chosen[node]
         if node in decisions.stage_of:
@@ -175,18 +175,17 @@ class _Cut:
         source, index = source_of(node)
         role, decisions, value = source.meta["role"], self.arrangement.decisions, self.values[node]
         if role == PARAMETER:
-            places = (stored.get(node.target, R) for stored in (decisions.stored, decisions.stored_over_dp))
-            on_tp, over_dp = places
-            new = self.builder.weight(node.target, self.subject.weights[node.target], on_tp, node.name, over_dp)
+            layout = decisions.stored.get(node.target, {})
+            new = self.builder.weight(node.target, self.subject.weights[node.target], layout, node.name)
             new.meta = dict(node.meta)
         elif role in (INPUT, DATA) and (node.op != "call_function" or self.is_recorded):
             new = self.builder.input(node.name, value)
             new.meta |= _origin(source, node)
         elif role == ACTIVE:
             value = value.detach().requires_grad_(node.meta["needs_grad"])
-            batch = decisions.batch[source].outputs[index] if source in decisions.batch else R
-            tp = decisions.tensor[source].outputs[index] if source in decisions.tensor else R
-            new = self.builder.recorded(node.name, value, batch, tp, decisions.stage_of[source])
+            chosen = {ROWS: decisions.rows, **decisions.strategies}
+            layout = {over: on[source].outputs[index] for over, on in chosen.items() if source in on}
+            new = self.builder.recorded(node.name, value, layout, decisions.stage_of[source])
             new.meta |= _origin(source, node)
         else:
             return self._copy(node)

@@ -20,7 +20,7 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,10 @@ from torch import Tensor, fx, nn
 from autopart.compat import tree_flatten
 from autopart.errors import LayoutError, PlanError
 from autopart.ir.graph import DTYPE_NAMES, describe, format_value
-from autopart.ir.layout import R_GRAD_P, P, Placement, R, shard
-from autopart.ir.mesh import Mesh
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, shard
+from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.passes.facts.analyze import ACTIVE, INPUT, PARAMETER, WEIGHT, annotate
-from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.decisions import Decisions, over_rows
 from autopart.passes.facts.strategies import Strategy, strategies
 from autopart.passes.write.lower import ANY_KIND
 from autopart.proof.subject import Arrangement, Subject
@@ -42,6 +42,8 @@ from autopart.tracing.trace import Call, Trace
 aten = torch.ops.aten
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _RECORDED = "recorded_"
+ROWS = "batch"
+"""What the text calls the rows of the batch: all axes that cut them, and the microbatches."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ class Subgraph:
         return "\n".join(_lines(self))
 
     @staticmethod
-    def parse(text: str) -> Subgraph:
-        """The inverse of `str`, with random values. Raises PlanError for a line that cannot be read."""
-        return _Parser(text).subgraph()
+    def parse(text: str, axes: tuple[Axis, ...] = AXES) -> Subgraph:
+        """The inverse of `str`, with random values, on a mesh of these axes. Raises PlanError for a line that cannot be
+        read."""
+        return _Parser(text, axes).subgraph()
 
 
 class Builder:
@@ -85,10 +88,9 @@ class Builder:
         self.graph = fx.Graph()
         self.inputs: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
-        self.batch: dict[fx.Node, Strategy] = {}
-        self.tensor: dict[fx.Node, Strategy] = {}
-        self.stored: dict[str, Placement] = {}
-        self.stored_over_dp: dict[str, Placement] = {}
+        self.parts = {ROWS: mesh.row_ranks * microbatches} | {axis: mesh.size(axis) for axis in mesh.along("features")}
+        self.chosen: dict[str, dict[fx.Node, Strategy]] = {over: {} for over in self.parts}
+        self.stored: dict[str, Layout] = {}
         self.stage_of: dict[fx.Node, int] = {}
 
     def input(self, name: str, tensor: Tensor) -> fx.Node:
@@ -98,66 +100,65 @@ class Builder:
         self.inputs[name] = tensor
         return node
 
-    def weight(
-        self, target: str, tensor: Tensor, place: Placement = R, name: str = "", over_dp: Placement = R
-    ) -> fx.Node:
-        """A parameter, stored in this placement on `tp`, and `over_dp`."""
+    def weight(self, target: str, tensor: Tensor, layout: Layout | None = None, name: str = "") -> fx.Node:
+        """A parameter, stored in this layout."""
         node = self.graph.create_node("get_attr", target, (), {}, name or target)
         node.meta = _meta(tensor, PARAMETER, tensor.requires_grad)
         self.weights[target] = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
-        self.stored[target] = place
-        if over_dp.is_shard:
-            self.stored_over_dp[target] = over_dp
+        self.stored[target] = {axis: place for axis, place in (layout or {}).items() if place != R}
         return node
 
-    def recorded(self, name: str, tensor: Tensor, batch: Placement, tp: Placement, stage: int) -> fx.Node:
-        """A value that is made elsewhere, on this stage and in this layout. Its gradient is compared as a weight's is.
+    def recorded(self, name: str, tensor: Tensor, layout: Layout, stage: int) -> fx.Node:
+        """A value that is made elsewhere, on this stage and in this layout over `ROWS` and the axes of features. Its
+        gradient is compared as a weight's is.
 
-        Rows are picked by their numbers, which are cut over dp and microbatches as inputs are; a partial sum is the
+        Rows are picked by their numbers, which are cut over ranks and microbatches as inputs are; a partial sum is the
         value times shares that add up to one, different for every entry and rank. Raises LayoutError for a layout
         that no such value can have.
         """
-        if self.mesh.size("dp") * self.microbatches == 1:
-            batch = R
-        if batch.sections:
-            raise LayoutError(f"'{name}' cannot be recorded as {batch}", why="rows are picked in one piece")
+        layout = {over: layout.get(over, R) if size > 1 else R for over, size in self.parts.items()}
+        if layout[ROWS].sections:
+            raise LayoutError(f"'{name}' cannot be recorded as {layout[ROWS]}", why="rows are picked in one piece")
         node = self.weight(_RECORDED + name, tensor)
         node.meta["hidden"] = True
-        steps = ["rows", *["batch"] * (batch == P), *["tp"] * (tp == P)]
-        names = {step: name if step == steps[-1] else None for step in steps}
-        rows, columns = (R_GRAD_P if place == P else place for place in (batch, tp))
+        partial = [over for over, place in layout.items() if place == P]
+        current = {over: R_GRAD_P if place == P else place for over, place in layout.items()}
+        rows, first_name = current[ROWS], None if partial else name
         if rows.is_shard:
             picked = self.input(f"rows_of_{name}", torch.arange(tensor.shape[rows.dim], device=tensor.device))
             picked.meta["hidden"] = True
-            node = self._made(aten.index_select.default, (node, rows.dim, picked), tensor, stage, names["rows"])
-            self.batch[node] = Strategy((R_GRAD_P, shard(0)), (rows,))
-            self.tensor[node] = Strategy((columns, R), (columns,))
+            node = self._made(aten.index_select.default, (node, rows.dim, picked), tensor, stage, first_name)
+            for over, place in current.items():
+                self.chosen[over][node] = Strategy((R_GRAD_P, shard(0)) if over == ROWS else (place, R), (place,))
         else:
-            node = self._made(aten.clone.default, (node,), tensor, stage, names["rows"])
-            self.batch[node], self.tensor[node] = Strategy((rows,), (rows,)), Strategy((columns,), (columns,))
-        num_parts = {"batch": self.mesh.size("dp") * self.microbatches, "tp": self.mesh.size("tp")}
-        for step in steps[1:]:
-            other = columns if step == "batch" else batch
-            node = self._in_parts(node, tensor, step, num_parts[step], other, stage, names[step])
+            node = self._made(aten.clone.default, (node,), tensor, stage, first_name)
+            for over, place in current.items():
+                self.chosen[over][node] = Strategy((place,), (place,))
+        for over in partial:
+            others = {other: place for other, place in current.items() if other != over}
+            node = self._in_parts(node, tensor, over, others, stage, name if over == partial[-1] else None)
+            current[over] = P
         node.meta = _meta(tensor, ACTIVE, tensor.requires_grad, recorded=True)
         return node
 
     def _in_parts(
-        self, node: fx.Node, tensor: Tensor, axis: str, num_parts: int, other: Placement, stage: int, name: str | None
+        self, node: fx.Node, tensor: Tensor, over: str, others: Layout, stage: int, name: str | None
     ) -> fx.Node:  # fmt: skip
-        """A value as a partial sum on one axis, `other` being its placement on the other axis."""
+        """A value as a partial sum over the rows or one axis, `others` being its placements on the others."""
+        num_parts = self.parts[over]
         shares = torch.linspace(1, 3, num_parts * tensor.numel(), dtype=torch.float64, device=tensor.device)
         shares = (7 * shares).sin().reshape(num_parts, *tensor.shape)
         shares[0] += 1 - shares.sum(0)
-        given = self.input(f"{axis}_shares_of_{node.args[0]}", shares.to(tensor.dtype))
+        given = self.input(f"{over}_shares_of_{node.args[0]}", shares.to(tensor.dtype))
         given.meta["hidden"] = True
         ones = self._made(aten.sum.dim_IntList, (given, [0]), tensor.detach(), stage)
         made = self._made(aten.mul.Tensor, (node, ones), tensor, stage, name)
-        cut = shard(other.dim + 1, other.sections) if other.is_shard else R
-        along, across = (self.batch, self.tensor) if axis == "batch" else (self.tensor, self.batch)
-        after = other if other.is_shard else R
-        along[ones], across[ones] = Strategy((shard(0),), (P,)), Strategy((cut,), (after,))
-        along[made], across[made] = Strategy((R_GRAD_P, P), (P,)), Strategy((other, after), (other,))
+        self.chosen[over][ones], self.chosen[over][made] = Strategy((shard(0),), (P,)), Strategy((R_GRAD_P, P), (P,))
+        for other, place in others.items():
+            cut = shard(place.dim + 1, place.sections) if place.is_shard else R
+            after = place if place.is_shard else R
+            self.chosen[other][ones] = Strategy((cut,), (after,))
+            self.chosen[other][made] = Strategy((place, after), (place,))
         return made
 
     def _made(self, target: Any, args: tuple, tensor: Tensor, stage: int, name: str | None = None) -> fx.Node:
@@ -174,9 +175,10 @@ class Builder:
         return Subject(Trace(self.graph, call, self.weights, {}, {}, {}, spec, (), "train"), loss)
 
     def arrangement(self, **options: Any) -> Arrangement:
+        strategies = {**over_rows(self.mesh, self.microbatches, self.chosen[ROWS]), **self.chosen}
+        del strategies[ROWS]
         decisions = Decisions(
-            self.mesh, self.microbatches, self.batch, self.tensor, self.stored, self.stage_of, self.num_stages,
-            stored_over_dp=self.stored_over_dp,
+            self.mesh, self.microbatches, strategies, self.stored, self.stage_of, self.num_stages
         )  # fmt: skip
         return Arrangement(decisions, **options)
 
@@ -241,9 +243,8 @@ def _fields(node: fx.Node, decisions: Decisions) -> list[str]:
     if node in decisions.stage_of and decisions.num_stages > 1:
         fields.append(f"stage {decisions.stage_of[node]}")
     if node.op == "get_attr":
-        places = {"tp": decisions.stored.get(node.target, R), "dp": decisions.stored_over_dp.get(node.target, R)}
-        fields += [f"{axis} {place}" for axis, place in places.items() if decisions.mesh.size(axis) > 1 and place != R]
-        return fields
+        places = {axis: decisions.place(node.target, axis) for axis in _stored_over(decisions.mesh)}
+        return fields + [f"{axis} {place}" for axis, place in places.items() if place != R]
     for axis, size, chosen in _axes(decisions):
         if size > 1 and node in chosen:
             fields.append(f"{axis} {chosen[node].outputs[0] if 'recorded' in node.meta else chosen[node]}")
@@ -251,8 +252,14 @@ def _fields(node: fx.Node, decisions: Decisions) -> list[str]:
 
 
 def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strategy]], ...]:
-    batch = decisions.mesh.size("dp") * decisions.microbatches
-    return ("batch", batch, decisions.batch), ("tp", decisions.mesh.size("tp"), decisions.tensor)
+    mesh = decisions.mesh
+    features = ((axis, mesh.size(axis), decisions.strategies[axis]) for axis in mesh.along("features"))
+    return (ROWS, decisions.row_shards, decisions.rows), *features
+
+
+def _stored_over(mesh: Mesh) -> list[str]:
+    """The axes over which parameters may be in parts."""
+    return [*mesh.along("features"), *([mesh.storing_axis] if mesh.storing_axis is not None else [])]
 
 
 def _comment(node: fx.Node) -> str:
@@ -264,15 +271,19 @@ def _comment(node: fx.Node) -> str:
     return f"  # {text}" if text else ""
 
 
+def _layout(said: Mapping[str, str], axes: Iterable[str]) -> Layout:
+    return {axis: Placement.parse(said.get(axis, "R")) for axis in axes}
+
+
 class _Parser:
-    def __init__(self, text: str):
+    def __init__(self, text: str, axes: tuple[Axis, ...]):
         lines = [line.partition("  # ")[0].strip() for line in text.strip().splitlines()]
         head, *self.lines = [line for line in lines if line and not line.startswith("#")]
         options = dict(field.partition(" ")[::2] for field in head.split(" | "))
         if "mesh" not in options:
             raise PlanError("a subgraph begins with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2")
         self.placement = "V" if "V" in options else "loop"
-        mesh = Mesh.parse(options["mesh"]) if options["mesh"] != "one device" else Mesh({})
+        mesh = Mesh.parse(options["mesh"], axes) if options["mesh"] != "one device" else Mesh({})
         self.builder = Builder(mesh, int(options.get("microbatches", 1)), int(options.get("stages", 1)))
         self.nodes: dict[str, fx.Node] = {}
         self.values: dict[fx.Node, Any] = {}
@@ -316,11 +327,10 @@ class _Parser:
         if kind == "input":
             node = self.builder.input(name, tensor)
         elif kind == "weight":
-            on_tp, over_dp = (Placement.parse(said.get(axis, "R")) for axis in ("tp", "dp"))
-            node = self.builder.weight(name, tensor, on_tp, over_dp=over_dp)
+            node = self.builder.weight(name, tensor, _layout(said, _stored_over(self.builder.mesh)))
         else:
-            batch, tp = (Placement.parse(said.get(axis, "R")) for axis in ("batch", "tp"))
-            node = self.builder.recorded(name, tensor, batch, tp, int(said.get("stage", 0)))
+            layout = _layout(said, self.builder.parts)
+            node = self.builder.recorded(name, tensor, layout, int(said.get("stage", 0)))
         self.values[node] = tensor.detach()
         return node
 

@@ -110,7 +110,7 @@ def _recompute(a: Plan, b: Plan) -> list[Row]:
 
 def _parameters(a: Plan, b: Plan) -> list[Row]:
     def said(plan: Plan, name: str) -> str:
-        axes = [axis for axis in ("dp", "cp", "ep", "tp") if plan.placement_text(name, axis) != "R"]
+        axes = [axis for axis in plan.mesh if plan.placement_text(name, axis) != "R"]
         return " ".join(f"{axis}:{plan.placement_text(name, axis)}" for axis in axes) or "R"
 
     return _by_name("parameters", a, b, a.parameters, b.parameters, said)
@@ -119,8 +119,9 @@ def _parameters(a: Plan, b: Plan) -> list[Row]:
 def _operators(a: Plan, b: Plan) -> list[Row]:
     def said(plan: Plan, name: str) -> str:
         _, entry = plan.operator_entry(name, _pattern(name)) or ("", {})
-        text = str(entry.get("tp", ""))
-        alone = {place.strip() for side in text.split("->") for place in side.split(",")} <= {"R", ""}
+        on_axes = [str(text) for axis, text in entry.items() if axis in plan.mesh]
+        text = "; ".join(on_axes)
+        alone = {place.strip() for one in on_axes for side in one.split("->") for place in side.split(",")} <= {"R", ""}
         return WHOLE if alone else text + " (weight stored otherwise)" * bool(entry.get("keep"))
 
     return _by_name("operators", a, b, a.operators, b.operators, said)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from autopart.ir.mesh import AXES, Mesh
+from autopart.ir.mesh import Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import text_of
 from autopart.plans.headline import TEXT_WIDTH, fit_text, quantity, step_size, utilisation
@@ -379,10 +379,11 @@ def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
 
 def _layout_text(plan: Plan, name: str) -> str:
     """`S(0)` on `tp`, or `dp:S(1) tp:S(0)` where a plan places parameters on other axes too."""
+    tensor_axis = Mesh({}).tensor_axis
     said = {axis for entry in plan.parameters.values() for axis in entry}
-    axes = [axis for axis in AXES if axis in said]
-    if axes in ([], ["tp"]):
-        return plan.placement_text(name, "tp")
+    axes = [axis for axis in plan.mesh if axis in said]
+    if axes in ([], [tensor_axis]):
+        return plan.placement_text(name, tensor_axis)
     places = [(axis, plan.placement_text(name, axis)) for axis in axes]
     return " ".join(f"{axis}:{text}" for axis, text in places if text != "R") or "R"
 

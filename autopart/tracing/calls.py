@@ -12,6 +12,7 @@ import torch
 
 from autopart.compat import tree_flatten
 from autopart.ir.graph import DTYPE_NAMES
+from autopart.ir.mesh import Mesh
 from autopart.tracing.eager_semantics import ambient_autocast
 from autopart.tracing.trace import Call
 
@@ -126,10 +127,13 @@ def warn_of_many(number: int, seconds: float) -> None:
         )  # fmt: skip
 
 
-def warn_of_copies(rows: int, num_ranks: int) -> None:
+def warn_of_copies(rows: int, mesh: Mesh) -> None:
     """Warn that data parallelism does nothing for a batch."""
+    axes = mesh.along("rows")
+    over = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     warnings.warn(
-        f"a batch of {rows} rows does not divide over dp={num_ranks}: every rank of dp computes all of it, which is "
-        f"exact and no faster than one. Use batches of a multiple of {num_ranks} rows (DataLoader: drop_last=True).",
+        f"a batch of {rows} rows does not divide over {over}: every rank of {', '.join(axes)} computes all of it, "
+        f"which is exact and no faster than one. Use batches of a multiple of {mesh.row_ranks} rows (DataLoader: "
+        "drop_last=True).",
         stacklevel=2,
     )

@@ -54,7 +54,7 @@ class BlockSearch:
         if self._is_cut:
             whole = [] if self.blocks.outside_cut else self.blocks.outside_matrices
             whole += [name for name, option in self.chosen.items() if not option.cut]
-            pins |= {name: {"dp": "R"} for name in whole}
+            pins |= {name: {self.blocks.setting.mesh.data_axis: "R"} for name in whole}
         begins = [self.blocks.blocks[i].name for i in self.found.choice.begins]
         return pins | ({"stages": {"cut_before": begins}} if begins else {})
 
@@ -68,8 +68,8 @@ class BlockSearch:
         mesh, schedule = self.blocks.setting.mesh, self.blocks.setting.schedule
         found: dict[str, Any] = {"microbatches": schedule.microbatches, "recompute": self.recompute, "pins": self.pins}
         found |= {"schedule": schedule.name} if schedule.name is not None else {}
-        found |= {"sequence_parallel": self.sequence_parallel} if mesh.size("tp") > 1 else {}
-        return found | ({"zero": 3 if self._is_cut else 0} if mesh.size("dp") > 1 else {})
+        found |= {"sequence_parallel": self.sequence_parallel} if mesh.feature_ranks > 1 else {}
+        return found | ({"zero": 3 if self._is_cut else 0} if mesh.storing_axis is not None else {})
 
     @property
     def step_time_s(self) -> float:
@@ -139,14 +139,14 @@ def search_blocks(
 
 def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: bool = True, zero: int = 0) -> Blocks:
     """The blocks of a model, counted for each recomputation."""
-    tensor = mesh.size("tp") > 1
+    tensor = mesh.feature_ranks > 1
     tables = {word: space.table(tensor, sequence_parallel and tensor, word) for word in get_args(Word)}
     return Blocks(tables, Setting(mesh, schedule, space.rows, zero, **space.assumed), space.hardware)
 
 
 def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | None) -> Schedule:
     """The schedule, with what was left open. Raises OptionError where the rows do not divide."""
-    dp, pp = mesh.size("dp"), mesh.size("pp")
+    dp, pp = mesh.row_ranks, mesh.size("pp")
     if rows % (dp * (microbatches or 1)):
         parts = f"dp={dp} x microbatches={microbatches or 1}"
         raise OptionError(f"a batch of {rows} rows cannot be cut into {parts} equal parts")

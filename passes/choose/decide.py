@@ -17,19 +17,19 @@ from torch import fx
 from autopart.cost.hardware import Hardware
 from autopart.errors import LayoutError, PlanError, StageError
 from autopart.ir.graph import describe, operator_name, operators, pattern_of, shape, tensor_inputs
-from autopart.ir.layout import R_GRAD_P, P, Placement, R, cannot_store, cannot_store_over_dp
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, schedule_for
 from autopart.passes.choose.batch import check_microbatches, choose_batch, mixed_rows
 from autopart.passes.choose.partition import active_operators, check_batch, crossing_bytes
-from autopart.passes.choose.pins import pinned_layouts, solve_pinned
+from autopart.passes.choose.pins import FREE, Pinned, pinned_layouts, solve_pinned
 from autopart.passes.choose.prices import Step
 from autopart.passes.choose.recompute import check_recompute
 from autopart.passes.choose.shard import Programme, SequenceParallel, Sharding, cheapest, fit_around
 from autopart.passes.choose.stage_pins import pinned_partition
-from autopart.passes.choose.storage import Storage, fitting_over_dp
+from autopart.passes.choose.storage import Storage, fitting_parts
 from autopart.passes.facts.analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
-from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.decisions import Decisions, over_rows
 from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, Strategy, strategies
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
 from autopart.plans.pins import Pins
@@ -37,15 +37,17 @@ from autopart.plans.plan import Plan, Schedule
 from autopart.tracing.trace import Trace
 
 NO_PINS = Pins()
-NOWHERE: Mapping[str, Placement] = {}
 T = TypeVar("T")
+
+OnAxes = Mapping[str, str]
+"""{axis: strategy} of an operator, as a plan has it."""
 
 
 class Decided(NamedTuple):
-    """What was decided, and how the tensor axis was; None where there is none."""
+    """What was decided, and what was solved for it, by axis."""
 
     decisions: Decisions
-    solved: tuple[Programme, Sharding] | None
+    solved: Mapping[str, tuple[Programme, Sharding]]
 
 
 def decide(
@@ -65,27 +67,50 @@ def decide(
             why="none of its operators depends on a parameter",
             hint="run it as it is",
         )
-    tp = mesh.size("tp")
-    batch = batch_strategies(trace, mesh, microbatches)
-    solved = None
-    tensor: Mapping[fx.Node, Strategy] = {}
-    stored: Mapping[str, Placement] = {}
+    rows = batch_strategies(trace, mesh, microbatches)
     pinned_layouts(trace, mesh, pins)  # also where nothing is chosen: a pin that matches nothing is an error
-    if tp > 1:
-        step = Step(microbatches, mesh.size("dp") * microbatches, Storage.of(trace, mesh, zero, pins))
-        solve = partial(cheapest, trace.graph, tp, hardware, sequence_parallel, step)
-        solved = solve_pinned(trace, mesh, pins, solve)
-        tensor, stored = solved[1].strategies, solved[1].parameters
-        check_divides(trace, tensor, tp, bool(pins.layouts))
+    storage = Storage.of(trace, mesh, zero, pins)
+    solved: dict[str, tuple[Programme, Sharding]] = {}
+    stored: Mapping[str, Layout] = {}
+    for axis in solving_order(mesh):
+        step = Step(microbatches, mesh.row_ranks * microbatches, storage, mesh.stride(axis))
+        before = [sharding.strategies for _, sharding in solved.values()]
+        solve = partial(_solve, trace, mesh.size(axis), hardware, sequence_parallel, step, before, stored)
+        solved[axis] = solve_pinned(trace, mesh, axis, pins, solve)
+        stored = with_places(stored, axis, solved[axis][1].parameters)
+    chosen = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
+    check_divides(trace, mesh, chosen, bool(pins.layouts))
     found = pinned_partition(trace.graph, mesh, num_stages, pins)
     stages = stages_from_cuts(trace, found.cuts)
-    return Decided(Decisions(mesh, microbatches, batch, tensor, stored, stages, num_stages), solved)
+    strategies = {**over_rows(mesh, microbatches, rows), **chosen}
+    return Decided(Decisions(mesh, microbatches, strategies, stored, stages, num_stages), solved)
+
+
+def solving_order(mesh: Mesh) -> tuple[str, ...]:
+    """The axes that are solved for, one after the other: the innermost first, whose ranks have the fastest links."""
+    return mesh.along("features")[::-1]
+
+
+def _solve(
+    trace: Trace, num_shards: int, hardware: Hardware, sequence_parallel: SequenceParallel, step: Step,
+    before: Sequence[Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], pinned: Pinned,
+) -> tuple[Programme, Sharding]:  # fmt: skip
+    """The cheapest sharding over an axis, beside what axes `before` it have cut."""
+    for chosen in before:
+        pinned = pinned.beside(chosen, stored)
+    return cheapest(trace.graph, num_shards, hardware, sequence_parallel, step, pinned)
+
+
+def with_places(stored: Mapping[str, Layout], axis: str, places: Mapping[str, Placement]) -> dict[str, Layout]:
+    """Layouts of parameters with their placements on one more axis."""
+    return {name: {**stored.get(name, {}), **({axis: places[name]} if name in places else {})}
+            for name in {**stored, **places}}  # fmt: skip
 
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
     """What every operator does with the rows of the batch; follows from the rules, nothing is chosen."""
     check_batch(batch_size(trace), mesh, microbatches)
-    chosen = _row_strategies(trace, mesh.size("dp") * microbatches)
+    chosen = _row_strategies(trace, mesh.row_ranks * microbatches)
     check_microbatches(trace.graph, chosen, microbatches)
     return chosen
 
@@ -96,8 +121,10 @@ def _row_strategies(trace: Trace, num_shards: int) -> Mapping[fx.Node, Strategy]
 
 def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
     """The same decisions for a call that runs all its rows at once."""
-    shards = 1 if decisions.copied else decisions.mesh.size("dp")
-    return replace(decisions, microbatches=1, batch=_row_strategies(trace, shards))
+    mesh, copied = decisions.mesh, decisions.copied
+    rows = over_rows(mesh, 1, _row_strategies(trace, 1 if copied else mesh.row_ranks), copied)
+    features = {axis: decisions.strategies[axis] for axis in mesh.along("features")}
+    return replace(decisions, microbatches=1, strategies={**rows, **features})
 
 
 class Rows(NamedTuple):
@@ -117,14 +144,14 @@ def fit_rows(trace: Trace, mesh: Mesh, schedule: Schedule) -> Rows:
     rows, pp = batch_size(trace), mesh.size("pp")
     num_stages = pp * schedule.virtual_stages
     nearest = sorted(range(1, rows + 1), key=lambda m: (abs(m - schedule.microbatches), -m))
-    for ranks in dict.fromkeys((mesh.size("dp"), 1)):
+    for ranks in dict.fromkeys((mesh.row_ranks, 1)):
         for microbatches in (m for m in nearest if rows % (ranks * m) == 0):
             name = schedule_for(schedule.name, num_stages, pp, microbatches) if schedule.name else None
             if name is not None and not can_run(name, num_stages, pp, microbatches):
                 continue
             chosen = _row_strategies(trace, ranks * microbatches)
             if microbatches == 1 or mixed_rows(trace.graph, chosen) is None:
-                return Rows(microbatches, chosen, ranks < mesh.size("dp"))
+                return Rows(microbatches, chosen, ranks < mesh.row_ranks)
     raise AssertionError("one microbatch can always be run")
 
 
@@ -133,13 +160,20 @@ def stages_from_cuts(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
     return {node: sum(cut <= i for cut in cuts) for i, node in enumerate(active_operators(trace.graph))}
 
 
-def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int, pinned: bool = False) -> None:
-    """Raises LayoutError where `tp` divides no matrix product of the model; where layouts are pinned, no weight."""
+def check_divides(
+    trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool = False
+) -> None:
+    """Raises LayoutError where the first axis that is solved for divides no matrix product of the model; where layouts
+    are pinned, no weight."""
+    axis = next(iter(chosen), None)
+    if axis is None:
+        return
     products = [n for n in active_operators(trace.graph) if n.meta["pattern"] is not None and n.meta["pattern"].flops]
+    ranks, leave_out = mesh.size(axis), f"leave {axis} out of the mesh"
     if not products:
         raise LayoutError(
-            f"tp={tp} has nothing to split", why="the model has no matrix product with a parameter",
-            hint="leave tp out of the mesh; dp works for any model",
+            f"{axis}={ranks} has nothing to split", why="the model has no matrix product with a parameter",
+            hint=f"{leave_out}; dp works for any model",
         )  # fmt: skip
     sizes = sorted(
         {
@@ -150,14 +184,14 @@ def check_divides(trace: Trace, tensor: Mapping[fx.Node, Strategy], tp: int, pin
             for s in shape(source)
         }
     )
-    divides = any(size % tp == 0 for size in sizes) or not sizes  # none: weights that the model computes
-    if divides and (pinned or any(tensor[n].factor for n in products)):
+    divides = any(size % ranks == 0 for size in sizes) or not sizes  # none: weights that the model computes
+    if divides and (pinned or any(chosen[axis][n].factor for n in products)):
         return
     fits = [t for t in range(2, max(sizes, default=1) + 1) if sum(s % t == 0 for s in sizes) * 2 > len(sizes)]
     raise LayoutError(
-        f"tp={tp} divides no weight of the model",
+        f"{axis}={ranks} divides no weight of the model",
         why=f"the weights of its matrix products have dims {', '.join(map(str, sizes))}",
-        where=describe(products[0]), hint=f"tp={', '.join(map(str, fits[:6]))}" if fits else "leave tp out of the mesh",
+        where=describe(products[0]), hint=f"{axis}={', '.join(map(str, fits[:6]))}" if fits else leave_out,
     )  # fmt: skip
 
 
@@ -168,18 +202,20 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     """The plan entries `parameters`, `operators`, `cuts`, `rules` and `recompute` that hold these decisions."""
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
-    nodes = {node.meta["key"]: node for node in operators(trace.graph) if node in decisions.tensor}
-    texts = {key: str(decisions.tensor[node]) for key, node in nodes.items()}
-    written = _by_pattern({key: (node.meta["group"], texts[key]) for key, node in nodes.items()})
+    chosen = {axis: decisions.strategies[axis] for axis in decisions.mesh.along("features")}
+    nodes = {node.meta["key"]: node for node in operators(trace.graph) if any(node in on for on in chosen.values())}
+    texts = {key: {axis: str(on[node]) for axis, on in chosen.items()} for key, node in nodes.items()}
+    written = _by_pattern({key: (node.meta["group"], tuple(texts[key].items())) for key, node in nodes.items()})
     replicated = {key: str(strategies(node, 1, frozenset())[0]) for key, node in nodes.items()}
     kept = {key for key, node in nodes.items()
-            if not _fits_weights(node, decisions.tensor[node], decisions.stored, decisions.tensor)}  # fmt: skip
-    spoken = {node.meta["group"] for key, node in nodes.items() if texts[key] != replicated[key] or key in kept}
+            if not all(fits_weights(node, decisions, axis, on) for axis, on in chosen.items())}  # fmt: skip
+    whole = {key for key in nodes if all(text == replicated[key] for text in texts[key].values())}
+    spoken = {node.meta["group"] for key, node in nodes.items() if key not in whole or key in kept}
     silent = {node.meta["group"] for node in nodes.values()} - spoken  # replicated throughout: need not be said
     keep = {name for key in kept for name in (key, nodes[key].meta["group"])}
     operators_: dict[str, dict[str, Any]] = {
-        name: {"tp": text, **({"keep": True} if name in keep else {})}
-        for name, text in written.items() if name not in silent
+        name: {**dict(on_axes), **({"keep": True} if name in keep else {})}
+        for name, on_axes in written.items() if name not in silent
     }  # fmt: skip
     names = sorted({operator_name(node) for node in operators(trace.graph)} & REGISTERED.keys())
     rules = {name: as_data(REGISTERED[name]) for name in names}
@@ -188,9 +224,10 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
 
 
 def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...]:
-    """`(axis, placement)` of a parameter; whole on `dp` need not be said."""
-    entry = (("dp", str(decisions.stored_over_dp[name])),) if name in decisions.stored_over_dp else ()
-    return (*entry, ("tp", str(decisions.stored.get(name, R)))) if decisions.mesh.size("tp") > 1 else entry
+    """`(axis, placement)` of a parameter; whole on an axis that cuts rows need not be said."""
+    features = decisions.mesh.along("features")
+    places = {axis: str(decisions.place(name, axis)) for axis in (*decisions.mesh.along("rows"), *features)}
+    return tuple((axis, place) for axis, place in places.items() if axis in features or place != str(R))
 
 
 def _by_pattern(entries: Mapping[str, tuple[str, T]]) -> dict[str, T]:
@@ -216,7 +253,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     return tuple(starts)
 
 
-def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, str] | None = None) -> Decisions:
+def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] | None = None) -> Decisions:
     """The decisions a plan holds for this trace.
 
     Where the plan was made for another call or mode of the model (other shapes, without the loss, with dropout), its
@@ -224,31 +261,38 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, str] | No
     weights lie, and the rows of the batch are cut as they divide.
 
     Args:
-        decided: `{operator: strategy}` from `decided_by`, of an earlier trace: then nothing has to be chosen twice.
+        decided: `{operator: {axis: strategy}}` from `decided_by`, of an earlier trace: nothing is to be chosen twice.
     Raises PlanError with the line that does not fit, and why.
     """
     _check_rules(plan)
     own = is_plan_of(plan, trace)
     if own:
         check_recompute(trace.graph, plan.recompute, plan.where("recompute"))
-    tp, num_stages = mesh.size("tp"), mesh.size("pp") * plan.schedule.virtual_stages
-    tensor: Mapping[fx.Node, Strategy] = {}
-    stored: dict[str, Placement] = {}
-    if tp > 1:
-        stored = _read_stored(trace, plan, mesh, "tp")
+    num_stages = mesh.size("pp") * plan.schedule.virtual_stages
+    stored: dict[str, Layout] = {}
+    chosen: dict[str, Mapping[fx.Node, Strategy]] = {}
+    for axis in solving_order(mesh):
+        stored = with_places(stored, axis, _read_stored(trace, plan, mesh, axis, stored))
         read = _read_strategies if own else _fit_strategies
-        tensor = read(trace, plan, stored, tp, decided or {})
+        known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
+        beside = FREE
+        for before in chosen.values():
+            beside = beside.beside(before, stored)
+        chosen[axis] = read(trace, plan, mesh, axis, stored, known, beside)
     if own:
         microbatches = plan.schedule.microbatches
         rows = Rows(microbatches, batch_strategies(trace, mesh, microbatches), False)
     else:
         rows = fit_rows(trace, mesh, plan.schedule)
     cuts = _read_cuts(trace, plan, num_stages, own, list(decided or {}))
-    over_dp = _read_stored(trace, plan, mesh, "dp", stored) if mesh.size("dp") > 1 else {}
+    if mesh.storing_axis is not None:
+        parts = _read_stored(trace, plan, mesh, mesh.storing_axis, stored)
+        cut = {name: {mesh.storing_axis: place} for name, place in parts.items() if place.is_shard}
+        stored = {name: {**cut.get(name, {}), **stored.get(name, {})} for name in {**stored, **cut}}
+    strategies = {**over_rows(mesh, rows.microbatches, rows.strategies, rows.copied), **chosen}
     return Decisions(
-        mesh, rows.microbatches, rows.strategies, tensor, stored, stages_from_cuts(trace, cuts), num_stages,
-        rows.copied, {name: place for name, place in over_dp.items() if place.is_shard}, plan.recompute,
-    )  # fmt: skip
+        mesh, rows.microbatches, strategies, stored, stages_from_cuts(trace, cuts), num_stages, plan.recompute
+    )
 
 
 def is_plan_of(plan: Plan, trace: Trace) -> bool:
@@ -259,10 +303,11 @@ def is_plan_of(plan: Plan, trace: Trace) -> bool:
     return same and shapes == planned
 
 
-def decided_by(trace: Trace, decisions: Decisions) -> dict[str, str]:
-    """`{operator: strategy}` of all operators, in order: what `decode` follows in other traces of the model."""
+def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
+    """`{operator: {axis: strategy}}` of all operators, in order: what `decode` follows in other traces of the model."""
+    chosen = {axis: decisions.strategies[axis] for axis in decisions.mesh.along("features")}
     nodes = [n for n in operators(trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
-    return {n.meta["key"]: str(decisions.tensor[n]) if n in decisions.tensor else "" for n in nodes}
+    return {n.meta["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
 
 
 def _check_rules(plan: Plan) -> None:
@@ -277,10 +322,8 @@ def _check_rules(plan: Plan) -> None:
             )  # fmt: skip
 
 
-def _read_stored(
-    trace: Trace, plan: Plan, mesh: Mesh, axis: str, on_tp: Mapping[str, Placement] = NOWHERE
-) -> dict[str, Placement]:
-    """Where the plan stores every parameter on an axis; of `dp`, beside where it is `on_tp`."""
+def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mapping[str, Layout]) -> dict[str, Placement]:
+    """Where the plan stores every parameter on an axis, beside its layout on `others`."""
     known = {*trace.parameters, *map(pattern_of, trace.parameters)}
     for name in plan.parameters:
         if name not in known:
@@ -296,56 +339,64 @@ def _read_stored(
         where = plan.where("parameters", key)
         hint = f"S({len(sizes) - 1}) or R" if place.is_shard and place.dim >= len(sizes) else "R"
         hint = "R or S(0)" if place == P else hint
-        if axis == "tp":
+        if mesh.axis(axis).cuts == "features":
             why = cannot_store(place, sizes, axis, mesh.size(axis))
         else:
-            tensor = on_tp.get(name, R)
-            why = cannot_store_over_dp(place, sizes, mesh.size(axis), tensor)
-            hint = fitting_over_dp(sizes, mesh.size(axis), tensor)
+            layout = others.get(name, {})
+            why = cannot_store_parts(place, sizes, axis, mesh.size(axis), layout)
+            hint = fitting_parts(sizes, axis, mesh.size(axis), layout)
         if why:
-            over = f" on {axis}" if axis != "tp" else ""
+            over = "" if len(mesh.along("features")) == 1 and mesh.axis(axis).cuts == "features" else f" on {axis}"
             raise PlanError(f"the plan stores '{name}' as {place}{over}", why=why, where=where, hint=hint)
     return stored
 
 
 def _fit_strategies(
-    trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int, decided: Mapping[str, str]
-) -> Mapping[fx.Node, Strategy]:
-    """The strategies of the plan where they fit this trace; the others are chosen around them."""
+    trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
+    beside: Pinned,
+) -> Mapping[fx.Node, Strategy]:  # fmt: skip
+    """The strategies of the plan on an axis where they fit this trace; the others are chosen around them.
+
+    `beside`: what axes before this one leave.
+    """
     fixed: dict[fx.Node, Strategy] = {}
+    on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     nodes = [n for n in operators(trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
     for node in nodes:
-        found = strategies(node, tp, ALL_TENSOR_KINDS)
-        options = {str(option): option for option in found if not _cuts_otherwise(node, option, stored)}
+        found = beside.strategies(node, strategies(node, mesh.size(axis), ALL_TENSOR_KINDS))
+        options = {str(option): option for option in found if not _cuts_otherwise(node, option, on_axis)}
         strategy = options.get(decided.get(node.meta["key"], ""))
         if strategy is None:
             _, entry = plan.operator_entry(node.meta["key"], node.meta["group"]) or ("", {})
-            strategy = options.get(entry.get("tp", ""))
-            follows = strategy is None or entry.get("keep", False) or _fits_weights(node, strategy, stored, fixed)
+            strategy = options.get(entry.get(axis, ""))
+            follows = strategy is None or entry.get("keep", False) or _fits_weights(node, strategy, on_axis, fixed)
             strategy = strategy if follows else None
         if strategy is not None:
             fixed[node] = strategy
     if len(fixed) == len(nodes):
         return fixed
-    return fit_around(trace.graph, tp, Hardware.load(), stored, fixed)
+    return fit_around(trace.graph, mesh.size(axis), Hardware.load(), on_axis, fixed, beside)
 
 
 def _read_strategies(
-    trace: Trace, plan: Plan, stored: Mapping[str, Placement], tp: int, decided: Mapping[str, str]
-) -> dict[fx.Node, Strategy]:
+    trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
+    beside: Pinned,
+) -> dict[fx.Node, Strategy]:  # fmt: skip
+    """The strategies of a plan of this very trace on an axis. Raises PlanError for one that cannot be."""
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
+    on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     for node in operators(trace.graph):
         if node.meta["role"] not in (ACTIVE, WEIGHT):
             continue
-        options = strategies(node, tp, ALL_TENSOR_KINDS)
+        options = beside.strategies(node, strategies(node, mesh.size(axis), ALL_TENSOR_KINDS))
         found = plan.operator_entry(node.meta["key"], node.meta["group"])
         strategy = options[0]
         if found is not None:
             used.add(found[0])
-            strategy = _option(options, found[1].get("tp"), node, plan, found[0])
+            strategy = _option(options, found[1].get(axis), node, plan, found[0])
         keep = found is not None and found[1].get("keep", False)
-        chosen[node] = strategy if keep else _follow_weights(node, strategy, options, stored, chosen)
+        chosen[node] = strategy if keep else _follow_weights(node, strategy, options, on_axis, chosen)
     unknown = [name for name in plan.operators if name not in used and not _is_cast(name)]
     if unknown:
         raise PlanError(
@@ -384,6 +435,12 @@ def _follow_weights(
         return strategy
     fitting = [s for s in options if _fits_weights(node, s, stored, chosen)]
     return min(fitting, key=lambda s: _distance(s, strategy), default=strategy)
+
+
+def fits_weights(node: fx.Node, decisions: Decisions, axis: str, chosen: Mapping[fx.Node, Strategy]) -> bool:
+    """Whether what an operator does on an axis takes the weights where they are stored."""
+    names = {str(source.target) for source in tensor_inputs(node) if source.meta["role"] == PARAMETER}
+    return _fits_weights(node, chosen[node], {name: decisions.place(name, axis) for name in names}, chosen)
 
 
 def _fits_weights(

@@ -122,14 +122,14 @@ def block_number(node: fx.Node) -> int | None:
 
 def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
     """Raises StageError where the rows of the batch do not divide over data-parallel ranks and microbatches."""
-    parts = mesh.size("dp") * microbatches
+    parts = mesh.row_ranks * microbatches
     if batch % parts:
-        fits = [m for m in range(1, batch + 1) if batch % (mesh.size("dp") * m) == 0]
+        fits = [m for m in range(1, batch + 1) if batch % (mesh.row_ranks * m) == 0]
+        over = "".join(f"{axis}={mesh.size(axis)} x " for axis in mesh.along("rows") or [mesh.data_axis])
         raise StageError(
-            f"a batch of {batch} rows cannot be cut into dp={mesh.size('dp')} x microbatches={microbatches}"
-            " equal parts",
+            f"a batch of {batch} rows cannot be cut into {over}microbatches={microbatches} equal parts",
             why=f"{batch} is not a multiple of {parts}",
             hint=f"microbatches={', '.join(map(str, fits))}"
             if fits
-            else f"a batch of a multiple of {mesh.size('dp')} rows",
+            else f"a batch of a multiple of {mesh.row_ranks} rows",
         )

@@ -11,14 +11,14 @@ import difflib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs
-from autopart.ir.layout import Placement, R, cannot_store
+from autopart.ir.layout import Layout, Placement, R, cannot_store
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA_DIM, PARAMETER, WEIGHT, Atom, tuple_values
@@ -38,24 +38,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pinned:
-    """Layout pins by what they hold for on the tensor axis, with those that cut a parameter over `dp`: a dim is cut by
-    one axis alone. `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same
-    pins share their choices."""
+    """What is fixed on an axis that is solved for: the layout pins, by what they hold for, with those that cut a
+    parameter over another axis, and what axes solved before have taken. A dim is cut by one axis alone.
 
+    `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
+    choices. `factors`, `dims`: those of an operator's rule, and of a parameter, that other axes cut.
+    """
+
+    axis: str = ""
     parameters: Mapping[str, tuple[LayoutPin, ...]] = field(default_factory=dict)
     operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
     variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]] = field(default_factory=dict)
+    factors: Mapping[fx.Node, frozenset[str]] = field(default_factory=dict)
+    dims: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
-        """The options that the pins of an operator leave."""
-        pins = self.operators.get(node, ())
-        return [option for option in options if all(_runs_as(option, pin) for pin in pins)]
+        """The options that the pins of an operator, and other axes, leave."""
+        pins, taken = self.operators.get(node, ()), self.factors.get(node, frozenset())
+        return [o for o in options if o.factor not in taken and all(_runs_as(o, pin) for pin in pins)]
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
-        """The options that the pins of a parameter leave, and what they ask for themselves."""
-        pins = self.parameters.get(name, ())
-        asked = [Placement.parse(pin.text) for pin in pins if pin.axis == "tp"]
-        return [place for place in dict.fromkeys([*options, *asked]) if all(_lies_as(place, pin) for pin in pins)]
+        """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""
+        pins, taken = self.parameters.get(name, ()), self.dims.get(name, frozenset())
+        asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
+        free = [place for place in dict.fromkeys([*options, *asked]) if not (place.is_shard and place.dim in taken)]
+        return [place for place in free if all(self._lies_as(place, pin) for pin in pins)]
+
+    def beside(self, chosen: Mapping[fx.Node, Strategy], stored: Mapping[str, Layout]) -> Pinned:
+        """The same, where another axis was solved for before. `stored`: {parameter: its layout so far}."""
+        factors = {node: self.factors.get(node, frozenset()) | {s.factor} for node, s in chosen.items() if s.factor}
+        dims = {name: frozenset(place.dim for place in places.values() if place.is_shard)
+                for name, places in stored.items()}  # fmt: skip
+        return replace(self, factors={**self.factors, **factors}, dims=dims)
+
+    def _lies_as(self, place: Placement, pin: LayoutPin) -> bool:
+        if pin.axis != self.axis:
+            return not place.is_shard or place.dim != Placement.parse(pin.text).dim
+        return place.is_replicated if pin.is_replicated else str(place) == pin.text
 
 
 FREE = Pinned()
@@ -67,12 +86,6 @@ def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
     if pin.is_replicated:
         return all(place.is_replicated for place in (*option.inputs, *option.outputs))
     return str(option) == pin.text if "->" in pin.text else str(option.outputs[0]) == pin.text
-
-
-def _lies_as(place: Placement, pin: LayoutPin) -> bool:
-    if pin.axis == "dp":
-        return not place.is_shard or place.dim != Placement.parse(pin.text).dim
-    return place.is_replicated if pin.is_replicated else str(place) == pin.text
 
 
 def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) -> list[T]:
@@ -100,8 +113,10 @@ def cannot_hold(found: Sequence[Pin]) -> str:
 # Layouts
 
 
-def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins) -> Pinned:
-    """The layout pins, found in the model. Raises for one that no plan can follow."""
+def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str | None = None) -> Pinned:
+    """The layout pins, found in the model, that concern an axis which is solved for (None: the innermost). Raises for
+    one that no plan can follow."""
+    axis = axis or next(iter(mesh.along("features")[::-1]), "")
     parameters: dict[str, tuple[LayoutPin, ...]] = defaultdict(tuple)
     nodes: dict[fx.Node, tuple[LayoutPin, ...]] = defaultdict(tuple)
     model = _Names(trace)
@@ -111,19 +126,19 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins) -> Pinned:
             _check_parameter(trace, mesh, pin, name, pins)
         for node in found:
             _check_operator(node, mesh, pin, pins)
-        is_solved = _check_axis(pin, mesh, pins)
-        if is_solved or (pin.axis == "dp" and mesh.size("dp") > 1 and not pin.is_replicated):
+        _check_axis(pin, mesh, pins)
+        if pin.axis == axis or (mesh.size(pin.axis) > 1 and not pin.is_replicated):
             parameters.update({name: (*parameters[name], pin) for name in names})
-        if is_solved:
+        if pin.axis == axis:
             nodes.update({node: (*nodes[node], pin) for node in found})
-    return Pinned(parameters, nodes, _variants(trace, parameters, nodes))
+    return Pinned(axis, parameters, nodes, _variants(trace, parameters, nodes))
 
 
-def pinned_over_dp(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
-    """The parameters that pins place on `dp`, whole or cut."""
+def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
+    """The parameters that pins place on the axis that may store them in parts, whole or cut."""
     model, found = _Names(trace), defaultdict(list)
     for pin in pins.layouts:
-        if pin.axis == "dp" and mesh.size("dp") > 1:
+        if pin.axis == mesh.storing_axis:
             for name in model.matched(pin, pins)[0]:
                 found[name].append(pin)
     return found
@@ -190,21 +205,21 @@ def near_names(name: str, names: Iterable[str]) -> str:
     return ", ".join(difflib.get_close_matches(pattern_of(name), patterns, 4, 0.5) or patterns[:6])
 
 
-def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> bool:
-    """Whether the pin leaves something to solve for: layouts are chosen on tp alone."""
+def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
+    """Raises OptionError for a pin of an axis that the mesh lacks, or on which there is nothing to choose."""
     if pin.axis not in mesh.sizes:
         raise OptionError(
             f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),
             hint=f"leave it out, or mesh='{mesh},{pin.axis}2'",
         )  # fmt: skip
-    if pin.axis == "tp":
-        return mesh.size("tp") > 1
-    if (pin.is_replicated and pin.axis != "pp") or (pin.axis == "dp" and not pin.of_operator):
-        return False
-    why = "what an operator does over dp follows from the rows of the batch"
-    if pin.axis != "dp":
-        why = "stages are not layouts" if pin.axis == "pp" else f"weights are whole on every rank of {pin.axis}"
-    hint = "'stages': {'cut_before': [...]}" if pin.axis == "pp" else "R, or a pin for tp"
+    axis = mesh.axis(pin.axis)
+    is_stored_so = (pin.is_replicated and axis.cuts != "stages") or (axis.stores and not pin.of_operator)
+    if axis.cuts == "features" or is_stored_so:
+        return
+    why = f"what an operator does over {pin.axis} follows from the rows of the batch"
+    if not axis.stores:
+        why = "stages are not layouts" if axis.cuts == "stages" else f"weights are whole on every rank of {pin.axis}"
+    hint = "'stages': {'cut_before': [...]}" if axis.cuts == "stages" else "R, or a pin for tp"
     raise OptionError(f"the pin {pin} cannot be", why=why, where=pins.where(pin), hint=hint)
 
 
@@ -220,20 +235,21 @@ def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: 
 
 
 def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> None:
-    if pin.axis != "tp" or mesh.size("tp") < 2:
+    if pin.axis not in mesh.along("features"):
         return
-    options = possible(node, strategies(node, mesh.size("tp"), ALL_TENSOR_KINDS))
+    options = possible(node, strategies(node, mesh.size(pin.axis), ALL_TENSOR_KINDS))
     if any(_runs_as(option, pin) for option in options):
         return
     outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
     raise LayoutError(
-        f"cannot pin {pin}", why=_why_not_so(node, pin, mesh.size("tp")), where=pins.where(pin),
+        f"cannot pin {pin}", why=_why_not_so(node, pin, mesh), where=pins.where(pin),
         hint=" | ".join(list(outputs)[:8]),
     )  # fmt: skip
 
 
-def _why_not_so(node: fx.Node, pin: LayoutPin, tp: int) -> str:
+def _why_not_so(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
     """Why an operator cannot run as a pin asks: what its output is made of, or its rule."""
+    ranks, axis = mesh.size(pin.axis), f"{pin.axis}={mesh.size(pin.axis)}"
     place = R if "->" in pin.text else Placement.parse(pin.text)
     shape = tuple_values(node)[0].shape
     if place.is_shard and place.dim >= len(shape):
@@ -243,15 +259,16 @@ def _why_not_so(node: fx.Node, pin: LayoutPin, tp: int) -> str:
         made = f"{describe(node)}: dim {place.dim} of its output"
         if atoms[0].kind == BATCH:
             return f"{made} is rows of the batch, which dp cuts"
-        if len(atoms) == 1 and atoms[0].size % tp:
-            return f"{made} has size {atoms[0].size}, which tp={tp} does not divide"
-        if atoms[0].size % tp:
-            return f"{made} is {' x '.join(str(a.size) for a in atoms)}, and tp={tp} does not divide {atoms[0].size}"
-    return f"{describe(node)} has no such way to run on tp={tp}"
+        if len(atoms) == 1 and atoms[0].size % ranks:
+            return f"{made} has size {atoms[0].size}, which {axis} does not divide"
+        if atoms[0].size % ranks:
+            return f"{made} is {' x '.join(str(a.size) for a in atoms)}, and {axis} does not divide {atoms[0].size}"
+    return f"{describe(node)} has no such way to run on {axis}"
 
 
-def solve_pinned(trace: Trace, mesh: Mesh, pins: Pins, solve: Callable[[Pinned], T]) -> T:
-    """What `solve` finds for the pins. Raises LayoutError with a smallest set of pins for which it finds nothing."""
+def solve_pinned(trace: Trace, mesh: Mesh, axis: str, pins: Pins, solve: Callable[[Pinned], T]) -> T:
+    """What `solve` finds for the pins on an axis. Raises LayoutError with a smallest set of pins for which it finds
+    nothing."""
 
     def has_solution(pinned: Pinned) -> bool:
         try:
@@ -261,39 +278,41 @@ def solve_pinned(trace: Trace, mesh: Mesh, pins: Pins, solve: Callable[[Pinned],
         return True
 
     try:
-        return solve(pinned_layouts(trace, mesh, pins))
+        return solve(pinned_layouts(trace, mesh, pins, axis))
     except NoSolution:
-        raise layout_conflict(trace, mesh, pins, has_solution) from None
+        raise _layout_conflict(trace, mesh, axis, pins, has_solution) from None
 
 
-def layout_conflict(trace: Trace, mesh: Mesh, pins: Pins, hold: Callable[[Pinned], bool]) -> LayoutError:
+def _layout_conflict(
+    trace: Trace, mesh: Mesh, axis: str, pins: Pins, hold: Callable[[Pinned], bool]
+) -> LayoutError:  # fmt: skip
     """The error for layout pins that cannot all hold. `hold`: whether what pins leave has a solution."""
 
     def together(some: Sequence[LayoutPin]) -> bool:
-        return hold(pinned_layouts(trace, mesh, Pins(tuple(some), text=pins.text)))
+        return hold(pinned_layouts(trace, mesh, Pins(tuple(some), text=pins.text), axis))
 
     found = smallest_conflict(pins.layouts, together)
     where = ", ".join(dict.fromkeys(filter(None, map(pins.where, found))))
-    pinned, tp = pinned_layouts(trace, mesh, Pins(tuple(found))), mesh.size("tp")
+    pinned, ranks = pinned_layouts(trace, mesh, Pins(tuple(found)), axis), mesh.size(axis)
     if len(found) == 1:
         for node in pinned.operators:
-            if not pinned.strategies(node, strategies(node, tp, TENSOR_KINDS)):
+            if not pinned.strategies(node, strategies(node, ranks, TENSOR_KINDS)):
                 why = f"{describe(node)} runs so with sequence parallelism only"
                 return LayoutError(cannot_hold(found), why=why, where=where, hint="sequence_parallel='auto' or True")
-    why = _where_they_meet(trace, pinned, tp)
+    why = _where_they_meet(trace, pinned, ranks)
     return LayoutError(cannot_hold(found), why=why, where=where, hint=_LEAVE[len(found) > 1])
 
 
-def _where_they_meet(trace: Trace, pinned: Pinned, tp: int) -> str:
+def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
     """The first thing in the model at which the pins of a conflict meet."""
     for name, pins in pinned.parameters.items():
-        if len({pin.text for pin in pins if pin.axis == "tp"}) > 1:
+        if len({pin.text for pin in pins if pin.axis == pinned.axis}) > 1:
             return f"{_every_name(trace, name)} can have only one layout"
         if len({pin.axis for pin in pins}) > 1:
             return f"{_every_name(trace, name)}: a dim is cut by one axis alone"
     taken: dict[str, list[str]] = defaultdict(list)
     for node in pinned.operators:
-        options = pinned.strategies(node, strategies(node, tp, ALL_TENSOR_KINDS))
+        options = pinned.strategies(node, strategies(node, ranks, ALL_TENSOR_KINDS))
         if not options:
             return f"{describe(node)} runs in one way"
         for weight, how in _on_weights(trace, node, options):

@@ -2,8 +2,8 @@
 
 In order of weight: matrix work and the weights it reads that the axis does not divide; then the seconds that a step
 takes one rank apart from matrix work: the communication of every microbatch, forward and backward, memory traffic, and
-the sums of gradients once a step. What a weight costs over `dp`, where it is summed or stored in parts, depends on how
-it lies here, and is a part of that price: one programme chooses for both axes.
+the sums of gradients once a step. What a weight costs over the data axis, where it is summed or stored in parts,
+depends on its layout here, and is a part of that price: one programme chooses for both axes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ _TELLS = 0.01
 @dataclass(frozen=True)
 class Step:
     """What of a training step prices depend on. `row_shards`: the parts in which the rows of the batch are cut, over
-    `dp` and microbatches. `storage`: how what lies on the axis priced is stored over `dp`."""
+    ranks and microbatches. `storage`: how what lies on the axis priced is stored over another. `stride`: how far apart
+    in rank numbers neighbours on the axis priced are."""
 
     microbatches: int = 1
     row_shards: int = 1
     storage: Storage = field(default_factory=Storage)
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step:
     the model it stands for (its logits are gathered, say)."""
     values = [n for n in operators(graph) if n.meta["role"] == ACTIVE and n.meta["needs_grad"]]
     typical = float(np.median([size_bytes(n) / _row_shards(n, step) for n in values] or [0]))
-    latency_s = time_s("all_reduce", num_shards, 0, hardware)
-    return time_s("all_reduce", num_shards, typical, hardware) < 2 * latency_s
+    latency_s = time_s("all_reduce", num_shards, 0, hardware, step.stride)
+    return time_s("all_reduce", num_shards, typical, hardware, step.stride) < 2 * latency_s
 
 
 def _row_shards(node: fx.Node, step: Step) -> int:
@@ -124,7 +126,7 @@ class Prices:
         at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
         self.links = at_once if whole else hardware
         active = [n for n in nodes if n.op == "call_function" and n.meta["role"] == ACTIVE]
-        reduced_s = sum(time_s("all_reduce", num_shards, self.bytes(n), hardware) for n in active)
+        reduced_s = sum(time_s("all_reduce", num_shards, self.bytes(n), hardware, step.stride) for n in active)
         self.scale = max(1e-12, step.microbatches * reduced_s)
         self.flops = sum(_flops(n) for n in nodes) or 1
         self.table = sum(_weight_bytes(n) for n in nodes) or 1
@@ -141,22 +143,22 @@ class Prices:
         """The price of an option, conversions left out."""
         if not isinstance(option, Strategy):
             partial = option == R_GRAD_P
-            sync_s = gradient_sync_s(size_bytes(node), self.num_shards, self.hardware) if partial else 0.0
-            return self.over_dp(node, option) + Price(gradient_sync_s=sync_s)
+            summed_s = gradient_sync_s(size_bytes(node), self.num_shards, self.hardware, self.step.stride)
+            return self.in_parts(node, option) + Price(gradient_sync_s=summed_s if partial else 0.0)
         work, weights = self._undivided(node, option)
         return Price(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
-    def over_dp(self, node: fx.Node, place: Placement) -> Price:
-        """Of a parameter laid out like this on the axis, what it costs over `dp`. Where storing it in parts was asked
-        for and cannot be, all of it is left on every rank."""
+    def in_parts(self, node: fx.Node, place: Placement) -> Price:
+        """Of a parameter laid out like this on the axis, what it costs over the one that may store it in parts. Where
+        that was asked for and cannot be, all of it is left on every rank."""
         storage = self.step.storage
-        if storage.dp == 1 or node.op != "get_attr":
+        if storage.ranks == 1 or node.op != "get_attr":
             return Price()
         size = size_bytes(node) / (self.num_shards if place.is_shard else 1)
-        is_cut = storage.place(node.target, shape(node), place) is not None
-        price = over_dp(size, is_cut, node.meta["needs_grad"], storage, self.step.microbatches, self.links)
+        is_cut = storage.place(node.target, shape(node), {"": place}) is not None
+        price = stored_parts(size, is_cut, node.meta["needs_grad"], storage, self.step.microbatches, self.links)
         is_left = storage.zero == 3 and not is_cut and len(shape(node)) >= MIN_DIMS
-        left = size * (1 - 1 / storage.dp) / self.table if is_left else 0.0
+        left = size * (1 - 1 / storage.ranks) / self.table if is_left else 0.0
         return price + Price(weights=left)
 
     def conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
@@ -164,7 +166,7 @@ class Prices:
         return self.step.microbatches * self._conversion_s(place, target, used)
 
     def _time_s(self, kind: str, size: float) -> float:
-        return time_s(kind, self.num_shards, size, self.links)
+        return time_s(kind, self.num_shards, size, self.links, self.step.stride)
 
     def _undivided(self, node: fx.Node, option: Strategy) -> tuple[float, float]:
         """The shares of all matrix work and of its weights that this option leaves on every rank."""
@@ -206,7 +208,7 @@ class Prices:
             return self._conversion_s(place, whole, used) + self._conversion_s(whole, target, used)
         size = self.bytes(used)
         links = self.links if used.meta["role"] == ACTIVE else self.hardware
-        seconds = conversion_time_s(place, target, self.num_shards, size, grad, links)
+        seconds = conversion_time_s(place, target, self.num_shards, size, grad, links, self.step.stride)
         step = conversion(place, target)
         scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
         if not self.whole or used.meta["role"] != ACTIVE or not scatters:
@@ -223,13 +225,17 @@ def gradient_sync_s(size: float, num_ranks: int, hardware: Hardware, stride: int
     return 0.99 * size / BUCKET_BYTES * time_s("all_reduce", num_ranks, BUCKET_BYTES, hardware, stride)
 
 
-def over_dp(size: float, is_cut: bool, trained: bool, storage: Storage, microbatches: int, hardware: Hardware) -> Price:
-    """Of so many bytes of a parameter on every rank of `dp`: summing the gradient once a step; where it is stored in
-    parts, gathering it in the forward and the backward of every microbatch and scattering the sum of its gradient."""
+def stored_parts(
+    size: float, is_cut: bool, trained: bool, storage: Storage, microbatches: int, hardware: Hardware
+) -> Price:  # fmt: skip
+    """Of so many bytes of a parameter on every rank of the storing axis: summing the gradient once a step; where it is
+    stored in parts, gathering it in the forward and the backward of every microbatch and scattering the sum of its
+    gradient."""
+    ranks, stride = storage.ranks, storage.stride
     if not is_cut:
-        return Price(gradient_sync_s=gradient_sync_s(size, storage.dp, hardware, storage.stride) if trained else 0.0)
+        return Price(gradient_sync_s=gradient_sync_s(size, ranks, hardware, stride) if trained else 0.0)
     kinds = ("all_gather", "all_gather", "reduce_scatter") if trained else ("all_gather",)
-    moved = sum(time_s(kind, storage.dp, size, hardware, storage.stride) for kind in kinds)
+    moved = sum(time_s(kind, ranks, size, hardware, stride) for kind in kinds)
     return Price(communication_s=microbatches * moved)
 
 

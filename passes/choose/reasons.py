@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,12 +13,12 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
-from autopart.ir.layout import DIRECTIONS, Placement, R, cannot_store_over_dp
+from autopart.ir.layout import DIRECTIONS, Placement, R, cannot_store_parts
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.passes.choose.pairs import NoSolution
-from autopart.passes.choose.pins import near_names, pinned_layouts, pinned_over_dp, solve_pinned
-from autopart.passes.choose.prices import Price, over_dp
+from autopart.passes.choose.pins import near_names, pinned_layouts, pinned_parts, solve_pinned
+from autopart.passes.choose.prices import Price, stored_parts
 from autopart.passes.choose.shard import Choice, Conversion, Programme, Sharding
 from autopart.passes.choose.storage import Storage
 from autopart.passes.facts.analyze import ACTIVE, WEIGHT
@@ -31,15 +32,16 @@ Solved = tuple[Programme, Sharding]
 _DIGITS = 6
 
 
-def certificate(solved: Solved | None) -> dict[str, float]:
+def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
     """What a plan says of its layouts: the objective, its proven lower bound and the gap, and the parts of the price.
+    Of several axes that were solved for, one after the other, it is the last, whose solve knows of the others.
 
     `sharing_costs`: how much less, relatively, the objective would be if the first and the last repeated blocks chose
     for themselves.
     """
-    if solved is None:  # weights lie whole on every rank: there is nothing to choose
+    if not solved:  # weights lie whole on every rank: there is nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
-    programme, sharding = solved
+    programme, sharding = list(solved.values())[-1]
     price = programme.price(sharding.options, programme.real_prices)
     found = {
         "objective": sharding.cost, "lower_bound": sharding.bound, "gap": sharding.gap,
@@ -54,7 +56,7 @@ class Reasons:
     """Answers of `Plan.why` and `Plan.why_not`. They need the traced model, so a copy or a file of a plan has none."""
 
     def __init__(
-        self, trace: Trace, mesh: Mesh, program: Program, pins: Pins, solved: Solved | None, hardware: Hardware
+        self, trace: Trace, mesh: Mesh, program: Program, pins: Pins, solved: Mapping[str, Solved], hardware: Hardware
     ):
         self.trace, self.mesh, self.program, self.pins = trace, mesh, program, pins
         self.solved, self.hardware = solved, hardware
@@ -70,52 +72,58 @@ class Reasons:
         nodes = self._named(name)
         subject = ", ".join(dict.fromkeys(pattern_of(name_of(n)) for n in nodes[:1]))
         where = describe(nodes[0]) if nodes[0].op == "call_function" else describe(next(iter(nodes[0].users)))
-        over_dp = self._over_dp(nodes[0])
-        if self.solved is None:
-            reason = f"the mesh {self.mesh} has no axis tp to cut it over"
-            return Why(subject, over_dp[0] or "whole", over_dp[1] or reason, where=where)
-        programme, sharding = self.solved
+        in_parts = self._in_parts(nodes[0])
+        if not self.solved:
+            reason = f"the mesh {self.mesh} has no axis {self.mesh.tensor_axis} to cut it over"
+            return Why(subject, in_parts[0] or "whole", in_parts[1] or reason, where=where)
+        axis, solved = next(iter(self.solved.items()))
+        programme, sharding = solved
         choice = programme.choice_of[nodes[0]]
-        chosen = ", ".join(filter(None, (str(choice.options[sharding.options[id(choice)]]), over_dp[0])))
-        others = self._others(choice)
+        chosen = ", ".join(filter(None, (str(choice.options[sharding.options[id(choice)]]), in_parts[0])))
+        others = self._others(choice, solved)
         moved = tuple(node.name for node in self._conversions() if node.meta.get("key") in map(name_of, nodes))
         if not others:
-            reason = f"there is no other way on tp={self.mesh.size('tp')}{' that the pins leave' * bool(self.pins)}"
-            return Why(subject, chosen, _both(reason, over_dp[1]), collectives=moved, where=where)
+            left = " that the pins leave" * bool(self.pins)
+            reason = f"there is no other way on {axis}={self.mesh.size(axis)}{left}"
+            return Why(subject, chosen, _both(reason, in_parts[1]), collectives=moved, where=where)
         runner_up, price = next(iter(others.items()))
         said = {other: _said(price) for other, price in others.items()}
-        reason = _both(_reason(price, runner_up), over_dp[1])
+        reason = _both(_reason(price, runner_up), in_parts[1])
         return Why(subject, chosen, reason, runner_up, price.seconds, said, moved, where)
 
-    def _over_dp(self, node: fx.Node) -> tuple[str, str]:
-        """Where a weight is stored in parts over `dp`, and why; empty where it is not."""
+    def _in_parts(self, node: fx.Node) -> tuple[str, str]:
+        """Where a weight is stored in parts over the data axis, and why; empty where it is not."""
+        axis = self.mesh.data_axis
         stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
-        place = stored.layout.get("dp", R) if stored is not None else R
+        place = stored.layout.get(axis, R) if stored is not None else R
         if not place.is_shard:
             return "", ""
-        return f"{place} on dp", f"a rank of dp={self.mesh.size('dp')} stores its part, and gathers it where it is read"
+        ranks = f"{axis}={self.mesh.size(axis)}"
+        return f"{place} on {axis}", f"a rank of {ranks} stores its part, and gathers it where it is read"
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
         """What another layout of a parameter, module or operator would cost, or why it cannot be."""
-        asked = Pins.parse({name: layout})
+        asked, data_axis = Pins.parse({name: layout}, self.mesh.axes), self.mesh.data_axis
         for pin in asked.layouts:
-            if pin.axis not in ("dp", "tp"):
-                raise OptionError(f"cannot price {pin}", why="layouts on tp and on dp are priced")
+            if pin.axis != data_axis and self.mesh.axis(pin.axis).cuts != "features":
+                why = f"layouts on {self.mesh.tensor_axis} and on {data_axis} are priced"
+                raise OptionError(f"cannot price {pin}", why=why)
         if len(asked.layouts) > 1:
             raise OptionError(f"cannot price {name} on two axes at once", hint="ask for one, then for the other")
-        if asked.layouts[0].axis == "dp":
-            return self._why_not_over_dp(name, asked)
-        wanted = f"{asked.layouts[0].text} on tp"
+        axis = asked.layouts[0].axis
+        if axis == data_axis:
+            return self._why_not_in_parts(name, asked)
+        wanted = f"{asked.layouts[0].text} on {axis}"
         pins = Pins((*self.pins.layouts, *asked.layouts))
         try:
-            if self.solved is None:
+            if axis not in self.solved:
                 pinned_layouts(self.trace, self.mesh, pins)
                 return Why(name, wanted, "it is so in the plan")
-            programme, chosen = self.solved
-            found = solve_pinned(self.trace, self.mesh, pins, lambda pinned: _solved(programme.pinned_by(pinned)))
+            programme, chosen = self.solved[axis]
+            found = solve_pinned(self.trace, self.mesh, axis, pins, lambda pinned: _solved(programme.pinned_by(pinned)))
         except LayoutError as error:
             return Why(name, f"not {wanted}", str(error).replace("\n  ", "; "))
-        price = _more(found, self.solved)
+        price = _more(found, self.solved[axis])
         changed = dict.fromkeys(
             f"{pattern_of(weight)} {chosen.parameters[weight]} -> {place}"
             for weight, place in found[1].parameters.items() if place != chosen.parameters[weight]
@@ -125,25 +133,26 @@ class Reasons:
         others = {wanted: "; ".join([_said(price), *(["with " + ", ".join(changed)] if changed else [])])}
         return Why(name, f"not {wanted}", _reason(price, wanted), wanted, price.seconds, others)
 
-    def _why_not_over_dp(self, name: str, asked: Pins) -> Why:
-        """What it would cost to store parameters otherwise over `dp`, lying as they do on `tp`."""
-        place = Placement.parse(asked.layouts[0].text)
-        wanted, dp = f"{place} on dp", self.mesh.size("dp")
+    def _why_not_in_parts(self, name: str, asked: Pins) -> Why:
+        """What it would cost to store parameters otherwise over the data axis, in the layouts they have on others."""
+        place, axis = Placement.parse(asked.layouts[0].text), self.mesh.data_axis
+        wanted, ranks = f"{place} on {axis}", self.mesh.size(axis)
         pinned_layouts(self.trace, self.mesh, asked)  # raises for names and axes that are not there
-        storage = Storage(dp, self.mesh.stride("dp"))
+        storage = Storage(axis, ranks, self.mesh.stride(axis))
         price, held = Price(), 0.0
-        layouts = {name: self.program.parameters[name].layout for name in pinned_over_dp(self.trace, self.mesh, asked)}
-        changed = {name: layout for name, layout in layouts.items() if layout.get("dp", R) != place}
+        layouts = {name: self.program.parameters[name].layout for name in pinned_parts(self.trace, self.mesh, asked)}
+        changed = {name: layout for name, layout in layouts.items() if layout.get(axis, R) != place}
         for weight, layout in changed.items():
-            parameter, tensor, before = self.trace.parameters[weight], layout.get("tp", R), layout.get("dp", R)
-            if why := cannot_store_over_dp(place, tuple(parameter.shape), dp, tensor):
+            parameter, before = self.trace.parameters[weight], layout.get(axis, R)
+            if why := cannot_store_parts(place, tuple(parameter.shape), axis, ranks, layout):
                 return Why(name, f"not {wanted}", f"{weight}: {why}")
-            size = parameter.nbytes / (self.mesh.size("tp") if tensor.is_shard else 1)
+            cuts = [self.mesh.size(other) for other, lies in layout.items() if lies.is_shard and other != axis]
+            size = parameter.nbytes / math.prod(cuts)
             for sign, cut in ((1, place.is_shard), (-1, before.is_shard)):
                 trained = parameter.requires_grad
-                found = over_dp(size, cut, trained, storage, self.program.microbatches, self.hardware)
+                found = stored_parts(size, cut, trained, storage, self.program.microbatches, self.hardware)
                 price += found * sign
-                held += sign * size * (1 / dp if cut else 1) * (1 + (1 + OPTIMIZER_VALUES) * trained)
+                held += sign * size * (1 / ranks if cut else 1) * (1 + (1 + OPTIMIZER_VALUES) * trained)
         if not changed:
             return Why(name, wanted, "it is so in the plan")
         memory = f"{'+' if held > 0 else '-'}{quantity(abs(held), 'B')} of weights, gradients and optimizer state"
@@ -163,21 +172,18 @@ class Reasons:
         subject = f"{node.name}: {describe(made)} from {source} to {target} on {axis}"
         sent = f"{quantity(size_bytes(node.args[0]), 'B')} on every rank"
         reason = f"it is left {_lies(source)} and taken {_lies(target)}"
-        other = self._without(made, source, target) if axis == "tp" and self.solved is not None else None
+        other = self._without(made, source, target, self.solved[axis][0]) if axis in self.solved else None
         if other is None:
             return Why(subject, sent, reason, where=where)
-        assert self.solved is not None
-        programme, chosen = self.solved
-        price = _more((programme, other), self.solved)
+        programme, chosen = self.solved[axis]
+        price = _more((programme, other), self.solved[axis])
         changed = [f"{n.meta['group']} as {s}" for n, s in other.strategies.items() if s != chosen.strategies[n]]
         changed = list(dict.fromkeys(changed))
         instead = ", ".join(changed[:3]) + f" and {len(changed) - 3} more" * (len(changed) > 3)
         return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
 
-    def _without(self, made: fx.Node, source: Placement, target: Placement) -> Sharding | None:
+    def _without(self, made: fx.Node, source: Placement, target: Placement, programme: Programme) -> Sharding | None:
         """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
-        assert self.solved is not None
-        programme = self.solved[0]
         value = next((value for value in programme.values if value.is_of(made)), None)
         try:
             return programme.solve(forbidden=Conversion(value, source, target)) if value is not None else None
@@ -203,10 +209,9 @@ class Reasons:
             raise OptionError(f"the plan has nothing called '{name}'", hint=near_names(name, names))
         return sorted(found, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
-    def _others(self, choice: Choice) -> dict[str, Price]:
+    def _others(self, choice: Choice, solved: Solved) -> dict[str, Price]:
         """The other options of a choice and how much more each costs, cheapest first, all else chosen around it."""
-        assert self.solved is not None
-        programme, chosen = self.solved
+        programme, chosen = solved
         found: list[tuple[float, str, Price]] = []
         for i, option in enumerate(choice.options):
             if i != chosen.options[id(choice)]:
@@ -214,7 +219,7 @@ class Reasons:
                     other = programme.solve(forced={id(choice): i})
                 except NoSolution:
                     continue
-                found.append((other.cost, str(option), _more((programme, other), self.solved)))
+                found.append((other.cost, str(option), _more((programme, other), solved)))
         return {option: price for _, option, price in sorted(found, key=lambda entry: entry[:2])}
 
 

@@ -10,7 +10,7 @@ parallelism where that is faster.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -150,13 +150,13 @@ def cheapest(
 
 def fit_around(
     graph: fx.Graph, num_shards: int, hardware: Hardware, stored: Mapping[str, Placement],
-    fixed: Mapping[fx.Node, Strategy],
+    fixed: Mapping[fx.Node, Strategy], pinned: Pinned = FREE,
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """The cheapest strategies around where the parameters lie and what is decided for the operators in `fixed`; values
-    stay whole between matrix products where they do in all of those."""
+    stay whole between matrix products where they do in all of those. `pinned`: what other axes leave."""
     is_whole = all(s in strategies(node, num_shards, TENSOR_KINDS) for node, s in fixed.items())
     between: Between = "whole" if is_whole else "free"
-    return Programme(graph, num_shards, hardware, stored, fixed, between=between).solve().strategies
+    return Programme(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
 
 
 class Programme:
@@ -193,8 +193,8 @@ class Programme:
             choice.costs = [len(choice.members) * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: Pinned) -> Programme:
-        """The same programme with other pins."""
-        return self._again(pinned, self.is_shared)
+        """The same programme with other pins, beside the same axes."""
+        return self._again(replace(pinned, factors=self.pinned.factors, dims=self.pinned.dims), self.is_shared)
 
     def sharing_costs(self, shared: Sharding) -> float:
         """By how much, relative to its objective, a solution would cost less if the first and the last repeated blocks

@@ -18,33 +18,37 @@ from autopart.tracing.trace import Trace
 
 
 def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
-    """One line for every weight with unequal shards, and for every split of features (into heads, say) of which `tp`
-    does not divide the outer number; repeated blocks share a line."""
-    tp = decisions.mesh.size("tp")
-    if tp == 1:
-        return ()
-    return tuple(dict.fromkeys([*_uneven_weights(trace, decisions, tp), *_undivided_splits(trace, decisions, tp)]))
+    """One line for every weight with unequal shards, and for every split of features (into heads, say) of which
+    an axis does not divide the outer number; repeated blocks share a line."""
+    lines = [_uneven_weights, _undivided_splits]
+    axes = decisions.mesh.along("features")
+    return tuple(dict.fromkeys(line for axis in axes for found in lines for line in found(trace, decisions, axis)))
 
 
-def _uneven_weights(trace: Trace, decisions: Decisions, tp: int) -> Iterator[str]:
-    for name, place in decisions.stored.items():
-        full = trace.parameters[name].shape
-        if place.is_shard and not place.sections and full[place.dim] % tp:
-            sizes = ", ".join(map(str, shard_sizes(full[place.dim], tp)))
-            yield f"{pattern_of(name)}: dim {place.dim} of size {full[place.dim]} on tp={tp}: shards of {sizes}"
+def _uneven_weights(trace: Trace, decisions: Decisions, axis: str) -> Iterator[str]:
+    ranks = decisions.mesh.size(axis)
+    for name in decisions.stored:
+        full, place = trace.parameters[name].shape, decisions.place(name, axis)
+        if place.is_shard and not place.sections and full[place.dim] % ranks:
+            sizes = ", ".join(map(str, shard_sizes(full[place.dim], ranks)))
+            yield f"{pattern_of(name)}: dim {place.dim} of size {full[place.dim]} on {axis}={ranks}: shards of {sizes}"
 
 
-def _undivided_splits(trace: Trace, decisions: Decisions, tp: int) -> Iterator[str]:
+def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator[str]:
+    ranks = decisions.mesh.size(axis)
     found: dict[tuple[str, str, str], float] = {}
     for node in active_operators(trace.graph):
         pattern: Pattern | None = node.meta["pattern"]
         for factors in _splits(node, pattern) if pattern is not None else ():
             number, *inner = (pattern.sizes[f] for f in factors)
-            if number % tp == 0:
+            if number % ranks == 0:
                 continue
-            how, sent = _instead(node, decisions, tp)
+            how, sent = _instead(node, decisions, axis)
             fits = ", ".join(str(n) for n in range(2, number + 1) if number % n == 0)
-            line = f"{number} x {math.prod(inner)} features on tp={tp}", f"; tp={fits} would divide" if fits else ""
+            line = (
+                f"{number} x {math.prod(inner)} features on {axis}={ranks}",
+                f"; {axis}={fits} would divide" if fits else "",
+            )
             key = node.meta["group"].rsplit("/", 1)[0], f"{line[0]}: {how}", line[1]
             found[key] = found.get(key, 0.0) + sent
     for (where, text, fits), sent in found.items():
@@ -61,32 +65,33 @@ def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
                 yield dim
 
 
-def _instead(node: fx.Node, decisions: Decisions, tp: int) -> tuple[str, float]:
-    """What the plan does at a split that `tp` does not divide, and the bytes one rank sends for it."""
-    wanted = decisions.tensor[node].inputs[0]
+def _instead(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float]:
+    """What the plan does at a split that an axis does not divide, and the bytes one rank sends for it."""
+    chosen = decisions.strategies[axis]
+    wanted = chosen[node].inputs[0]
     if wanted.is_shard:
-        return f"cut inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, tp)
+        return f"cut inside each ({wanted})", _moved(tensor_inputs(node)[0], wanted, decisions, axis)
     used = tensor_inputs(node)[0]
     while True:  # up to where the features come from: the first conversion on the way is what makes them whole
         source, index = source_of(used)
-        if source not in decisions.tensor:
+        if source not in chosen:
             return "whole on every rank", 0.0
-        made = decisions.tensor[source].outputs[index]
+        made = chosen[source].outputs[index]
         if made != wanted:
-            sent = _moved(used, wanted, decisions, tp)
+            sent = _moved(used, wanted, decisions, axis)
             return ("divided before, gathered here" if made.is_shard else "added up here") if sent else "whole", sent
         inputs = tensor_inputs(source)
         if len(inputs) != 1:
             return "whole on every rank", 0.0
-        used, wanted = inputs[0], decisions.tensor[source].inputs[0]
+        used, wanted = inputs[0], chosen[source].inputs[0]
 
 
-def _moved(used: fx.Node, wanted: Placement, decisions: Decisions, tp: int) -> float:
+def _moved(used: fx.Node, wanted: Placement, decisions: Decisions, axis: str) -> float:
     source, index = source_of(used)
-    made = decisions.tensor[source].outputs[index] if source in decisions.tensor else R
+    chosen, ranks, rows = decisions.strategies[axis], decisions.mesh.size(axis), decisions.row_shards
+    made = chosen[source].outputs[index] if source in chosen else R
     step = conversion(made, wanted)
-    if step is None or not is_direct(made, wanted, shape(used), tp):
+    if step is None or not is_direct(made, wanted, shape(used), ranks):
         return 0.0
-    rows = decisions.microbatches * (1 if decisions.copied else decisions.mesh.size("dp"))
     ways = (step.forward, step.backward) if used.meta["needs_grad"] else (step.forward,)
-    return sum(wire_bytes(way, tp, size_bytes(used) / rows) for way in ways)
+    return sum(wire_bytes(way, ranks, size_bytes(used) / rows) for way in ways)

@@ -3,26 +3,23 @@
 With `zero=3` (ZeRO stage 3: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; FSDP: Zhao et al. 2023,
 arXiv:2304.11277) a rank holds one part in `dp` of a weight. That is a layout as any other, `S(d)` on `dp`: where the
 weight is read it is converted to `R(grad P)`, which gathers it and scatters the sum of its gradient. A dim is cut by
-one axis alone, so that a part is one block of the weight.
+one axis alone, so that a part is one block of the weight. Which axis that is says the mesh (`Axis.stores`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.graph import pattern_of
-from autopart.ir.layout import R_GRAD_P, Placement, R, cannot_store_over_dp, shard
+from autopart.ir.layout import R_GRAD_P, Layout, Placement, R, cannot_store_parts, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
-from autopart.passes.choose.pins import cannot_hold, pinned_over_dp, smallest_conflict
+from autopart.passes.choose.pins import cannot_hold, pinned_parts, smallest_conflict
+from autopart.passes.facts.decisions import Decisions
 from autopart.plans.pins import LayoutPin, Pins
 from autopart.tracing.trace import Trace
-
-if TYPE_CHECKING:
-    from autopart.passes.facts.decisions import Decisions
 
 MIN_DIMS = 2
 """Vectors (norms, biases) stay whole: a thousandth of a model, for as many collectives as its matrices."""
@@ -30,82 +27,84 @@ MIN_DIMS = 2
 
 @dataclass(frozen=True)
 class Storage:
-    """How parameters are stored over `dp` ranks, `stride` apart in rank numbers, by where they lie on `tp`."""
+    """How parameters are stored over an axis of `ranks`, `stride` apart in rank numbers, by their layout on others."""
 
-    dp: int = 1
+    axis: str = ""
+    ranks: int = 1
     stride: int = 1
     zero: int = 0
     pinned: Mapping[str, Sequence[LayoutPin]] = field(default_factory=dict)
 
     @staticmethod
     def of(trace: Trace, mesh: Mesh, zero: int, pins: Pins) -> Storage:
-        return Storage(mesh.size("dp"), mesh.stride("dp"), zero, pinned_over_dp(trace, mesh, pins))
+        axis = mesh.storing_axis
+        if axis is None:
+            return Storage(zero=zero)
+        return Storage(axis, mesh.size(axis), mesh.stride(axis), zero, pinned_parts(trace, mesh, pins))
 
-    def place(self, name: str, sizes: Sequence[int], tensor: Placement) -> Placement | None:
-        """How a parameter that is `tensor` on `tp` is cut over `dp`; None: whole on every rank."""
-        if self.dp == 1:
+    def place(self, name: str, sizes: Sequence[int], others: Layout) -> Placement | None:
+        """How a parameter of a layout on other axes is cut over this one; None: whole on every rank."""
+        if self.ranks == 1:
             return None
         if name in self.pinned:
             place = Placement.parse(self.pinned[name][0].text)
             return place if place.is_shard else None
-        return _cut(sizes, self.dp, tensor) if self.zero == 3 else None
+        return _cut(sizes, self.ranks, others) if self.zero == 3 else None
 
 
-def choose_over_dp(
-    trace: Trace, mesh: Mesh, zero: int, stored: Mapping[str, Placement], pins: Pins
-) -> dict[str, Placement]:
-    """`{parameter: S(d)}` of those cut over `dp`: what is pinned so, and with `zero=3` every matrix that divides.
+def choose_parts(trace: Trace, mesh: Mesh, zero: int, stored: Mapping[str, Layout], pins: Pins) -> Mapping[str, Layout]:
+    """`stored` with how parameters are cut over the storing axis too: what is pinned so, and with `zero=3` every matrix
+    that divides.
 
     Args:
-        stored: where the parameters lie on `tp`.
+        stored: {parameter: its layout}; only the axes that cut features count.
     Raises OptionError or LayoutError where that is nothing, or cannot be.
     """
-    dp = mesh.size("dp")
-    if zero and dp == 1:
-        why, hint = f"the mesh {mesh} has no axis dp", f"mesh='{Mesh.parse({**mesh.sizes, 'dp': 2})}', or leave it out"
-        raise OptionError(f"zero={zero} needs an axis to cut parameters over", why=why, hint=hint)
-    storage = Storage.of(trace, mesh, zero, pins)
-    chosen: dict[str, Placement] = {}
+    storage, name = Storage.of(trace, mesh, zero, pins), mesh.data_axis
+    stored = {key: {axis: place for axis, place in layout.items() if axis != name} for key, layout in stored.items()}
+    if zero and storage.ranks == 1:
+        why, hint = f"the mesh {mesh} has no axis {name}", f"mesh='{Mesh.parse({**mesh.sizes, name: 2}, mesh.axes)}'"
+        raise OptionError(f"zero={zero} needs an axis to cut parameters over", why=why, hint=f"{hint}, or leave it out")
+    chosen: dict[str, Layout] = {}
     for name, parameter in trace.parameters.items():
-        sizes, tensor = tuple(parameter.shape), stored.get(name, R)
+        sizes, others = tuple(parameter.shape), stored.get(name, {})
         if name in storage.pinned:
-            _check(name, sizes, dp, tensor, storage.pinned[name], pins)
-        place = storage.place(name, sizes, tensor)
+            _check(name, sizes, storage, others, pins)
+        place = storage.place(name, sizes, others)
         if place is not None:
-            chosen[name] = place
+            chosen[name] = {storage.axis: place, **others}
     if zero and not chosen:
         raise LayoutError(
-            f"zero={zero} finds nothing to cut over dp={dp}",
+            f"zero={zero} finds nothing to cut over {storage.axis}={storage.ranks}",
             why="no parameter with two dims or more has one that divides over it and that tp does not cut",
-            hint="another size of dp, or zero=0",
+            hint=f"another size of {storage.axis}, or zero=0",
         )  # fmt: skip
-    return chosen
+    return {**stored, **chosen}
 
 
-def _cut(sizes: Sequence[int], dp: int, tensor: Placement) -> Placement | None:
-    """The first dim that divides and that `tp` does not cut; None where there is none."""
+def _cut(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
+    """The first dim that divides and that no other axis cuts; None where there is none."""
     if len(sizes) < MIN_DIMS:
         return None
-    return next(
-        (shard(dim) for dim, size in enumerate(sizes)
-         if size and size % dp == 0 and not (tensor.is_shard and tensor.dim == dim)), None,
-    )  # fmt: skip
+    taken = {place.dim for place in others.values() if place.is_shard}
+    fits = (dim for dim, size in enumerate(sizes) if size and size % ranks == 0 and dim not in taken)
+    return next(map(shard, fits), None)
 
 
-def _check(name: str, sizes: Sequence[int], dp: int, tensor: Placement, found: Sequence[LayoutPin], pins: Pins) -> None:
+def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pins: Pins) -> None:
     """Raises LayoutError where a parameter cannot be stored as its pins say."""
+    found = storage.pinned[name]
     if not _agree(found):
         clash = smallest_conflict(found, _agree)
         raise LayoutError(
             cannot_hold(clash), why=f"{name} can have only one layout",
             where=", ".join(filter(None, map(pins.where, clash))), hint="leave one of them out",
         )  # fmt: skip
-    place = Placement.parse(found[0].text)
-    why = cannot_store_over_dp(place, sizes, dp, tensor)
+    why = cannot_store_parts(Placement.parse(found[0].text), sizes, storage.axis, storage.ranks, others)
     if why:
         raise LayoutError(
             f"cannot pin {found[0]}", why=f"{name}: {why}", where=pins.where(found[0]),
-            hint=fitting_over_dp(sizes, dp, tensor),
+            hint=fitting_parts(sizes, storage.axis, storage.ranks, others),
         )  # fmt: skip
 
 
@@ -114,48 +113,45 @@ def _agree(pins: Sequence[LayoutPin]) -> bool:
     return len({place if place.is_shard else R for place in places}) <= 1
 
 
-def fitting_over_dp(sizes: Sequence[int], dp: int, tensor: Placement) -> str:
-    """`S(0), S(1) or R`: what a parameter can be on `dp`, for errors."""
-    fits = [f"S({dim})" for dim in range(len(sizes)) if not cannot_store_over_dp(shard(dim), sizes, dp, tensor)]
+def fitting_parts(sizes: Sequence[int], axis: str, ranks: int, others: Layout) -> str:
+    """`S(0), S(1) or R`: how a parameter can be cut over the storing axis, for errors."""
+    fits = [f"S({dim})" for dim in range(len(sizes)) if not cannot_store_parts(shard(dim), sizes, axis, ranks, others)]
     return f"{', '.join(fits)} or R" if fits else "R"
 
 
 def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, ...]:
     """A line for every matrix that stays whole on `dp` although it was asked to be cut; repeated blocks share one."""
-    dp = decisions.mesh.size("dp")
-    kept = [
-        f"{pattern_of(name)}: {list(parameter.shape)} stays whole on dp={dp}: no dim divides that tp does not cut"
-        for name, parameter in trace.parameters.items()
-        if zero == 3 and parameter.dim() >= MIN_DIMS
-        and _cut(tuple(parameter.shape), dp, decisions.stored.get(name, R)) is None
-        and name not in decisions.stored_over_dp
-    ]  # fmt: skip
+    axis = decisions.mesh.storing_axis
+    if axis is None or zero != 3:
+        return ()
+    ranks, kept = decisions.mesh.size(axis), []
+    for name, parameter in trace.parameters.items():
+        layout = decisions.stored.get(name, {})
+        if parameter.dim() >= MIN_DIMS and axis not in layout and _cut(tuple(parameter.shape), ranks, layout) is None:
+            sizes, why = list(parameter.shape), "no dim divides that tp does not cut"
+            kept.append(f"{pattern_of(name)}: {sizes} stays whole on {axis}={ranks}: {why}")
     return tuple(dict.fromkeys(kept))
 
 
 def stored_tensors(
-    trace: Trace, decisions: Decisions, readers: Mapping[str, set[int]], sizes: Mapping[str, int]
+    trace: Trace, decisions: Decisions, readers: Mapping[str, set[int]], axes: Sequence[str]
 ) -> dict[str, StoredTensor]:
     """How every parameter of the model is stored: the same for all programs of one plan.
 
+    Its gradient ends as a partial sum on the axes that cut rows, where it is whole, and where it lies as `R(grad P)`.
+
     Args:
         readers: the stages that read each parameter.
-        sizes: of the mesh axes that have more than one rank.
+        axes: those of the mesh that have more than one rank, but for the stages.
     """
-    stored = {}
+    stored, features = {}, decisions.mesh.along("features")
     for name, parameter in trace.parameters.items():
-        place = decisions.stored.get(name, R)
-        layout, axes = {}, []
-        if name in decisions.stored_over_dp:
-            layout["dp"] = decisions.stored_over_dp[name]
-        elif "dp" in sizes:
-            axes.append("dp")
-        if "tp" in sizes:
-            layout["tp"] = R if place == R_GRAD_P else place
-        if place == R_GRAD_P:
-            axes.append("tp")
+        layout = {axis: decisions.place(name, axis) for axis in axes}
+        partial = [axis for axis, place in layout.items() if place == R_GRAD_P or (axis not in features and place == R)]
+        shown = {axis: R if place == R_GRAD_P else place for axis, place in layout.items()
+                 if axis in features or place != R}  # fmt: skip
         stored[name] = StoredTensor(
-            name, tuple(parameter.shape), layout, tuple(sorted(readers.get(name, {0}))),
-            tuple(axes) if parameter.requires_grad else (), trace.aliases.get(name, ()),
+            name, tuple(parameter.shape), shown, tuple(sorted(readers.get(name, {0}))),
+            tuple(partial) if parameter.requires_grad else (), trace.aliases.get(name, ()),
         )  # fmt: skip
     return stored

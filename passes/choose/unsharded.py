@@ -10,7 +10,8 @@ from torch import fx
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.flops import counted_flops
 from autopart.ir.graph import format_value, operator_name, size_bytes, source_of, tensor_inputs, value
-from autopart.ir.layout import Placement, R, conversion
+from autopart.ir.layout import Placement, conversion
+from autopart.ir.program import MICROBATCH_AXIS
 from autopart.passes.choose.batch import placement
 from autopart.passes.choose.partition import active_operators
 from autopart.passes.facts.analyze import BATCH, FEATURE, PARAMETER, Atoms, tuple_values
@@ -62,15 +63,19 @@ def _why_whole(node: fx.Node, decisions: Decisions) -> str:
     pattern: Pattern | None = node.meta["pattern"]
     if pattern is None:
         return NOT_THIS_CALL if has_rule(operator_name(node)) else NO_RULE
-    tp = decisions.mesh.size("tp")
-    if tp == 1 or not pattern.flops or decisions.tensor[node].factor:
+    chosen = {axis: decisions.strategies[axis][node] for axis in decisions.mesh.along("features")}
+    if not chosen or not pattern.flops or any(strategy.factor for strategy in chosen.values()):
         return ""
+    axis = next(iter(chosen))
+    ranks = decisions.mesh.size(axis)
     sizes = _feature_sizes(node, pattern)
     if not sizes:
         return "none of its dims comes from a weight"
-    uneven = all(size % tp for size in sizes.values())
+    uneven = all(size % ranks for size in sizes.values())
     named = ", ".join(f"{factor}={size}" for factor, size in sizes.items())
-    return f"tp={tp} divides none of {named}" if uneven else f"bringing its values together for tp={tp} would cost more"
+    if uneven:
+        return f"{axis}={ranks} divides none of {named}"
+    return f"bringing its values together for {axis}={ranks} would cost more"
 
 
 def _feature_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
@@ -85,8 +90,8 @@ def _feature_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
 
 def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
     """Bytes one rank sends for each conversion of its inputs and outputs, forward and backward."""
-    for axis, chosen in (("dp", decisions.batch), ("tp", decisions.tensor)):
-        if decisions.mesh.size(axis) == 1:
+    for axis, chosen in decisions.strategies.items():
+        if axis == MICROBATCH_AXIS:
             continue
         ways = {(s, t) for s, t in zip(tensor_inputs(node), chosen[node].inputs, strict=True)}
         for used in _results(node):
@@ -111,12 +116,13 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 def _made(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
     """Where a value is made on an axis; None for values of the inputs alone."""
-    if axis == "dp":
-        return placement(used, decisions.batch)
+    chosen = decisions.strategies[axis]
+    if axis in decisions.row_axes:
+        return placement(used, chosen)
     source, index = source_of(used)
     if source.meta["role"] == PARAMETER:
-        return decisions.stored.get(source.target, R)
-    return decisions.tensor[source].outputs[index] if source in decisions.tensor else None
+        return decisions.place(source.target, axis)
+    return chosen[source].outputs[index] if source in chosen else None
 
 
 def _shapes(node: fx.Node) -> str:

@@ -303,7 +303,8 @@ class Walk:
         made = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
         if in_order and Form(made.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
             return Value(made, owner)
-        again = primitive == "all_gather" and node.args[1] == "dp" and node.args[0].op == "get_attr"
+        over_data = node.args[1] == self.program.mesh.data_axis
+        again = primitive == "all_gather" and over_data and node.args[0].op == "get_attr"
         return Value(made, Memory(made.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:

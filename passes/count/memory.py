@@ -18,7 +18,7 @@ from autopart.ir.program import Boundary, Program, StoredTensor
 from autopart.passes.choose.decide import batch_strategies, stages_from_cuts
 from autopart.passes.choose.stage_pins import pinned_partition
 from autopart.passes.count.footprint import StageMemory, Walk, stage_memory
-from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.decisions import Decisions, over_rows
 from autopart.passes.write.local_ops import local_shape
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Schedule
@@ -74,12 +74,13 @@ def _rank_memory(
 def cut_again(
     trace: Trace, decisions: Decisions, mesh: Mesh, microbatches: int, num_stages: int, pins: Pins
 ) -> Decisions:
-    """The layouts of these decisions with other stages and microbatches; nothing is solved for `tp` again."""
+    """The layouts of these decisions with other stages and microbatches; nothing is solved for again."""
     cuts = pinned_partition(trace.graph, mesh, num_stages, pins).cuts
     rows = batch_strategies(trace, mesh, microbatches)
+    features = {axis: decisions.strategies[axis] for axis in mesh.along("features")}
     return replace(
-        decisions, mesh=mesh, microbatches=microbatches, batch=rows, stage_of=stages_from_cuts(trace, cuts),
-        num_stages=num_stages,
+        decisions, mesh=mesh, microbatches=microbatches, stage_of=stages_from_cuts(trace, cuts), num_stages=num_stages,
+        strategies={**over_rows(mesh, microbatches, rows), **features},
     )  # fmt: skip
 
 

@@ -62,7 +62,8 @@ def _moves(program: Program) -> Iterator[_Move]:
             moved += wire_bytes(backward, program.mesh.size(axis), size) if grad else 0
             path = _module_of(node)
             yield _Move(stage.index, path, axis, forward, backward if grad else "", round(moved))
-            if axis == "dp" and forward == "all_gather" and node.args[0].op == "get_attr" and _is_saved(node):
+            is_weight = axis == program.mesh.data_axis and node.args[0].op == "get_attr"
+            if is_weight and forward == "all_gather" and _is_saved(node):
                 again = round(wire_bytes("all_gather", program.mesh.size(axis), size))
                 yield _Move(stage.index, path, axis, "", "all_gather", again)
 

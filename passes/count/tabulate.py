@@ -62,8 +62,8 @@ def tabulate(trace: Trace, program: Program, walk: Walk, blocks: Blocks, fused: 
     rows = tuple(held.row(one) for one in found)
     parameters = {
         name: Parameter(
-            _stored(trace, program, name), tuple(dict.fromkeys(("dp", *stored.grad_axes))), name in held.trained,
-            len(stored.shape) >= MIN_DIMS,
+            _stored(trace, program, name), tuple(dict.fromkeys((program.mesh.data_axis, *stored.grad_axes))),
+            name in held.trained, len(stored.shape) >= MIN_DIMS,
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
     batch, at = batch_size(trace), _blocks_of(found, blocks)
@@ -71,7 +71,7 @@ def tabulate(trace: Trace, program: Program, walk: Walk, blocks: Blocks, fused: 
     buffers = {id(buffer): buffer.nbytes * _copies(name, blocks) for name, buffer in trace.buffers.items()}
     return Table(
         rows, tuple(_order(at, blocks)), parameters, batch // program.row_ranks, tokens(trace),
-        program.mesh.size("tp"),
+        program.mesh.size(program.mesh.tensor_axis),
         flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch, sum(buffers.values()),
     )  # fmt: skip
 
@@ -85,7 +85,7 @@ def totals_of(trace: Trace, program: Program, walks: Sequence[Walk], stages: Seq
     growth = Growth(trace, program)
     works: Counter[tuple[str, Work]] = Counter()
     for one in (one for found in stages for one in found):
-        works.update((part, work) for part in PARTS for work in getattr(one, part) if not _is_zero(work))
+        works.update((part, work) for part in PARTS for work in getattr(one, part) if not _is_zero(work, program))
     kept, largest, sent, trained = list[Size](), NOTHING, NOTHING, set[str]()
     for walk in walks:
         held = _Held(walk, growth)
@@ -98,25 +98,27 @@ def totals_of(trace: Trace, program: Program, walks: Sequence[Walk], stages: Seq
         sizes = [Size.of(b.size_bytes, growth.of(n)) for n, b in zip(received, walk.stage.receives, strict=True)]
         sent = max(sent, Size.sum(sizes), key=lambda size: size.value)
     stored = {name: _stored(trace, program, name) for name in program.parameters}
-    cut = [size for name, size in stored.items() if "dp" in program.parameters[name].layout]
+    data_axis, tensor_ranks = program.mesh.data_axis, program.mesh.size(program.mesh.tensor_axis)
+    cut = [size for name, size in stored.items() if data_axis in program.parameters[name].layout]
     return Totals(
         dict(works), Size.sum(stored.values()), Size.sum(stored[name] for name in stored if name in trained),
         Size.sum(cut), len(cut), Size.sum(kept), largest, sent,
         float(sum({id(b): b.nbytes for b in trace.buffers.values()}.values())),
-        Sizes(batch_size(trace) // (program.row_ranks * program.microbatches), tokens(trace), program.mesh.size("tp")),
+        Sizes(batch_size(trace) // (program.row_ranks * program.microbatches), tokens(trace), tensor_ranks),
     )  # fmt: skip
 
 
-def _is_zero(work: Work) -> bool:
-    """Whether it gathers a parameter over `dp`, or scatters its gradient."""
-    return work.axis == "dp" and work.kind in ("all_gather", "reduce_scatter")
+def _is_zero(work: Work, program: Program) -> bool:
+    """Whether it gathers a parameter that is stored in parts, or scatters its gradient."""
+    return work.axis == program.mesh.data_axis and work.kind in ("all_gather", "reduce_scatter")
 
 
 def _stored(trace: Trace, program: Program, name: str) -> Size:
-    """What a rank of `tp` stores of a parameter, before `dp` cuts it."""
-    stored = program.parameters[name]
-    cut = "tp" in stored.layout and stored.layout["tp"].is_shard
-    whole = local_bytes(trace, program, stored) * (program.mesh.size("dp") if "dp" in stored.layout else 1)
+    """What a rank stores of a parameter, before the data axis cuts it."""
+    mesh, stored = program.mesh, program.parameters[name]
+    cut = mesh.tensor_axis in stored.layout and stored.layout[mesh.tensor_axis].is_shard
+    parts = mesh.size(mesh.data_axis) if mesh.data_axis in stored.layout else 1
+    whole = local_bytes(trace, program, stored) * parts
     return Size.of(whole, Powers(0, 0, int(cut)))
 
 

@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.ir.layout import Placement
+from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
+from autopart.ir.program import MICROBATCH_AXIS
 from autopart.ir.recomputation import Recompute
 from autopart.passes.facts.strategies import Strategy
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """All that was chosen: strategies on the batch and the tensor axis, stored placements, the stage of operators.
+    """All that was chosen: what every operator does on each axis, how parameters are stored, the stage of operators.
 
-    `stored`: on `tp`; `stored_over_dp`: of the parameters that are cut over `dp` too, along another dim.
-    `copied`: every rank of `dp` computes all rows, and the batch axes are the microbatches alone.
+    `strategies`: of every axis of the mesh that cuts something, and of the microbatches. Axes that cut rows have the
+    same; one that is not here computes all rows on every rank. `stored`: {parameter: its layout, where it is not `R`}.
     """
 
     mesh: Mesh
     microbatches: int
-    batch: Mapping[fx.Node, Strategy]
-    tensor: Mapping[fx.Node, Strategy]
-    stored: Mapping[str, Placement]
+    strategies: Mapping[str, Mapping[fx.Node, Strategy]]
+    stored: Mapping[str, Layout]
     stage_of: Mapping[fx.Node, int]
     num_stages: int
-    copied: bool = False
-    stored_over_dp: Mapping[str, Placement] = field(default_factory=dict)
     recompute: Recompute = "none"
+
+    def place(self, name: str, axis: str) -> Placement:
+        """How a parameter is stored on an axis."""
+        return self.stored.get(name, {}).get(axis, R)
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes on which rows are cut, the microbatches last."""
+        return tuple(axis for axis in (*self.mesh.along("rows"), MICROBATCH_AXIS) if axis in self.strategies)
+
+    @property
+    def rows(self) -> Mapping[fx.Node, Strategy]:
+        """What every operator does with the rows; empty where they are not cut."""
+        return self.strategies[self.row_axes[0]] if self.row_axes else {}
+
+    @property
+    def copied(self) -> bool:
+        """Whether the axes that cut rows compute all of them on every rank, for the rows do not divide over them."""
+        axes = self.mesh.along("rows")
+        return bool(axes) and not any(axis in self.strategies for axis in axes)
+
+    @property
+    def row_shards(self) -> int:
+        """The parts in which the rows are cut, over ranks and microbatches."""
+        return self.microbatches * (1 if self.copied else self.mesh.row_ranks)
+
+
+def over_rows(mesh: Mesh, microbatches: int, rows: Mapping[fx.Node, Strategy], copied: bool = False) -> dict:
+    """`Decisions.strategies` of the axes that cut rows."""
+    axes = () if copied else mesh.along("rows")
+    return dict.fromkeys((*axes, *[MICROBATCH_AXIS] * (microbatches > 1)), rows)

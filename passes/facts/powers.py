@@ -31,7 +31,9 @@ class Growth:
     def __init__(self, trace: Trace, program: Program):
         self._traced = {node.name: node for node in trace.graph.nodes}
         self._tokens = tokens(trace)
-        sizes = {"dp": program.row_ranks, MICROBATCH_AXIS: program.microbatches}
+        cut = () if program.copied else program.mesh.along("rows")
+        sizes = {axis: program.mesh.size(axis) for axis in cut} | {MICROBATCH_AXIS: program.microbatches}
+        self._tensor_axis = program.mesh.tensor_axis
         self._row_axes = [axis for axis, size in sizes.items() if size > 1]
         self._of: dict[fx.Node, Powers] = {}
         self._traced_of: dict[fx.Node, Powers] = {}
@@ -51,7 +53,7 @@ class Growth:
             return found if parts or self._cut(node) is not None else found._replace(tp=0)
         if origin not in self._traced_of:
             self._traced_of[origin] = self._count(atom for dim in origin.meta["atoms"] for atom in dim)
-        found, tp = self._traced_of[origin], layout.get("tp")
+        found, tp = self._traced_of[origin], layout.get(self._tensor_axis)
         cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
         return Powers(found.b * cut, found.s, int(tp is not None and tp.is_shard))
 
@@ -63,7 +65,7 @@ class Growth:
 
     def _found_cut(self, node: fx.Node) -> int | None:
         if node.meta.get("origin", "") in self._traced:
-            placement = node.meta.get("layout", {}).get("tp")
+            placement = node.meta.get("layout", {}).get(self._tensor_axis)
             return placement.dim if placement is not None and placement.is_shard else None
         for used in tensor_inputs(node):
             dim, made, read = self._cut(used), value(node), value(used)

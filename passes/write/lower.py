@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from autopart.ir.graph import (
     tensor_inputs,
     value,
 )
-from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, conversion, is_direct
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct
 from autopart.ir.program import (
     MICROBATCH_AXIS,
     SEEDS,
@@ -56,7 +56,6 @@ from autopart.tracing.trace import Trace
 aten = torch.ops.aten
 
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
-BATCH_AXES = ("dp", MICROBATCH_AXIS)
 
 
 def lower(
@@ -65,8 +64,8 @@ def lower(
 ) -> Program:  # fmt: skip
     """The program that computes `outputs` (nodes of the graph, or constants) under these decisions.
 
-    `whole_outputs`: bring outputs to their global value on `dp` (for a call); else leave them as they are made there,
-    such as a partial sum of the loss (for a training step, which sums once). Those of `beside` come behind them, whole.
+    `whole_outputs`: bring outputs to their global value over the rows (for a call); else leave them as they are, such
+    as a partial sum of the loss (for a training step, which sums once). Those of `beside` come behind them, whole.
     """
     writer = _Writer(trace, decisions, rng)
     needed = _needed([*outputs, *beside, *trace.buffer_updates.values()])
@@ -111,13 +110,12 @@ class _Writer:
 
     def __init__(self, trace: Trace, decisions: Decisions, rng: Rng):
         self.trace, self.decisions = trace, decisions
-        sizes = {
-            "dp": decisions.mesh.size("dp"),
-            MICROBATCH_AXIS: decisions.microbatches,
-            "tp": decisions.mesh.size("tp"),
-        }
-        self.sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        self.batch_axes = tuple(a for a in BATCH_AXES if a in self.sizes and not (a == "dp" and decisions.copied))
+        mesh = decisions.mesh
+        rows, self.features = mesh.along("rows"), mesh.along("features")
+        in_time = {MICROBATCH_AXIS: decisions.microbatches} if decisions.microbatches > 1 else {}
+        self.sizes = {a: mesh.size(a) for a in rows} | in_time | {a: mesh.size(a) for a in self.features}
+        self.chosen = {axis: decisions.strategies[axis] for axis in self.sizes if axis in decisions.strategies}
+        self.row_axes = decisions.row_axes
         self.stages = [StageDraft(i) for i in range(decisions.num_stages)]
         random = [node for node in operators(trace.graph) if draws_random_numbers(node)]
         self.not_drawn = _drawn_in_place(random) if rng == "fast" else set()
@@ -134,33 +132,25 @@ class _Writer:
 
     # Layouts
 
-    def key(self, node: fx.Node, batch: Placement, tensor: Placement, copies: Placement = R) -> Key:
-        """A layout over the axes there are; gradients of values that have none do not count.
-
-        `copies`: the placement on a `dp` whose ranks all compute the same.
-        """
-        places = {"dp": copies, **dict.fromkeys(self.batch_axes, batch), "tp": tensor}
+    def key(self, node: fx.Node, places: Layout) -> Key:
+        """A layout over the axes there are, `R` on those not named; gradients of values that have none do not count."""
         grad = node.meta["needs_grad"]
-        return tuple((a, R if places[a] == R_GRAD_P and not grad else places[a]) for a in self.sizes)
+        every = {axis: places.get(axis, R) for axis in self.sizes}
+        return tuple((axis, R if place == R_GRAD_P and not grad else place) for axis, place in every.items())
 
     def produced(self, node: fx.Node) -> Key:
         """The layout in which a value is made."""
         source, index = source_of(node)
         if source.op == "placeholder":  # an input that needs a gradient: whole on every rank, as the caller has it
-            return self.key(source, R, R)
-        if source.meta["role"] == PARAMETER:
-            stored, over_dp = self.decisions.stored, self.decisions.stored_over_dp
-            key = dict(self.key(source, R_GRAD_P, stored.get(source.target, R), R_GRAD_P))
-            return tuple((key | {"dp": over_dp[source.target]} if source.target in over_dp else key).items())
-        tensor = self.decisions.tensor[source].outputs[index] if "tp" in self.sizes else R
-        batch = self.decisions.batch[source].outputs[index] if self.batch_axes else R
-        return self.key(node, batch, tensor)
+            return self.key(source, {})
+        if source.meta["role"] == PARAMETER:  # each part of the batch gives a part of the gradient
+            rows = {axis: R_GRAD_P for axis in self.sizes if axis not in self.features}
+            return self.key(source, {**rows, **self.decisions.stored.get(source.target, {})})
+        return self.key(node, {axis: on[source].outputs[index] for axis, on in self.chosen.items()})
 
     def wanted(self, node: fx.Node, position: int, used: fx.Node) -> Key:
         """The layout in which an operator takes an input."""
-        tensor = self.decisions.tensor[node].inputs[position] if "tp" in self.sizes else R
-        batch = self.decisions.batch[node].inputs[position] if self.batch_axes else R
-        return self.key(used, batch, tensor)
+        return self.key(used, {axis: on[node].inputs[position] for axis, on in self.chosen.items()})
 
     # Emitting
 
@@ -210,9 +200,7 @@ class _Writer:
             return self.get(used, layout, stage)
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), local)
-        chosen = {axis: self.decisions.batch[node] for axis in self.batch_axes}
-        if "tp" in self.sizes:
-            chosen["tp"] = self.decisions.tensor[node]
+        chosen = {axis: on[node] for axis, on in self.chosen.items()}
         call = LocalCall(node, chosen, self.sizes, self.emitter(stage, node), lambda: self.seed(stage))
         self._store(node, write_local(call, args, kwargs), stage)
 
@@ -304,10 +292,9 @@ class _Writer:
 
     def _from_inputs(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
         places = dict(layout)
-        tensor = places.get("tp", R)
-        batch = places[self.batch_axes[0]] if self.batch_axes else R
-        if tensor != R or batch == P:
-            before = self.key(node, R if batch == P else batch, R)
+        batch = places[self.row_axes[0]] if self.row_axes else R
+        if batch == P or any(places[axis] != R for axis in self.features):
+            before = self.key(node, dict.fromkeys(self.row_axes, R if batch == P else batch))
             return self.convert(self.get(node, before, stage), node, before, layout, stage)
         if not batch.is_shard:
             return self._stage_input(node, None, stage)
@@ -318,7 +305,7 @@ class _Writer:
         """Compute only the rows asked for, where the operator's rule allows it."""
         if node.op != "call_function" or node.target is operator.getitem or draws_random_numbers(node):
             return None
-        shards = math.prod(self.sizes[axis] for axis in self.batch_axes)
+        shards = math.prod(self.sizes[axis] for axis in self.row_axes)
         options = [s for s in strategies(node, shards, ANY_KIND) if s.outputs == (batch,)]
         if not options or not tensor_inputs(node):
             return None
@@ -326,17 +313,17 @@ class _Writer:
         positions = iter(strategy.inputs)
 
         def local(used: fx.Node) -> fx.Node:
-            return self.get(used, self.key(used, next(positions), R), stage)
+            return self.get(used, self.key(used, dict.fromkeys(self.row_axes, next(positions))), stage)
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), local)
-        chosen = dict.fromkeys(self.batch_axes, strategy)
+        chosen = dict.fromkeys(self.row_axes, strategy)
         return write_local(
             LocalCall(node, chosen, self.sizes, self.emitter(stage, node), lambda: self.seed(stage)), args, kwargs
         )
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
         """A keyword input of the stage graph, computed whole by its prologue and cut by the runtime."""
-        rows = "" if batch is None or not self.batch_axes else "_rows"
+        rows = "" if batch is None or not self.row_axes else "_rows"
         made = stage.placeholder(f"{node.name}_{stage.index}{rows}")
         cut = (None, ()) if batch is None else (batch.dim, batch.sections)
         stage.inputs.append(StageInput(made.target, *cut))
@@ -367,7 +354,8 @@ class _Writer:
     def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
         """Go from one layout to another, one axis after the other."""
         current = dict(source)
-        for axis, place in target:
+        whole = R_GRAD_P if node.meta["needs_grad"] else R
+        for axis, place in (*_brought_first(current, dict(target), whole), *target):
             if current[axis] != place:
                 before, current[axis] = dict(current), place
                 layout = tuple(current.items())
@@ -421,7 +409,7 @@ class _Writer:
     # Finishing
 
     def finish(self, outputs: Sequence[tuple[Any, bool]]) -> Program:
-        """The program of these outputs, each with whether it is to be whole on `dp`."""
+        """The program of these outputs, each with whether it is to be whole over the rows."""
         last = self.stages[-1]
         results: list[Output] = []
         nodes: list[tuple[fx.Node, Key, fx.Node]] = []
@@ -441,9 +429,10 @@ class _Writer:
         mark = region_marker(self.trace.graph, self.decisions.recompute)
         stages = tuple(stage.finish(self.trace, self.sizes, mark) for stage in self.stages)
         names = (*self.trace.call.names, SEEDS) if self.has_seeds else self.trace.call.names
+        axes = [axis for axis in self.sizes if axis != MICROBATCH_AXIS]
         return Program(
             self.decisions.mesh, self.decisions.microbatches, names, stages,
-            stored_tensors(self.trace, self.decisions, self._readers(), self.sizes), tuple(results),
+            stored_tensors(self.trace, self.decisions, self._readers(), axes), tuple(results),
             self.trace.output_spec, self.decisions.copied, self.rng if self.draws else None,
         )  # fmt: skip
 
@@ -466,11 +455,11 @@ class _Writer:
 
     def _output_layout(self, node: fx.Node, whole: bool) -> Key:
         if source_of(node)[0].meta["role"] in (INPUT, DATA):
-            return self.key(node, R, R)
+            return self.key(node, {})
         places = dict(self.produced(node))
         for axis, place in places.items():
             # A loss that every rank has whole is differentiated once, not once on every rank.
-            if axis == "tp" or (axis == "dp" and (whole or place == R_GRAD_P)):
+            if axis in self.features or (axis != MICROBATCH_AXIS and (whole or place == R_GRAD_P)):
                 places[axis] = R
             elif place == R_GRAD_P and not whole:  # every microbatch is differentiated, and gives its share
                 places[axis] = P
@@ -480,3 +469,17 @@ class _Writer:
         """The stages that read each parameter."""
         outputs, last = self.trace.graph.output_node(), self.decisions.num_stages - 1
         return parameter_stages(self.decisions.stage_of, outputs, last)
+
+
+def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
+    """What has to be brought together before anything else: a dim that several axes cut, the innermost cut first, and
+    one that an axis cuts where another is to cut it. Else the shards would be put together in another order."""
+    axes = list(current)
+    for axis in reversed(axes):
+        place = current[axis]
+        if not place.is_shard or target[axis] == place:
+            continue
+        outside = [current[a] for a in axes[: axes.index(axis)] if current[a] != target[a]]
+        arriving = [p for a, p in target.items() if a != axis and current[a] != p]
+        if any(p.is_shard and p.dim == place.dim for p in (*outside, *arriving)):
+            yield axis, target[axis] if target[axis].is_replicated else whole

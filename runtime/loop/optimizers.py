@@ -154,4 +154,4 @@ def _axes(home: Home) -> str:
 
 
 def _whole(home: Home) -> str:
-    return "zero=0" if all(axis == "dp" for axis, _ in home.cuts) else "dp with zero=0, or pp"
+    return "zero=0" if all(axis == home.process.mesh.data_axis for axis, _ in home.cuts) else "dp with zero=0, or pp"

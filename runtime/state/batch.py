@@ -21,7 +21,7 @@ def stage_arguments(
     """The keyword arguments of one stage graph on one rank, per microbatch.
 
     `values` are what the stage's prologue returned for the global batch. A value with a batch dim is cut into
-    contiguous blocks of rows, first over `dp`, then over microbatches.
+    contiguous blocks of rows, first over ranks, then over microbatches.
     """
     per_microbatch: list[Arguments] = [{} for _ in range(program.microbatches)]
     for stage_input, value in zip(inputs, values, strict=True):
@@ -30,7 +30,7 @@ def stage_arguments(
             rows = [value] * program.microbatches
         else:
             sections, num_blocks = stage_input.sections, program.row_ranks
-            mine = _block(value, dim, sections, num_blocks, coordinates.get("dp", 0) % num_blocks)
+            mine = _block(value, dim, sections, num_blocks, program.mesh.row_index(coordinates) % num_blocks)
             if len(sections) > 1:
                 sections = tuple(size // num_blocks for size in sections)
             rows = [_block(mine, dim, sections, program.microbatches, index) for index in range(program.microbatches)]
