@@ -29,10 +29,12 @@ from autopart.passes.choose.recompute import check_recompute, recompute_of_check
 from autopart.passes.choose.storage import choose_parts
 from autopart.passes.count.footprint import walked
 from autopart.passes.count.memory import cut_again, memory_of
+from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate, batch_size
 from autopart.passes.facts.decisions import Decisions
 from autopart.passes.facts.labels import with_label_count
-from autopart.passes.normalize import AS_TRACED, NORMALIZE, in_double, run_passes
+from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
+from autopart.passes.pipeline import run_passes
 from autopart.passes.write.lower import lower
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
 from autopart.plan_figures import Draft, plan_of
@@ -76,11 +78,12 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
 
     `double`: compute in float64 even where the model casts down.
     """
+    check_folder()
     phase("tracing the model")
     traced = trace(model, arguments)
     phase("finding out what may be cut")
     run_passes(traced.graph, AS_TRACED)
-    lifted = in_double(traced.graph) if double else set()
+    (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
     if lifted:
         traced = replace(traced, notes=(*traced.notes, LIFTED if lifted == {torch.float32} else LIFTED_HALF))
     run_passes(traced.graph, NORMALIZE)

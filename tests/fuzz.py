@@ -28,7 +28,8 @@ from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
 from autopart.passes.facts.decisions import Decisions, over_rows
 from autopart.passes.facts.strategies import Strategy, strategies
-from autopart.passes.normalize import NORMALIZE, run_passes
+from autopart.passes.normalize import NORMALIZE
+from autopart.passes.pipeline import run_passes
 from autopart.proof.subgraph import Subgraph
 from autopart.proof.subject import Arrangement, Subject
 from autopart.tracing.trace import Call, Trace

@@ -100,7 +100,7 @@ def test_another_order_in_memory_is_noticed(monkeypatch):
 
 
 def test_a_dropped_draw_is_noticed(monkeypatch):
-    monkeypatch.setattr("autopart.passes.normalize.driver.draws_random_numbers", lambda node: False)
+    monkeypatch.setattr("autopart.passes.pipeline.draws_random_numbers", lambda node: False)
     assert not_ok("draws that nothing reads", "tp2").max_error > 1e-3
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from autopart.ir.graph import operators
 from autopart.passes.facts.analyze import annotate
-from autopart.passes.normalize import AS_TRACED, NORMALIZE, run_passes
+from autopart.passes.normalize import AS_TRACED, NORMALIZE
+from autopart.passes.pipeline import run_passes
 from autopart.tracing import repeated
 from autopart.tracing import trace as tracing
 from autopart.tracing.trace import Trace, bind_call, trace

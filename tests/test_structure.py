@@ -32,15 +32,19 @@ BELOW = {
     "tuning": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof"),
     "front": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof", "tuning", "show"),
 }
+# What runs passes; `_room_of` has files directly in passes/ as rooms.
+DRIVER = ("dump", "pipeline")
 # The same for the folders inside two of them; what is directly in the runtime puts its folders together.
 ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "passes": {
+        "dump": (),
+        "pipeline": ("dump",),
         "rules": (),
-        "normalize": ("rules",),
-        "facts": ("rules",),
-        "choose": ("rules", "normalize", "facts"),
-        "write": ("rules", "normalize", "facts", "choose"),
-        "count": ("rules", "normalize", "facts", "choose", "write"),
+        "normalize": (*DRIVER, "rules"),
+        "facts": (*DRIVER, "rules"),
+        "choose": (*DRIVER, "rules", "normalize", "facts"),
+        "write": (*DRIVER, "rules", "normalize", "facts", "choose"),
+        "count": (*DRIVER, "rules", "normalize", "facts", "choose", "write"),
     },
     "runtime": {
         "comm": (),

@@ -16,7 +16,8 @@ from autopart.ir.mesh import Mesh
 from autopart.passes.facts.analyze import DATA, annotate
 from autopart.passes.facts.decisions import Decisions
 from autopart.passes.facts.strategies import Strategy, strategies
-from autopart.passes.normalize import AS_TRACED, NORMALIZE, run_passes
+from autopart.passes.normalize import AS_TRACED, NORMALIZE
+from autopart.passes.pipeline import PassError, run_passes
 from autopart.passes.write.lower import ANY_KIND, lower
 from autopart.proof.subject import relative, weights_like
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
@@ -120,7 +121,8 @@ class Proof:
             backward([value for values in found.values() for value in values])
             sync_gradients_lockstep(local, program)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError) as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            cause = error.__cause__ if isinstance(error, PassError) and error.__cause__ is not None else error
+            return f"{type(cause).__name__}: {str(cause).splitlines()[0][:160]}"
         wrong = []
         tolerance = max(TOLERANCE.get(o.dtype, 0.0) for o in self.outputs)
         for rank, values in found.items():

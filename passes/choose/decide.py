@@ -21,6 +21,7 @@ from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, 
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, schedule_for
 from autopart.passes.choose.batch import check_microbatches, choose_batch, mixed_rows
+from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.partition import active_operators, check_batch, crossing_bytes
 from autopart.passes.choose.pins import FREE, Pinned, pinned_layouts, solve_pinned
 from autopart.passes.choose.prices import Step
@@ -31,6 +32,7 @@ from autopart.passes.choose.storage import Storage, fitting_parts
 from autopart.passes.facts.analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
 from autopart.passes.facts.decisions import Decisions, over_rows
 from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, Strategy, strategies
+from autopart.passes.pipeline import driven
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Plan, Schedule
@@ -50,6 +52,7 @@ class Decided(NamedTuple):
     solved: Mapping[str, tuple[Programme, Sharding]]
 
 
+@driven(notes=decision_notes)
 def decide(
     trace: Trace,
     mesh: Mesh,
@@ -253,6 +256,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     return tuple(starts)
 
 
+@driven(notes=decision_notes)
 def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] | None = None) -> Decisions:
     """The decisions a plan holds for this trace.
 

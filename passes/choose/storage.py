@@ -16,8 +16,10 @@ from autopart.ir.graph import pattern_of
 from autopart.ir.layout import R_GRAD_P, Layout, Placement, R, cannot_store_parts, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
+from autopart.passes.choose.notes import layout_notes
 from autopart.passes.choose.pins import cannot_hold, pinned_parts, smallest_conflict
 from autopart.passes.facts.decisions import Decisions
+from autopart.passes.pipeline import driven
 from autopart.plans.pins import LayoutPin, Pins
 from autopart.tracing.trace import Trace
 
@@ -52,6 +54,7 @@ class Storage:
         return _cut(sizes, self.ranks, others) if self.zero == 3 else None
 
 
+@driven(notes=layout_notes)
 def choose_parts(trace: Trace, mesh: Mesh, zero: int, stored: Mapping[str, Layout], pins: Pins) -> Mapping[str, Layout]:
     """`stored` with how parameters are cut over the storing axis too: what is pinned so, and with `zero=3` every matrix
     that divides.

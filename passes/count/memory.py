@@ -16,9 +16,11 @@ from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Boundary, Program, StoredTensor
 from autopart.passes.choose.decide import batch_strategies, stages_from_cuts
+from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.stage_pins import pinned_partition
 from autopart.passes.count.footprint import StageMemory, Walk, stage_memory
 from autopart.passes.facts.decisions import Decisions, over_rows
+from autopart.passes.pipeline import driven
 from autopart.passes.write.local_ops import local_shape
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Schedule
@@ -71,6 +73,7 @@ def _rank_memory(
     )  # fmt: skip
 
 
+@driven(notes=decision_notes)
 def cut_again(
     trace: Trace, decisions: Decisions, mesh: Mesh, microbatches: int, num_stages: int, pins: Pins
 ) -> Decisions:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import Sections
 from autopart.passes.facts.blocks import Place, places
+from autopart.passes.pipeline import driven
 from autopart.passes.rules import Pattern, pattern_for
 from autopart.passes.rules.functions import backward_is_linear
 from autopart.tracing.trace import Trace
@@ -60,6 +61,16 @@ class Atom(NamedTuple):
 Atoms = tuple[Atom, ...]
 
 
+def facts_of(node: fx.Node) -> Iterator[str]:
+    """What `annotate` has found of a node, for readers: `active`, `grad`, `b k, n k -> b n`."""
+    if node.op == "output":
+        return
+    yield node.meta["role"]
+    yield "grad" * node.meta["needs_grad"]
+    yield str(node.meta["pattern"] or "")
+
+
+@driven(notes=lambda _: facts_of)
 def annotate(trace: Trace) -> None:
     """Write `role`, `needs_grad`, `key`, `group`, `pattern`, `atoms` and `sections` on every node."""
     batch = batch_size(trace)

@@ -1,13 +1,14 @@
 """Rewrite a traced graph into few forms, so that one rule per operator is enough.
 
-Every pass is a function of the graph, runs under `run_passes`, and keeps what the graph computes.
+Every pass keeps what the graph computes. `PASSES` has them by name, for `Pass.parse`.
 """
 
 from __future__ import annotations
 
+from autopart.passes.pipeline import Pass
+
 from .creation import plain_creation, plain_numbers
 from .decompose import take_apart
-from .driver import PassError, eliminate_dead_code, run_passes
 from .experts import unsorted_experts
 from .losses import explicit_reductions, whole_means
 from .norms import plain_norms
@@ -28,9 +29,9 @@ from .views import (
     positional_arguments,
 )
 
-__all__ = ["AS_TRACED", "NORMALIZE", "PassError", "eliminate_dead_code", "in_double", "run_passes"]
+__all__ = ["AS_TRACED", "IN_DOUBLE", "NORMALIZE", "PASSES"]
 
-AS_TRACED = (explicit_attention_dropout, explicit_recurrent_dropout, draws_as_data, one_reshape)
+AS_TRACED = tuple(map(Pass, (explicit_attention_dropout, explicit_recurrent_dropout, draws_as_data, one_reshape)))
 """What comes first, while every value still has the dtype and the order in memory that the model gives it."""
 
 _FORMS = (
@@ -55,4 +56,7 @@ _FORMS = (
     whole_means,
     drop_no_ops,
 )
-NORMALIZE = (*_FORMS, take_apart, *_FORMS)
+NORMALIZE = tuple(map(Pass, (*_FORMS, take_apart, *_FORMS)))
+IN_DOUBLE = Pass(in_double)
+"""Between the two, where a model is verified."""
+PASSES = {rewrite.name: rewrite for rewrite in (*AS_TRACED, IN_DOUBLE, *NORMALIZE)}

@@ -7,7 +7,7 @@ from torch import fx
 
 from autopart.ir.graph import argument, shape, short_name, value
 
-from .driver import emit, replace
+from .new_calls import emit, replace
 
 aten = torch.ops.aten
 

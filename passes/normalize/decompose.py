@@ -12,16 +12,16 @@ from autopart.compat import decomposition, trace_function, tree_flatten, tree_un
 from autopart.ir.graph import is_tensor, value
 from autopart.passes.rules import pattern_for
 
-from .driver import emit, fake_mode
-
-DEPTH = 4
-"""How many times the parts of an operator are taken apart again."""
+from .new_calls import emit, fake_mode
 
 
-def take_apart(graph: fx.Graph) -> None:
-    """What depends on a parameter and has no sharding rule becomes the operators that torch defines it by."""
+def take_apart(graph: fx.Graph, depth: int = 4) -> None:
+    """What depends on a parameter and has no sharding rule becomes the operators that torch defines it by.
+
+    `depth`: how many times the parts of an operator are taken apart again.
+    """
     known: dict[Any, fx.GraphModule | None] = {}
-    for _ in range(DEPTH):
+    for _ in range(depth):
         active = _depends_on_parameters(graph)
         found = [n for n in graph.nodes if n in active and n.op == "call_function" and _has_no_rule(n)]
         taken = [node for node in found if _replace_by_parts(graph, node, known)]

@@ -14,7 +14,7 @@ from torch import fx
 from autopart.ir.graph import argument, shape, short_name, tensor_inputs
 from autopart.passes.rules import pattern_for
 
-from .driver import emit, getitem, replace
+from .new_calls import emit, getitem, replace
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch import fx
 from autopart.ir.graph import is_floating, operator_name, value
 from autopart.passes.rules.tables import LOSS_REDUCTIONS
 
-from .driver import emit, replace
+from .new_calls import emit, replace
 
 aten = torch.ops.aten
 NONE, MEAN = 0, 1

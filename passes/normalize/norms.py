@@ -9,7 +9,7 @@ from torch import fx
 
 from autopart.ir.graph import short_name
 
-from .driver import emit, replace
+from .new_calls import emit, replace
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from autopart.ir.graph import is_floating, value
 
-from .driver import emit, fake_call
+from .new_calls import emit, fake_call
 
 _LOWER = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -10,7 +10,7 @@ from torch import fx
 from autopart.ir.graph import argument, dropout_probability, is_tensor, operator_name, shape, short_name, value
 from autopart.passes.rules.equations import read_equation
 
-from .driver import emit, name_written_out, replace
+from .new_calls import emit, name_written_out, replace
 from .random import drop, noise_like
 
 aten = torch.ops.aten

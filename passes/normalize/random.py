@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from autopart.ir.graph import argument, draws_random_numbers, operator_name, value
 
-from .driver import emit, getitem, replace
+from .new_calls import emit, getitem, replace
 
 aten = torch.ops.aten
 

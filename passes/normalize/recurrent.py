@@ -9,7 +9,7 @@ from torch import fx
 
 from autopart.ir.graph import argument, draws_random_numbers, operator_name, value
 
-from .driver import emit, getitem, name_written_out
+from .new_calls import emit, getitem, name_written_out
 from .random import drop, noise_like
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import fx
 
 from autopart.ir.graph import operator_name, shape, value
 
-from .driver import emit, replace
+from .new_calls import emit, replace
 
 aten = torch.ops.aten
 

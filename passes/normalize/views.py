@@ -7,7 +7,7 @@ from torch import fx
 
 from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, value
 
-from .driver import emit, getitem, replace
+from .new_calls import emit, getitem, replace
 
 aten = torch.ops.aten
 

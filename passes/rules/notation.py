@@ -44,11 +44,20 @@ class Pattern:
         """Every factor, in order of first appearance."""
         return tuple(dict.fromkeys(f for dims in (*self.inputs, *self.outputs) for dim in dims for f in dim))
 
+    def __str__(self) -> str:
+        """`b s k, n k -> b s n`; a dim that merges factors is `(b s)`, one of none `1`, a tensor without dims `()`."""
+        values = [[" ".join(map(_dim_text, dims)) or "()" for dims in side] for side in (self.inputs, self.outputs)]
+        return " -> ".join(map(", ".join, values))
+
     @property
     def key(self) -> tuple:
         """Equal for equal patterns, and hashable."""
         sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
         return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, self.flops, joined
+
+
+def _dim_text(factors: tuple[str, ...]) -> str:
+    return factors[0] if len(factors) == 1 else f"({' '.join(factors)})" if factors else "1"
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,11 @@ from autopart.ir.program import (
 )
 from autopart.passes.choose.recompute import region_marker
 from autopart.passes.choose.storage import stored_tensors
+from autopart.passes.dump import program_files
 from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
 from autopart.passes.facts.decisions import Decisions
 from autopart.passes.facts.strategies import strategies
+from autopart.passes.pipeline import driven
 from autopart.passes.write.local_ops import (
     LocalCall,
     autopart_ops,
@@ -58,6 +60,7 @@ aten = torch.ops.aten
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
 
 
+@driven(files=program_files)
 def lower(
     trace: Trace, decisions: Decisions, outputs: Sequence[Any], whole_outputs: bool, rng: Rng = "fast",
     beside: Sequence[Any] = (),

@@ -13,7 +13,7 @@ from autopart.ir.graph import shape, value
 from autopart.ir.layout import Placement
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
 from autopart.passes.facts.analyze import PARAMETER, WEIGHT
-from autopart.passes.normalize import eliminate_dead_code
+from autopart.passes.pipeline import Pass, eliminate_dead_code, run_passes
 from autopart.passes.write.local_ops import local_shape
 from autopart.tracing.trace import Trace
 
@@ -60,10 +60,8 @@ class StageDraft:
         keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.received]
         for placeholder in reversed([*self.received, *keywords]):  # received values come first
             next(iter(self.graph.nodes)).prepend(placeholder)
-        fuse_bias(self.graph)
-        for graph in (self.graph, self.prologue):
-            eliminate_dead_code(graph)
-            graph.lint()
+        run_passes(self.graph, (Pass(fuse_bias),), of=f"stage {self.index}")
+        run_passes(self.prologue, (Pass(eliminate_dead_code),), of=f"prologue {self.index}")
         mark(self.graph)
         return Stage(
             self.index, _module(self.prologue, trace), tuple(self.inputs), _module(self.graph, trace),

@@ -1,81 +1,16 @@
-"""What runs graph passes, and the means to write one: new calls with values on fake tensors."""
+"""The means to write a pass: new calls, with values on fake tensors."""
 
 from __future__ import annotations
 
 import operator
-import traceback
-from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopart.compat import tree_flatten
-from autopart.errors import AutopartError
-from autopart.ir.graph import draws_random_numbers, short_name, source_text, value
-
-_made: ContextVar[dict[tuple, Any]] = ContextVar("what calls on fake tensors have given while passes run")
-
-
-class PassError(AutopartError):
-    """A graph pass failed: its name, the node and the user's source line."""
-
-
-def run_passes(graph: fx.Graph, passes: tuple[Callable[[fx.Graph], None], ...]) -> None:
-    """Run graph passes in order; after each, dead code goes and the order of the graph is checked; at the end, all."""
-    token = _made.set({})
-    try:
-        _run(graph, passes)
-    finally:
-        _made.reset(token)
-
-
-def _run(graph: fx.Graph, passes: tuple[Callable[[fx.Graph], None], ...]) -> None:
-    for rewrite in passes:
-        try:
-            rewrite(graph)
-            eliminate_dead_code(graph)
-            _check_order(graph)
-            if rewrite is passes[-1]:
-                graph.lint()
-        except AutopartError:
-            raise
-        except Exception as error:
-            raise _failed(rewrite.__name__, error) from error
-
-
-def _failed(name: str, error: Exception) -> PassError:
-    """The error of a pass: by the innermost frame that has a node, which node of the user's source it was at."""
-    node: fx.Node | None = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        here = frame.f_locals.get("node")
-        node = here if isinstance(here, fx.Node) else node
-    at = f" at '{node.name}'" if node is not None else ""
-    return PassError(
-        f"pass '{name}' failed{at}", why=f"{type(error).__name__}: {error}",
-        where=source_text(node) if node is not None else "",
-        hint="this is a fault of autopart: report it with the model",
-    )  # fmt: skip
-
-
-def _check_order(graph: fx.Graph) -> None:
-    """Raises RuntimeError where a node is read before it is made, or was erased."""
-    made: set[fx.Node] = set()
-    for node in graph.nodes:
-        missing = [source.name for source in node.all_input_nodes if source not in made]
-        if missing:
-            raise RuntimeError(f"'{node.name}' reads '{missing[0]}', which is not made before it")
-        made.add(node)
-
-
-def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Remove calls whose results nothing reads, but for those that draw random numbers: later draws depend on them."""
-    for node in reversed(graph.nodes):
-        if node.users or node.op in ("placeholder", "output"):
-            continue
-        if node.op != "call_function" or not draws_random_numbers(node):
-            graph.erase_node(node)
+from autopart.ir.graph import short_name, value
+from autopart.passes.pipeline import same_calls
 
 
 def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -91,7 +26,7 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
     leaves, spec = tree_flatten((fake_args, fake_kwargs))
     key = (target, str(spec), *map(_told, leaves))
-    made = _made.get({})
+    made = same_calls.get({})
     if key not in made:
         with fake_mode(near):
             made[key] = target(*fake_args, **fake_kwargs)

@@ -1,0 +1,52 @@
+"""What the environment asks of the passes: the one table of autopart's variables, read when a pass runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from autopart.errors import OptionError
+
+DUMP, CHECK = "AUTOPART_DUMP", "AUTOPART_CHECK"
+VARIABLES = {
+    DUMP: "a folder in which every pass writes what it changed",
+    CHECK: "1: the graph is checked after every pass, and not at the end alone",
+}
+_SWITCH = {"": False, "0": False, "1": True}
+
+
+class Flags(NamedTuple):
+    """`dump`: the folder to write to, "" for none. `check`: whether to check after every pass."""
+
+    dump: str
+    check: bool
+
+
+def flags() -> Flags:
+    """What the environment asks for now. Raises OptionError where a switch is neither 0 nor 1."""
+    check = os.environ.get(CHECK, "")
+    if check not in _SWITCH:
+        raise OptionError(f"{CHECK}={check!r} is not a switch", where="the environment", hint=f"{CHECK}=1 or {CHECK}=0")
+    return Flags(os.environ.get(DUMP, ""), _SWITCH[check])
+
+
+@contextmanager
+def environment(dump: str | Path = "", check: bool = False) -> Iterator[None]:
+    """Inside, the environment asks for this and nothing else, also in processes that are started here.
+
+    Example:
+        >>> with environment(dump="dump"):                                   # doctest: +SKIP
+        ...     autopart.plan(model, "tp2", example_kwargs=batch)
+    """
+    before = {name: os.environ.pop(name, None) for name in VARIABLES}
+    os.environ |= {name: text for name, text in ((DUMP, str(dump)), (CHECK, str(int(check)))) if text}
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            os.environ.pop(name, None)
+            if text is not None:
+                os.environ[name] = text

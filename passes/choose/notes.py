@@ -1,0 +1,38 @@
+"""What was chosen, said of every node of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from autopart.ir.layout import Layout
+from autopart.passes.dump import Notes
+from autopart.passes.facts.decisions import Decisions
+
+
+def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:
+    """`stage 1`, `rows S(0), R -> S(0)`, `tp R, S(0) -> S(1)` of operators; `tp:S(0)` of parameters."""
+    decisions = chosen if isinstance(chosen, Decisions) else chosen[0]
+    on_axes = {"rows": decisions.rows} | {axis: decisions.strategies[axis] for axis in decisions.mesh.along("features")}
+    of_layout = layout_notes(decisions.stored)
+
+    def note(node: fx.Node) -> Iterator[str]:
+        if node in decisions.stage_of and decisions.num_stages > 1:
+            yield f"stage {decisions.stage_of[node]}"
+        for axis, strategies in on_axes.items():
+            if node in strategies:
+                yield f"{axis} {strategies[node]}"
+        yield from of_layout(node)
+
+    return note
+
+
+def layout_notes(stored: Mapping[str, Layout]) -> Notes:
+    """`dp:S(1)`, `tp:S(0)` of parameters."""
+
+    def note(node: fx.Node) -> Iterator[str]:
+        if node.op == "get_attr":
+            yield from (f"{axis}:{place}" for axis, place in stored.get(node.target, {}).items())
+
+    return note

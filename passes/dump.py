@@ -1,0 +1,210 @@
+"""What passes change, as files in the folder that `AUTOPART_DUMP` names; without it no text is made.
+
+    rank0/1/00-traced.txt          the graph of the first trace of rank 0 (`pid4711` where there are no ranks)
+    rank0/1/06-one_reshape.diff    what the sixth pass changed of it; the first line has the time
+    rank0/1/49-lower/stage0.txt    a program that was written, stage by stage
+    rank0/1/passes.txt             every pass in order: whether it changed anything, its milliseconds, its text
+
+Applied in order to `00-traced.txt`, the diffs give what the graph was after every pass. A pass over another graph than
+the traced one (`fuse_bias` of stage 0) has a diff of that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from autopart.errors import OptionError
+from autopart.flags import DUMP, flags
+from autopart.ir.graph import DTYPE_NAMES
+from autopart.ir.layout import format_layout
+from autopart.ir.program import Program
+
+Notes = Callable[[fx.Node], Iterable[str]]
+"""What is to be said of a node behind its line."""
+NodeNotes = Mapping[str, tuple[str, ...]]
+"""The same of every node, by its name."""
+
+
+class Shown(NamedTuple):
+    """How the result of a pass that leaves its graph as it is becomes text.
+
+    `notes`: gives what the pass has found out of every node. `files`: gives `{name: text}` of what it has written.
+    """
+
+    notes: Callable[[Any], Notes] | None = None
+    files: Callable[[Any], Mapping[str, str]] | None = None
+
+
+class Dump:
+    """The folder of one trace, and what its graphs were when the last pass over them ended."""
+
+    def __init__(self, root: str, graph: fx.Graph):
+        self.root, self.folder, self.num_passes = root, _new_folder(root), 0
+        self.texts: WeakKeyDictionary[fx.Graph, str] = WeakKeyDictionary()
+        self.notes: WeakKeyDictionary[fx.Graph, dict[Any, NodeNotes]] = WeakKeyDictionary()
+        self.see(graph)
+        self._write(self.folder / "00-traced.txt", self.texts[graph])
+        self._write(self.folder / "passes.txt", "")
+
+    def see(self, graph: fx.Graph) -> None:
+        """Keep what a graph is before the first pass over it."""
+        if graph not in self.texts:
+            self.texts[graph] = graph_text(graph)
+
+    def record(
+        self, graph: fx.Graph, name: str, text: str, took_s: float, failed: bool, shown: Shown, result: Any
+    ) -> None:
+        """Write what a pass changed; `name` is for files, `text` for readers."""
+        self.num_passes += 1
+        numbered = f"{self.num_passes:02}-{name}"
+        if shown.notes is not None and not failed:
+            note = shown.notes(result)
+            said = {node.name: tuple(note(node)) for node in graph.nodes}
+            self.notes.setdefault(graph, {})[shown.notes] = said  # in place of what an earlier one of the kind said
+        files = shown.files(result) if shown.files is not None and not failed else {}
+        for file, content in files.items():
+            self._write(self.folder / numbered / file, content)
+        before, after = self.texts[graph], graph_text(graph, tuple(self.notes.get(graph, {}).values()))
+        self.texts[graph] = after
+        milliseconds = f"{1000 * took_s:.3f} ms"
+        if before != after:
+            self._write(self.folder / f"{numbered}.diff", f"{text}, {milliseconds}\n{_diff(before, after)}")
+        state = "failed" if failed else "changed" if before != after or files else "-"
+        line = f"{self.num_passes:02}  {state:<7}  {milliseconds:>13}  {text}\n"
+        self._write(self.folder / "passes.txt", line, "a")
+
+    def _write(self, path: Path, text: str, mode: str = "w") -> None:
+        with _in_words(self.root):
+            path.parent.mkdir(exist_ok=True)
+            with path.open(mode, encoding="utf-8") as file:
+                file.write(text)
+
+
+_dumps: WeakKeyDictionary[fx.Graph, Dump] = WeakKeyDictionary()
+_within: ContextVar[Dump | None] = ContextVar("the dump of the pass that is running", default=None)
+
+
+def dump_of(graph: fx.Graph, root: str) -> Dump | None:
+    """The dump for passes over a graph: of its trace, or of the pass that is writing it. None where `root` is ""."""
+    if not root:
+        return None
+    dump = _dumps.get(graph) or _within.get()
+    if dump is None or dump.root != root:
+        dump = _dumps[graph] = Dump(root, graph)
+    dump.see(graph)
+    return dump
+
+
+@contextmanager
+def within(dump: Dump | None) -> Iterator[None]:
+    """Inside, passes over graphs of no trace belong to this dump."""
+    token = _within.set(dump)
+    try:
+        yield
+    finally:
+        _within.reset(token)
+
+
+def check_folder() -> None:
+    """Raises OptionError where `AUTOPART_DUMP` cannot be written to: before the work whose passes would write there."""
+    if root := flags().dump:
+        _own_folder(root)
+
+
+def _own_folder(root: str) -> Path:
+    """The folder of this process; several machines may share `root`."""
+    rank = os.environ.get("RANK")
+    folder = Path(root).expanduser() / (f"pid{os.getpid()}" if rank is None else f"rank{rank}")
+    with _in_words(root):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(None, "it is not writable")
+    return folder
+
+
+def _new_folder(root: str) -> Path:
+    """A folder for one more trace, beside those of earlier ones and of earlier runs."""
+    parent = _own_folder(root)
+    for number in itertools.count(1):
+        try:
+            (parent / str(number)).mkdir()
+        except FileExistsError:
+            continue
+        except OSError as problem:
+            raise _unusable(root, problem) from None
+        return parent / str(number)
+    raise AssertionError("there is always a next number")
+
+
+@contextmanager
+def _in_words(root: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise _unusable(root, problem) from None
+
+
+def _unusable(root: str, problem: OSError) -> OptionError:
+    is_file = isinstance(problem, FileExistsError | NotADirectoryError)
+    why = "it is a file, or lies below one" if is_file else problem.strerror or str(problem)
+    return OptionError(
+        f"{DUMP}={root!r} is not a folder to write to", why=why, where="the environment",
+        hint=f"{DUMP}=dump: a folder, made where there is none",
+    )  # fmt: skip
+
+
+# Text
+
+
+def graph_text(graph: fx.Graph, notes: Iterable[NodeNotes] = ()) -> str:
+    """One line per node: `name = operator(arguments)  # f64[4,6,8]{tp:S(2)}; notes`, without source paths."""
+    lines = []
+    for node in graph.nodes:
+        layout = format_layout(node.meta.get("layout") or {}).replace("{}", "")
+        said = dict.fromkeys(part for note in notes for part in note.get(node.name, ()))
+        comment = "; ".join(filter(None, [kind_of(node.meta.get("val")) + layout, *said]))
+        lines.append(f"{_call_text(node)}{'  # ' + comment if comment else ''}\n")
+    return "".join(lines)
+
+
+def _call_text(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {', '.join(str(argument) for argument in node.args if argument != {})}"
+    if node.op != "call_function":
+        return f"{node.name} = {node.op} {node.target}"
+    inputs = ", ".join([*map(str, node.args), *(f"{name}={argument}" for name, argument in node.kwargs.items())])
+    return f"{node.name} = {getattr(node.target, '__name__', node.target)}({inputs})"
+
+
+def kind_of(value: Any) -> str:
+    """`f64[4,6]`; of several values `(f64[4,6], f64[4])`; nothing for what is not a tensor."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(kind_of, value))})"
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f"{DTYPE_NAMES.get(value.dtype, value.dtype)}[{','.join(map(str, value.shape))}]"
+
+
+def program_files(program: Program) -> dict[str, str]:
+    """`{stage0.txt: the graph and the prologue of stage 0}` of every stage."""
+    return {
+        f"stage{stage.index}.txt": f"prologue\n\n{graph_text(stage.prologue.graph)}\n"
+        f"stage {stage.index}\n\n{graph_text(stage.graph.graph)}"
+        for stage in program.stages
+    }
+
+
+def _diff(before: str, after: str) -> str:
+    lines = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return "".join(difflib.unified_diff(*lines, "a/graph.txt", "b/graph.txt"))
