@@ -64,5 +64,5 @@ def plan_of(
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
         cost=cost(traced, decisions.num_stages, rows, moved, step, limit) | certificate(solved),
         memory=tuple(rank.as_row() for rank in memory), timing=took,
-        notes=(*own_notes, *notes), pins=options.pins.as_data(), reasons=reasons,
+        notes=(*own_notes, *notes), pins=options.pins.as_data(), reasons=reasons, axes=mesh.axes,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from autopart.errors import PlanError
 from autopart.files import read_text, write_whole
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import Recompute
 
@@ -140,6 +140,7 @@ class Plan:
     pins: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False, repr=False)
     reasons: Reasons | None = field(default=None, compare=False, repr=False)
+    axes: tuple[Axis, ...] = field(default=AXES, compare=False, repr=False)  # what those of `mesh` cut
 
     def __post_init__(self) -> None:
         from autopart.cost.symbolic import Cost
@@ -149,7 +150,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON text, entries one a line so that it reads and compares well."""
         data = {"format": FORMAT, **asdict(replace(self, reasons=None))}
-        del data["text"], data["reasons"]
+        del data["text"], data["reasons"], data["axes"]
         return _dumps(data) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -203,7 +204,7 @@ class Plan:
         return str(self.model.get("autocast", ""))
 
     def mesh_object(self) -> Mesh:
-        return Mesh.parse(self.mesh)
+        return Mesh.parse(self.mesh, self.axes)
 
     def placement_text(self, parameter: str, axis: str) -> str:
         """The stored placement of a parameter on an axis, by name or pattern."""

@@ -66,7 +66,7 @@ def _header(plan: Plan) -> str:
         ("model", f"{plan.model['class']}, {_count(number)} parameters{mode}"),
         ("inputs", inputs),
         ("a step is", step_size(plan)),
-        ("mesh", f"{Mesh.parse(plan.mesh)} ({ranks} rank{'s' * (ranks > 1)})"),
+        ("mesh", f"{plan.mesh_object()} ({ranks} rank{'s' * (ranks > 1)})"),
         ("schedule", run),
         ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
         ("compile", "every stage, by torch.compile" if plan.compile else ""),
