@@ -74,15 +74,22 @@ def vit() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"pixel_values": torch.randn(8, 3, 16, 16, dtype=torch.float64), "labels": torch.randint(8, (8,))}
 
 
+def _started(pm: Any, program: Any, inputs: Any) -> tuple[Executable, Any]:
+    """What runs a step, and the comparison of how the ranks were called, which has ended."""
+    executable, comparison = pm._executable(program, inputs, "step")
+    comparison.finish_comparison()
+    return executable, comparison
+
+
 def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """(stage, bytes that autograd saves of its first microbatch, bytes that the estimate says) of a rank's stages."""
     model, batch = small(name, dropout)
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
     program, inputs = pm._compiler.program((), batch, purpose="step", training=True)
-    executable: Executable = pm._executable(program, inputs, "step")
+    executable, comparison = _started(pm, program, inputs)
     trace = pm._compiler._example.trace
     found = []
-    with executable._loaded(inputs):
+    with executable._loaded(inputs, comparison):
         for module in executable.modules:
             estimate = stage_memory(walked(trace, program, module.stage))
             found.append((module.stage.index, _saved_of(module), estimate.saved_bytes))
@@ -126,7 +133,7 @@ def most_in_flight(schedule: str, mesh: str, microbatches: int) -> dict[int, int
     model, batch = ZOO["skip_mlp"]()
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, schedule=schedule, microbatches=microbatches)
     program, inputs = pm._compiler.program((), batch, purpose="step", training=True)
-    executable: Executable = pm._executable(program, inputs, "step")
+    executable, _ = _started(pm, program, inputs)
     pipeline = executable.pipeline
     assert pipeline is not None
     schedule_run = pipeline.schedule

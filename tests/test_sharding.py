@@ -234,7 +234,7 @@ def test_the_objective_counts_what_is_summed_over_dp():
     hardware = Hardware.load()
     prices = {
         links: Programme(graph, 8, replace(hardware, node_link_bytes_per_s=links * hardware.node_link_bytes_per_s),
-                         {}, {}, step=Step(1, 4, Storage(4, 8)))
+                         {}, {}, step=Step(1, 4, Storage("dp", 4, 8)))
         for links in (1, 2)
     }  # fmt: skip
     found = {links: p.price(p.solve().options, p.real_prices) for links, p in prices.items()}

@@ -40,9 +40,20 @@ TIMING_PARTS = ("forward", "input_backward", "weight_backward", "recompute")
 
 
 @lru_cache(maxsize=1)
-def schema() -> dict[str, Any]:
-    """The JSON Schema of a plan (also `autopart plan --schema`)."""
-    return json.loads(resources.files("autopart").joinpath("plan_schema.json").read_text())
+def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
+    """The JSON Schema of a plan (also `autopart plan --schema`), for meshes of these axes."""
+    text = resources.files("autopart").joinpath("plan_schema.json").read_text()
+    for shipped, asked in zip(_alternatives(AXES), _alternatives(axes), strict=True):
+        text = text.replace(f"({shipped})", f"({asked})")
+    return json.loads(text)
+
+
+def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
+    """Regular expressions of all axes, of those that parameters are placed on, and of those that operators are."""
+    built = [axis for axis in axes if not axis.unbuilt]
+    features = [axis.name for axis in built if axis.cuts == "features"]
+    stored = [axis.name for axis in built if axis.stores or axis.cuts == "features"]
+    return tuple(map("|".join, ([axis.name for axis in axes], stored, features)))
 
 
 class Table(str):
@@ -170,15 +181,15 @@ class Plan:
         return Plan.from_json(read_text(path, "a plan", PlanError, hint), str(path))
 
     @staticmethod
-    def from_json(text: str, name: str = "the plan") -> Plan:
-        """Read a plan from JSON text. Raises PlanError with the line that is wrong."""
+    def from_json(text: str, name: str = "the plan", axes: tuple[Axis, ...] = AXES) -> Plan:
+        """Read a plan from JSON text, for a mesh of these axes. Raises PlanError with the line that is wrong."""
         import jsonschema
 
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"{name} is not JSON", why=error.msg, where=f"line {error.lineno}") from None
-        problem = next(iter(jsonschema.Draft202012Validator(schema()).iter_errors(data)), None)
+        problem = next(iter(jsonschema.Draft202012Validator(schema(axes)).iter_errors(data)), None)
         if problem is not None:
             path = [str(p) for p in problem.absolute_path]
             if problem.validator == "additionalProperties":
@@ -192,7 +203,7 @@ class Plan:
         fields["collectives"] = tuple(Collective(**c) for c in fields.get("collectives", ()))
         for key in ("cuts", "stages", "unsharded", "memory", "notes"):
             fields[key] = tuple(fields.get(key, ()))
-        return Plan(**fields, text=text)
+        return Plan(**fields, text=text, axes=axes)
 
     def where(self, *keys: str) -> str:
         """The line of the file the plan was read from that holds these keys, for errors; "" for a plan made here."""
