@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
-from autopart.compiler import Compiler, make_plan, prepare
+from autopart.compiler import Compiler
 from autopart.errors import InputError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.options import OPTIONS, Options, PlanOptions, RunOptions, SearchOptions, read_options, with_options
 from autopart.plans.plan import Plan
+from autopart.recipe import make_plan, prepare
 from autopart.runtime.module import ParallelModule
 from autopart.tracing.trace import bind_call
 from autopart.tuning.advice import advised

@@ -107,11 +107,11 @@ def write_model(name: str, folder: str) -> int:
     """Writes the cases of one model; how many."""
     import torch
 
-    from autopart.compiler import make_plan, prepare
     from autopart.errors import AutopartError
     from autopart.ir.mesh import Mesh
     from autopart.options import Options
     from autopart.plans.pins import Pins
+    from autopart.recipe import make_plan, prepare
     from autopart.tracing.trace import bind_call
 
     torch.set_num_threads(1)

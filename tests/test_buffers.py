@@ -20,9 +20,9 @@ from torch.nn.utils import parametrizations
 from traced import run_of, verified
 
 import autopart
-from autopart.compiler import prepare
 from autopart.ir.mesh import Mesh
 from autopart.passes.normalize import statistics
+from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
 ROWS, SIZE = 8, 8

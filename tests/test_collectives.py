@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import autopart
 from autopart import cost
-from autopart.compiler import prepare
 from autopart.cost.collectives import TIME, levels, node_share, time_s, wire_bytes
 from autopart.cost.hardware import Hardware, names
 from autopart.passes.choose.shard import Programme
+from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
 # The links alone: what collectives of one kind were measured to reach need not keep these laws.

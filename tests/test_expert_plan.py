@@ -17,7 +17,6 @@ import zoo
 from torch import nn
 
 import autopart
-from autopart.compiler import find_loss, make_plan, prepare
 from autopart.ir.layout import CONVERSIONS
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
@@ -25,6 +24,7 @@ from autopart.options import Options
 from autopart.passes.choose.decide import decode
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
+from autopart.recipe import find_loss, make_plan, prepare
 from autopart.tracing.trace import bind_call
 
 BOTH_WAYS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {"all_reduce_max": ("all_reduce", "")}

@@ -10,7 +10,6 @@ import zoo
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopart
-from autopart.compiler import drafted, prepare
 from autopart.cost.formula import IN_NODE, SIZES, Formula, compiled
 from autopart.cost.hardware import Hardware
 from autopart.cost.work import Sizes
@@ -19,6 +18,7 @@ from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.passes.count.counting import counted
 from autopart.plans.plan import Plan
+from autopart.recipe import drafted, prepare
 from autopart.tracing.trace import bind_call
 
 b, s, tp, dp, pp, m, v = SIZES

@@ -9,12 +9,12 @@ import torch
 from zoo import gpt2
 
 import autopart
-from autopart.compiler import prepare
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.decide import decode
 from autopart.passes.dump import program_files
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
+from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
 

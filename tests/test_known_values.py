@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopart
-from autopart.compiler import prepare
 from autopart.errors import TraceError
 from autopart.ir.graph import operator_name
+from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
 

@@ -13,7 +13,6 @@ from traced import plan_of, run_of
 from zoo import ZOO
 
 import autopart
-from autopart.compiler import prepare
 from autopart.cost.memory import BUCKET_BYTES, parse_size
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.actions import StageBytes, actions, most_at_once, most_held
@@ -22,6 +21,7 @@ from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
 from autopart.passes.count.kept import kept
 from autopart.plans.headline import quantity
 from autopart.plans.plan import MEMORY_KINDS, Plan
+from autopart.recipe import prepare
 from autopart.runtime.state import gradients
 from autopart.tracing.trace import bind_call
 

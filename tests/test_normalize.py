@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopart
-from autopart.compiler import prepare
 from autopart.ir.graph import operator_name
 from autopart.proof.verify import NOT_DOUBLE
+from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
 ROWS, WIDTH, EXPERTS = 8, 6, 4

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # before autopart, on purpose
 
 import autopart
-from autopart.compiler import prepare
 from autopart.errors import AutopartError, InputError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.decide import decode
 from autopart.passes.write.lower import lower
+from autopart.recipe import prepare
 from autopart.runtime.comm.placement import stages_at
 from autopart.runtime.loop import norms
 from autopart.runtime.state.state import shard_parameters

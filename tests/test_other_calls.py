@@ -75,7 +75,7 @@ def test_any_number_of_rows_runs(schedule):
 
 def rows_of(rows, mesh, **schedule):
     """(microbatches, whether every rank of dp computes all rows) for a batch of so many rows."""
-    from autopart.compiler import prepare
+    from autopart.recipe import prepare
 
     model, batch = zoo.skip_mlp(num_layers=2, rows=rows)
     found = fit_rows(prepare(model, batch), Mesh.parse(mesh), Schedule(**schedule))
@@ -143,7 +143,7 @@ def train_on(name, mesh, shapes):
     optimizers = torch.optim.AdamW(pm.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
     tensors = {name: id(p) for name, p in pm.named_parameters()}
     with (
-        mock.patch("autopart.compiler.trace", wraps=autopart.compiler.trace) as traces,
+        mock.patch("autopart.recipe.trace", wraps=autopart.recipe.trace) as traces,
         mock.patch("autopart.passes.choose.decide.fit_around", side_effect=AssertionError("solved again")),
         warnings.catch_warnings(),
     ):

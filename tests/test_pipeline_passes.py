@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 
 import autopart
 from autopart import compiler
-from autopart.compiler import prepare
 from autopart.errors import LayoutError, OptionError
 from autopart.flags import CHECK, DUMP, VARIABLES, environment, flags
 from autopart.passes import dump
 from autopart.passes.dump import graph_text
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, PASSES
 from autopart.passes.pipeline import Pass, PassError, run_passes
+from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call, trace
 
 

@@ -17,7 +17,6 @@ from traced import plan_of, run_of, verified
 from zoo import ZOO, gpt2, skip_mlp
 
 import autopart
-from autopart.compiler import prepare
 from autopart.errors import AutopartError
 from autopart.ir.graph import pattern_of
 from autopart.ir.mesh import Mesh
@@ -25,6 +24,7 @@ from autopart.passes.choose.decide import decode
 from autopart.passes.pipeline import PassError
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan, schema
+from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
 EDITED = ("gpt2", "llama", "bert", "phi3", "t5")

@@ -11,9 +11,9 @@ import zoo
 from traced import run_of, verified
 
 import autopart
-from autopart.compiler import make_plan, prepare
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
+from autopart.recipe import make_plan, prepare
 from autopart.tracing.trace import bind_call
 
 MESHES = ("tp2", "tp4", "pp2,tp2", "dp2,pp2,tp2")

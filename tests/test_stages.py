@@ -13,10 +13,10 @@ import zoo
 from traced import plan_of, run_of, verified
 
 import autopart
-from autopart.compiler import prepare
 from autopart.cost.stages import BOUND, SLACK, balance
 from autopart.errors import StageError
 from autopart.passes.choose.partition import active_operators, crossing_bytes, equal_layer_loads, partition, work
+from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
 WITHIN = 0.02  # of the lower bound

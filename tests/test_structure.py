@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autopart"
 
 # A folder is a layer. Files directly in autopart/ are the base, except these.
-RECIPE = ("compiler", "options", "plan_checks", "plan_figures")
+RECIPE = ("compiler", "recipe", "options", "plan_checks", "plan_figures")
 FRONT = ("__init__", "__main__", "api", "cli", "cli_options", "cli_run", "doctor")
 BELOW = {
     "base": (),

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from zoo import gpt2
 
 import autopart
-from autopart.compiler import prepare
 from autopart.ir.graph import describe, module_path, operator_name, source_line
+from autopart.recipe import prepare
 from autopart.tracing.trace import Trace, bind_call, trace
 
 ROWS, SIZE = 4, 8

@@ -20,12 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopart
-from autopart.compiler import prepare
 from autopart.ir.layout import R
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.decide import decode, encode
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
+from autopart.recipe import prepare
 from autopart.runtime import lockstep
 from autopart.runtime.state import regather
 from autopart.runtime.state.state import join, shard_parameters

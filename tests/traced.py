@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from autopart.compiler import make_plan
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.plans.plan import Plan
 from autopart.proof.verify import Verification, VerificationRun
+from autopart.recipe import make_plan
 from autopart.tracing.trace import bind_call
 
 

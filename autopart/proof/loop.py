@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from autopart.compat import tree_flatten
-from autopart.compiler import find_loss, prepare
 from autopart.ir.program import Program
 from autopart.passes.choose.decide import decided_by, decode
 from autopart.progress import phase
 from autopart.proof.steps import Compared, StepReport
 from autopart.proof.subject import FLOOR, GRAD_FLOOR, SEED, Arrangement, Subject, buffers_restored, one_seed, whole_loss
 from autopart.proof.training import SCALER_DEFAULTS, Named, Training, check_optimizer
+from autopart.recipe import find_loss, prepare
 from autopart.runtime.loop.norms import grad_norm_lockstep
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS
 from autopart.runtime.state.gradients import sync_gradients_lockstep

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autopart.compiler import prepare
 from autopart.errors import InputError
 from autopart.ir.graph import operators
 from autopart.ir.mesh import Mesh
@@ -37,6 +36,7 @@ from autopart.proof.estimate import (
     weights_bytes,
 )
 from autopart.proof.smaller import LADDER, Changes, Divisors, is_scalable, smaller, smaller_call
+from autopart.recipe import prepare
 from autopart.tracing.trace import Trace
 
 _COUNTS = re.compile(r"(num|n)_\w*(layer|block|depth)s?|depth|(layer|block)s?_(num|count)|num_layers")

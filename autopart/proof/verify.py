@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from autopart.compat import tree_flatten, tree_map
-from autopart.compiler import LIFTED, LIFTED_HALF, find_loss, make_plan, prepare
 from autopart.errors import InputError, OptionError, RuntimeSetupError
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.mesh import Mesh
@@ -41,6 +40,7 @@ from autopart.proof.steps import StepMismatch, StepReport
 from autopart.proof.subgraph import Subgraph
 from autopart.proof.subject import Arrangement, Results, Subject, Tamper, buffers_restored, one_seed, relative
 from autopart.proof.training import MakeOptimizer, Training, read_training
+from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, make_plan, prepare
 from autopart.runtime.comm.placement import placement_of
 from autopart.tracing.checkpoints import plain_checkpoints
 from autopart.tracing.entry import call

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopart.compiler import estimator, left_open
 from autopart.cost.fit import quick_ways, what_helps
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
@@ -13,6 +12,7 @@ from autopart.passes.choose.reasons import Reasons
 from autopart.plan_figures import Draft
 from autopart.plans.headline import ADVICE, fits, quantity
 from autopart.plans.plan import Plan
+from autopart.recipe import estimator, left_open
 from autopart.tracing.trace import Trace
 
 

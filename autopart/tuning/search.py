@@ -18,7 +18,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from autopart.compat import tree_map
-from autopart.compiler import drafted, make_plan, prepare
 from autopart.cost.formula import Formula, compiled
 from autopart.cost.hardware import Hardware
 from autopart.cost.simulate import Simulation, simulate
@@ -33,6 +32,7 @@ from autopart.plans.headline import quantity, step_size
 from autopart.plans.plan import Plan, Schedule
 from autopart.progress import phase
 from autopart.proof.scale import fewer_blocks
+from autopart.recipe import drafted, make_plan, prepare
 from autopart.tracing.model_source import example_of
 from autopart.tracing.trace import Trace, bind_call
 from autopart.tuning.alternatives import reasons, why_others_lose
