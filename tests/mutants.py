@@ -1,0 +1,182 @@
+"""Faults planted one by one, to see whether the tests catch them: `make mutants` patches, runs, and reverts.
+
+Each is one changed place in a copy of the code, and the test files that should notice, run as `make test` runs them. A
+fault that no test notices is printed as MISSED, and the exit code is 1.
+
+    python tests/mutants.py [--only TEXT] [--workers N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 900
+TIER = "not large"  # that of `make test`
+
+
+class Mutant(NamedTuple):
+    """A fault: in this file, `before` (which is there once) becomes `after`. `tests`: files that should notice."""
+
+    file: str
+    before: str
+    after: str
+    tests: str
+
+
+RULES = "rules sharding fuzz"
+MUTANTS = [
+    # rules
+    Mutant("passes/rules/tables.py", '"aten::bmm": Rule("b m k, b k n -> b m n"',
+           '"aten::bmm": Rule("b m k, k b n -> b m n"', RULES),
+    Mutant("passes/rules/tables.py", 'Rule("... k, n k -> ... n", linear=((0,), (1,))',
+           'Rule("... k, n k -> ... n", linear=((0, 1),)', RULES),
+    Mutant("passes/rules/tables.py", '"aten::tril": Rule("... q k -> ... q k", whole="q k"',
+           '"aten::tril": Rule("... q k -> ... q k", whole="q"', RULES),
+    Mutant("passes/rules/tables.py", 'whole="d k", matmul=("... q k d", "... q k e"), when=not_causal',
+           'whole="d", matmul=("... q k d", "... q k e"), when=not_causal', RULES),
+    Mutant("passes/rules/tables.py", '"aten::softmax": reductions.along_dim("dim"),',
+           '"aten::softmax": reductions.along_dim("dim", linear=True),', RULES),
+    Mutant("passes/rules/tables.py", '"aten::amax": reductions.whole_reduction,',
+           '"aten::amax": reductions.reduction,', RULES),
+    Mutant("passes/rules/joins.py", "at = argument(node, \"dim\") % len(dims)\n    dims[at] = (\"joined\",)",
+           "at = 0\n    dims[at] = (\"joined\",)", RULES),
+    Mutant("passes/rules/norms.py", 'stay = frozenset({"r", *(d[0] for d in inner)})', 'stay = frozenset({"r"})', RULES),
+    Mutant("passes/rules/notation.py", 'return " -> ".join(map(", ".join, values))',
+           'return " => ".join(map(", ".join, values))', RULES + " golden pipeline_passes"),
+    # the writer
+    Mutant("passes/write/lower.py", "R if place == R_GRAD_P and not grad else place", "place", "golden fuzz sharding"),
+    Mutant("passes/write/lower.py", "made, 1.0 / self.sizes[axis])", "made, 1.0)", "exact_lockstep fuzz"),
+    Mutant("passes/write/lower.py", "size = shape(node)[cut.dim] // others", "size = shape(node)[cut.dim]",
+           "exact_lockstep fuzz axes"),
+    Mutant("passes/write/lower.py", "for axis in reversed(axes):", "for axis in axes:", "axes"),
+    Mutant("passes/write/local_ops.py", "return mean if parts == 1 else call.emit(aten.mul.Tensor, mean, 1.0 / parts)",
+           "return mean", "rules fuzz exact_lockstep"),
+    Mutant("passes/write/local_ops.py", "[size // parts for size in args[1]]", "list(args[1])", "exact_lockstep fuzz"),
+    Mutant("passes/write/local_ops.py", "shifted = emit(aten.sub.Tensor, logits, emit(aten.unsqueeze.default, peak, -1))",
+           "shifted = logits", "verify_finite rules exact_lockstep normalize"),
+    Mutant("passes/write/stage_draft.py", "and len(product.users) == 1 and", "and len(product.users) >= 1 and", "golden fuzz"),
+    # collectives and shards
+    Mutant("runtime/comm/pieces.py", "spans.append((start + sum(lengths[:index]), lengths[index]))",
+           "spans.append((start + index * lengths[index], lengths[index]))", "layout runtime_conversions fuzz"),
+    Mutant("runtime/comm/pieces.py", "missing = self.length(0) - shard.size(self.dim)", "missing = 0",
+           "runtime_conversions exact_processes"),
+    Mutant("runtime/comm/collectives.py", "*reversed(ctx.cuts)), None", "*ctx.cuts), None", "runtime_conversions"),
+    Mutant("runtime/comm/collectives.py", "* mine.unsqueeze(-1)\n", "\n", "collectives exact_processes exact_lockstep"),
+    Mutant("runtime/comm/collectives.py", "return x * keep / (1 - p) if p < 1", "return x * keep if p < 1",
+           "random_fast collectives"),
+    Mutant("runtime/comm/lists.py", "return [values[0].clone(), *(torch.zeros_like(value) for value in values[1:])]",
+           "return [value.clone() for value in values]", "rules fuzz runtime_conversions"),
+    Mutant("autopart/ir/layout.py", '("S", "R(grad P)"): Conversion("all_gather_sum", "all_gather", "reduce_scatter")',
+           '("S", "R(grad P)"): Conversion("all_gather_sum", "all_gather", "slice")', "layout rules fuzz"),
+    Mutant("runtime/state/gradients.py", "for group in groups:\n        dist.all_reduce(flat, group=group)",
+           "for group in groups[:1]:\n        dist.all_reduce(flat, group=group)", "exact_processes runtime_program"),
+    Mutant("runtime/state/batch.py", "program.mesh.row_index(coordinates) % num_blocks", "0", "exact_lockstep axes"),
+    Mutant("runtime/loop/norms.py", "part.home.counts_in_stage if of_one else part.home.counts_here", "True",
+           "norms your_loop"),
+    Mutant("runtime/loop/scaler.py", "value.fill_(infinite)", "pass", "scaler your_loop"),
+    Mutant("runtime/agree/same_call.py", "max(column) - min(column)", "0 * max(column)", "agreement"),
+    # solver and choices
+    Mutant("passes/choose/pairs.py", "(self.costs[v][:, None] + table).min(0)", "(self.costs[v][:, None] + table).max(0)",
+           "sharding"),
+    Mutant("passes/choose/pairs.py", "beats = worse <= 0", "beats = worse <= 1", "sharding"),
+    Mutant("passes/choose/pairs.py", "self.costs[a] = self.costs[a] + np.diagonal(costs)",
+           "self.costs[a] = self.costs[a] + costs[0]", "sharding"),
+    Mutant("passes/choose/shard.py", "sets = {made | wanted for made in sets for wanted in set(use.wanted())}",
+           "sets = sets | set(use.wanted())", "sharding expert_plan"),
+    Mutant("passes/choose/prices.py", "moved = sum(time_s(kind, ranks, size, hardware, stride) for kind in kinds)",
+           "moved = 0.0", "zero sharding why"),
+    Mutant("passes/choose/storage.py", "size % ranks == 0 and dim not in taken", "size % ranks == 0", "zero"),
+    Mutant("cost/stages.py", "heaviest = np.minimum(after, np.maximum(heaviest[previous], end - start[previous]))",
+           "heaviest = after", "stages"),
+    Mutant("passes/choose/batch.py", "order = 0 if strategy.factor else", "order = 1 if strategy.factor else",
+           "exact_lockstep expert_plan golden"),
+    # schedules and time
+    Mutant("autopart/ir/actions.py", "next(counts[action.kind])", "action.microbatch", "schedules timeline memory"),
+    Mutant("autopart/ir/actions.py", "a._replace(joined=True)", "a", "schedules timeline simulate"),
+    Mutant("cost/collectives.py", '"all_reduce": Parts(*(2 * part for part in _one_way))', '"all_reduce": _one_way',
+           "formula simulate hardware published"),
+    Mutant("cost/collectives.py", "most = max(1, min(num_ranks, devices_per_node // stride))",
+           "most = max(1, min(num_ranks, devices_per_node))", "formula simulate hardware published"),
+    # memory and cost
+    Mutant("autopart/ir/actions.py", "size += min(gradients, sum(stages[s].gradients for s in begun))", "size += 0",
+           "memory schedules"),
+    Mutant("passes/count/footprint.py", "now += sum(saved_others(walk, node) for node in saved)", "now += 0", "memory"),
+    Mutant("passes/count/footprint.py", "most = max(most, now + 2 * further)", "most = max(most, now)", "memory"),
+    Mutant("passes/count/memory.py", "total += program.microbatches * _bytes(stage.receives)",
+           "total += _bytes(stage.receives)", "memory"),
+    Mutant("passes/count/kept.py", "with saved_tensors_hooks(keep, lambda held: held.tensor), _Allocated() as forward:",
+           "with saved_tensors_hooks(lambda t: t, lambda t: t), _Allocated() as forward:", "memory"),
+    Mutant("cost/work.py", "value * times.b**p.b * times.s**p.s / times.tp**p.tp",
+           "value * times.b**p.b * times.s**p.s", "formula search simulate one_number"),
+]  # fmt: skip
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the repository's files, its links as they are."""
+    target = folder / "autopart_copy"
+    skipped = shutil.ignore_patterns(".git", ".venv", ".replay", "__pycache__", ".pytest_cache", ".mypy_cache")
+    shutil.copytree(ROOT, target, symlinks=True, ignore=skipped)
+    return target
+
+
+def caught_by(mutant: Mutant, copy: Path) -> str:
+    """The first test that fails with the fault; "" where none does. Raises SystemExit where the fault does not fit."""
+    path = copy / mutant.file
+    text = path.read_text()
+    if text.count(mutant.before) != 1:
+        raise SystemExit(f"{mutant.file} has {text.count(mutant.before)} times: {mutant.before}")
+    path.write_text(text.replace(mutant.before, mutant.after))
+    files = [str(copy / "tests" / f"test_{name}.py") for name in mutant.tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", TIER, *files]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    try:
+        found = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {LIMIT_S} s"
+    finally:
+        path.write_text(text)
+    lines = [line for line in found.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return "" if found.returncode == 0 else (lines or ["the tests do not begin"])[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="those whose file or text has this")
+    parser.add_argument("--workers", type=int, default=2)
+    asked = parser.parse_args()
+    chosen = [m for m in MUTANTS if asked.only in m.file + m.before]
+    copies: SimpleQueue[Path] = SimpleQueue()
+    missed, start_s = [], time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(asked.workers) as pool:
+        for number in range(asked.workers):
+            (Path(folder) / str(number)).mkdir()
+            copies.put(copied(Path(folder) / str(number)))
+
+        def run(mutant: Mutant) -> str:
+            copy = copies.get()
+            try:
+                return caught_by(mutant, copy)
+            finally:
+                copies.put(copy)
+
+        for mutant, caught in zip(chosen, pool.map(run, chosen), strict=True):
+            print(f"{'caught' if caught else 'MISSED'}  {mutant.file}: {mutant.after.strip()[:70]!r}  {caught}", flush=True)
+            missed += [mutant] * (not caught)
+    took_s = time.perf_counter() - start_s
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} planted faults caught in {took_s:.0f} s")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
