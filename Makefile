@@ -4,7 +4,7 @@ STAMP := .venv/.stamp
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all fuzz replay check gpu-test bench golden-update
+.PHONY: help setup demo test test-all fuzz replay mutants check gpu-test bench golden-update
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ fuzz: $(STAMP)  ## run 2,000 random graphs in random layouts (make fuzz SEED=n: 
 BASE ?= HEAD
 replay: $(STAMP)  ## compare plans and programs of many models with those of a commit (make replay BASE=main~1)
 	@OMP_NUM_THREADS=1 $(PY) tests/replay.py compare $(BASE)
+
+mutants: $(STAMP)  ## plant faults one by one, and see whether the tests catch them
+	@$(PY) tests/mutants.py
 
 check: $(STAMP)  ## lint, format and types
 	@$(PY) -m ruff check && $(PY) -m ruff format --check && $(PY) -m mypy

@@ -19,8 +19,9 @@ from torch.fx.node import map_aggregate
 
 from autopart.ir.layout import Conversion
 from autopart.ir.mesh import Mesh
+from autopart.ir.operators import OPERATORS, axis_of, operator_name
 from autopart.ir.program import Program, Stage
-from autopart.runtime.comm.collectives import OPERATORS, attribute, axis_of, conversion_cuts, on_device, operator_name
+from autopart.runtime.comm.collectives import attribute, conversion_cuts, on_device
 from autopart.runtime.comm.draws import one_stream
 from autopart.runtime.comm.lists import LIST_PRIMITIVES, Primitives
 from autopart.runtime.comm.pieces import Cut

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopart.compat import schedule_class, split_backward_counts_twice, stage_class
+from autopart.ir.operators import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.schedules import SINGLE_STAGE, check_schedule, schedule_for
-from autopart.runtime.comm.collectives import axis_of, bind
+from autopart.runtime.comm.collectives import bind
 from autopart.runtime.comm.placement import placement_of, stage_coordinate
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.loop.step_options import scaled

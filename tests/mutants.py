@@ -51,7 +51,8 @@ MUTANTS = [
            '"aten::amax": reductions.reduction,', RULES),
     Mutant("passes/rules/joins.py", "at = argument(node, \"dim\") % len(dims)\n    dims[at] = (\"joined\",)",
            "at = 0\n    dims[at] = (\"joined\",)", RULES),
-    Mutant("passes/rules/norms.py", 'stay = frozenset({"r", *(d[0] for d in inner)})', 'stay = frozenset({"r"})', RULES),
+    Mutant("passes/rules/norms.py", 'stay = frozenset({"r", *(d[0] for d in inner)})',
+           'stay = frozenset({"r"})', RULES),
     Mutant("passes/rules/notation.py", 'return " -> ".join(map(", ".join, values))',
            'return " => ".join(map(", ".join, values))', RULES + " golden pipeline_passes"),
     # the writer
@@ -63,17 +64,18 @@ MUTANTS = [
     Mutant("passes/write/local_ops.py", "return mean if parts == 1 else call.emit(aten.mul.Tensor, mean, 1.0 / parts)",
            "return mean", "rules fuzz exact_lockstep"),
     Mutant("passes/write/local_ops.py", "[size // parts for size in args[1]]", "list(args[1])", "exact_lockstep fuzz"),
-    Mutant("passes/write/local_ops.py", "shifted = emit(aten.sub.Tensor, logits, emit(aten.unsqueeze.default, peak, -1))",
-           "shifted = logits", "verify_finite rules exact_lockstep normalize"),
-    Mutant("passes/write/stage_draft.py", "and len(product.users) == 1 and", "and len(product.users) >= 1 and", "golden fuzz"),
+    Mutant("passes/write/local_ops.py", "emit(aten.sub.Tensor, logits, emit(aten.unsqueeze.default, peak, -1))",
+           "logits", "verify_finite rules exact_lockstep normalize"),
+    Mutant("passes/write/stage_draft.py", "and len(product.users) == 1 and", "and len(product.users) >= 1 and",
+           "golden fuzz"),
     # collectives and shards
     Mutant("runtime/comm/pieces.py", "spans.append((start + sum(lengths[:index]), lengths[index]))",
            "spans.append((start + index * lengths[index], lengths[index]))", "layout runtime_conversions fuzz"),
     Mutant("runtime/comm/pieces.py", "missing = self.length(0) - shard.size(self.dim)", "missing = 0",
            "runtime_conversions exact_processes"),
     Mutant("runtime/comm/collectives.py", "*reversed(ctx.cuts)), None", "*ctx.cuts), None", "runtime_conversions"),
-    Mutant("runtime/comm/collectives.py", "* mine.unsqueeze(-1)\n", "\n", "collectives exact_processes exact_lockstep"),
-    Mutant("runtime/comm/collectives.py", "return x * keep / (1 - p) if p < 1", "return x * keep if p < 1",
+    Mutant("autopart/ir/operators.py", "* mine.unsqueeze(-1)\n", "\n", "collectives exact_processes exact_lockstep"),
+    Mutant("autopart/ir/operators.py", "return x * keep / (1 - p) if p < 1", "return x * keep if p < 1",
            "random_fast collectives"),
     Mutant("runtime/comm/lists.py", "return [values[0].clone(), *(torch.zeros_like(value) for value in values[1:])]",
            "return [value.clone() for value in values]", "rules fuzz runtime_conversions"),
@@ -87,8 +89,8 @@ MUTANTS = [
     Mutant("runtime/loop/scaler.py", "value.fill_(infinite)", "pass", "scaler your_loop"),
     Mutant("runtime/agree/same_call.py", "max(column) - min(column)", "0 * max(column)", "agreement"),
     # solver and choices
-    Mutant("passes/choose/pairs.py", "(self.costs[v][:, None] + table).min(0)", "(self.costs[v][:, None] + table).max(0)",
-           "sharding"),
+    Mutant("passes/choose/pairs.py", "(self.costs[v][:, None] + table).min(0)",
+           "(self.costs[v][:, None] + table).max(0)", "sharding"),
     Mutant("passes/choose/pairs.py", "beats = worse <= 0", "beats = worse <= 1", "sharding"),
     Mutant("passes/choose/pairs.py", "self.costs[a] = self.costs[a] + np.diagonal(costs)",
            "self.costs[a] = self.costs[a] + costs[0]", "sharding"),
@@ -171,7 +173,10 @@ def main() -> int:
                 copies.put(copy)
 
         for mutant, caught in zip(chosen, pool.map(run, chosen), strict=True):
-            print(f"{'caught' if caught else 'MISSED'}  {mutant.file}: {mutant.after.strip()[:70]!r}  {caught}", flush=True)
+            print(
+                f"{'caught' if caught else 'MISSED'}  {mutant.file}: {mutant.after.strip()[:70]!r}  {caught}",
+                flush=True,
+            )
             missed += [mutant] * (not caught)
     took_s = time.perf_counter() - start_s
     print(f"{len(chosen) - len(missed)} of {len(chosen)} planted faults caught in {took_s:.0f} s")

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 from traced import plan_of, run_of
 
+from autopart.ir import experts
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
 from autopart.options import Options
 from autopart.proof.subject import Subject
 from autopart.runtime import measure
-from autopart.runtime.comm import experts, processes
+from autopart.runtime.comm import processes
 from autopart.runtime.executable import brought_to
 from autopart.runtime.lockstep import run_lockstep
 

@@ -21,7 +21,8 @@ from autopart.ir.layout import (
     shard,
     shard_sizes,
 )
-from autopart.runtime.comm.collectives import OPERATORS, PRIMITIVES, all_operators
+from autopart.ir.operators import OPERATORS, all_operators
+from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
 
 SIZES = st.integers(1, 10_000)

@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.distributed as td
 
+import autopart.runtime.comm.collectives  # noqa: F401  which does them on process groups
 from autopart.ir.layout import CONVERSIONS
-from autopart.runtime.comm.collectives import CUTTING, OPERATORS, all_operators, embedding_shard, pick_class
+from autopart.ir.operators import CUTTING, OPERATORS, all_operators, embedding_shard, pick_class
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.lockstep import convert_list
 

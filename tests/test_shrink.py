@@ -10,12 +10,12 @@ from torch import nn
 
 import autopart
 from autopart.ir.layout import Conversion
+from autopart.ir.operators import OPERATORS
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.pointwise import LINEAR
 from autopart.passes.rules.tables import LINES, SHAPED
 from autopart.passes.write import local_ops
 from autopart.proof.subgraph import Subgraph
-from autopart.runtime.comm.collectives import OPERATORS
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
 
 TOLERANCE = 1e-10

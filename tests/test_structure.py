@@ -57,8 +57,6 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
 # What a plan can be asked for is made above it: imported inside the methods that give it.
 LATE_IMPORTS = {("autopart.plans.plan", "autopart.cost.symbolic")}
 LATE_IMPORTS |= {("autopart.plans.plan", f"autopart.show.{name}") for name in ("diff", "explain", "formats", "report")}
-# Programs are written in operators, which the runtime defines.
-OPERATORS = ("autopart.passes", "autopart.runtime.comm.collectives")
 # Imported before a command is known, or to show a plan: torch takes seconds.
 WITHOUT_TORCH = ("autopart", "autopart.cli", "autopart.show.diff", "autopart.show.explain", "autopart.cost.symbolic")
 LAYER_FOLDERS = ("cost", "passes", "runtime")  # on the top level, and symlinked into autopart/
@@ -148,7 +146,7 @@ def import_edges(module: Module, known: set[str]) -> Iterator[str]:
             yield f"{module.name}:{line} imports {imported}; its name is autopart.{imported}"
         elif target_layer is not None and target_layer not in (layer, *BELOW[layer]):
             is_late = line not in module.first_lines and (module.name, imported) in LATE_IMPORTS
-            if is_late or (module.name, imported) == OPERATORS:
+            if is_late:
                 continue
             yield f"{module.name}:{line} ({layer}) imports {imported} ({target_layer})"
 
@@ -336,7 +334,6 @@ BAD = [
 
 GOOD = [
     Module("autopart.plans.plan", "def f():\n    from autopart.cost.symbolic import Cost"),
-    Module("autopart.passes", "from autopart.runtime.comm import collectives", is_package=True),
     Module("autopart.ir.graph", "from autopart.ir import layout\nfrom .layout import Layout\nimport torch, sympy"),
     Module(
         "autopart.cost.time", "from autopart.cost import memory\nfrom ..ir.graph import Graph\nfrom . import memory"
@@ -355,7 +352,6 @@ GOOD = [
     Module(COMPAT_MODULES[0], "import torch.distributed._functional_collectives"),
 ]
 PLANTED_NAMES = {"autopart.ir.layout", "autopart.ir.graph", "autopart.cost.memory", "autopart.passes.rules.view"}
-PLANTED_NAMES |= {"autopart.runtime.comm.collectives"}
 PLANTED_NAMES |= {f"autopart.{folder}" for folder in LAYER_FOLDERS}
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from autopart.ir.graph import format_value, module_path, source_line, source_of
 from autopart.ir.layout import P, Placement, R, format_layout
+from autopart.ir.operators import axis_of, operator_name
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.passes.facts.analyze import ACTIVE
 from autopart.proof.subject import GRAD_FLOOR, Arrangement, Shards, Subject, largest, relative, scale_of
-from autopart.runtime.comm.collectives import axis_of, operator_name
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.lockstep import PerRank
 from autopart.runtime.state.gradients import sync_gradients_lockstep

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import argument, shape, short_name, tensor_inputs
+from autopart.ir.operators import autopart_ops
 from autopart.passes.rules import pattern_for
 
 from .new_calls import emit, getitem, replace
@@ -116,7 +117,7 @@ class _Sorted:
             x, weight, offsets = node.args[:3]
             if x not in self.own or offsets not in self.offsets or any(a is not None for a in node.args[3:]):
                 return False
-            product = torch.ops.autopart.expert_linear.default
+            product = autopart_ops.expert_linear.default
             self.own[node] = emit(self.graph, node, product, self.own[x], weight, self.experts)
             return True
         return self._alone(node)

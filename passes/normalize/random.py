@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopart.ir.graph import argument, draws_random_numbers, operator_name, value
+from autopart.ir.operators import autopart_ops
 
 from .new_calls import emit, getitem, replace
 
@@ -61,7 +62,7 @@ def _stride(empty: Tensor) -> list[int]:
 
 def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node) -> fx.Node:
     """`source` times the noise of a dropout, under the name that dropout has in plans."""
-    dropped = emit(graph, like, torch.ops.autopart.drop.default, source, noise)
+    dropped = emit(graph, like, autopart_ops.drop.default, source, noise)
     dropped.meta["named"] = "dropout"
     return dropped
 

@@ -18,12 +18,12 @@ from torch import fx
 from autopart.errors import LayoutError
 from autopart.ir.graph import argument, describe, operator_name, shape, value
 from autopart.ir.layout import Placement
+from autopart.ir.operators import autopart_ops
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.passes.facts.strategies import Strategy
 from autopart.passes.rules.tables import COUNT_ARGUMENT, SHAPE_ARGUMENT
 
 aten = torch.ops.aten
-autopart_ops = torch.ops.autopart
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from autopart.ir.graph import (
     value,
 )
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct
+from autopart.ir.operators import autopart_ops
 from autopart.ir.program import (
     MICROBATCH_AXIS,
     SEEDS,
@@ -46,7 +47,6 @@ from autopart.passes.facts.strategies import strategies
 from autopart.passes.pipeline import driven
 from autopart.passes.write.local_ops import (
     LocalCall,
-    autopart_ops,
     local_shape,
     local_value,
     operator_name_of,

@@ -1,42 +1,26 @@
-"""The custom operators `torch.ops.autopart.*` that stand in partitioned graphs, on process groups.
+"""The custom operators of partitioned graphs (`autopart/ir/operators.py`) on process groups.
 
-Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one primitive forward and one backward:
-
-    all_reduce, sum_grad, own, own_grad, own_both, all_reduce_both, all_reduce_max (x, axis)
-    slice, slice_pad, all_gather, all_gather_sum, reduce_scatter                   (x, axis, dim, size, sections)
-    all_to_all                                                    (x, axis, source_dim, target_dim)
-    axis_index                                                    (axis) -> int
-
-`size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis; `bind`
-puts the name of a process group in its place, and then the graph runs. The operators are CompositeImplicitAutograd
-around one autograd function, so they print, export and compile. Source of the pairs: Shoeybi et al. 2019
-(arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2).
-
-Three local helpers know where a shard starts: `embedding_shard`, `pick_class` and `expert_linear` (`experts.py`).
+`bind` puts the name of a process group in the place of a mesh axis, and then a graph runs. The operators are
+CompositeImplicitAutograd around one autograd function, so they print, export and compile. Source of the pairs: Shoeybi
+et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2).
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from autopart.compat import is_gloo, resolve_group
-from autopart.ir.layout import CONVERSIONS, Conversion
-from autopart.runtime.comm import experts
+from autopart.ir.layout import Conversion
+from autopart.ir.operators import CUTTING, LIBRARY, OPERATORS, axis_of, operator_name
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.stacks import line_of_graph
 from autopart.runtime.comm.watch import watching
-
-OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
-CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter")
 
 Primitive = Callable[..., Any]
 
@@ -137,64 +121,8 @@ PRIMITIVES: dict[str, Primitive] = {
 }
 
 
-def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = -1, num_rows: int = -1) -> Tensor:
-    """Rows of an embedding table of which this rank holds rows [start, start + weight.size(0)).
-
-    weight [rows, width], ids [...] in global numbering -> [..., width], zeros where the row is on another rank: a
-    partial sum. Row `padding_idx` (global numbering, -1: none) gets no gradient. An id that is none of the `num_rows`
-    rows of the whole table (-1: not checked) fails as it does in the whole table: IndexError, on a GPU an assertion.
-    """
-    local = ids - start
-    mine = (local >= 0) & (local < weight.size(0))
-    if weight.size(0) == 0:  # a rank that holds no row runs the same operators
-        weight = F.pad(weight, (0, 0, 0, 1))
-    elsewhere: Tensor | int = 0
-    if num_rows >= 0:
-        elsewhere = torch.where((ids >= 0) & (ids < num_rows), 0, weight.size(0))
-    rows = F.embedding(torch.where(mine, local, elsewhere), weight) * mine.unsqueeze(-1)
-    if padding_idx < 0:
-        return rows
-    # The padding row keeps its value and loses its gradient.
-    return torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
-
-
-def dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
-    """Dropout whose mask depends on nothing but `seed` (one number, of the microbatch), `salt` (of the operator) and
-    `shard` (which shard of the value this is): the same on ranks that hold the same value, else independent."""
-    keep = torch.ops.autopart.draw_mask(x.detach(), p, seed, salt, shard)
-    return x * keep / (1 - p) if p < 1 else x * 0
-
-
-def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
-    """The mask of `dropout` for a value like `x`, 1 for what is kept. A compiler does not look inside."""
-    packed = struct.pack(f"<{2 + len(shard)}q", int(seed), salt, *shard)
-    number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-    generator = torch.Generator(x.device).manual_seed(number)
-    return x.new_empty(x.shape).bernoulli_(1 - p, generator=generator)
-
-
-def drop(x: Tensor, noise: Tensor) -> Tensor:
-    """Dropout whose noise (0 or 1 / (1 - p) for every element of `x`) was drawn before."""
-    return x * noise
-
-
-def pick_class(logits: Tensor, target: Tensor, start: int) -> Tensor:
-    """logits [..., local classes], target [...] in global numbering -> [...]: the target's logit, 0 where it is
-    on another rank (or nowhere: an ignored target)."""
-    local = target - start
-    mine = (local >= 0) & (local < logits.size(-1))
-    # One class more, so a rank that holds no class runs the same operators.
-    padded = F.pad(logits, (0, 1)) if logits.size(-1) == 0 else logits
-    picked = padded.gather(-1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(mine, picked, torch.zeros_like(picked))
-
-
-def _define_operators() -> torch.library.Library:
-    library = torch.library.Library("autopart", "DEF")
-
-    def define(name: str, arguments: str, result: str, implementation: Callable[..., Any]) -> None:
-        library.define(f"{name}({arguments}) -> {result}")
-        library.impl(name, implementation, "CompositeImplicitAutograd")
+def _implement_operators() -> None:
+    """What the operators that need a process group do; the name of an axis is that of a group by then."""
 
     def converter(conversion: Conversion) -> Callable[..., Tensor]:
         def convert(x: Tensor, axis: str, *arguments: Any) -> Tensor:
@@ -203,52 +131,16 @@ def _define_operators() -> torch.library.Library:
 
         return convert
 
-    for operator, conversion in OPERATORS.items():
-        arguments = "Tensor x, str axis"
-        if operator in CUTTING:
-            arguments += ", int dim, int size, int[] sections=[]"
-        elif operator == "all_to_all":
-            arguments += ", int source_dim, int target_dim"
-        define(operator, arguments, "Tensor", converter(conversion))
-
     def all_reduce_max(x: Tensor, axis: str) -> Tensor:
         return _communicate(torch.ops._c10d_functional.all_reduce, x.detach().contiguous(), "max", axis)
 
-    define("all_reduce_max", "Tensor x, str axis", "Tensor", all_reduce_max)
-    define("axis_index", "str axis", "int", lambda axis: resolve_group(axis).rank())
-    table = ", int padding_idx=-1, int num_rows=-1"
-    define("embedding_shard", f"Tensor weight, Tensor ids, int start{table}", "Tensor", embedding_shard)
-    mask = "Tensor x, float p, Tensor seed, int salt, int[] shard"
-    define("dropout", mask, "Tensor", dropout)
-    library.define(f"draw_mask({mask}) -> Tensor")
-    library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")
-    torch.library.register_fake("autopart::draw_mask", lambda x, *_: x.new_empty(x.shape), lib=library)
-    define("drop", "Tensor x, Tensor noise", "Tensor", drop)
-    define("pick_class", "Tensor logits, Tensor target, int start", "Tensor", pick_class)
-    return library
+    converters = {operator: converter(conversion) for operator, conversion in OPERATORS.items()}
+    of_rank = {"all_reduce_max": all_reduce_max, "axis_index": lambda axis: resolve_group(axis).rank()}
+    for name, implementation in {**converters, **of_rank}.items():
+        LIBRARY.impl(name, implementation, "CompositeImplicitAutograd")
 
 
-LIBRARY = _define_operators()  # the operators live as long as this object
-
-
-def all_operators() -> list[str]:
-    """The names of all operators of the namespace."""
-    local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", *experts.OPERATORS]
-    return [*OPERATORS, "all_reduce_max", "axis_index", *local]
-
-
-def operator_name(node: fx.Node) -> str | None:
-    """`all_reduce` for a node that calls `torch.ops.autopart.all_reduce`; None for any other node."""
-    parts = str(node.target).split(".")
-    return parts[1] if node.op == "call_function" and parts[0] == "autopart" else None
-
-
-def axis_of(node: fx.Node) -> str | None:
-    """The mesh axis that a node's operator works on, if any."""
-    name = operator_name(node)
-    if name == "axis_index":
-        return str(node.args[0])
-    return str(node.args[1]) if name in OPERATORS or name == "all_reduce_max" else None
+_implement_operators()
 
 
 def on_device(arguments: Any, device: torch.device) -> Any:

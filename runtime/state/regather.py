@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopart.errors import StageError
-from autopart.runtime.comm.collectives import operator_name
+from autopart.ir.operators import operator_name
 
 GATHERS = ("all_gather", "all_gather_sum")
 
