@@ -145,7 +145,7 @@ def build(layers: int) -> tuple[Any, dict[str, Any]]:
 
 def profile(layers: int, phase: str) -> None:
     """The functions of one phase (or all) that cost the most, with all they call and by themselves."""
-    recorder = cProfile.Profile()
+    recorder = cProfile.Profile(time.process_time)
     clock = Clock(phase, recorder)
     _watch(clock)
     plan_once(2)

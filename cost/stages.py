@@ -101,6 +101,8 @@ def _evenest(
 ) -> list[int]:
     """Places of the cuts with no stage over the limit for which half the sum of squares of the stages' loads and what
     they send is least. `shares`: the load before each place, in mean stages; `sent`: in what most cuts send."""
+    if num_stages == 1:
+        return []
     count, limit = len(end), limit * (1 + 1e-12)
     first = np.searchsorted(start, end - limit, side="left")
     widest = int((np.arange(count) - first).max())

@@ -171,6 +171,7 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
     now += sum(saved_others(walk, node) for node in saved)
     most = now
     grads: set[Memory] = set()
+    of: dict[Any, set[Memory]] = defaultdict(set)  # by what has made it; some are no longer in `grads`
     given: Counter[Any] = Counter()
     whole = rerun_bytes(walk, alive)
     rerun = dict(whole)
@@ -184,11 +185,13 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
         made = [used for used in (node, *towards) if not (given[node] if used is node else _sums(node))]
         fresh = {m for used in made for m in memories(walk.values[used], lasting=True)} - grads
         grads |= fresh
+        for memory in fresh:
+            of[memory.made_by].add(memory)
         now += sum(memory.size_bytes for memory in fresh)
         further = sum(_size(walk.values[used]) for used in towards if given[_key(used)])
         most = max(most, now + further + sum(m.size_bytes for m in set(walk.keeps.get(node, ())) if m.again))
         given.update(map(_key, towards))
-        done = {m for m in grads if m.made_by is node}
+        done = of.pop(node, set()) & grads
         now -= sum(memory.size_bytes for memory in done) + saved_others(walk, node)
         now -= sum(memory.size_bytes for memory in saved.get(node, ()))
         if begins.get(region) is node:

@@ -186,7 +186,7 @@ def _join_slices(graph: fx.Graph, node: fx.Node) -> None:
         ends = [0, *(end for _, end, _ in pieces)]
         if len(pieces) < 2 or [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != shape(node)[dim]:
             continue
-        first = min((user for _, _, user in pieces), key=list(graph.nodes).index)
+        first = min(user for _, _, user in pieces)
         with graph.inserting_before(first):
             whole = emit(graph, first, aten.split_with_sizes.default, node, [e - s for s, e, _ in pieces], dim)
             parts = [getitem(graph, whole, i) for i in range(len(pieces))]
