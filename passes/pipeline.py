@@ -191,8 +191,8 @@ def _check_order(graph: fx.Graph) -> None:
     """Raises RuntimeError where a node is read before it is made, or was erased."""
     made: set[fx.Node] = set()
     for node in graph.nodes:
-        missing = [source.name for source in node.all_input_nodes if source not in made]
-        if missing:
+        if not made.issuperset(node.all_input_nodes):
+            missing = [source.name for source in node.all_input_nodes if source not in made]
             raise RuntimeError(f"'{node.name}' reads '{missing[0]}', which is not made before it")
         made.add(node)
 

@@ -60,7 +60,11 @@ def size_bytes(node: fx.Node) -> int:
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments, in the order of the call, repeated where an argument is repeated."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    for argument in (*node.args, *node.kwargs.values()):
+        if isinstance(argument, fx.Node):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple, dict, slice)):
+            fx.map_arg(argument, lambda n: found.append(n))
     return found
 
 

@@ -6,7 +6,7 @@ with partial gradients, so that all gradients of parameters end as partial sums,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch import fx
 
@@ -30,12 +30,16 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
     """
     chosen: dict[fx.Node, Strategy] = {}
     whole: set[fx.Node] = set()  # values that an operator before has asked for whole, so that they are there
+    known: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
     for node in operators(graph):
         if node.meta["role"] in (ACTIVE, WEIGHT):
-            options = strategies(node, num_shards, frozenset({BATCH}))
-            chosen[node] = min(options, key=lambda s: _price(node, s, chosen, whole))
-            inputs = zip(tensor_inputs(node), chosen[node].inputs, strict=True)
-            whole |= {source for source, target in inputs if target.is_replicated}
+            options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
+            given = tuple([(placement(s, chosen), size_bytes(s), s in whole) for s in sources])
+            key = id(options), given, node.meta["for_buffers"]  # like nodes share their options
+            if key not in known:
+                known[key] = options, min(options, key=lambda s: _price(node, s, chosen, whole))
+            chosen[node] = known[key][1]
+            whole.update([s for s, target in zip(sources, chosen[node].inputs, strict=True) if target.is_replicated])
     return chosen
 
 

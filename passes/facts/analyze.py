@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ from autopart.passes.facts.blocks import Place, places
 from autopart.passes.pipeline import driven
 from autopart.passes.rules import Pattern, pattern_for
 from autopart.passes.rules.functions import backward_is_linear
+from autopart.passes.rules.kinds import Kinds
 from autopart.tracing.trace import Trace
 
 INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight", "active"
@@ -80,11 +81,12 @@ def annotate(trace: Trace) -> None:
             node.meta["needs_grad"] = _needs_grad(node, trace)
     _note_draws(trace.graph)
     assign_keys(trace.graph)
+    kinds = Kinds()
     for node in trace.graph.nodes:
         if node.op == "output":
             continue
         known = node.op == "call_function" and node.target is not operator.getitem
-        node.meta["pattern"] = pattern_for(node) if known else None
+        node.meta["pattern"] = kinds.once(node, pattern_for) if known else None
         node.meta["whole_grads"] = known and not backward_is_linear(node)
         node.meta["sections"], node.meta["rows"] = {}, set()
     _write_atoms(trace.graph, batch)
@@ -98,51 +100,56 @@ def annotate(trace: Trace) -> None:
         )
     for node in trace.graph.nodes:
         _offer_sections(node)
-    _share_strategies(trace.graph)
-    _find_places(trace.graph)
+    reads = _reads(trace.graph)
+    _share_strategies(trace.graph, reads)
+    _find_places(trace.graph, reads)
 
 
-def _share_strategies(graph: fx.Graph) -> None:
+def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:
     """Let nodes of which `strategies` reads the same share what it finds (`meta["strategies"]`)."""
     shared: dict[Any, dict[Any, Any]] = {}
     for node in graph.nodes:
-        pattern: Pattern | None = node.meta.get("pattern")
-        if node.op != "call_function":
-            continue
-        if pattern is None:
-            node.meta["strategies"] = {}
-            continue
-        node.meta["strategies"] = shared.setdefault((pattern.key, _read(node)), {})
+        if node.op == "call_function":
+            has_rule = node.meta["pattern"] is not None
+            node.meta["strategies"] = shared.setdefault(reads[node], {}) if has_rule else {}
 
 
-def _read(node: fx.Node) -> Hashable:
-    """What `strategies` reads of a call, beside its rule."""
-    values = tuple(
-        (_shapes(s), s.meta["needs_grad"], s.meta["atoms"], _frozen(s.meta["sections"]), _frozen(s.meta["offered"]))
-        for s in tensor_inputs(node)
-    )
-    own = node.meta["needs_grad"], node.meta["whole_grads"], node.meta["atoms"], _frozen(node.meta["sections"])
-    return values, own, _shapes(node)
+def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
+    """What `strategies` reads of every call: its rule, its inputs and what it makes, each as a number."""
+    numbers: dict[Hashable, int] = {}
+    known: dict[int, int] = {}  # by the id of a pattern or of atoms, which like nodes share
+    values: dict[fx.Node, int] = {}
+    reads: dict[fx.Node, Hashable] = {}
+
+    def number(thing: Hashable) -> int:
+        return numbers.setdefault(thing, len(numbers))
+
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        atoms, pattern = node.meta["atoms"], node.meta["pattern"]
+        if id(atoms) not in known:
+            known[id(atoms)] = number(("atoms", atoms))
+        if id(pattern) not in known:
+            known[id(pattern)] = number(("pattern", pattern and pattern.key))
+        own = _shapes(node), node.meta["needs_grad"], known[id(atoms)], _frozen(node.meta["sections"])
+        values[node] = number((own, _frozen(node.meta["offered"])))
+        if node.op == "call_function":
+            inputs = tuple([values[source] for source in tensor_inputs(node)])
+            reads[node] = number((known[id(pattern)], inputs, own, node.meta["whole_grads"]))
+    return reads
 
 
 def _shapes(node: fx.Node) -> tuple:
     return tuple(getattr(v, "shape", None) for v in tuple_values(node))
 
 
-def _find_places(graph: fx.Graph) -> None:
+def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
     """Write `place` on the operators on weights, in their order, and on the parameters that they read."""
     nodes = [n for n in operators(graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
     position = {node: i for i, node in enumerate(nodes)}
     sources = [[source_of(used)[0] for used in tensor_inputs(node)] for node in nodes]
-    kinds = [
-        (
-            n.target,
-            n.meta["pattern"] and n.meta["pattern"].key,
-            tuple(s.meta["role"] for s in tensor_inputs(n)),
-            _read(n),
-        )
-        for n in nodes
-    ]
+    kinds = [(n.target, tuple([s.meta["role"] for s in tensor_inputs(n)]), reads_of[n]) for n in nodes]
     reads = [[position[s] for s in found if s in position] for found in sources]
     products = {
         position[n] for n in nodes if n.meta["pattern"] and n.meta["pattern"].flops
@@ -161,7 +168,7 @@ def _find_places(graph: fx.Graph) -> None:
 
 
 def _frozen(sections: dict[int, set[Sections]]) -> tuple:
-    return tuple((dim, frozenset(found)) for dim, found in sorted(sections.items()))
+    return tuple((dim, frozenset(found)) for dim, found in sorted(sections.items())) if sections else ()
 
 
 def batch_size(trace: Trace) -> int:
@@ -253,15 +260,29 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
 
 
 def _write_atoms(graph: fx.Graph, batch: int) -> None:
+    """Write `atoms` on every node: the same ones, found once, on those of one rule that read the same."""
+    known: dict[Hashable, tuple] = {}
     for node in graph.nodes:
-        if node.op != "output":
+        if node.op == "output":
+            continue
+        pattern: Pattern | None = node.meta["pattern"]
+        if pattern is not None:
+            key: Hashable = (id(pattern), _shapes(node), *[id(s.meta["atoms"]) for s in tensor_inputs(node)])
+        elif node.op == "get_attr":
+            key = node.meta["role"], _shapes(node), frozenset(node.meta["rows"])
+        else:
             node.meta["atoms"] = _atoms(node, batch)
+            continue
+        if key not in known:
+            known[key] = _atoms(node, batch)
+        node.meta["atoms"] = known[key]
 
 
 def _find_rows(graph: fx.Graph) -> bool:
     """Find tensors made of nothing (`zeros(8, 12)`) that are used as rows of the batch: note the dim in `meta["rows"]`,
     and return whether there are any new ones."""
     used: dict[fx.Node, set[int]] = {}
+    known: dict[Hashable, tuple[set[str], list[tuple[int, int, str]]]] = {}
     new = False
     for node in reversed(graph.nodes):
         pattern: Pattern | None = node.meta.get("pattern")
@@ -270,13 +291,29 @@ def _find_rows(graph: fx.Graph) -> bool:
             new = True
         if pattern is None:
             continue
-        rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
-        rows |= {f for i in used.get(node, ()) for f in pattern.outputs[0][i]}
-        for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
-            for i, (dim, atoms) in enumerate(zip(dims, source.meta["atoms"], strict=True)):
-                if len(dim) == 1 and dim[0] in rows and [a.kind for a in atoms] == [DATA_DIM]:
-                    used.setdefault(source, set()).add(i)
+        sources = tensor_inputs(node)
+        key = (id(pattern), *[id(source.meta["atoms"]) for source in sources])
+        if key not in known:
+            known[key] = _rows_and_data(node, pattern)
+        rows, data = known[key]
+        if node in used:
+            rows = rows | {f for i in used[node] for f in pattern.outputs[0][i]}
+        for position, i, factor in data:
+            if factor in rows:
+                used.setdefault(sources[position], set()).add(i)
     return new
+
+
+def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tuple[int, int, str]]]:
+    """The factors of a call that count rows of the batch, and what counts nothing known: (input, dim, its factor)."""
+    rows = {f for f, atoms in factor_atoms(node, pattern).items() if [a.kind for a in atoms] == [BATCH]}
+    data = [
+        (position, i, dim[0])
+        for position, (dims, source) in enumerate(zip(pattern.inputs, tensor_inputs(node), strict=True))
+        for i, (dim, atoms) in enumerate(zip(dims, source.meta["atoms"], strict=True))
+        if len(dim) == 1 and [a.kind for a in atoms] == [DATA_DIM]
+    ]
+    return rows, data
 
 
 def _has_batch(factors: dict[str, Atoms]) -> bool:

@@ -11,6 +11,7 @@ from torch import fx
 from autopart.compat import decomposition, trace_function, tree_flatten, tree_unflatten
 from autopart.ir.graph import is_tensor, value
 from autopart.passes.rules import pattern_for
+from autopart.passes.rules.kinds import Kinds
 
 from .new_calls import emit, fake_mode
 
@@ -23,7 +24,9 @@ def take_apart(graph: fx.Graph, depth: int = 4) -> None:
     known: dict[Any, fx.GraphModule | None] = {}
     for _ in range(depth):
         active = _depends_on_parameters(graph)
-        found = [n for n in graph.nodes if n in active and n.op == "call_function" and _has_no_rule(n)]
+        kinds = Kinds()
+        calls = [n for n in graph.nodes if n in active and n.op == "call_function"]
+        found = [n for n in calls if n.target is not operator.getitem and kinds.once(n, pattern_for) is None]
         taken = [node for node in found if _replace_by_parts(graph, node, known)]
         if not taken:
             return
@@ -35,10 +38,6 @@ def _depends_on_parameters(graph: fx.Graph) -> set[fx.Node]:
         if node.meta.get("parameter") or any(n in active for n in node.all_input_nodes):
             active.add(node)
     return active
-
-
-def _has_no_rule(node: fx.Node) -> bool:
-    return node.target is not operator.getitem and pattern_for(node) is None
 
 
 def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphModule | None]) -> bool:
