@@ -262,6 +262,7 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
 def _write_atoms(graph: fx.Graph, batch: int) -> None:
     """Write `atoms` on every node: the same ones, found once, on those of one rule that read the same."""
     known: dict[Hashable, tuple] = {}
+    equal: dict[tuple, tuple] = {}
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -274,7 +275,8 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
             node.meta["atoms"] = _atoms(node, batch)
             continue
         if key not in known:
-            known[key] = _atoms(node, batch)
+            atoms = _atoms(node, batch)
+            known[key] = equal.setdefault(atoms, atoms)  # one object, so that what reads it is known by it
         node.meta["atoms"] = known[key]
 
 
