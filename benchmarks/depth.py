@@ -1,6 +1,7 @@
 """How planning grows with depth: seconds of the processor by phase, for a Llama of 16 to 128 like layers from `meta`.
 
-Every depth is planned three times in a process of its own, after a small model that pays for imports; the median counts.
+Every depth is planned three times in a process of its own, after a small model that pays for imports; the median is
+shown.
 
     python benchmarks/depth.py [--quick] [--json] [--profile LAYERS [--phase PHASE]]
 

@@ -9,6 +9,7 @@ depends on its layout here, and is a part of that price: one programme chooses f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -126,10 +127,18 @@ class Prices:
         at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
         self.links = at_once if whole else hardware
         active = [n for n in nodes if n.op == "call_function" and n.meta["role"] == ACTIVE]
-        reduced_s = sum(time_s("all_reduce", num_shards, self.bytes(n), hardware, step.stride) for n in active)
+        sizes = [self.bytes(n) for n in active]
+        times_s = {size: time_s("all_reduce", num_shards, size, hardware, step.stride) for size in set(sizes)}
+        reduced_s = sum([times_s[size] for size in sizes])
         self.scale = max(1e-12, step.microbatches * reduced_s)
         self.flops = sum(_flops(n) for n in nodes) or 1
         self.table = sum(_weight_bytes(n) for n in nodes) or 1
+
+    def with_all_latency(self) -> Prices:
+        """The same, but as if values may be cut wherever that is best."""
+        other = copy(self)
+        other.whole, other.links = False, self.hardware
+        return other
 
     def weigh(self, price: Price) -> float:
         """The one number that is minimised."""

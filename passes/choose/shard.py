@@ -186,7 +186,7 @@ class Programme:
         self.values = self._find_values()
         nodes = list(self.choice_of)
         self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", not stored)
-        self.real_prices = Prices(nodes, num_shards, hardware, step, False, not stored)
+        self.real_prices = self.prices.with_all_latency()
         for choice in self.choices.values():
             ties = 1e-9 * self.prices.scale * len(choice.members)
             prices = [self.prices.option(choice.node, o) for o in choice.options]

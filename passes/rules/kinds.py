@@ -1,4 +1,4 @@
-"""What of a call its rule can read, as a key: like calls of repeated blocks have the same, and what follows is found once.
+"""What of a call its rule can read, as a key: like calls of repeated blocks have the same, and share what follows.
 
 `Kinds` serves one sweep over a graph that stays as it is: values of like nodes are mostly the same object.
 """
@@ -17,19 +17,17 @@ T = TypeVar("T")
 
 
 class Kinds:
-    """The kinds of calls, and what is known of each. `num_made`: how often something had to be found out."""
+    """The kinds of calls, and what is known of each."""
 
     def __init__(self) -> None:
         self._forms: dict[int, Hashable] = {}
         self._known: dict[Hashable, Any] = {}
-        self.num_made = 0
 
     def once(self, node: fx.Node, find: Callable[[fx.Node], T]) -> T:
         """What `find` gives for calls like this one; it may read operator, arguments, shapes and dtypes alone."""
         key = find, self.of(node)
         if key not in self._known:
             self._known[key] = find(node)
-            self.num_made += 1
         return self._known[key]
 
     def of(self, node: fx.Node) -> Hashable:
