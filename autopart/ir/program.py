@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from autopart.compat import TreeSpec
+from autopart.compat import LazyGraphModule, TreeSpec
 from autopart.ir.layout import Layout, Sections, format_layout, shard_sizes
 from autopart.ir.mesh import Mesh
 
@@ -36,8 +36,11 @@ Rng = Literal["fast", "exact"]
 included. `"fast"`: from seeds that every rank knows; masks of dropout are drawn where they are needed."""
 
 
-class StageGraph(fx.GraphModule):
-    """A graph of one stage. `print_readable` shows every value's local shape and its layout."""
+class StageGraph(LazyGraphModule):
+    """A graph of one stage, whose code is written when it first runs.
+
+    `print_readable` shows every value's local shape and its layout.
+    """
 
     def print_readable(self, print_output: bool = True, **options: Any) -> str:
         """The generated code with typed values (`f32[4, 12, 64]{tp:P}`) and the user's source lines.

@@ -1,0 +1,81 @@
+"""Planning a deeper model does no more of the dear work: it is done once per kind of block, however many there are.
+
+What is counted is work, not time: rules fitted, atoms followed, strategies and prices found, calls on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopart
+from autopart.passes.choose import batch, prices
+from autopart.passes.count import kept
+from autopart.passes.facts import analyze, strategies
+from autopart.passes.normalize import decompose
+from autopart.passes.write.stage_draft import StageGraph
+
+WORK = {
+    "rules fitted": (analyze, "pattern_for"),
+    "rules fitted to take operators apart": (decompose, "pattern_for"),
+    "atoms followed": (analyze, "factor_atoms"),
+    "strategies found": (strategies, "_strategies"),
+    "rows placed": (batch, "_price"),
+    "conversions priced": (prices, "conversion_time_s"),
+    "calls on fake tensors": (kept, "_run"),
+}
+
+
+def planned(layers: int) -> autopart.Plan:
+    """The plan of a Llama of so many layers."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4,
+                        vocab_size=64, num_hidden_layers=layers, max_position_embeddings=16)
+        )  # fmt: skip
+        ids = torch.zeros(8, 16, dtype=torch.long)
+    model.loss_type = "ForCausalLM"
+    return autopart.plan(model, "dp2,tp2", example_kwargs={"input_ids": ids, "labels": ids})
+
+
+@pytest.fixture
+def counts(monkeypatch) -> Counter[str]:
+    """How often each kind of work is done."""
+    found: Counter[str] = Counter()
+
+    def count(kind: str, module, name: str) -> None:
+        function = getattr(module, name)
+
+        def counted(*args, **kwargs):
+            found[kind] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for kind, (module, name) in WORK.items():
+        count(kind, module, name)
+    return found
+
+
+def test_work_does_not_grow_with_the_number_of_blocks(counts):
+    numbers = []
+    for layers in (6, 12):  # the two blocks at either end are also tried apart from the others
+        kept.KNOWN.effects.clear()
+        counts.clear()
+        planned(layers)
+        numbers.append(dict(counts))
+    assert numbers[0].keys() == WORK.keys()
+    assert numbers[0] == numbers[1]
+
+
+def test_no_code_is_written_for_a_plan(monkeypatch):
+    """Of stage graphs only what runs needs Python code."""
+
+    def fail(self):
+        raise AssertionError("code was written")
+
+    monkeypatch.setattr(StageGraph, "_real_recompile", fail)
+    planned(2)
