@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import RankMemory
 from autopart.cost.simulate import simulated
+from autopart.cost.table import Priced
+from autopart.cost.table_data import as_data, folded, own_setting
 from autopart.ir.program import Program
 from autopart.passes.choose.decide import encode
 from autopart.passes.choose.pins import pinned_layouts
@@ -18,7 +20,7 @@ from autopart.passes.choose.storage import storage_notes
 from autopart.passes.choose.unsharded import unsharded
 from autopart.passes.count.footprint import Walk
 from autopart.passes.count.summary import collectives, cost, stage_rows
-from autopart.passes.count.timing import timing
+from autopart.passes.count.tabulate import tabulate
 from autopart.passes.facts.decisions import Decisions
 from autopart.plan_checks import identity_of
 from autopart.plans.plan import Plan, Reasons, Schedule
@@ -56,13 +58,15 @@ def plan_of(
         name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
         for name, t in zip(traced.call.names, traced.call.tensors, strict=True)
     }
-    took = timing(traced, program, schedule, hardware, walks, options.compile)
-    step = simulated(took, schedule, mesh, [rank.total for rank in memory])
+    table = folded(tabulate(traced, program, walks, {}, options.compile))
+    held = tuple(rank.as_row() for rank in memory)
+    took = {**Priced(table, own_setting(table, mesh, schedule), hardware).timing, "table": as_data(table)}
+    step = simulated(took, schedule, mesh, held)
     limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
         cost=cost(traced, decisions.num_stages, rows, moved, step, limit) | certificate(solved),
-        memory=tuple(rank.as_row() for rank in memory), timing=took,
+        memory=held, timing=took,
         notes=(*own_notes, *notes), pins=options.pins.as_data(), reasons=reasons, axes=mesh.axes,
     )  # fmt: skip

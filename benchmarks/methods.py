@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autopart.cost.methods import Method, solve
 from autopart.cost.per_block import Blocks
-from autopart.cost.table import Setting, estimate
+from autopart.cost.table import Setting, predict
 from autopart.errors import MemoryLimitError
 from autopart.ir.mesh import Mesh
 from autopart.ir.recomputation import Word
@@ -119,7 +119,7 @@ def uniform(space: Space, blocks: Blocks, limit: float) -> dict[str, Any] | None
     for recompute in get_args(Word):
         table = space.table(mesh.size("tp") > 1, mesh.size("tp") > 1, recompute)
         for zero in (0, 3) if mesh.size("dp") > 1 else (0,):
-            found = estimate(table, Setting(mesh, blocks.setting.schedule, space.rows, zero), space.hardware)
+            found = predict(table, Setting(mesh, blocks.setting.schedule, space.rows, zero), space.hardware)
             row = {"recompute": recompute, "zero": zero, "step_time_s": found.step_time_s,
                    "memory_bytes": max(found.peak_memory_bytes)}  # fmt: skip
             fitting += [row] if row["memory_bytes"] <= limit else []

@@ -26,7 +26,7 @@ from . import collectives
 from .collectives import levels
 from .hardware import Hardware
 from .memory import BUCKET_BYTES
-from .work import BUCKET_COPIES, OPTIMIZER_TRAFFIC, Powers, Size, Sizes, Work
+from .work import BUCKET_COPIES, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 
 b, s, tp, dp, pp, m, v = SIZES = sympy.symbols("b s tp dp pp m v", positive=True)
 M, L, H = sympy.symbols("M L H", positive=True)
@@ -40,9 +40,9 @@ class Totals:
     """What one microbatch of the whole model does on the ranks of one pipeline, and what they hold.
 
     `works`: {(part of a step, work): how often}. `stored`: bytes of parameters, of which `trained` get a gradient, and
-    ZeRO-3 cuts `cut`, which are `num_cut`, over `dp`. `kept`: of activations, by all operators. `temporary`: beyond it
-    at the largest. `sent`: between two stages. `buffers`: of the model and of the inputs. `at`: the sizes that all
-    were counted at.
+    ZeRO-3 cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `kept`: of activations,
+    by all operators. `temporary`: beyond it at the largest. `sent`: between two stages. `buffers`: of the model and of
+    the inputs. `at`: the sizes that all were counted at.
     """
 
     works: Mapping[tuple[str, Work], int]
@@ -55,41 +55,6 @@ class Totals:
     sent: Size
     buffers: float
     at: Sizes
-
-    def as_data(self) -> dict[str, Any]:
-        """For a plan."""
-        works = [
-            {"part": part, "kind": work.kind, "count": count, "bytes": _listed(work.size),
-             **{name: _listed(size) for name, size in (("flops", work.flops), ("depth", work.depth)) if size.terms},
-             **{name: given for name in ("dtype", "axis", "in_place") if (given := getattr(work, name))},
-             **({"times": work.times} if work.times != 1 else {})}
-            for (part, work), count in self.works.items()
-        ]  # fmt: skip
-        sizes = {name: _listed(getattr(self, name)) for name in _BYTES}
-        return {"at": list(self.at), **sizes, "num_cut": self.num_cut, "buffers": self.buffers, "works": works}
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> Totals:
-        """From a plan's."""
-        works = {
-            (row["part"], Work(row["kind"], _read(row["bytes"]), _read(row.get("flops", ())), row.get("dtype", ""),
-                               row.get("axis", ""), row.get("times", 1.0), row.get("in_place", False),
-                               _read(row.get("depth", ())))): row["count"]
-            for row in data["works"]
-        }  # fmt: skip
-        sizes = {name: _read(data[name]) for name in _BYTES}
-        return Totals(works=works, at=Sizes(*data["at"]), num_cut=data["num_cut"], buffers=data["buffers"], **sizes)
-
-
-_BYTES = ("stored", "trained", "cut", "kept", "temporary", "sent")
-
-
-def _listed(size: Size) -> list[list[float]]:
-    return [[value, *powers] for powers, value in size.terms]
-
-
-def _read(terms: Sequence[Sequence[float]]) -> Size:
-    return Size(tuple((Powers(*map(int, powers)), value) for value, *powers in terms))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from autopart.plans.plan import TIMING_PARTS
 
 from .hardware import Hardware
 from .simulate import Simulation
-from .table import Parameter, Priced, Row, Setting, Table, estimate
+from .table import Parameter, Priced, Row, Setting, Table, predict
 
 SCHEDULES = (None, "gpipe", "1f1b")
 
@@ -228,7 +228,7 @@ class Blocks:
     def simulation(self, choice: Choice) -> Simulation:
         """The step as chosen, simulated."""
         table, cuts = self.table(choice)
-        return estimate(table, replace(self.setting, zero=3, cuts=cuts), self.hardware)
+        return predict(table, replace(self.setting, zero=3, cuts=cuts), self.hardware)
 
     @property
     def outside_matrices(self) -> list[str]:

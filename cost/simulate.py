@@ -37,8 +37,9 @@ class Simulation:
     """One training step as predicted, AdamW's update included. Print it for a table.
 
     Seconds and bytes are of one rank; ranks that differ on `dp` or `tp` alone do the same. `timeline`: when each
-    coordinate of `pp` does what. `peak_memory_bytes`: by stage, the most that the rank which runs it holds at a time.
-    `collectives`: those of a step. `parts`: of the busiest rank, seconds by kind of work, `idle` included.
+    coordinate of `pp` does what. `peak_memory_bytes`: by stage, the most that the rank which runs it holds at a time,
+    and `memory`: the same by rank and kind, as the rows of `Plan.memory`. `collectives`: those of a step. `parts`: of
+    the busiest rank, seconds by kind of work, `idle` included.
     `peak_flops_per_s`: of a device for the dtypes that its products have, `peak_dtype` in words. `plan`: whose step it
     is, None for a setting that was only estimated.
     """
@@ -52,6 +53,7 @@ class Simulation:
     collectives: tuple[CollectiveTime, ...]
     parts: Mapping[str, float] = field(repr=False)
     peak_dtype: str = ""
+    memory: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     plan: Plan | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -78,10 +80,6 @@ class Simulation:
     def hfu(self) -> float:
         """FLOPs that are computed as a share of the peak: those of the model and what is computed again."""
         return self.mfu * (1 + self.recomputed_flops / self.model_flops) if self.model_flops else 0.0
-
-    def with_memory(self, peak_memory_bytes: tuple[int, ...]) -> Simulation:
-        """The same step with other memory, by stage."""
-        return replace(self, peak_memory_bytes=peak_memory_bytes)
 
     def figures(self) -> dict[str, Any]:
         """Of the step alone: what `Plan.cost` keeps."""
@@ -136,19 +134,18 @@ def simulate(plan: Plan) -> Simulation:
             "the plan has no 'timing'", why="how long its stages take is part of a plan that autopart has made",
             hint="autopart.plan(...), or leave the entry in the file",
         )  # fmt: skip
-    memory = [row["total"] for row in plan.memory]
-    return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), memory), plan=plan)
+    return replace(simulated(plan.timing, plan.schedule, plan.mesh_object(), plan.memory), plan=plan)
 
 
 def simulated(
-    timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[int], hidden_sums: float = 0.0,
-    overlap_sends: bool | None = None,
+    timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]],
+    hidden_sums: float = 0.0, overlap_sends: bool | None = None,
 ) -> Simulation:  # fmt: skip
     """A step by its parts.
 
     Args:
         timing: as in a plan.
-        memory: the most that the rank of each `pp` coordinate holds, in bytes.
+        memory: what the rank of each `pp` coordinate holds, as in a plan.
         hidden_sums: the share of the gradients' sums that may run beside the last backward.
         overlap_sends: as in `timeline`.
     """
@@ -169,9 +166,9 @@ def simulated(
     home = {span.stage: rank for rank, spans in enumerate(found.spans) for span in spans}
     return Simulation(
         found, mesh.num_ranks, 3.0 * timing["forward_flops"], timing.get("recomputed_flops", 0),
-        timing["peak_flops_per_s"], tuple(memory[home[stage]] for stage in range(len(stages))),
+        timing["peak_flops_per_s"], tuple(memory[home[stage]]["total"] for stage in range(len(stages))),
         _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, found, home, schedule.microbatches),
-        timing.get("peak_dtype", ""),
+        timing.get("peak_dtype", ""), tuple(memory),
     )  # fmt: skip
 
 

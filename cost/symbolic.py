@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
-from autopart.errors import OptionError, PlanError
+from autopart.errors import OptionError, PlanError, StageError
 from autopart.ir.mesh import Mesh
-from autopart.plans.plan import Plan, Schedule
+from autopart.ir.schedules import can_run, check_schedule, schedule_for
+from autopart.plans.plan import MEMORY_KINDS, Plan, Schedule
 
 if TYPE_CHECKING:
     import sympy
 
     from .formula import Formula
+    from .simulate import Simulation
+    from .table import Table
 
 OF_OLD_PLANS = ("formula", "values")
 """What plans had beside a time that was not the simulated one."""
@@ -75,24 +76,39 @@ class Cost(dict[str, Any]):
         The simulated step over theirs: stages that weigh unlike, waiting in a pipeline, odd buckets of gradients. 1
         where the plan has no step.
         """
+        from .formula import compiled
+
         simulated_s = self.get("step_time_s") or (_simulated(self.plan).step_time_s if self.plan is not None else 0.0)
-        formula_s = math.fsum(map(float, islice(self._numbers({}), len(self.formula.parts_s))))
+        sizes = [*self._values({}).values()][len(self.formula.constants) :]
+        formula_s = float(compiled([self.formula])(*sizes)[0])
         return simulated_s / formula_s if simulated_s and formula_s else 1.0
 
     @cached_property
-    def formula(self) -> Formula:
-        """Raises PlanError for a plan without them."""
-        from .formula import Formula, Totals
-        from .hardware import Hardware
+    def table(self) -> Table:
+        """What the operators do. Raises PlanError for a plan without it."""
+        from .table_data import from_data
 
-        totals = self.plan.timing.get("totals") if self.plan is not None else None
-        if self.plan is None or totals is None:
+        data = self.plan.timing.get("table") if self.plan is not None else None
+        if data is None:
             raise PlanError(
                 "the plan has no formulas", why="they are part of the 'timing' of a plan that autopart has made",
                 hint="autopart.plan(...), or leave the entry in the file",
             )  # fmt: skip
-        over_dp = any("dp" in entry for entry in self.plan.parameters.values())
-        return Formula(Totals.from_data(totals), Hardware.load(self.plan.hardware), 3 if over_dp else 0)
+        return from_data(data)
+
+    @cached_property
+    def formula(self) -> Formula:
+        """Raises PlanError for a plan without a table."""
+        from .formula import Formula
+        from .hardware import Hardware
+
+        table, plan = self.table, self._plan
+        return Formula(table.totals, Hardware.load(plan.hardware), 3 if table.gathers else 0)
+
+    @property
+    def _plan(self) -> Plan:
+        assert self.plan is not None
+        return self.plan
 
     @property
     def expression(self) -> sympy.Expr:
@@ -145,37 +161,45 @@ class Cost(dict[str, Any]):
     def at(self, **sizes: float) -> Figures:
         """The figures with some of `b, s, tp, dp, pp, m, v` changed, all else being the plan's.
 
-        With nothing changed the seconds are those of `autopart.simulate`; at other sizes they are the formulas', as
-        many times more or less (`scale`) as they are here.
+        The step is predicted as `autopart.simulate` does, from what the plan's operators do: layouts stay as they are,
+        stages are balanced anew where there are others. Memory is that of the plan and what is predicted to change;
+        what the table does not see of it (`Plan.memory` is counted value by value) grows as temporary values do.
 
-        Raises OptionError for other names and for sizes that are not above zero.
+        Raises OptionError for other names and for sizes that are not above zero, StageError where there are too few
+        places to cut, or no schedule runs so many stages and microbatches.
         """
         for name, size in sizes.items():
             if name not in _NAMES or not size > 0:
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(_NAMES)}")
-        numbers, kinds = self._numbers(sizes), self.formula.parts_s
-        parts = {kind: self.scale * float(n) for kind, n in zip(kinds, islice(numbers, len(kinds)), strict=True)}
-        memory = {kind: float(next(numbers)) for kind in self.memory_parts}
-        return Figures(math.fsum(parts.values()), float(next(numbers)), parts, memory)
-
-    def _numbers(self, sizes: Mapping[str, float]) -> Iterator[float]:
-        """What `_compiled` gives, at these sizes."""
-        return iter(self._compiled(*self._values(sizes).values()))
+        found = self._predicted(sizes)
+        memory, own, counted = (_fullest(rows) for rows in (found.memory, self._own.memory, self._plan.memory))
+        kinds = {kind: memory[kind] * _times(counted[kind], own[kind]) for kind in MEMORY_KINDS}
+        missed = (counted["total"] - own["total"]) * _times(memory["temporary"], own["temporary"])
+        return Figures(found.step_time_s, memory["total"] + missed, found.parts, kinds)
 
     @cached_property
-    def _compiled(self) -> Callable[..., list[float]]:
-        """All parts of the time, then of the memory, and its whole, as a function of what `_values` lists."""
-        import sympy
+    def _own(self) -> Simulation:
+        """As predicted at the plan's own sizes."""
+        return self._predicted({})
 
-        from .formula import IN_NODE, SIZES
+    def _predicted(self, sizes: Mapping[str, float]) -> Simulation:
+        from .hardware import Hardware
+        from .table import predict
+        from .table_data import own_setting
 
-        symbols = (*self.formula.constants, *SIZES, *IN_NODE.values())
-        found = [*self.formula.parts_s.values(), *self.memory_parts.values(), self.memory]
-        return sympy.lambdify(symbols, found, modules="numpy")
+        own, was = self._plan.mesh_object(), self._plan.schedule
+        changed = {axis: int(sizes[axis]) for axis in ("pp", "dp", "tp") if axis in sizes}
+        mesh = Mesh({axis.name: size for axis in own.axes if (size := changed.get(axis.name, own.size(axis.name))) > 1})
+        m, v = int(sizes.get("m", was.microbatches)), int(sizes.get("v", was.virtual_stages))
+        schedule = _schedule(was, mesh.size("pp"), m, v)
+        table = self.table
+        rows = sizes.get("b", table.b) * mesh.row_ranks * schedule.microbatches
+        setting = replace(own_setting(table, own, was), mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"))
+        return predict(table, setting, Hardware.load(self._plan.hardware))
 
     def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
-        assert self.plan is not None
-        own, schedule, at = self.plan.mesh_object(), self.plan.schedule, self.formula.totals.at
+        """What the symbols are."""
+        own, schedule, at = self._plan.mesh_object(), self._plan.schedule, self.formula.totals.at
         mesh = Mesh({axis: int(sizes.get(axis, own.size(axis))) for axis in ("pp", "dp", "tp")})
         m, v = int(sizes.get("m", schedule.microbatches)), int(sizes.get("v", schedule.virtual_stages))
         rows = sizes.get("b", at.b) * mesh.size("dp") * m
@@ -189,6 +213,26 @@ class Cost(dict[str, Any]):
 
     def __str__(self) -> str:
         return str(self.expression)
+
+
+def _fullest(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return max(rows, key=lambda row: row["total"])
+
+
+def _times(new: float, old: float) -> float:
+    return new / old if old else 1.0
+
+
+def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """The plan's own, or the one that a plan would get for so many stages. Raises StageError where there is none."""
+    if pp == 1:
+        return Schedule(None, microbatches, 1)
+    stages = pp * virtual_stages
+    name = was.name
+    if name is None or not can_run(name, stages, pp, microbatches):
+        name = "interleaved_1f1b" if virtual_stages > 1 else schedule_for("1f1b", stages, pp, microbatches)
+        check_schedule(name, stages, pp, microbatches)
+    return Schedule(name, microbatches, virtual_stages)
 
 
 def crossover(a: Plan, b: Plan, over: str = "s", low: float = 1.0, high: float = 2.0**20) -> float | None:
@@ -208,14 +252,23 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float = 1.0, high: float =
     def difference(at: float) -> float:
         return float(first.at(**{over: at})) - float(second.at(**{over: at}))
 
+    whole = over not in ("b", "s")
     points = [low * (high / low) ** (i / _POINTS) for i in range(_POINTS + 1)]
-    before = difference(points[0])
-    for start, end in pairwise(points):
-        after = difference(end)
+    if whole:
+        points = [2.0**i for i in range(_MOST_POWER + 1) if low <= 2**i <= high]
+    before, start = 0.0, low
+    for end in points:
+        try:
+            after = difference(end)
+        except StageError:  # too few places to cut, or no schedule
+            continue
         if before * after < 0:
-            return float(brentq(difference, start, end, rtol=1e-6))
-        before = after or before
+            return end if whole else float(brentq(difference, start, end, rtol=1e-6))
+        before, start = after or before, end
     return None
 
+
+_MOST_POWER = 8
+"""Of ranks and microbatches, which are looked through in powers of two."""
 
 _POINTS = 40

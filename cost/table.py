@@ -1,29 +1,31 @@
-"""A model as a table of what its operators do, from which any mesh, schedule and microbatch is estimated.
+"""A model as a table of what its operators do, from which any mesh, schedule and microbatch is predicted.
 
-A `Table` is counted once (`autopart.passes.count.tabulate`), from a copy of the model with few of its repeated blocks;
-its rows say which of them stand for how many. `estimate` cuts it into stages, prices them, and runs the schedule's
-actions on that, as `autopart.simulate` does with a plan.
+A `Table` is counted once (`autopart.passes.count.tabulate`): from the program of a plan, or for the search from a copy
+of the model with few of its repeated blocks; its rows say which of them stand for how many. `predict` cuts it into
+stages, prices them, and runs the schedule's actions on that.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from autopart.errors import StageError
-from autopart.ir.actions import Action, StageBytes, actions, most_at_once
+from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_held
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import TIMING_PARTS, Schedule
 
 from .collectives import time_s
 from .formula import Totals
 from .hardware import Hardware
-from .memory import OPTIMIZER_VALUES
+from .memory import BUCKET_BYTES, OPTIMIZER_VALUES
 from .simulate import Simulation, simulated
 from .stages import balance
 from .work import NOTHING, Size, Sizes, Work, flops_by_dtype, gradient_sum_s, optimizer_s
@@ -63,8 +65,9 @@ class Table:
 
     `rows`, `parameters`: of the copy. `order`: all operators, as (position in `rows`, container of the block it is in,
     the block's number). `b`, `s`, `tp`: rows of a microbatch, tokens of a row and ranks that were counted.
-    `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all. `cuts`:
-    of numbers of stages asked for so far, where stages begin; None where they cannot be.
+    `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
+    `gathers`: the rows have what ZeRO-3 gathers and scatters. `cuts`: of numbers of stages asked for so far, where
+    stages begin; None where they cannot be.
     """
 
     rows: tuple[Row, ...]
@@ -76,6 +79,7 @@ class Table:
     row_flops: float
     input_bytes: float = 0.0
     buffer_bytes: float = 0.0
+    gathers: bool = False
     cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -95,9 +99,10 @@ class Table:
         """Which row of `rows` each operator is."""
         return np.array([position for position, _, _ in self.order])
 
-    def times(self, b: float, tp: float) -> Sizes:
+    def times(self, setting: Setting) -> Sizes:
         """How many times the sizes that it was counted at."""
-        return Sizes(b / self.b, 1, tp / self.tp)
+        tokens = self.s if setting.tokens is None else setting.tokens
+        return Sizes(setting.b / self.b, tokens / self.s, setting.mesh.size(setting.mesh.tensor_axis) / self.tp)
 
     @cached_property
     def counts(self) -> Mapping[tuple[str, Work], int]:
@@ -120,7 +125,7 @@ class Table:
         cut = [parameter.size for parameter in held.values() if parameter.cut]
         return Totals(
             self.counts, Size.sum(parameter.size for parameter in held.values()),
-            Size.sum(parameter.size for parameter in trained), Size.sum(cut), len(cut),
+            Size.sum(parameter.size for parameter in trained), Size.sum(cut), 0 if self.gathers else len(cut),
             Size.sum(row.kept * int(count) for row, count in zip(self.rows, often, strict=True)),
             max((row.temporary for row in self.rows), key=lambda size: size.value),
             min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
@@ -144,12 +149,12 @@ class Setting:
     schedules with several stages a rank overlap them. `fused_sums`: gradients of weights are added to those of earlier
     microbatches by the products that make them (Megatron-LM's gradient accumulation fusion). `receives_held`:
     microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`: where stages begin, if
-    not where they are balanced.
+    not where they are balanced. `tokens`: of a row, if not those that were counted.
     """
 
     mesh: Mesh
     schedule: Schedule
-    rows: int
+    rows: float
     zero: int = 0
     state_bytes: float = 1.0 + OPTIMIZER_VALUES
     hidden_sums: float = 0.0
@@ -158,40 +163,23 @@ class Setting:
     fused_sums: bool = False
     receives_held: int | None = None
     cuts: tuple[int, ...] | None = field(default=None)
+    tokens: float | None = None
 
     @property
-    def b(self) -> int:
+    def b(self) -> float:
         """Rows of a microbatch on a rank."""
-        return self.rows // (self.mesh.row_ranks * self.schedule.microbatches)
+        return self.rows / (self.mesh.row_ranks * self.schedule.microbatches)
 
 
-def estimate(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
-    """A step of the model under a setting, as `autopart.simulate` predicts it of a plan.
+def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
+    """A step of the model under a setting: the one prediction of plans, of `Plan.cost.at` and of the search.
 
     Raises StageError where there are fewer places to cut than stages.
     """
-    mesh, schedule = setting.mesh, setting.schedule
-    cuts = setting.cuts if setting.cuts is not None else stage_cuts(table, setting)
-    edges = (0, *cuts, len(table.order))
-    stages = [range(edges[i], edges[i + 1]) for i in range(len(edges) - 1)]
     priced = Priced(table, setting, hardware)
-    rows = [priced.stage(index, stage) for index, stage in enumerate(stages)]
-    orders = actions(schedule.name, len(stages), mesh.size("pp"), schedule.microbatches)
-    homes = [sorted({action.stage for action in order}) for order in orders]
-    held = [priced.parameters(homes[rank], stages) for rank in range(len(homes))]
-    everywhere = [set(names) for names in held]
-    ranks = [priced.once(names, everywhere) for names in held]
-    again = sum(count * work.flops.at(priced.times) * work.times
-                for (part, work), count in table.counts.items() if part == "recompute")  # fmt: skip
-    forward = ((work, count) for (part, work), count in table.counts.items() if part == "forward")
-    peak, dtype = hardware.peak_of(flops_by_dtype(forward, priced.times))
-    timing = {
-        "peak_flops_per_s": peak, "peak_dtype": dtype, "forward_flops": table.row_flops * setting.rows,
-        "recomputed_flops": again * schedule.microbatches * mesh.num_ranks / mesh.size("pp"),
-        "stages": rows, "ranks": ranks,
-    }  # fmt: skip
-    found = simulated(timing, schedule, mesh, [0] * mesh.size("pp"), setting.hidden_sums, setting.overlap_sends)
-    return found.with_memory(priced.memory(held, stages, orders))
+    return simulated(
+        priced.timing, setting.schedule, setting.mesh, priced.memory(), setting.hidden_sums, setting.overlap_sends
+    )
 
 
 def stage_cuts(table: Table, setting: Setting) -> tuple[int, ...]:
@@ -214,12 +202,52 @@ class Priced:
 
     def __init__(self, table: Table, setting: Setting, hardware: Hardware):
         self.table, self.setting, self.hardware, self.mesh = table, setting, hardware, setting.mesh
-        self.times = table.times(setting.b, setting.mesh.size(setting.mesh.tensor_axis))
+        self.times = table.times(setting)
         self.seconds: dict[Work, float] = {}
-        later = 0.0 if setting.fused_sums else 1 - 1 / setting.schedule.microbatches
+        later = 0.0 if setting.fused_sums else (setting.schedule.microbatches - 1) / setting.schedule.microbatches
         self.by_row = [self._row(row, later) for row in table.rows]
         self.kept = np.array([float(row.kept.at(self.times)) for row in table.rows])
         self.temporary = np.array([float(row.temporary.at(self.times)) for row in table.rows])
+
+    @cached_property
+    def stages(self) -> list[range]:
+        """The operators of each stage. Raises StageError where there are fewer places to cut than stages."""
+        cuts = self.setting.cuts if self.setting.cuts is not None else stage_cuts(self.table, self.setting)
+        return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
+
+    @cached_property
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """What the rank at each `pp` coordinate runs."""
+        schedule, pp = self.setting.schedule, self.mesh.size("pp")
+        return actions(schedule.name, len(self.stages), pp, schedule.microbatches)
+
+    @cached_property
+    def ranks_hold(self) -> list[dict[str, str]]:
+        """The parameters that the rank at each `pp` coordinate holds, as `held`."""
+        homes = [sorted({action.stage for action in order}) for order in self.orders]
+        return [self.held(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
+
+    @cached_property
+    def timing(self) -> dict[str, Any]:
+        """What `autopart.simulate` needs of a plan, as data.
+
+        The peak of a device for the dtypes that are multiplied; `forward_flops` of the model's matrix work on the
+        global batch, `recomputed_flops` of what all ranks run again; `stages`, one row each, and `ranks`, one for each
+        coordinate of `pp`; seconds are of one microbatch, of ranks of a step.
+        """
+        counts, mesh, microbatches = self.table.counts, self.mesh, self.setting.schedule.microbatches
+        forward = ((work, count) for (part, work), count in counts.items() if part == "forward")
+        peak, dtype = self.hardware.peak_of(flops_by_dtype(forward, self.times))
+        again = math.fsum(count * work.flops.at(self.times) * work.times
+                          for (part, work), count in counts.items() if part == "recompute")  # fmt: skip
+        everywhere = [set(names) for names in self.ranks_hold]
+        return {
+            "peak_flops_per_s": peak, "peak_dtype": dtype,
+            "forward_flops": round(self.table.row_flops * self.setting.rows),
+            "recomputed_flops": round(again * microbatches * mesh.num_ranks / mesh.size("pp")),
+            "stages": [self.stage(index, stage) for index, stage in enumerate(self.stages)],
+            "ranks": [self.once(names, everywhere) for names in self.ranks_hold],
+        }  # fmt: skip
 
     def _row(self, row: Row, later: float) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
@@ -234,7 +262,7 @@ class Priced:
     def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
         """What an operator does, with gathering its weights over `dp` where they are cut over it."""
         yield from row.works.items()
-        for name in row.parameters if self.setting.zero == 3 else ():
+        for name in row.parameters if self.setting.zero == 3 and not self.table.gathers else ():
             parameter = self.table.parameters[name]
             if parameter.cut:
                 gather = Work("all_gather", parameter.size, axis=self.setting.mesh.data_axis)
@@ -245,11 +273,10 @@ class Priced:
 
     def stage(self, index: int, stage: range) -> dict[str, Any]:
         """A stage's row of `Plan.timing`."""
-        often = np.bincount(self.table.positions[stage.start : stage.stop], minlength=len(self.table.rows))
+        often = Counter(self.table.positions[stage.start : stage.stop].tolist())
         parts: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
         moved: dict[tuple[str, str], list[float]] = {}
-        for position in np.flatnonzero(often):
-            count = int(often[position])
+        for position, count in often.items():
             for part, kinds in self.by_row[position].items():
                 for kind, seconds in kinds.items():
                     parts[part][kind] = parts[part].get(kind, 0.0) + seconds * count
@@ -263,11 +290,14 @@ class Priced:
         crossing = self.table.rows[self.table.positions[stage.start]].crossing if index else NOTHING
         size = float(crossing.at(self.times)) if crossing is not None else 0.0
         collectives = [
-            {"axis": axis, "kind": kind, "count": count, "bytes": sent, "seconds": took}
+            {"axis": axis, "kind": kind, "count": int(count), "bytes": round(sent), "seconds": _digits(took)}
             for (axis, kind), (count, sent, took) in moved.items()
         ]
-        received = self.received_s(size) if size else 0.0
-        return {"stage": index, **parts, "collectives": collectives, "receives_bytes": size, "receives_s": received}
+        shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
+        received = _digits(self.received_s(size)) if size else 0.0
+        return {
+            "stage": index, **shown, "collectives": collectives, "receives_bytes": round(size), "receives_s": received
+        }  # fmt: skip
 
     def received_s(self, size: float) -> float:
         mesh, hardware = self.mesh, self.hardware
@@ -275,12 +305,8 @@ class Priced:
         sent = time_s("send", mesh.size("pp"), size / parts, hardware, mesh.stride("pp"))
         return sent + (time_s("all_gather", parts, size, hardware) if parts > 1 else 0.0)
 
-    def parameters(self, mine: Sequence[int], stages: Sequence[range]) -> dict[str, str]:
-        """The parameters that a rank holds: {name: name in the table}."""
-        return self.held(self.table.order[i] for index in mine for i in stages[index])
-
     def held(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
-        """The parameters that operators read, as `parameters`."""
+        """The parameters that operators read: {name: name in the table}."""
         return {_named(name, path, number): name for position, path, number in order
                 for name in self.table.rows[position].parameters}  # fmt: skip
 
@@ -299,21 +325,26 @@ class Priced:
 
     def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
         """A rank's row of `Plan.timing`: what it does once a step."""
-        mesh, sizes, trained = self.mesh, {}, 0.0  # type: tuple[Mesh, dict[Any, float], float]
+        sums = self._sums(held, everywhere)
+        seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
+        trained = sum(map(self._gradient_bytes, held.values()))
+        return {"gradient_sum_s": _digits(seconds), "optimizer_s": _digits(optimizer_s(trained, self.hardware))}
+
+    def _sums(
+        self, held: Mapping[str, str], everywhere: Sequence[set[str]]
+    ) -> dict[tuple[tuple[str, int, int], ...], float]:  # fmt: skip
+        """Bytes of gradients by the groups of ranks that they are summed over: (axis, ranks, how far apart)."""
+        mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
-            if not parameter.trained:
-                continue
-            size = self.local_bytes(known)
             cut = parameter.cut and self.setting.zero == 3
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
                     if mesh.size(axis) > 1 and not (cut and axis == mesh.data_axis)]  # fmt: skip
             owners = sum(name in names for names in everywhere)
             groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
-            sizes[groups] = sizes.get(groups, 0.0) + size
-            trained += size
-        seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sizes.items() if groups)
-        return {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware)}
+            if groups and parameter.trained:
+                sizes[groups] = sizes.get(groups, 0.0) + self.local_bytes(known)
+        return sizes
 
     def temporary_bytes(self, rows: np.ndarray) -> float:
         """How far a microbatch of a stage goes beyond what it keeps: at each operator the later ones keep nothing."""
@@ -341,22 +372,34 @@ class Priced:
         """Of a rank's part of a parameter's gradient, in the parameter's dtype."""
         return self.local_bytes(name) * self.table.parameters[name].trained
 
-    def memory(
-        self, held: Sequence[Mapping[str, str]], stages: Sequence[range], orders: Sequence[tuple[Action, ...]]
-    ) -> tuple[int, ...]:  # fmt: skip
-        """The most that the rank of each stage holds, in bytes."""
-        setting = self.setting
-        held_at_once = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
-        taken = {i: self._bytes(stage) for i, stage in enumerate(stages)}
-        boundaries = [self.stage(i, s)["receives_bytes"] for i, s in enumerate(stages)] + [0.0]
-        totals: dict[int, int] = {}
-        for rank, order in enumerate(orders):
-            mine = {action.stage for action in order}
-            gradients = sum(map(self._gradient_bytes, held[rank].values()))
-            states = sum(map(self.local_bytes, held[rank].values())) + gradients * (setting.state_bytes - 1)
-            passing = most_at_once(order, {i: taken[i] for i in mine}, round(gradients))
-            buffers = sum(boundaries[i] * (i - 1 not in mine) + boundaries[i + 1] * (i + 1 not in mine) for i in mine)
-            fixed = self.table.buffer_bytes + self.table.input_bytes * setting.rows
-            total = round(states + max(passing, gradients) + buffers * held_at_once + fixed)
-            totals |= dict.fromkeys(mine, total)
-        return tuple(totals[stage] for stage in range(len(stages)))
+    def memory(self) -> list[dict[str, Any]]:
+        """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
+        setting, table = self.setting, self.table
+        posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
+        taken = {i: self._bytes(stage) for i, stage in enumerate(self.stages)}
+        sent = [row["receives_bytes"] for row in self.timing["stages"]] + [0.0]
+        everywhere = [set(names) for names in self.ranks_hold]
+        rows = []
+        for held, order in zip(self.ranks_hold, self.orders, strict=True):
+            mine = {i: taken[i] for i in sorted({action.stage for action in order})}
+            most = most_held(order, {i: one.held for i, one in mine.items()}, {})
+            gradients = sum(map(self._gradient_bytes, held.values()))
+            bucket = min(BUCKET_BYTES, max(self._sums(held, everywhere).values(), default=0.0))
+            row: dict[str, Any] = {
+                "stages": list(mine), "parameters": sum(map(self.local_bytes, held.values())), "gradients": gradients,
+                "optimizer": gradients * (setting.state_bytes - 1), "buffers": table.buffer_bytes,
+                "inputs": table.input_bytes * setting.rows * self.times.s, "activations": most.size_bytes,
+                "temporary": max(one.backward for one in mine.values()),
+                "communication": posted * sum(sent[i] * (i - 1 not in mine) + sent[i + 1] * (i + 1 not in mine)
+                                              for i in mine),
+            }  # fmt: skip
+            lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
+            row["total"] = round(lasting + max(most_at_once(order, mine, round(gradients)), gradients + bucket))
+            row["communication"] += bucket
+            rows.append(row | {"in_flight": [most.in_flight[i] for i in mine]})
+        return rows
+
+
+def _digits(seconds: float) -> float:
+    """As plans have them."""
+    return float(f"{seconds:.9g}")

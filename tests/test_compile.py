@@ -66,8 +66,7 @@ def test_chains_of_pointwise_operators_are_one_kernel():
     before, after = (autopart.simulate(plan) for plan in (eager, compiled))
     assert after.step_time_s < before.step_time_s and after.parts["other"] < before.parts["other"]
     assert after.parts["matmul"] == before.parts["matmul"] and after.collectives == before.collectives
-    formula_s = compiled.cost.at(tp=2).parts_s["other"] / compiled.cost.scale
-    assert formula_s == pytest.approx(after.parts["other"], rel=1e-6)
+    assert compiled.cost.at(tp=2).parts_s == after.parts
     assert compiled.memory == eager.memory
 
 

@@ -131,7 +131,7 @@ def test_forms():
     assert tp not in cost.subs(tp=8).free_symbols and tp in cost.free_symbols
     assert cost.subs({tp: 8}) == cost.subs({"tp": 8}) == cost.subs("tp", 8) == cost.subs(tp=8)
     assert set(cost.memory_parts) >= {"parameters", "gradients", "optimizer", "activations", "buffers"}
-    assert cost.at(tp=1, m=4, pp=4).parts_s["bubble"] > 0
+    assert cost.at(tp=1, m=4, pp=3).parts_s["idle"] > 0
 
 
 @pytest.mark.parametrize("call", [lambda c: c.at(x=2), lambda c: c.at(tp=0), lambda c: c.subs(zz=1)])

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import published
 from published import STATES, Run, setting, space
 
-from autopart.cost.table import Setting, estimate
+from autopart.cost.table import Setting, predict
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Schedule
 
@@ -29,7 +29,7 @@ def throughput(name, rows, microbatch, virtual=1, scatter=True, **sizes):
     hidden = 1.0 if stages == 1 else 0.0
     run = Schedule(schedule, microbatches, virtual)
     chosen = Setting(mesh, run, rows, 0, STATES, hidden, scatter, False, receives_held=1)
-    return rows / estimate(found.table(mesh.size("tp") > 1, False, "full"), chosen, found.hardware).step_time_s
+    return rows / predict(found.table(mesh.size("tp") > 1, False, "full"), chosen, found.hardware).step_time_s
 
 
 GPT_162B, GPT_5_9B, GPT_91B, GPT_175B = (20480, 32, 128), (3840, 32, 32), (15360, 32, 128), (12288, 96, 96)
@@ -88,7 +88,7 @@ def test_a_run_with_fused_sums_of_gradients(recompute, mfu):
     run = Run(530, 128, 20480, 105, 8, 35, 2240, 2240, 1, 3, 0.0)
     model = space(run.hidden, run.layers, run.heads, run.batch)
     table = model.table(True, recompute == "selective", recompute)
-    found = estimate(table, replace(setting(run), fused_sums=True), model.hardware)
+    found = predict(table, replace(setting(run), fused_sums=True), model.hardware)
     assert found.mfu == pytest.approx(mfu, rel=0.04)
 
 

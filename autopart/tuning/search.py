@@ -21,7 +21,7 @@ from autopart.compat import tree_map
 from autopart.cost.formula import Formula, compiled
 from autopart.cost.hardware import Hardware
 from autopart.cost.simulate import Simulation, simulate
-from autopart.cost.table import Setting, Table, estimate
+from autopart.cost.table import Setting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.ir.recomputation import Word
@@ -145,7 +145,7 @@ class Space:
             found = drafted(self._traced, Mesh.parse("tp2" if tensor else "dp1"), options, known)
             self._drafts[key] = found
             try:
-                made = tabulate(self._traced, found.program, found.walks[0], self._blocks, self.fused)
+                made = tabulate(self._traced, found.program, found.walks, self._blocks, self.fused)
             except BlocksApart:
                 self._trace_whole()
                 return self.table(tensor, sequence_parallel, recompute)
@@ -240,7 +240,7 @@ class Space:
         tensor = candidate.mesh.size("tp") > 1
         table = self.table(tensor, candidate.sequence_parallel, candidate.recompute)
         setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, **self.assumed)
-        found = estimate(table, setting, self.hardware)
+        found = predict(table, setting, self.hardware)
         return replace(
             candidate, step_time_s=found.step_time_s, memory_bytes=max(found.peak_memory_bytes), simulation=found
         )

@@ -1,19 +1,18 @@
-"""A model as a `Table`: what its operators do, counted on a program of one stage and one microbatch."""
+"""A model as a `Table`: what the operators of a program do."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
 
-from autopart.cost.formula import Totals
 from autopart.cost.table import Parameter, Row, Table
-from autopart.cost.work import NOTHING, Powers, Size, Sizes, Work
+from autopart.cost.work import NOTHING, Powers, Size
 from autopart.ir.graph import source_of, tensor_inputs
 from autopart.ir.program import Program
 from autopart.passes.choose.partition import active_operators, matrix_work
@@ -52,65 +51,34 @@ class _At(NamedTuple):
     number: int
 
 
-def tabulate(trace: Trace, program: Program, walk: Walk, blocks: Blocks, fused: bool = False) -> Table:
-    """The table of a program in which blocks stand for all that are like them; `fused` as in `counted`.
+def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Blocks, fused: bool = False) -> Table:
+    """The table of a program in which blocks stand for all that are like them; `fused` as in `counted`. `walks`: of
+    every stage.
 
     Raises BlocksApart where the operators of such a block do not lie together.
     """
-    (found,) = counted(trace, program, [walk], fused)
-    held = _Held(walk, Growth(trace, program))
-    rows = tuple(held.row(one) for one in found)
+    growth, mesh = Growth(trace, program), program.mesh
+    stages = counted(trace, program, walks, fused)
+    held = [_Held(walk, growth) for walk in walks]
+    rows = [one.row(each) for one, found in zip(held, stages, strict=True) for each in found]
+    starts = tuple(accumulate(map(len, stages)))[:-1]
+    trained = frozenset().union(*(one.trained for one in held))
+    gathers = any(mesh.data_axis in stored.layout for stored in program.parameters.values())
     parameters = {
         name: Parameter(
-            _stored(trace, program, name), tuple(dict.fromkeys((program.mesh.data_axis, *stored.grad_axes))),
-            name in held.trained, len(stored.shape) >= MIN_DIMS,
+            _stored(trace, program, name), tuple(dict.fromkeys((mesh.data_axis, *stored.grad_axes))), name in trained,
+            mesh.data_axis in stored.layout if gathers else len(stored.shape) >= MIN_DIMS,
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
-    batch, at = batch_size(trace), _blocks_of(found, blocks)
+    order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
     flops = sum(matrix_work(n) * _copies(n.meta.get("key", ""), blocks) for n in active_operators(trace.graph))
     buffers = {id(buffer): buffer.nbytes * _copies(name, blocks) for name, buffer in trace.buffers.items()}
+    batch = batch_size(trace)
     return Table(
-        rows, tuple(_order(at, blocks)), parameters, batch // program.row_ranks, tokens(trace),
-        program.mesh.size(program.mesh.tensor_axis),
-        flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch, sum(buffers.values()),
+        tuple(rows), tuple(order), parameters, batch // (program.row_ranks * program.microbatches), tokens(trace),
+        mesh.size(mesh.tensor_axis), flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch,
+        sum(buffers.values()), gathers, {len(walks): starts},
     )  # fmt: skip
-
-
-def totals_of(trace: Trace, program: Program, walks: Sequence[Walk], stages: Sequence[Sequence[Counted]]) -> Totals:
-    """What the formulas of a plan are made of. What ZeRO-3 moves over `dp` is in them by the size of the parameters.
-
-    Args:
-        walks, stages: of every stage, the latter as `counted` gives them.
-    """
-    growth = Growth(trace, program)
-    works: Counter[tuple[str, Work]] = Counter()
-    for one in (one for found in stages for one in found):
-        works.update((part, work) for part in PARTS for work in getattr(one, part) if not _is_zero(work, program))
-    kept, largest, sent, trained = list[Size](), NOTHING, NOTHING, set[str]()
-    for walk in walks:
-        held = _Held(walk, growth)
-        trained |= held.trained
-        nodes = [node for node in walk.values if node.op == "call_function"]
-        kept += [held.kept(node) for node in nodes]
-        largest = max([largest, *map(held.temporary, nodes)], key=lambda size: size.value)
-        names = {stage_input.name for stage_input in walk.stage.inputs}
-        received = [n for n in walk.values if n.op == "placeholder" and str(n.target) not in names]
-        sizes = [Size.of(b.size_bytes, growth.of(n)) for n, b in zip(received, walk.stage.receives, strict=True)]
-        sent = max(sent, Size.sum(sizes), key=lambda size: size.value)
-    stored = {name: _stored(trace, program, name) for name in program.parameters}
-    data_axis, tensor_ranks = program.mesh.data_axis, program.mesh.size(program.mesh.tensor_axis)
-    cut = [size for name, size in stored.items() if data_axis in program.parameters[name].layout]
-    return Totals(
-        dict(works), Size.sum(stored.values()), Size.sum(stored[name] for name in stored if name in trained),
-        Size.sum(cut), len(cut), Size.sum(kept), largest, sent,
-        float(sum({id(b): b.nbytes for b in trace.buffers.values()}.values())),
-        Sizes(batch_size(trace) // (program.row_ranks * program.microbatches), tokens(trace), tensor_ranks),
-    )  # fmt: skip
-
-
-def _is_zero(work: Work, program: Program) -> bool:
-    """Whether it gathers a parameter that is stored in parts, or scatters its gradient."""
-    return work.axis == program.mesh.data_axis and work.kind in ("all_gather", "reduce_scatter")
 
 
 def _stored(trace: Trace, program: Program, name: str) -> Size:
@@ -192,7 +160,10 @@ class _Held:
         self.walk, self.growth = walk, growth
         self.alive = walk.reached()
         self.saved = saved_memory(walk, self.alive)
-        self.rerun = rerun_bytes(walk, self.alive)
+        self.rerun = {
+            region: Size.of(size, self._powers(walk.regions(self.alive)[region]))
+            for region, size in rerun_bytes(walk, self.alive).items()
+        }
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
 
     def row(self, one: Counted) -> Row:
@@ -205,6 +176,11 @@ class _Held:
             products[0] if products else self._elements(one.node) if computes else NOTHING,
             tuple(sorted(names & set(self.walk.stage.parameters))),
         )  # fmt: skip
+
+    def _powers(self, nodes: Sequence[fx.Node]) -> Powers:
+        """Those of the largest of what operators keep."""
+        kept = [memory for node in nodes for memory in self.walk.keeps.get(node, ()) if not memory.lives]
+        return self.growth.of(max(kept, key=lambda memory: memory.size_bytes).made_by) if kept else Powers()
 
     def size(self, memory: Memory) -> Size:
         return Size.of(memory.size_bytes, self.growth.of(memory.made_by))
@@ -229,7 +205,7 @@ class _Held:
     def temporary(self, node: fx.Node) -> Size:
         """The node's value and what it reads; of a region that is run again, what it keeps then too."""
         values = [self.walk.values[used] for used in (node, *node.all_input_nodes)]
-        again = Size.of(self.rerun.get(node.meta.get("region", -1), 0), self.growth.of(node))
+        again = self.rerun.get(node.meta.get("region", -1), NOTHING)
         return Size.sum([again, *map(self.size, {memory for found in values for memory in memories(found)})])
 
     @cached_property
@@ -237,6 +213,8 @@ class _Held:
         """What a stage that begins at a node would receive: None where a value without gradient would travel."""
         nodes = list(self.walk.values)
         last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
+        last |= dict.fromkeys(self.walk.outputs[: len(self.walk.stage.sends)], len(nodes))
+        received = [n for n in nodes if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
         data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
         travelling: dict[fx.Node, Size | None] = {}
         found: dict[fx.Node, Size | None] = {}
@@ -244,12 +222,14 @@ class _Held:
             travelling = {made: size for made, size in travelling.items() if last[made] >= i}
             sizes = list(travelling.values())
             found[node] = None if None in sizes else Size.sum([size for size in sizes if size is not None])
-            if node.op == "placeholder" or (node.op == "call_function" and data.issuperset(node.all_input_nodes)):
+            reads, value = node.all_input_nodes, self.walk.values[node]
+            if node in received:
+                travelling[node] = self.size(value.memory)
+            elif node.op == "placeholder" or (node.op == "call_function" and data.issuperset(reads)):
                 data.add(node)
-            elif node.op == "get_attr" or weights.issuperset(node.all_input_nodes):
+            elif node.op == "get_attr" or weights.issuperset(reads):
                 weights.add(node)
             elif last.get(node, i) > i:
-                value = self.walk.values[node]
                 single = isinstance(value, Value) and needs_grad(value)
                 travelling[node] = Size.of(value.form.size_bytes, self.growth.of(node)) if single else None
         return found

@@ -1,0 +1,117 @@
+"""The `Table` of a plan as data: folded, so that operators that do the same are there once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from autopart.ir.mesh import Mesh
+from autopart.plans.plan import Schedule
+
+from .table import Parameter, Row, Setting, Table
+from .work import Powers, Size, Work
+
+_NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
+"""The name of a parameter in a repeated block: its container, number, and the rest."""
+
+
+def own_setting(table: Table, mesh: Mesh, schedule: Schedule) -> Setting:
+    """What the table of a plan was counted under, by the plan's mesh and schedule."""
+    rows = table.b * mesh.row_ranks * schedule.microbatches
+    return Setting(mesh, schedule, rows, 3 if table.gathers else 0)
+
+
+def folded(table: Table) -> Table:
+    """The table with a row for all operators that do the same, also with the parameters of another block."""
+    known: dict[Any, int] = {}
+    rows, order, parameters = list[Row](), list[tuple[int, str, int]](), dict[str, Parameter]()
+    for position, *_ in table.order:
+        row = table.rows[position]
+        path, number, names = _at_first(row.parameters, table.parameters)
+        key = (tuple(row.works.items()), row.kept, row.temporary, row.crossing, row.load, names)
+        if key not in known:
+            known[key] = len(rows)
+            rows.append(replace(row, parameters=names))
+            parameters |= {name: table.parameters[name] for name in names}
+        order.append((known[key], path, number))
+    return replace(table, rows=tuple(rows), order=tuple(order), parameters=parameters)
+
+
+def _at_first(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:
+    """The block that parameters are in, and those of the first block, where they are alike; else no block."""
+    found = [_NUMBERED.fullmatch(name) for name in names]
+    places = {(match[1], int(match[2])) if match else None for match in found}
+    if len(places) == 1 and None not in places:
+        path, number = places.pop() or ("", 0)
+        first = tuple(f"{path}.0.{match[3]}" for match in found if match)
+        if all(parameters.get(a) == parameters[b] for a, b in zip(first, names, strict=True)):
+            return path, number, first
+    return "", 0, names
+
+
+def as_data(table: Table) -> dict[str, Any]:
+    """For a plan."""
+    works = list(dict.fromkeys(work for row in table.rows for found in row.works.values() for work in found))
+    index = {work: i for i, work in enumerate(works)}
+    rows = [
+        {"works": {part: [index[work] for work in found] for part, found in row.works.items()},
+         **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
+         **({"parameters": list(row.parameters)} if row.parameters else {})}
+        for row in table.rows
+    ]  # fmt: skip
+    parameters = {
+        name: {"size": _listed(p.size), "axes": list(p.axes), "trained": p.trained, "cut": p.cut}
+        for name, p in table.parameters.items()
+    }
+    runs = [[path, number, [row for row, *_ in run]] for (path, number), run in groupby(table.order, lambda o: o[1:])]
+    return {
+        **{name: getattr(table, name) for name in _NUMBERS},
+        "cuts": [list(cuts) for cuts in table.cuts.values() if cuts is not None],
+        "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": runs,
+    }  # fmt: skip
+
+
+def from_data(data: Mapping[str, Any]) -> Table:
+    """From a plan's."""
+    works = [
+        Work(row["kind"], _read(row["bytes"]), _read(row.get("flops", ())), row.get("dtype", ""), row.get("axis", ""),
+             row.get("times", 1.0), row.get("in_place", False), _read(row.get("depth", ())))
+        for row in data["works"]
+    ]  # fmt: skip
+    rows = tuple(
+        Row({part: tuple(works[i] for i in found) for part, found in row["works"].items()}, _read(row["kept"]),
+            _read(row["temporary"]), _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]),
+            tuple(row.get("parameters", ())))
+        for row in data["rows"]
+    )  # fmt: skip
+    parameters = {
+        name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], p["cut"])
+        for name, p in data["parameters"].items()
+    }
+    order = tuple((row, path, number) for path, number, run in data["order"] for row in run)
+    cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
+    return Table(rows, order, parameters, **{name: data[name] for name in _NUMBERS}, cuts=cuts)
+
+
+_BYTES = ("kept", "temporary", "crossing", "load")
+_NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers")
+
+
+def _work_data(work: Work) -> dict[str, Any]:
+    return {
+        "kind": work.kind, "bytes": _listed(work.size),
+        **{name: _listed(size) for name, size in (("flops", work.flops), ("depth", work.depth)) if size.terms},
+        **{name: given for name in ("dtype", "axis", "in_place") if (given := getattr(work, name))},
+        **({"times": work.times} if work.times != 1 else {}),
+    }  # fmt: skip
+
+
+def _listed(size: Size) -> list[list[float]]:
+    return [[value, *powers] for powers, value in size.terms]
+
+
+def _read(terms: Sequence[Sequence[float]]) -> Size:
+    return Size(tuple((Powers(*map(int, powers)), value) for value, *powers in terms))
