@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopart.cost.flops import flop_counter
 from autopart.errors import StageError
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name
 from autopart.options import Options
 from autopart.proof.subject import Arrangement
@@ -141,7 +142,7 @@ def without_rule(graph: fx.Graph) -> dict[str, Row]:
     found: dict[str, Row] = {}
     for node in graph.nodes:
         is_operator = node.op == "call_function" and node.target is not operator.getitem
-        if is_operator and node.meta["pattern"] is None and node.meta["role"] == "active":
+        if is_operator and facts(node)["pattern"] is None and facts(node)["role"] == "active":
             entry = found.setdefault(operator_name(node), {"calls": 0, "example": call_text(node)})
             entry["calls"] += 1
     return found
@@ -153,7 +154,7 @@ def call_text(node: fx.Node) -> str:
     def one(argument: Any) -> str:
         if isinstance(argument, fx.Node):
             value = argument.meta["val"]
-            kind = "" if argument.meta["role"] == "active" else f" {argument.meta['role']}"
+            kind = "" if facts(argument)["role"] == "active" else f" {facts(argument)['role']}"
             if not isinstance(value, Tensor):
                 return argument.name
             return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{kind}"

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import value
 
 
@@ -17,12 +18,12 @@ def counted_flops(node: fx.Node) -> int:
 
     A user's operator is counted once it has a formula (`torch.utils.flop_counter.register_flop_formula`).
     """
-    if "counted_flops" not in node.meta:
+    if "counted_flops" not in facts(node):
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
         with flop_counter() as counter:
             node.target(*args, **kwargs)
-        node.meta["counted_flops"] = counter.get_total_flops()
-    return node.meta["counted_flops"]
+        facts(node)["counted_flops"] = counter.get_total_flops()
+    return facts(node)["counted_flops"]
 
 
 def flop_counter() -> FlopCounterMode:

@@ -26,6 +26,7 @@ from torch import fx
 
 from autopart.errors import OptionError
 from autopart.flags import DUMP, flags
+from autopart.ir.facts import facts
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.layout import format_layout
 from autopart.ir.program import Program
@@ -171,7 +172,7 @@ def graph_text(graph: fx.Graph, notes: Iterable[NodeNotes] = ()) -> str:
     """One line per node: `name = operator(arguments)  # f64[4,6,8]{tp:S(2)}; notes`, without source paths."""
     lines = []
     for node in graph.nodes:
-        layout = format_layout(node.meta.get("layout") or {}).replace("{}", "")
+        layout = format_layout(facts(node).get("layout") or {}).replace("{}", "")
         said = dict.fromkeys(part for note in notes for part in note.get(node.name, ()))
         comment = "; ".join(filter(None, [kind_of(node.meta.get("val")) + layout, *said]))
         lines.append(f"{_call_text(node)}{'  # ' + comment if comment else ''}\n")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import OPERATORS, axis_of, operator_name
@@ -165,7 +166,7 @@ class _StageRun:
         positional = iter(received)
         names = {stage_input.name for stage_input in self.stage.inputs}
         seen = partial(on_value, self.stage.index, microbatch) if on_value is not None else _unseen
-        for region, members in groupby(self.stage.graph.graph.nodes, lambda node: node.meta.get("region")):
+        for region, members in groupby(self.stage.graph.graph.nodes, lambda node: facts(node).get("region")):
             nodes = list(members)
             if region is not None:
                 values.update(self._region(nodes, values, seen))

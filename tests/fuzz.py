@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from autopart.compat import tree_flatten, tree_map
+from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import AXES, Axis, Mesh
@@ -75,7 +76,7 @@ class Drawing:
     def input(self, tensor: Tensor) -> fx.Node:
         node = self.graph.placeholder(f"x{len(self.inputs)}")
         self.inputs[node.target] = tensor
-        node.meta["val"], node.meta["input_name"] = self.mode.from_tensor(tensor), node.target
+        node.meta["val"], facts(node)["input_name"] = self.mode.from_tensor(tensor), node.target
         return node
 
     def weight(self, *sizes: int, tensor: Tensor | None = None) -> fx.Node:
@@ -460,7 +461,7 @@ def _stored(draw: Any, node: fx.Node, num_shards: int, kinds: frozenset[str], be
         for i, used in enumerate(tensor_inputs(user)) if used is node
         for strategy in strategies(user, num_shards, kinds)
     }  # fmt: skip
-    places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *sorted(p for p in read if p.is_shard)]
+    places = [R, *([R_GRAD_P] if facts(node)["needs_grad"] else []), *sorted(p for p in read if p.is_shard)]
     return draw(st.sampled_from(beside.placements(str(node.target), places)))
 
 
@@ -471,14 +472,14 @@ def _choose(
     """A strategy for every operator; without `moves` none that needs a conversion. `beside`: what other axes leave."""
     chosen: dict[fx.Node, Strategy] = {}
     for node in operators(graph):
-        if node.meta["role"] not in (ACTIVE, WEIGHT):
+        if facts(node)["role"] not in (ACTIVE, WEIGHT):
             continue
         options = [
             strategy for strategy in beside.strategies(node, strategies(node, num_shards, kinds))
             if all(
                 _fits(used, place, chosen, stored, num_shards, moves)
                 for used, place in zip(tensor_inputs(node), strategy.inputs, strict=True)
-            ) and (moves or not node.meta["needs_grad"] or R not in strategy.outputs)
+            ) and (moves or not facts(node)["needs_grad"] or R not in strategy.outputs)
         ]  # fmt: skip
         if not options:
             reject()
@@ -492,13 +493,13 @@ def _fits(
 ) -> bool:  # fmt: skip
     """Whether a value can be had in this placement."""
     source, index = source_of(used)
-    if source.meta["role"] == PARAMETER:
+    if facts(source)["role"] == PARAMETER:
         at = stored.get(source.target, R_GRAD_P)
     elif source in chosen:
         at = chosen[source].outputs[index]
     else:
         return target != P  # of the inputs alone: made where it is needed
-    grad = used.meta["needs_grad"]
+    grad = facts(used)["needs_grad"]
     if at == target or (not grad and at.is_replicated and target.is_replicated):
         return True
     uneven = any(p.is_shard and not p.sections and shape(used)[p.dim] % num_shards for p in (at, target))

@@ -22,6 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from autopart.ir.facts import facts
+
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".replay"
 """What commits have made, by their hash."""
@@ -171,7 +173,7 @@ def layout_text(layout: Any) -> str:
 
 
 def node_text(node: Any) -> str:
-    layout, region = node.meta.get("layout") or {}, node.meta.get("region")
+    layout, region = facts(node).get("layout") or {}, facts(node).get("region")
     notes = [layout_text(layout)] * bool(layout) + [f"region {region}"] * (region is not None)
     return f"{node.format_node()}{'  # ' + ', '.join(notes) if notes else ''}"
 

@@ -6,6 +6,7 @@ import zoo
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopart
+from autopart.ir.facts import facts
 from autopart.proof.verify import VerificationRun
 from autopart.tracing.trace import bind_call
 
@@ -59,9 +60,9 @@ def test_adapters_are_sharded_and_exact(tied):
     for mesh in ("tp2", "tp4", "dp2,pp2,tp2"):
         arrangement = run.arrange(mesh)
         on_tp = arrangement.decisions.strategies["tp"]
-        products = [n for n in on_tp if n.meta["pattern"] and n.meta["pattern"].flops]
+        products = [n for n in on_tp if facts(n)["pattern"] and facts(n)["pattern"].flops]
         cut = [n for n in products if on_tp[n].factor]
-        share = sum(n.meta["pattern"].flops for n in cut) / sum(n.meta["pattern"].flops for n in products)
+        share = sum(facts(n)["pattern"].flops for n in cut) / sum(facts(n)["pattern"].flops for n in products)
         assert share >= 0.9, f"{mesh}: {share:.1%}"
         found = run.check(arrangement)
         assert found.ok, found

@@ -17,6 +17,7 @@ import zoo
 from torch import nn
 
 import autopart
+from autopart.ir.facts import facts
 from autopart.ir.layout import CONVERSIONS
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
@@ -99,9 +100,9 @@ def collectives(program):
             if name not in BOTH_WAYS:
                 continue
             forward, backward = (kind if kind in MOVES else "" for kind in BOTH_WAYS[name])
-            backward = backward if node.meta.get("needs_grad", True) else ""
+            backward = backward if facts(node).get("needs_grad", True) else ""
             if forward or backward:
-                yield node.meta.get("key", "/").split("/")[0], forward, backward, node
+                yield facts(node).get("key", "/").split("/")[0], forward, backward, node
 
 
 def per_block(program, block):
@@ -141,7 +142,7 @@ def test_nothing_is_gathered(case, mesh):
         for node in stage.graph.graph.nodes:
             val = node.meta.get("val")
             sizes = tuple(val.shape) if isinstance(val, torch.Tensor) else ()
-            assert vocab not in sizes, f"{node.name} at {node.meta.get('key')} is {list(sizes)} on every rank"
+            assert vocab not in sizes, f"{node.name} at {facts(node).get('key')} is {list(sizes)} on every rank"
 
 
 @pytest.mark.parametrize(("case", "mesh"), ALL)

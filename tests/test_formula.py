@@ -14,6 +14,7 @@ from autopart.cost.formula import IN_NODE, SIZES, Formula, compiled
 from autopart.cost.hardware import Hardware
 from autopart.cost.work import Sizes
 from autopart.errors import OptionError, PlanError
+from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.passes.count.counting import counted
@@ -49,7 +50,7 @@ def works(mesh, **sizes):
     made = drafted(traced, Mesh.parse(mesh), Options(sequence_parallel=False))
     (found,) = counted(traced, made.program, made.walks)
     parts = ("forward", "input_backward", "weight_backward")
-    return [(one.node.meta.get("key"), w) for one in found for part in parts for w in getattr(one, part)]
+    return [(facts(one.node).get("key"), w) for one in found for part in parts for w in getattr(one, part)]
 
 
 @pytest.mark.few

@@ -16,6 +16,7 @@ import autopart
 from autopart.cost.memory import BUCKET_BYTES, parse_size
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.actions import StageBytes, actions, most_at_once, most_held
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name
 from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
 from autopart.passes.count.kept import kept
@@ -52,7 +53,7 @@ def test_what_an_operator_keeps():
     """On a traced graph: softmax its result, a product both factors, an addition nothing."""
     model, batch = small("bert")
     trace = prepare(model, bind_call(model, (), batch))
-    found = {operator_name(n): kept(n) for n in trace.graph.nodes if n.op == "call_function" and n.meta["needs_grad"]}
+    found = {operator_name(n): kept(n) for n in trace.graph.nodes if n.op == "call_function" and facts(n)["needs_grad"]}
     assert found["aten::add"] == ((), (), 0)
     assert found["aten::gelu"] == ((0,), (), 0)
     assert found["aten::linear"].inputs == (0, 1)

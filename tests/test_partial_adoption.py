@@ -14,6 +14,7 @@ import zoo
 from torch import Tensor, nn
 
 import autopart
+from autopart.ir.facts import facts
 
 ROWS, SEQ, SIZE, VOCAB = 4, 3, 8, 11
 
@@ -89,7 +90,7 @@ def test_a_wrong_gradient_of_an_input_is_found():
     def leave_out(program, parameters):
         for stage in program.stages:
             for node in list(stage.graph.graph.nodes):
-                if str(node.target) == "autopart.sum_grad.default" and node.meta["origin"] == "shift":
+                if str(node.target) == "autopart.sum_grad.default" and facts(node)["origin"] == "shift":
                     node.replace_all_uses_with(node.args[0])
                     stage.graph.graph.erase_node(node)
                     stage.graph.recompile()

@@ -21,6 +21,7 @@ from autopart.cli import main
 from autopart.cost.hardware import Hardware
 from autopart.cost.stages import balance
 from autopart.errors import AutopartError
+from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.choose.partition import active_operators
@@ -165,8 +166,8 @@ def stage_of(plan, trace):
     """`{module: its stages}`, by the plan's cuts."""
     stage, found = 0, {}
     for node in active_operators(trace.graph):
-        stage += node.meta["key"] in plan.cuts
-        found.setdefault(node.meta["key"].rsplit("/", 1)[0], set()).add(stage)
+        stage += facts(node)["key"] in plan.cuts
+        found.setdefault(facts(node)["key"].rsplit("/", 1)[0], set()).add(stage)
     return found
 
 

@@ -18,6 +18,7 @@ from zoo import ZOO, gpt2, skip_mlp
 
 import autopart
 from autopart.errors import AutopartError
+from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.decide import decode
@@ -204,10 +205,10 @@ def test_an_edited_weight_is_stored_and_read_as_edited(name):
         assert {str(program.parameters[n].layout["tp"]) for n in names} == {text}
         (graph,) = [stage.graph.graph for stage in program.stages]
         for parameter in [n for n in trace.graph.find_nodes(op="get_attr") if n.target in names]:
-            weights = [parameter, *(user for user in parameter.users if user.meta["role"] == "weight")]
+            weights = [parameter, *(user for user in parameter.users if facts(user)["role"] == "weight")]
             readers = [user for weight in weights for user in weight.users if user not in weights]
-            if len(readers) == 1 and readers[0].meta["pattern"].flops and text != "R":
-                moved = [n for n in graph.nodes if n.meta.get("origin") in {w.name for w in weights}]
+            if len(readers) == 1 and facts(readers[0])["pattern"].flops and text != "R":
+                moved = [n for n in graph.nodes if facts(n).get("origin") in {w.name for w in weights}]
                 moved = [n for n in moved if "autopart" in str(n.target)]
                 assert not moved, f"{parameter.target} as {text}: {moved}"
                 followed += 1
@@ -219,7 +220,7 @@ def test_an_edited_weight_is_stored_and_read_as_edited(name):
 def test_other_cuts_stay_exact(name):
     run = run_of(ZOO[name], rows=2, seq=6)
     plan = plan_of(run, "pp2")
-    keys = [n.meta["key"] for n in run.traced.graph.nodes if n.meta.get("role") == "active" and "key" in n.meta]
+    keys = [facts(n)["key"] for n in run.traced.graph.nodes if facts(n).get("role") == "active" and "key" in facts(n)]
     tried = 0
     for key in keys[3 :: max(1, len(keys) // 5)]:
         try:

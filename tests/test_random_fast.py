@@ -11,6 +11,7 @@ from torch import nn
 
 import autopart
 from autopart.compiler import Compiler
+from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.runtime.lockstep import run_lockstep
@@ -52,7 +53,7 @@ def masks(mesh, microbatches=1, steps=1):
 
         def keep(stage, microbatch, node, value, step=step):
             names = {"inner/dropout": "inner", "outer/dropout": "outer"}
-            name = names.get(node.meta.get("key"), "noise" if node.name.startswith("rand") else None)
+            name = names.get(facts(node).get("key"), "noise" if node.name.startswith("rand") else None)
             for rank, tensor in value.items():
                 if name is not None and isinstance(tensor, torch.Tensor):
                     found[name, step][rank, microbatch] = tensor.detach()

@@ -18,6 +18,7 @@ from torch import nn
 from traced import plan_of, run_of, verified
 
 import autopart
+from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.ir.recomputation import word_of
@@ -74,8 +75,8 @@ def regions_of(program: Program) -> list[dict[int, list[torch.fx.Node]]]:
     for stage in program.stages:
         regions: dict[int, list[torch.fx.Node]] = {}
         for node in stage.graph.graph.nodes:
-            if "region" in node.meta:
-                regions.setdefault(node.meta["region"], []).append(node)
+            if "region" in facts(node):
+                regions.setdefault(facts(node)["region"], []).append(node)
         found.append(regions)
     return found
 
@@ -93,8 +94,8 @@ def test_full_recomputes_every_block(name, mesh):
         for nodes in found.values():
             places = [calls.index(node) for node in nodes]
             assert places == list(range(places[0], places[-1] + 1)), "a block is one run of the graph"
-        left = {node.meta["key"] for node in calls if node.target is torch.ops.aten.linear.default} - {
-            node.meta["key"] for nodes in found.values() for node in nodes if "key" in node.meta
+        left = {facts(node)["key"] for node in calls if node.target is torch.ops.aten.linear.default} - {
+            facts(node)["key"] for nodes in found.values() for node in nodes if "key" in facts(node)
         }
         assert not [key for key in left if re.search(r"\.\d+\.", key)], left
 
@@ -116,7 +117,9 @@ SOME = {"transformer.h.[0-1]": "full", "transformer.h.*": "selective"}
 def test_blocks_are_recomputed_as_they_match_first(mesh):
     _, program = program_of(eager(FOUR), mesh, SOME)
     regions = [nodes for regions in regions_of(program) for nodes in regions.values()]
-    found = {next(re.findall(r"h\.\d", n.meta["key"])[0] for n in nodes if "key" in n.meta): nodes for nodes in regions}
+    found = {
+        next(re.findall(r"h\.\d", facts(n)["key"])[0] for n in nodes if "key" in facts(n)): nodes for nodes in regions
+    }
     assert {block: "linear" in names(nodes) for block, nodes in found.items()} == {
         "h.0": True, "h.1": True, "h.2": False, "h.3": False,
     }  # fmt: skip
@@ -157,7 +160,7 @@ def test_a_scaled_copy_recomputes_as_the_blocks_it_keeps():
 
 def test_encoders_and_decoders_have_their_own_blocks():
     _, program = program_of(dropping(eager(zoo.t5)), "tp2", "full")
-    paths = [{n.meta["key"].split(".layer")[0] for n in r if "block" in n.meta.get("key", "")}
+    paths = [{facts(n)["key"].split(".layer")[0] for n in r if "block" in facts(n).get("key", "")}
              for r in regions_of(program)[0].values()]  # fmt: skip
     assert paths == [{f"{part}.block.{i}"} for part in ("encoder", "decoder") for i in (0, 1)]
     _, program = program_of(dropping(eager(zoo.t5)), "tp2", "selective")

@@ -10,6 +10,7 @@ import transformers
 import zoo
 from torch import Tensor, nn
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import operators
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.normalize import AS_TRACED, NORMALIZE
@@ -56,9 +57,9 @@ def told(traced: Trace) -> list[str]:
             (v.dtype, tuple(v.shape), v.stride(), v.device, v.requires_grad) if isinstance(v, Tensor) else v
             for v in values
         ]
-        modules = list((node.meta.get("nn_module_stack") or {}).values())
-        keys = [node.meta.get(name) for name in ("stack_trace", "named", "written_for", "key", "group", "role")]
-        keys += [node.meta.get(name) for name in ("input_name", "parameter", "loss", "atoms", "needs_grad")]
+        modules = list((facts(node).get("nn_module_stack") or {}).values())
+        keys = [facts(node).get(name) for name in ("stack_trace", "named", "written_for", "key", "group", "role")]
+        keys += [facts(node).get(name) for name in ("input_name", "parameter", "loss", "atoms", "needs_grad")]
         lines.append(f"{node.format_node()} {node.kwargs} {metadata} {modules} {keys}")
     return lines
 

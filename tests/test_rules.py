@@ -17,6 +17,7 @@ import torch
 from rule_samples import NOT_CLAIMED, SAMPLES, TRIED, Sample, bools, call, data, ints, x
 
 from autopart.compat import tree_map
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, operators, shape, tensor_inputs
 from autopart.ir.layout import Placement
 from autopart.ir.mesh import Mesh
@@ -102,7 +103,7 @@ def test_every_rule_has_a_sample():
     proven = set()
     for sample in SAMPLES:
         nodes = operators(proof_of(sample).trace.graph)
-        proven |= {operator_name(n) for n in nodes if n.meta["pattern"] is not None}
+        proven |= {operator_name(n) for n in nodes if facts(n)["pattern"] is not None}
     assert set(RULES) - proven == set(), "no call of the samples uses these rules: add one, or remove the rule"
 
 
@@ -112,7 +113,7 @@ def test_every_form_of_a_rule_has_a_sample(name, rule, text):
     nodes = [next(operators(proof_of(sample).trace.graph)) for sample in samples]
     form = replace(rule, text=text, also=())
     fitted = [form.instantiate([shape(i) for i in tensor_inputs(n)], output_shapes(n)) for n in nodes if rule.when(n)]
-    patterns = [n.meta["pattern"] for n in nodes if n.meta["pattern"] is not None]
+    patterns = [facts(n)["pattern"] for n in nodes if facts(n)["pattern"] is not None]
     assert any(pattern is not None and pattern in patterns for pattern in fitted)
 
 
@@ -127,7 +128,7 @@ WITHOUT_A_RULE = [
 @pytest.mark.parametrize("sample", WITHOUT_A_RULE, ids=str)
 def test_what_has_no_rule_runs_replicated(sample):
     """Calls that no line of the tables was written for. Where a rule is added, its sample moves to SAMPLES."""
-    node = next(n for n in proof_of(sample).nodes if n.meta["pattern"] is None)
+    node = next(n for n in proof_of(sample).nodes if facts(n)["pattern"] is None)
     assert not any(s.is_sharded for s in strategies(node, 2, ANY_KIND))
 
 
@@ -197,7 +198,7 @@ def test_a_rule_that_claims_too_little_is_found():
         (call("neg", x(6, 4)), Rule("... -> ..."), {"P -> P"}),
     ):
         (node,) = proof_of(sample).nodes
-        node.meta["pattern"] = line.instantiate([shape(n) for n in tensor_inputs(node)], [shape(node)])
+        facts(node)["pattern"] = line.instantiate([shape(n) for n in tensor_inputs(node)], [shape(node)])
         claimed = strategies(node, 2, ANY_KIND)
         found = {str(c).replace("R(grad P)", "R") for c in candidates(node) if not c.is_claimed_by(claimed)}
         assert missing <= found, (sample, found)

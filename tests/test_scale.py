@@ -9,6 +9,7 @@ from torch import nn
 
 import autopart
 from autopart.errors import InputError
+from autopart.ir.facts import facts
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.tables import SHAPED
 from autopart.proof import scale
@@ -117,7 +118,7 @@ def test_a_wrong_rule_is_found_on_the_copy(monkeypatch):
     plan = autopart.plan(model, "tp2", example_kwargs=batch)
     found = autopart.verify(model, "tp2", example_kwargs=batch, plan=plan, shrink=True)
     assert not found.ok and found.first_mismatch.keys == ("layers.0/softmax",)
-    assert [node.meta["key"] for node in found.smallest.operators] == ["layers.0/softmax"]
+    assert [facts(node)["key"] for node in found.smallest.operators] == ["layers.0/softmax"]
 
 
 def test_blocks_that_the_model_counts_on_stay():

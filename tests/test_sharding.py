@@ -15,6 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from traced import run_of
 
 from autopart.cost.hardware import Hardware
+from autopart.ir.facts import facts
 from autopart.ir.graph import operators
 from autopart.passes.choose.pairs import NoSolution, Pairs
 from autopart.passes.choose.pins import FREE
@@ -185,7 +186,7 @@ def test_no_combination_is_cheaper(between):
     @settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(graphs(), st.sampled_from((2, 3)), st.sampled_from((Step(), Step(4, 8), Step(1, 2, Storage(2, 2, 3)))))
     def check(graph, tp, step):
-        if not any(node.meta["role"] == ACTIVE for node in operators(graph)):
+        if not any(facts(node)["role"] == ACTIVE for node in operators(graph)):
             reject()
         programme = Programme(graph, tp, Hardware.load(), {}, {}, between=between, step=step)
         if math.prod(len(choice.options) for choice in programme.choices.values()) > MOST:

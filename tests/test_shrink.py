@@ -9,6 +9,7 @@ import zoo
 from torch import nn
 
 import autopart
+from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
 from autopart.ir.operators import OPERATORS
 from autopart.passes.rules.notation import Rule
@@ -115,7 +116,7 @@ def test_a_fault_is_found_named_and_cut_out(name, monkeypatch):
     assert first.kind == kind and any(k.endswith(key) for k in first.keys), str(first)
     assert smallest is not None and len(smallest.operators) <= 2
     assert is_wrong(smallest)
-    assert any(node.meta["key"].endswith(key) for node in smallest.operators)
+    assert any(facts(node)["key"].endswith(key) for node in smallest.operators)
     text = str(smallest)
     assert text in "\n".join(line.strip() for line in str(found).splitlines())
     assert is_wrong(Subgraph.parse(text)), "the text does not show the fault"

@@ -15,6 +15,7 @@ from traced import plan_of, run_of, verified
 import autopart
 from autopart.cost.stages import BOUND, SLACK, balance
 from autopart.errors import StageError
+from autopart.ir.facts import facts
 from autopart.passes.choose.partition import active_operators, crossing_bytes, equal_layer_loads, partition, work
 from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
@@ -121,7 +122,7 @@ def test_plan_shows_the_balance():
 def possible_cuts(graph):
     """The names of all operators before which a stage may begin."""
     nodes = active_operators(graph)
-    return [n.meta["key"] for n, sent in zip(nodes, crossing_bytes(nodes), strict=True) if math.isfinite(sent)][1:]
+    return [facts(n)["key"] for n, sent in zip(nodes, crossing_bytes(nodes), strict=True) if math.isfinite(sent)][1:]
 
 
 @pytest.mark.few

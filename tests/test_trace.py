@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from zoo import gpt2
 
 import autopart
+from autopart.ir.facts import facts
 from autopart.ir.graph import describe, module_path, operator_name, source_line
 from autopart.recipe import prepare
 from autopart.tracing.trace import Trace, bind_call, trace
@@ -212,7 +213,9 @@ def test_a_tied_parameter_has_one_name_and_an_alias():
 
 def test_a_module_called_twice_reads_its_weights_twice():
     trace = traced("twice")
-    keys = [n.meta["key"] for n in trace.graph.nodes if operator_name(n) == "aten::linear" and n.op == "call_function"]
+    keys = [
+        facts(n)["key"] for n in trace.graph.nodes if operator_name(n) == "aten::linear" and n.op == "call_function"
+    ]
     assert len(keys) == len(set(keys)) == 4
     assert [key.split("/")[0].split("@")[0] for key in keys] == ["up", "down", "up", "down"]
 

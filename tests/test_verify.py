@@ -13,6 +13,7 @@ from torch import nn
 from traced import run_of
 
 import autopart
+from autopart.ir.facts import facts
 from autopart.options import Options
 from autopart.plans.pins import Pins
 
@@ -23,7 +24,7 @@ def nodes_of(program, name, key):
     """The nodes in all stages that call `autopart.<name>` and belong to the operator `key`."""
     for stage in program.stages:
         for node in stage.graph.graph.nodes:
-            if str(node.target) == f"autopart.{name}.default" and node.meta.get("key") == key:
+            if str(node.target) == f"autopart.{name}.default" and facts(node).get("key") == key:
                 yield stage, node
 
 
@@ -55,7 +56,7 @@ def wrong_start(key):
         for stage, node in nodes_of(program, "axis_index", key):
             (start,) = node.users
             assert start.target is operator.mul
-            length = start.meta.setdefault("length", start.args[1])
+            length = facts(start).setdefault("length", start.args[1])
             start.args = (node, length + 1)
             stage.graph.recompile()
 
@@ -103,7 +104,7 @@ def whole_batch(name):
     def fault(program):
         for stage in program.stages:
             for node in stage.graph.graph.nodes:
-                if node.op == "placeholder" and node.meta.get("origin") == name:
+                if node.op == "placeholder" and facts(node).get("origin") == name:
                     rows = node.meta["val"].shape[0]
                     (entry,) = [i for i in stage.inputs if i.name == node.target]
                     object.__setattr__(entry, "batch_dim", None)
@@ -131,7 +132,7 @@ def break_shape(key):
     def tamper(program, parameters):
         for stage in program.stages:
             for node in stage.graph.graph.nodes:
-                if node.meta.get("key") == key and node.target is torch.ops.aten.linear.default:
+                if facts(node).get("key") == key and node.target is torch.ops.aten.linear.default:
                     node.args = (node.args[0], node.args[0], *node.args[2:])
             stage.graph.recompile()
 

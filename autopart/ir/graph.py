@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.names import parents as parents
 from autopart.ir.names import pattern_of as pattern_of
 
@@ -33,7 +34,7 @@ def short_name(node: fx.Node) -> str:
 
 def spoken_name(node: fx.Node) -> str:
     """What a user calls an operator: its `short_name`, or that of the one for which a pass has written several."""
-    return node.meta.get("written_for") or short_name(node)
+    return facts(node).get("written_for") or short_name(node)
 
 
 def value(node: fx.Node) -> Any:
@@ -78,25 +79,25 @@ def source_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 def module_path(node: fx.Node) -> str:
     """The dotted path of the innermost module that runs the node: `model.layers.0.mlp`, or "" for the model itself."""
-    stack = node.meta.get("nn_module_stack")
+    stack = facts(node).get("nn_module_stack")
     return list(stack.values())[-1][0] if stack else ""
 
 
 def name_of(node: fx.Node) -> str:
     """The name of a parameter, or an operator's key; "" for what has neither."""
-    return node.target if node.op == "get_attr" else node.meta.get("key", "")
+    return node.target if node.op == "get_attr" else facts(node).get("key", "")
 
 
 def source_line(node: fx.Node) -> str:
     """`modeling_gpt2.py:312`: the innermost line of the user's (or transformers') code that made the node."""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    lines = re.findall(r'File "([^"]+)", line (\d+)', facts(node).get("stack_trace") or "")
     lines = [(file, line) for file, line in lines if "/torch/nn/modules/" not in file] or lines
     return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
 
 
 def source_text(node: fx.Node) -> str:
     """`/home/me/model.py:27: y = x[mask]`: the line of `source_line`, in full."""
-    found = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    found = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.*)', facts(node).get("stack_trace") or "")
     path = module_path(node)
     return f"{found[-1][0]}:{found[-1][1]}: {found[-1][2]}" + (f" ({path})" if path else "") if found else ""
 
@@ -138,19 +139,19 @@ def dropout_probability(node: fx.Node) -> float | None:
 
 
 def assign_keys(graph: fx.Graph) -> None:
-    """Name every operator: `meta["key"] = "model.layers.3.mlp/mul#1"`, the second `mul` of that module's own code.
+    """Name every operator: `key = "model.layers.3.mlp/mul#1"`, the second `mul` of that module's own code.
 
-    The name is stable under changes elsewhere in the model; `meta["group"]` is the same name with block numbers left
-    open, so that the same operator of every repeated block shares it. `meta["named"]` stands for the operator's name in
+    The name is stable under changes elsewhere in the model; `group` is the same name with block numbers left
+    open, so that the same operator of every repeated block shares it. `named` stands for the operator's name in
     operators that a pass wrote in place of another.
     """
     counts: Counter[str] = Counter()
     for node in operators(graph):
-        base = f"{module_path(node)}/{node.meta.get('named') or short_name(node)}"
-        node.meta["key"] = f"{base}#{counts[base]}" if counts[base] else base
+        base = f"{module_path(node)}/{facts(node).get('named') or short_name(node)}"
+        facts(node)["key"] = f"{base}#{counts[base]}" if counts[base] else base
         counts[base] += 1
-        path, name = node.meta["key"].rsplit("/", 1)
-        node.meta["group"] = f"{pattern_of(path)}/{name}"
+        path, name = facts(node)["key"].rsplit("/", 1)
+        facts(node)["group"] = f"{pattern_of(path)}/{name}"
 
 
 def format_value(node: fx.Node, layout_text: str = "") -> str:

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from autopart.compat import LazyGraphModule, TreeSpec
+from autopart.ir.facts import facts
 from autopart.ir.layout import Layout, Sections, format_layout, shard_sizes
 from autopart.ir.mesh import Mesh
 
@@ -47,7 +48,7 @@ class StageGraph(LazyGraphModule):
 
         Options are those of `torch.fx.GraphModule.print_readable`.
         """
-        layouts = {n.name: format_layout(n.meta.get("layout") or {}) for n in self.graph.nodes}
+        layouts = {n.name: format_layout(facts(n).get("layout") or {}) for n in self.graph.nodes}
 
         def with_layout(match: re.Match) -> str:
             layout = layouts.get(match[1], "")

@@ -20,7 +20,7 @@ from autopart.errors import OptionError
 Word = Literal["none", "selective", "full"]
 """What the backward computes again in place of keeping it: nothing, the core of attention (what is between two products
 of activations), the whole block. The nodes of a stage graph that are run again together have the same number as
-`meta["region"]`, from 0 in every stage; all others have none."""
+`region`, from 0 in every stage; all others have none."""
 
 Recompute = Word | Mapping[str, Word]
 

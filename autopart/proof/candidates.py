@@ -52,7 +52,7 @@ class Candidate:
 
 
 def candidates(node: fx.Node) -> Iterator[Candidate]:
-    """What holds for this call on two ranks, apart from replicated work. `meta["val"]` of its inputs are real tensors.
+    """What holds for this call on two ranks, apart from replicated work. `val` of its inputs are real tensors.
 
     Tried: every combination of whole and sharded inputs, and of whole inputs and partial sums; the call's integers as
     they are and (one at a time, or a list of them together) scaled to a shard.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import describe, tensor_inputs
 from autopart.proof.subject import Results, Subject
 
@@ -113,8 +114,8 @@ def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
         text = held(value)
         if not text:
             continue
-        if node.op == "placeholder" and node.meta.get("input_name"):
-            yield f"input {node.meta['input_name']}", text
+        if node.op == "placeholder" and facts(node).get("input_name"):
+            yield f"input {facts(node)['input_name']}", text
         elif node.op == "get_attr" and (isinstance(value, torch.nn.Parameter) or "nan" in text):
             kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
             yield f"{kind} {node.target}", text

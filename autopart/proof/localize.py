@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import format_value, module_path, source_line, source_of
 from autopart.ir.layout import P, Placement, R, format_layout
 from autopart.ir.operators import axis_of, operator_name
@@ -131,7 +132,7 @@ class _Search:
         except BROKEN as error:
             failure = error
         for node, (stage, held) in self.made.items():
-            wrong = self._wrong(held, node.meta["layout"], self.whole[node.meta["origin"]])
+            wrong = self._wrong(held, facts(node)["layout"], self.whole[facts(node)["origin"]])
             if wrong is not None:
                 return self._mismatch(node, "value", stage, wrong)
         if failure is not None:
@@ -144,7 +145,7 @@ class _Search:
         return self._first_gradient()
 
     def _keep(self, stage: int, microbatch: int, node: fx.Node, value: PerRank) -> None:
-        if "origin" not in node.meta or not all(isinstance(v, Tensor) for v in value.values()):
+        if "origin" not in facts(node) or not all(isinstance(v, Tensor) for v in value.values()):
             return
         for v in value.values():
             if v.requires_grad and not v.is_leaf:
@@ -157,16 +158,16 @@ class _Search:
         scale = self.grad_scale
         first_made: dict[str, fx.Node] = {}
         for node in self.made:
-            first_made.setdefault(node.meta["origin"], node)
+            first_made.setdefault(facts(node)["origin"], node)
         for name, node in reversed(first_made.items()):
             source, _ = source_of(self.origins[name])
-            if source.meta["role"] != ACTIVE or name not in self.whole_grads:
+            if facts(source)["role"] != ACTIVE or name not in self.whole_grads:
                 continue
             stage, held = self.made[node]
             found = {m: {r: v.grad for r, v in values.items()} for m, values in held.items()}
             if any(grad is None for values in found.values() for grad in values.values()):
                 continue
-            places = {axis: _of_gradient(place) for axis, place in node.meta["layout"].items()}
+            places = {axis: _of_gradient(place) for axis, place in facts(node)["layout"].items()}
             wrong = self._wrong(found, places, self.whole_grads[name], scale)
             if wrong is not None:
                 return self._mismatch(node, "gradient", stage, wrong)
@@ -237,15 +238,15 @@ class _Search:
         return ", ".join(shared)
 
     def _mismatch(self, node: fx.Node, kind: str, stage: int, wrong: WrongPart) -> Mismatch:
-        origin = self.origins[node.meta["origin"]]
+        origin = self.origins[facts(node)["origin"]]
         stored = origin.op == "get_attr"
         name = str(origin.target) if stored else origin.name
         module = name.rpartition(".")[0] if stored else module_path(origin)
-        own = (origin.meta["key"],) if "key" in origin.meta else ()
+        own = (facts(origin)["key"],) if "key" in facts(origin) else ()
         keys = (own or _readers(origin)) if kind == "value" else (_readers(origin) or own)
         backward = f"the backward of {', '.join(_readers(origin)[:3]) or 'its way to the output'}"
         made = _maker(node) if kind == "value" else backward
-        layout = format_value(origin, format_layout(node.meta["layout"]))
+        layout = format_value(origin, format_layout(facts(node)["layout"]))
         return Mismatch(name, kind, wrong.error, made, module, _source(origin), stage, layout, keys, wrong, origin)
 
     def _broken(self, failure: Exception) -> Mismatch:
@@ -253,15 +254,15 @@ class _Search:
         assert self.made, f"the run broke before its first value: {failure}"
         last, (stage, _) = list(self.made.items())[-1]
         node = last.next
-        while "origin" not in node.meta and node.op != "output":
+        while "origin" not in facts(node) and node.op != "output":
             node = node.next
-        node = node if "origin" in node.meta else last
-        origin = self.origins[node.meta["origin"]]
-        layout = format_value(origin, format_layout(node.meta["layout"]))
+        node = node if "origin" in facts(node) else last
+        origin = self.origins[facts(node)["origin"]]
+        layout = format_value(origin, format_layout(facts(node)["layout"]))
         text = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure).strip() else ''}"
         return Mismatch(
             origin.name, "value", float("inf"), f"{_maker(node)}: {text}", module_path(origin), _source(origin), stage,
-            layout, (origin.meta["key"],) if "key" in origin.meta else _readers(origin), None, origin,
+            layout, (facts(origin)["key"],) if "key" in facts(origin) else _readers(origin), None, origin,
         )  # fmt: skip
 
 
@@ -300,7 +301,7 @@ def entries_of(
 
 def _maker(node: fx.Node) -> str:
     """What made a value of a program: `model.layers.0.mlp/mul (aten.mul.Tensor)`, a collective, or where it is from."""
-    key = node.meta.get("key") or node.meta["origin"]
+    key = facts(node).get("key") or facts(node)["origin"]
     if node.op == "get_attr":
         return "none: a stored weight"
     if node.op == "placeholder":
@@ -313,7 +314,7 @@ def _readers(node: fx.Node) -> tuple[str, ...]:
     """The keys of the operators that read a value, through projections."""
     keys: list[str] = []
     for user in node.users:
-        keys += [user.meta["key"]] if "key" in user.meta else _readers(user)
+        keys += [facts(user)["key"]] if "key" in facts(user) else _readers(user)
     return tuple(dict.fromkeys(keys))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.compat import tree_flatten, tree_map
+from autopart.ir.facts import facts
 from autopart.ir.graph import operators
 from autopart.ir.mesh import Mesh
 from autopart.passes.facts.analyze import DATA, annotate
@@ -31,7 +32,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
 def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Trace, dict[str, nn.Parameter]]:
     """The annotated trace of a model whose parameters are the tensors of a call and whose outputs are the call's.
 
-    Values in the trace are real: `meta["val"]` is what the call computes.
+    Values in the trace are real: `val` is what the call computes.
     """
     graph = fx.Graph()
     weights: dict[str, nn.Parameter] = {}
@@ -97,7 +98,7 @@ class Proof:
         outputs = fx.GraphModule(weights, trace.graph)()
         backward(outputs)
         grads = {name: w.grad for name, w in weights.items() if w.grad is not None}
-        nodes = [node for node in operators(trace.graph) if node.meta["role"] != DATA]  # all but draws
+        nodes = [node for node in operators(trace.graph) if facts(node)["role"] != DATA]  # all but draws
         return Proof(trace, weights, nodes, [o.detach() for o in outputs], grads)
 
     def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from autopart.compat import tree_map
 from autopart.errors import RuleError
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.passes.facts.strategies import strategies
@@ -248,7 +249,7 @@ def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
 
 def _check_fits(node: fx.Node, name: str) -> None:
     """Raises RuleError where a registered rule has no line for this call."""
-    if operator_name(node) == name and name in REGISTERED and node.meta["pattern"] is None:
+    if operator_name(node) == name and name in REGISTERED and facts(node)["pattern"] is None:
         raise RuleError(
             f"the rule of {name} does not fit this call", why=call_text(name, REGISTERED[name]),
             where=", ".join(str(list(n.meta["val"].shape)) for n in tensor_inputs(node)),

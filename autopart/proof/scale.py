@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopart.errors import InputError
+from autopart.ir.facts import facts
 from autopart.ir.graph import operators
 from autopart.ir.mesh import Mesh
 from autopart.ir.recomputation import Recompute, word_of
@@ -80,14 +81,14 @@ class ScaledCopy:
     def plan(self, plan: Plan, identity: Mapping[str, Any], traced: Trace) -> Plan:
         """A plan of the model for the copy: what it says of kept blocks, by name or pattern, and cuts made anew."""
         nodes = list(operators(traced.graph))
-        known = {node.meta[name] for node in nodes for name in ("key", "group")}
+        known = {facts(node)[name] for node in nodes for name in ("key", "group")}
         operators_ = {renamed(key, self.kept): entry for key, entry in plan.operators.items()}
         weights = {renamed(key, self.kept): entry for key, entry in plan.parameters.items()}
         stages = len(plan.cuts) + 1
         active = active_operators(traced.graph)
         cuts = partition(traced.graph, stages).cuts if stages > 1 else ()
         return replace(
-            plan, model={**plan.model, **identity}, cuts=tuple(active[cut].meta["key"] for cut in cuts),
+            plan, model={**plan.model, **identity}, cuts=tuple(facts(active[cut])["key"] for cut in cuts),
             parameters={key: entry for key, entry in weights.items() if key is not None},
             operators={key: entry for key, entry in operators_.items() if key is not None and key in known},
             recompute=self.recompute(plan.recompute, traced),

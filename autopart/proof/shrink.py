@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopart.errors import AutopartError
+from autopart.ir.facts import facts
 from autopart.ir.graph import describe, operators, source_of
 from autopart.passes.facts.analyze import ACTIVE, DATA, INPUT, PARAMETER
 from autopart.proof.localize import BROKEN, Mismatch
@@ -173,7 +174,7 @@ class _Cut:
     def _input(self, node: fx.Node) -> fx.Node:
         """What a chosen operator reads and no chosen one makes."""
         source, index = source_of(node)
-        role, decisions, value = source.meta["role"], self.arrangement.decisions, self.values[node]
+        role, decisions, value = facts(source)["role"], self.arrangement.decisions, self.values[node]
         if role == PARAMETER:
             layout = decisions.stored.get(node.target, {})
             new = self.builder.weight(node.target, self.subject.weights[node.target], layout, node.name)
@@ -182,7 +183,7 @@ class _Cut:
             new = self.builder.input(node.name, value)
             new.meta |= _origin(source, node)
         elif role == ACTIVE:
-            value = value.detach().requires_grad_(node.meta["needs_grad"])
+            value = value.detach().requires_grad_(facts(node)["needs_grad"])
             chosen = {ROWS: decisions.rows, **decisions.strategies}
             layout = {over: on[source].outputs[index] for over, on in chosen.items() if source in on}
             new = self.builder.recorded(node.name, value, layout, decisions.stage_of[source])
@@ -201,7 +202,7 @@ def _origin(source: fx.Node, node: fx.Node) -> dict[str, Any]:
 def _users(node: fx.Node) -> Iterable[fx.Node]:
     """The operators that read a value, through projections and views of weights."""
     for user in node.users:
-        if user.op != "output" and user.meta["role"] == ACTIVE and "key" in user.meta:
+        if user.op != "output" and facts(user)["role"] == ACTIVE and "key" in facts(user):
             yield user
         elif user.op != "output":
             yield from _users(user)

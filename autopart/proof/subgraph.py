@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 
 from autopart.compat import tree_flatten
 from autopart.errors import LayoutError, PlanError
+from autopart.ir.facts import facts
 from autopart.ir.graph import DTYPE_NAMES, describe, format_value
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, shard
 from autopart.ir.mesh import AXES, Axis, Mesh
@@ -68,7 +69,7 @@ class Subgraph:
     def operators(self) -> list[fx.Node]:
         """The nodes that compute something, without those that only record a value."""
         made = self.arrangement.decisions.stage_of
-        return [node for node in made if "recorded" not in node.meta and "hidden" not in node.meta]
+        return [node for node in made if "recorded" not in facts(node) and "hidden" not in facts(node)]
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -120,13 +121,13 @@ class Builder:
         if layout[ROWS].sections:
             raise LayoutError(f"'{name}' cannot be recorded as {layout[ROWS]}", why="rows are picked in one piece")
         node = self.weight(_RECORDED + name, tensor)
-        node.meta["hidden"] = True
+        facts(node)["hidden"] = True
         partial = [over for over, place in layout.items() if place == P]
         current = {over: R_GRAD_P if place == P else place for over, place in layout.items()}
         rows, first_name = current[ROWS], None if partial else name
         if rows.is_shard:
             picked = self.input(f"rows_of_{name}", torch.arange(tensor.shape[rows.dim], device=tensor.device))
-            picked.meta["hidden"] = True
+            facts(picked)["hidden"] = True
             node = self._made(aten.index_select.default, (node, rows.dim, picked), tensor, stage, first_name)
             for over, place in current.items():
                 self.chosen[over][node] = Strategy((R_GRAD_P, shard(0)) if over == ROWS else (place, R), (place,))
@@ -150,7 +151,7 @@ class Builder:
         shares = (7 * shares).sin().reshape(num_parts, *tensor.shape)
         shares[0] += 1 - shares.sum(0)
         given = self.input(f"{over}_shares_of_{node.args[0]}", shares.to(tensor.dtype))
-        given.meta["hidden"] = True
+        facts(given)["hidden"] = True
         ones = self._made(aten.sum.dim_IntList, (given, [0]), tensor.detach(), stage)
         made = self._made(aten.mul.Tensor, (node, ones), tensor, stage, name)
         self.chosen[over][ones], self.chosen[over][made] = Strategy((shard(0),), (P,)), Strategy((R_GRAD_P, P), (P,))
@@ -200,7 +201,7 @@ def _lines(subgraph: Subgraph) -> list[str]:
     header += ["V"] * (subgraph.arrangement.placement == "V")
     lines = [" | ".join(header)]
     for node in subject.traced.graph.nodes:
-        if node.op == "output" or node.meta.get("hidden"):
+        if node.op == "output" or facts(node).get("hidden"):
             continue
         lines.append(" | ".join([f"{node.name} = {_what(node, subgraph)}", *_fields(node, decisions)]) + _comment(node))
     outputs = ", ".join(node.name for node in subject.outputs)
@@ -211,7 +212,7 @@ def _what(node: fx.Node, subgraph: Subgraph) -> str:
     if node.op == "placeholder":
         tensor = dict(zip(subgraph.subject.traced.call.names, subgraph.subject.traced.call.tensors, strict=True))
         return f"input {format_value(node)}{_below(tensor[node.target])}"
-    if node.op == "get_attr" or "recorded" in node.meta:
+    if node.op == "get_attr" or "recorded" in facts(node):
         weight = subgraph.subject.weights[node.target if node.op == "get_attr" else _RECORDED + node.name]
         fixed = " fixed" if weight.is_floating_point() and not weight.requires_grad else ""
         return f"{'weight' if node.op == 'get_attr' else 'recorded'} {format_value(node)}{fixed}{_below(weight)}"
@@ -247,7 +248,7 @@ def _fields(node: fx.Node, decisions: Decisions) -> list[str]:
         return fields + [f"{axis} {place}" for axis, place in places.items() if place != R]
     for axis, size, chosen in _axes(decisions):
         if size > 1 and node in chosen:
-            fields.append(f"{axis} {chosen[node].outputs[0] if 'recorded' in node.meta else chosen[node]}")
+            fields.append(f"{axis} {chosen[node].outputs[0] if 'recorded' in facts(node) else chosen[node]}")
     return fields
 
 
@@ -263,10 +264,10 @@ def _stored_over(mesh: Mesh) -> list[str]:
 
 
 def _comment(node: fx.Node) -> str:
-    text = node.meta.get("comment", "")
+    text = facts(node).get("comment", "")
     if node.op == "get_attr" and node.target != node.name:
         text = node.target
-    elif node.op == "call_function" and "recorded" not in node.meta and node.meta.get("stack_trace"):
+    elif node.op == "call_function" and "recorded" not in facts(node) and facts(node).get("stack_trace"):
         text = describe(node)
     return f"  # {text}" if text else ""
 
@@ -306,12 +307,12 @@ class _Parser:
         subject = self.builder.subject(named, self.nodes[loss] if loss else None)
         annotate(subject.traced)
         for node in self.builder.stage_of:  # recorded values
-            node.meta["role"] = ACTIVE
+            facts(node)["role"] = ACTIVE
         arrangement = self.builder.arrangement(placement=self.placement)
         for node, said in self.said.items():
-            if node.meta["role"] not in (ACTIVE, WEIGHT):
+            if facts(node)["role"] not in (ACTIVE, WEIGHT):
                 continue
-            if node.meta["role"] == ACTIVE:
+            if facts(node)["role"] == ACTIVE:
                 self.builder.stage_of[node] = int(said.get("stage", 0))
             for axis, size, chosen in _axes(arrangement.decisions):
                 chosen[node] = _strategy(node, said.get(axis, ""), size)  # type: ignore[index]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopart.ir.facts import facts
 from autopart.ir.layout import Placement
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.passes.facts.decisions import Decisions
@@ -264,11 +265,11 @@ class _InputGradients:
 
     def __init__(self, traced: Trace):
         nodes = traced.graph.find_nodes(op="placeholder")
-        self.names = {n.name: n.meta["input_name"] for n in nodes if n.meta.get("input_grad")}
+        self.names = {n.name: facts(n)["input_name"] for n in nodes if facts(n).get("input_grad")}
         self.held: dict[str, list[Tensor]] = {}
 
     def keep(self, stage: int, microbatch: int, node: fx.Node, value: Mapping[int, Any]) -> None:
-        name = self.names.get(node.meta.get("origin", "")) if node.op == "placeholder" else None
+        name = self.names.get(facts(node).get("origin", "")) if node.op == "placeholder" else None
         if name is not None:
             self.held[name] = list(value.values())
             for tensor in self.held[name]:

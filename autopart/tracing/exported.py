@@ -14,6 +14,7 @@ from torch.export.graph_signature import OutputKind
 
 from autopart.compat import AUTOCAST, is_higher_order, is_operator
 from autopart.errors import TraceError
+from autopart.ir.facts import facts
 from autopart.ir.graph import describe, draws_random_numbers, is_floating, operator_name, source_text
 from autopart.tracing.entry import PREFIX
 from autopart.tracing.repeated import base_name
@@ -145,7 +146,7 @@ def _writes(node: fx.Node) -> bool:
 def own_graph(
     module: fx.GraphModule, attributes: Mapping[str, str], parameters: Collection[str], call: Call
 ) -> fx.Graph:
-    """A copy of the exported graph in which parameters (`meta["parameter"]`), buffers and constants are `get_attr`
+    """A copy of the exported graph in which parameters (`parameter`), buffers and constants are `get_attr`
     nodes, inputs stay placeholders."""
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
     values: dict[fx.Node, Any] = {}
@@ -170,12 +171,12 @@ def own_graph(
 
 def _tell_as_users_do(node: fx.Node) -> None:
     """Note where a node comes from as its author knows it: modules without the entry, lines without ours."""
-    inside = list((node.meta.get("nn_module_stack") or {}).items())[1:]
-    node.meta["nn_module_stack"] = {
+    inside = list((facts(node).get("nn_module_stack") or {}).items())[1:]
+    facts(node)["nn_module_stack"] = {
         key: (path.removeprefix(PREFIX) if path != PREFIX[:-1] else "", kind) for key, (path, kind) in inside
     }
-    if node.meta.get("stack_trace"):
-        node.meta["stack_trace"] = own_frames(node.meta["stack_trace"])
+    if facts(node).get("stack_trace"):
+        facts(node)["stack_trace"] = own_frames(facts(node)["stack_trace"])
 
 
 def own_frames(stack_trace: str) -> str:

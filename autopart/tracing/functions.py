@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from autopart.compat import is_operator, trace_apart, tree_flatten
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.tracing.python_state import random_state
 from autopart.tracing.trace_errors import Lost
@@ -139,7 +140,7 @@ def name_functions(graph: fx.Graph) -> None:
     """Let the operators that stand for Functions be called as these are."""
     for node in graph.nodes:
         if node.target in _BY_OPERATOR:
-            node.meta["named"] = node.meta["written_for"] = _BY_OPERATOR[node.target][0]
+            facts(node)["named"] = facts(node)["written_for"] = _BY_OPERATOR[node.target][0]
 
 
 def apply_as_operator(apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat import tree_flatten
 from autopart.errors import TraceError
+from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, operator_name, source_text, value
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.entry import PREFIX, Entry
@@ -152,7 +153,7 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
             parameter = traced.parameters.get(node.target)
             found[node] = {node.target} if parameter is not None and parameter.requires_grad else set()
         elif node.op == "placeholder":
-            found[node] = {f"input {node.meta['input_name']}"} if node.meta.get("input_grad") else set()
+            found[node] = {f"input {facts(node)['input_name']}"} if facts(node).get("input_grad") else set()
         elif node.op == "call_function":
             several = isinstance(value(node), (tuple, list))
             carries = (several or is_floating(node)) and operator_name(node) not in _CUTS

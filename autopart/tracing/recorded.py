@@ -14,18 +14,19 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from autopart.compat import GRAD_MODE, Tracing, is_operator, tree_flatten
+from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs
 
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _WRITE_UNSAID = ("aten::batch_norm", "aten::instance_norm")
-TEMPLATE = "repeated_template"
+TEMPLATE: Final = "repeated_template"
 """In a node's meta: (number of the recorded block, number of the node in it)."""
 
 Ref = tuple[bool, int]
@@ -224,7 +225,7 @@ class Recording(_Comparing):
             if node is not self.nodes_given[place]:
                 parts[place] = _ref(refs, node)
         for i, node in enumerate(nodes):
-            node.meta[TEMPLATE] = (number, i)
+            facts(node)[TEMPLATE] = (number, i)
         targets = [node.target for node in nodes]
         made = Template(
             number, self.call.key, self.call.path, self.steps, targets, reads, told, spec,

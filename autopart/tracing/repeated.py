@@ -16,12 +16,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
 
 from autopart.compat import Tracing, intercepted, tree_unflatten, without_torch_functions
+from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs
 from autopart.tracing.known_values import KnownValues
 from autopart.tracing.recorded import (
@@ -42,7 +43,7 @@ _MOST = 4
 _DEFINED = torch.library.Library("autopart_trace", "FRAGMENT")
 _DEFINED.define("repeated_block(Tensor[] inputs) -> Tensor[]")
 _BLOCK = torch.ops.autopart_trace.repeated_block.default
-_REPEAT = "repeated_block"
+_REPEAT: Final = "repeated_block"
 """In the meta of a node that stands for a block: which of `Repeats.repeats` it is."""
 _ROOT = "_export_root."
 """What torch.export puts before all module paths while it traces."""
@@ -174,14 +175,14 @@ class Repeats:
             raise NotAlike
         tagged: dict[tuple[int, int], fx.Node] = {}
         for node in graph.nodes:
-            place = node.meta.pop(TEMPLATE, None)
+            place = facts(node).pop(TEMPLATE, None)
             if place is not None and place in tagged:
                 raise NotAlike
             if place is not None:
                 tagged[place] = node
         for node in list(graph.nodes):
             if node.target is _BLOCK:
-                self._expand(graph, node, self.repeats[node.meta[_REPEAT]], tagged)
+                self._expand(graph, node, self.repeats[facts(node)[_REPEAT]], tagged)
 
     def _expand(
         self, graph: fx.Graph, node: fx.Node, repeat: _Repeat, tagged: Mapping[tuple[int, int], fx.Node]
@@ -209,7 +210,7 @@ class Repeats:
                 refs = iter(reads)
                 args, kwargs = fx.map_arg((first.args, first.kwargs), lambda _, refs=refs: of(next(refs)))
                 made[i] = graph.create_node("call_function", target, args, kwargs, base_name(first))
-                made[i].meta = {**first.meta, "nn_module_stack": _moved(first.meta["nn_module_stack"], *paths)}
+                made[i].meta = {**first.meta, "nn_module_stack": _moved(facts(first)["nn_module_stack"], *paths)}
         for part in list(node.users):
             part.replace_all_uses_with(of(template.parts[part.args[1]][1]))
             graph.erase_node(part)

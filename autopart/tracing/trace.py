@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
 from autopart.errors import InputError, TraceError
+from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, source_text, spoken_name, value
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.entry import PREFIX, Entry, register_dataclasses
@@ -57,8 +58,8 @@ class Call:
 class Trace:
     """A traced model.
 
-    `graph`: placeholders are the tensor inputs in `call.names` order (`meta["input_name"]`; with a true
-    `meta["input_grad"]` where the input needs a gradient); its output node holds the flat outputs and, as
+    `graph`: placeholders are the tensor inputs in `call.names` order (`input_name`; with a true
+    `input_grad` where the input needs a gradient); its output node holds the flat outputs and, as
     its second argument, `buffer_updates`.
     `parameters`: `{name: the model's own}` in the model's order; `aliases`: other names of a tied parameter.
     `constants`: tensors written into the trace. `notes`: what a user should know about how it was traced.
@@ -295,7 +296,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _without_loss_wrapper(traced: Trace) -> Trace:
-    """Names as the user's model has them, and operators of the loss marked (`meta["loss"]`)."""
+    """Names as the user's model has them, and operators of the loss marked (`loss`)."""
     prefix = "model."
 
     def own(name: str) -> str:
@@ -306,11 +307,11 @@ def _without_loss_wrapper(traced: Trace) -> Trace:
             node.target = own(node.target)
         if node.op == "output":
             node.args = (node.args[0], {own(name): made for name, made in traced.buffer_updates.items()})
-        stack = node.meta.get("nn_module_stack") or {}
+        stack = facts(node).get("nn_module_stack") or {}
         paths = [path for path, _ in stack.values()]
-        node.meta["loss"] = not any(path == "model" or path.startswith(prefix) for path in paths)
+        facts(node)["loss"] = not any(path == "model" or path.startswith(prefix) for path in paths)
         named = {key: ("" if path == "model" else own(path), kind) for key, (path, kind) in stack.items()}
-        node.meta["nn_module_stack"] = named
+        facts(node)["nn_module_stack"] = named
     names = names_without_loss(traced.call.names)
     return replace(
         traced, call=replace(traced.call, names=names), mode=f"{traced.mode}+loss",

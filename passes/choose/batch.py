@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from torch import fx
 
 from autopart.errors import StageError
+from autopart.ir.facts import facts
 from autopart.ir.graph import describe, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.passes.facts.analyze import ACTIVE, BATCH, PARAMETER, WEIGHT
@@ -32,10 +33,10 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
     whole: set[fx.Node] = set()  # values that an operator before has asked for whole, so that they are there
     known: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
     for node in operators(graph):
-        if node.meta["role"] in (ACTIVE, WEIGHT):
+        if facts(node)["role"] in (ACTIVE, WEIGHT):
             options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
             given = tuple([(placement(s, chosen), size_bytes(s), s in whole) for s in sources])
-            key = id(options), given, node.meta["for_buffers"]  # like nodes share their options
+            key = id(options), given, facts(node)["for_buffers"]  # like nodes share their options
             if key not in known:
                 known[key] = options, min(options, key=lambda s: _price(node, s, chosen, whole))
             chosen[node] = known[key][1]
@@ -46,8 +47,8 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
     """Where a value lies on the axis; None for values of the inputs alone, which can be made anywhere."""
     source, index = source_of(node)
-    if source.meta["role"] == PARAMETER:
-        return R_GRAD_P if source.meta["needs_grad"] else R
+    if facts(source)["role"] == PARAMETER:
+        return R_GRAD_P if facts(source)["needs_grad"] else R
     return chosen[source].outputs[index] if source in chosen else None
 
 
@@ -60,7 +61,7 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], w
             moved = float("inf")  # nothing becomes a partial sum on purpose, but to be added to one
         if at is None or at == target:
             continue
-        if source in whole and target.is_replicated and not node.meta["needs_grad"]:
+        if source in whole and target.is_replicated and not facts(node)["needs_grad"]:
             continue
         step = conversion(at, target)
         moved += (
@@ -68,7 +69,7 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], w
         )
     kinds = [p.kind for p in strategy.outputs]
     order = 0 if strategy.factor else {"P": 1, "R(grad P)": 2, "R": 3}[kinds[0]]
-    if node.meta["for_buffers"] and strategy.outputs[0].is_replicated:
+    if facts(node)["for_buffers"] and strategy.outputs[0].is_replicated:
         order = 0  # a buffer is whole in the end
     return moved, order
 
@@ -91,7 +92,7 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
     mixed = mixed_rows(graph, chosen)
     if microbatches > 1 and mixed is not None:
         node, source = mixed
-        reason = "a statistic of the batch" if node.meta["pattern"] is not None else "it has no sharding rule"
+        reason = "a statistic of the batch" if facts(node)["pattern"] is not None else "it has no sharding rule"
         raise StageError(
             f"the batch cannot be cut into {microbatches} microbatches",
             why=f"{spoken_name(node)} takes all rows of a value of shape {list(value(source).shape)} at once: {reason}",

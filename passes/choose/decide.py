@@ -16,6 +16,7 @@ from torch import fx
 
 from autopart.cost.hardware import Hardware
 from autopart.errors import LayoutError, PlanError, StageError
+from autopart.ir.facts import facts
 from autopart.ir.graph import describe, operator_name, operators, pattern_of, shape, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts
 from autopart.ir.mesh import Mesh
@@ -171,7 +172,9 @@ def check_divides(
     axis = next(iter(chosen), None)
     if axis is None:
         return
-    products = [n for n in active_operators(trace.graph) if n.meta["pattern"] is not None and n.meta["pattern"].flops]
+    products = [
+        n for n in active_operators(trace.graph) if facts(n)["pattern"] is not None and facts(n)["pattern"].flops
+    ]
     ranks, leave_out = mesh.size(axis), f"leave {axis} out of the mesh"
     if not products:
         raise LayoutError(
@@ -183,7 +186,7 @@ def check_divides(
             s
             for n in products
             for source in tensor_inputs(n)
-            if source.meta["role"] in (PARAMETER, WEIGHT)
+            if facts(source)["role"] in (PARAMETER, WEIGHT)
             for s in shape(source)
         }
     )
@@ -206,16 +209,16 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
     chosen = {axis: decisions.strategies[axis] for axis in decisions.mesh.along("features")}
-    nodes = {node.meta["key"]: node for node in operators(trace.graph) if any(node in on for on in chosen.values())}
+    nodes = {facts(node)["key"]: node for node in operators(trace.graph) if any(node in on for on in chosen.values())}
     texts = {key: {axis: str(on[node]) for axis, on in chosen.items()} for key, node in nodes.items()}
-    written = _by_pattern({key: (node.meta["group"], tuple(texts[key].items())) for key, node in nodes.items()})
+    written = _by_pattern({key: (facts(node)["group"], tuple(texts[key].items())) for key, node in nodes.items()})
     replicated = {key: str(strategies(node, 1, frozenset())[0]) for key, node in nodes.items()}
     kept = {key for key, node in nodes.items()
             if not all(fits_weights(node, decisions, axis, on) for axis, on in chosen.items())}  # fmt: skip
     whole = {key for key in nodes if all(text == replicated[key] for text in texts[key].values())}
-    spoken = {node.meta["group"] for key, node in nodes.items() if key not in whole or key in kept}
-    silent = {node.meta["group"] for node in nodes.values()} - spoken  # replicated throughout: need not be said
-    keep = {name for key in kept for name in (key, nodes[key].meta["group"])}
+    spoken = {facts(node)["group"] for key, node in nodes.items() if key not in whole or key in kept}
+    silent = {facts(node)["group"] for node in nodes.values()} - spoken  # replicated throughout: need not be said
+    keep = {name for key in kept for name in (key, facts(nodes[key])["group"])}
     operators_: dict[str, dict[str, Any]] = {
         name: {**dict(on_axes), **({"keep": True} if name in keep else {})}
         for name, on_axes in written.items() if name not in silent
@@ -252,7 +255,7 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     for node in active_operators(trace.graph):
         if decisions.stage_of[node] > stage:
             stage = decisions.stage_of[node]
-            starts.append(node.meta["key"])
+            starts.append(facts(node)["key"])
     return tuple(starts)
 
 
@@ -310,8 +313,8 @@ def is_plan_of(plan: Plan, trace: Trace) -> bool:
 def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
     """`{operator: {axis: strategy}}` of all operators, in order: what `decode` follows in other traces of the model."""
     chosen = {axis: decisions.strategies[axis] for axis in decisions.mesh.along("features")}
-    nodes = [n for n in operators(trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
-    return {n.meta["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
+    nodes = [n for n in operators(trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
+    return {facts(n)["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
 
 
 def _check_rules(plan: Plan) -> None:
@@ -365,13 +368,13 @@ def _fit_strategies(
     """
     fixed: dict[fx.Node, Strategy] = {}
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
-    nodes = [n for n in operators(trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
+    nodes = [n for n in operators(trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
     for node in nodes:
         found = beside.strategies(node, strategies(node, mesh.size(axis), ALL_TENSOR_KINDS))
         options = {str(option): option for option in found if not _cuts_otherwise(node, option, on_axis)}
-        strategy = options.get(decided.get(node.meta["key"], ""))
+        strategy = options.get(decided.get(facts(node)["key"], ""))
         if strategy is None:
-            _, entry = plan.operator_entry(node.meta["key"], node.meta["group"]) or ("", {})
+            _, entry = plan.operator_entry(facts(node)["key"], facts(node)["group"]) or ("", {})
             strategy = options.get(entry.get(axis, ""))
             follows = strategy is None or entry.get("keep", False) or _fits_weights(node, strategy, on_axis, fixed)
             strategy = strategy if follows else None
@@ -391,10 +394,10 @@ def _read_strategies(
     used: set[str] = set()
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     for node in operators(trace.graph):
-        if node.meta["role"] not in (ACTIVE, WEIGHT):
+        if facts(node)["role"] not in (ACTIVE, WEIGHT):
             continue
         options = beside.strategies(node, strategies(node, mesh.size(axis), ALL_TENSOR_KINDS))
-        found = plan.operator_entry(node.meta["key"], node.meta["group"])
+        found = plan.operator_entry(facts(node)["key"], facts(node)["group"])
         strategy = options[0]
         if found is not None:
             used.add(found[0])
@@ -443,7 +446,7 @@ def _follow_weights(
 
 def fits_weights(node: fx.Node, decisions: Decisions, axis: str, chosen: Mapping[fx.Node, Strategy]) -> bool:
     """Whether what an operator does on an axis takes the weights where they are stored."""
-    names = {str(source.target) for source in tensor_inputs(node) if source.meta["role"] == PARAMETER}
+    names = {str(source.target) for source in tensor_inputs(node) if facts(source)["role"] == PARAMETER}
     return _fits_weights(node, chosen[node], {name: decisions.place(name, axis) for name in names}, chosen)
 
 
@@ -452,9 +455,9 @@ def _fits_weights(
 ) -> bool:
     """Whether a strategy takes the weights where they are stored."""
     for source, used in zip(tensor_inputs(node), strategy.inputs, strict=True):
-        if source.meta["role"] == PARAMETER and not _matches(used, stored[source.target]):
+        if facts(source)["role"] == PARAMETER and not _matches(used, stored[source.target]):
             return False
-        if source.meta["role"] == WEIGHT and source in chosen and not _matches(used, chosen[source].outputs[0]):
+        if facts(source)["role"] == WEIGHT and source in chosen and not _matches(used, chosen[source].outputs[0]):
             return False
     return True
 
@@ -462,7 +465,7 @@ def _fits_weights(
 def _cuts_otherwise(node: fx.Node, strategy: Strategy, stored: Mapping[str, Placement]) -> bool:
     """Whether it takes a weight cut otherwise than it is stored: then another operator had its name in the plan."""
     weights = [(s.target, used) for s, used in zip(tensor_inputs(node), strategy.inputs, strict=True)
-               if s.meta["role"] == PARAMETER]  # fmt: skip
+               if facts(s)["role"] == PARAMETER]  # fmt: skip
     return any(used.is_shard and stored[name].is_shard and used != stored[name] for name, used in weights)
 
 
@@ -488,7 +491,7 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, own: bool, order: Sequ
             where=plan.where("cuts"),
         )
     nodes = active_operators(trace.graph)
-    position = {node.meta["key"]: i for i, node in enumerate(nodes)}
+    position = {facts(node)["key"]: i for i, node in enumerate(nodes)}
     cuts: list[int] = []
     for stage, cut in enumerate(plan.cuts, 1):
         where = plan.where("cuts", cut)

@@ -11,6 +11,7 @@ from torch import fx
 from autopart.cost.flops import counted_flops
 from autopart.cost.stages import Partition, balance
 from autopart.errors import StageError
+from autopart.ir.facts import facts
 from autopart.ir.graph import name_of, operator_name, operators, size_bytes, source_of, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.passes.facts.analyze import ACTIVE, tuple_values
@@ -30,13 +31,13 @@ def work(node: fx.Node) -> float:
 
 def matrix_work(node: fx.Node) -> int:
     """FLOPs of a matrix product, from its rule, without one what torch counts; 0 for everything else."""
-    pattern = node.meta["pattern"]
+    pattern = facts(node)["pattern"]
     return pattern.flops if pattern is not None else counted_flops(node)
 
 
 def active_operators(graph: fx.Graph) -> list[fx.Node]:
     """The operators that belong to a stage, in order."""
-    return [node for node in operators(graph) if node.meta["role"] == ACTIVE]
+    return [node for node in operators(graph) if facts(node)["role"] == ACTIVE]
 
 
 def partition(graph: fx.Graph, num_stages: int) -> Partition:
@@ -86,8 +87,8 @@ def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
     change = np.zeros(len(nodes) + 1)
     blocked = np.zeros(len(nodes) + 1)
     for used, made in values.items():
-        target = change if used.meta["needs_grad"] else blocked
-        weight = size_bytes(used) if used.meta["needs_grad"] else 1
+        target = change if facts(used)["needs_grad"] else blocked
+        weight = size_bytes(used) if facts(used)["needs_grad"] else 1
         target[made + 1] += weight
         target[last_use[used] + 1] -= weight
     sent, stuck = np.cumsum(change), np.cumsum(blocked)
@@ -96,8 +97,10 @@ def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
 
 def _tied_to_mode(node: fx.Node) -> bool:
     """Operators that are there in some traces of the model only; every trace must find the same cuts."""
-    inner = node.meta.get("named") == INNER
-    return node.meta.get("loss", False) or node.meta["for_buffers"] or inner or node.meta.get("tied_to_mode", False)
+    inner = facts(node).get("named") == INNER
+    return (
+        facts(node).get("loss", False) or facts(node)["for_buffers"] or inner or facts(node).get("tied_to_mode", False)
+    )
 
 
 def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
+from autopart.ir.facts import facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs
 from autopart.ir.layout import Layout, Placement, R, cannot_store
 from autopart.ir.mesh import Mesh
@@ -150,7 +151,7 @@ def _variants(
     found: dict[tuple[int, int] | None, set[tuple[Hashable, str, str]]] = defaultdict(set)
     stored = [(node, parameters.get(node.target, ())) for node in trace.graph.find_nodes(op="get_attr")]
     for node, pins in [*stored, *nodes.items()]:
-        place = node.meta.get("place")
+        place = facts(node).get("place")
         if place is not None and place.block is not None:
             found[place.block] |= {(place.like, pin.axis, pin.text) for pin in pins}
     return {block: frozenset(pins) for block, pins in found.items() if pins}
@@ -161,20 +162,20 @@ class _Names:
 
     def __init__(self, trace: Trace):
         self.trace = trace
-        self.nodes = [node for node in operators(trace.graph) if node.meta["role"] in (ACTIVE, WEIGHT)]
+        self.nodes = [node for node in operators(trace.graph) if facts(node)["role"] in (ACTIVE, WEIGHT)]
         self.parameters = {name: name for name in trace.parameters}
         self.parameters |= {alias: name for name, others in trace.aliases.items() for alias in others}
 
     def matched(self, pin: LayoutPin, pins: Pins) -> tuple[list[str], list[fx.Node]]:
         """The parameters and the operators that a pin is for."""
         if pin.of_operator:
-            found = [node for node in self.nodes if pin.matches(node.meta["key"])]
+            found = [node for node in self.nodes if pin.matches(facts(node)["key"])]
             if not found:
-                raise no_match(str(pin), [node.meta["group"] for node in self.nodes], pin.name, pins.where(pin))
+                raise no_match(str(pin), [facts(node)["group"] for node in self.nodes], pin.name, pins.where(pin))
             return [], found
         named = [name for alias, name in self.parameters.items() if pin.matches(alias)]
         inside = [name for alias, name in self.parameters.items() if any(map(pin.matches, parents(alias)))]
-        found = [node for node in self.nodes if any(map(pin.matches, parents(node.meta["key"])))]
+        found = [node for node in self.nodes if any(map(pin.matches, parents(facts(node)["key"])))]
         if not (named or inside or found):
             raise no_match(str(pin), [*self.parameters, *self._modules()], pin.name, pins.where(pin))
         if pin.is_replicated:
@@ -187,10 +188,10 @@ class _Names:
         return named, []
 
     def _modules(self) -> list[str]:
-        return [path for node in self.nodes for path in parents(node.meta["key"])]
+        return [path for node in self.nodes for path in parents(facts(node)["key"])]
 
     def _finer(self, names: list[str], nodes: list[fx.Node]) -> str:
-        found = [pattern_of(name) for name in names] + [node.meta["group"] for node in nodes]
+        found = [pattern_of(name) for name in names] + [facts(node)["group"] for node in nodes]
         return "pin " + ", ".join(repr(name) for name in list(dict.fromkeys(found))[:4])
 
 
@@ -327,7 +328,7 @@ def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Ite
     """The weights that an operator reads or views, and how it does by these options."""
     for i, used in enumerate(tensor_inputs(node)):
         for weight in _weights_of(used):
-            is_view = node.meta["role"] == WEIGHT
+            is_view = facts(node)["role"] == WEIGHT
             places = " or ".join(dict.fromkeys(str(o.outputs[0] if is_view else o.inputs[i]) for o in options))
             seen = "" if used.op == "get_attr" else f", seen through {short_name(used)},"
             does = "gives" if is_view else "takes"
@@ -342,7 +343,7 @@ def _every_name(trace: Trace, name: str) -> str:
 
 def _weights_of(used: fx.Node) -> list[str]:
     """The parameters that a value is, or is a view of."""
-    if used.meta["role"] == PARAMETER:
+    if facts(used)["role"] == PARAMETER:
         return [str(used.target)]
-    inputs = used.all_input_nodes if used.meta["role"] == WEIGHT else []
+    inputs = used.all_input_nodes if facts(used)["role"] == WEIGHT else []
     return [name for node in inputs for name in _weights_of(node)]

@@ -19,6 +19,7 @@ from torch import fx
 from autopart.cost.collectives import conversion_time_s, time_s
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import BUCKET_BYTES
+from autopart.ir.facts import facts
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, Placement, R, conversion, is_direct
 from autopart.passes.choose.storage import MIN_DIMS, Storage
@@ -92,7 +93,7 @@ class Price:
 def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step: Step) -> bool:
     """Whether the all-reduce of a typical value waits longer than it sends: a toy, whose cheapest plan is not that of
     the model it stands for (its logits are gathered, say)."""
-    values = [n for n in operators(graph) if n.meta["role"] == ACTIVE and n.meta["needs_grad"]]
+    values = [n for n in operators(graph) if facts(n)["role"] == ACTIVE and facts(n)["needs_grad"]]
     typical = float(np.median([size_bytes(n) / _row_shards(n, step) for n in values] or [0]))
     latency_s = time_s("all_reduce", num_shards, 0, hardware, step.stride)
     return time_s("all_reduce", num_shards, typical, hardware, step.stride) < 2 * latency_s
@@ -100,7 +101,7 @@ def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step:
 
 def _row_shards(node: fx.Node, step: Step) -> int:
     """In how many parts a value is cut that has rows of the batch."""
-    return step.row_shards if _has_rows(node.meta["atoms"]) else 1
+    return step.row_shards if _has_rows(facts(node)["atoms"]) else 1
 
 
 def _has_rows(atoms: Any) -> bool:
@@ -126,7 +127,7 @@ class Prices:
         self.whole, self.weights_chosen = whole, weights_chosen
         at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
         self.links = at_once if whole else hardware
-        active = [n for n in nodes if n.op == "call_function" and n.meta["role"] == ACTIVE]
+        active = [n for n in nodes if n.op == "call_function" and facts(n)["role"] == ACTIVE]
         sizes = [self.bytes(n) for n in active]
         times_s = {size: time_s("all_reduce", num_shards, size, hardware, step.stride) for size in set(sizes)}
         reduced_s = sum([times_s[size] for size in sizes])
@@ -165,7 +166,7 @@ class Prices:
             return Price()
         size = size_bytes(node) / (self.num_shards if place.is_shard else 1)
         is_cut = storage.place(node.target, shape(node), {"": place}) is not None
-        price = stored_parts(size, is_cut, node.meta["needs_grad"], storage, self.step.microbatches, self.links)
+        price = stored_parts(size, is_cut, facts(node)["needs_grad"], storage, self.step.microbatches, self.links)
         is_left = storage.zero == 3 and not is_cut and len(shape(node)) >= MIN_DIMS
         left = size * (1 - 1 / storage.ranks) / self.table if is_left else 0.0
         return price + Price(weights=left)
@@ -184,13 +185,13 @@ class Prices:
         weights = 0.0
         if _weight_bytes(node):
             for source, place in zip(tensor_inputs(node), option.inputs, strict=True):
-                if source.meta["role"] in (PARAMETER, WEIGHT):
+                if facts(source)["role"] in (PARAMETER, WEIGHT):
                     weights += size_bytes(source) * (1 / self.num_shards if place.is_shard else 1)
         return work, weights / self.table
 
     def _traffic_s(self, node: fx.Node, option: Strategy) -> float:
         """Seconds of writing the outputs to memory."""
-        if node.meta["role"] == WEIGHT:
+        if facts(node)["role"] == WEIGHT:
             return 0.0
         shares = [1 / self.num_shards if p.is_shard else 1 for p in option.outputs]
         sizes = [v.numel() * v.element_size() for v in tuple_values(node)]
@@ -199,7 +200,7 @@ class Prices:
 
     def _inner_s(self, node: fx.Node, option: Strategy) -> float:
         """Seconds of the collectives inside an operator: the maximum, the sum and the label's entry of a loss."""
-        pattern = node.meta["pattern"]
+        pattern = facts(node)["pattern"]
         if pattern is None or not option.factor or option.factor != pattern.lookup or pattern.linear:
             return 0.0
         first = tuple_values(node)[0]
@@ -207,26 +208,26 @@ class Prices:
         return self.step.microbatches * 3 * self._time_s("all_reduce", size)
 
     def _conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
-        grad = used.meta["needs_grad"]
+        grad = facts(used)["needs_grad"]
         if place == target or (not grad and place.is_replicated and target.is_replicated):
             return 0.0
-        if target.is_shard and (self._is_chosen_weight(used) or (place.is_shard and used.meta["role"] == PARAMETER)):
+        if target.is_shard and (self._is_chosen_weight(used) or (place.is_shard and facts(used)["role"] == PARAMETER)):
             return float("inf")  # a weight is stored as it is used: cutting a whole one would save no memory
         if not is_direct(place, target, shape(used), self.num_shards):
             whole = R_GRAD_P if grad else R
             return self._conversion_s(place, whole, used) + self._conversion_s(whole, target, used)
         size = self.bytes(used)
-        links = self.links if used.meta["role"] == ACTIVE else self.hardware
+        links = self.links if facts(used)["role"] == ACTIVE else self.hardware
         seconds = conversion_time_s(place, target, self.num_shards, size, grad, links, self.step.stride)
         step = conversion(place, target)
         scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
-        if not self.whole or used.meta["role"] != ACTIVE or not scatters:
+        if not self.whole or facts(used)["role"] != ACTIVE or not scatters:
             return seconds
         return max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100  # of two, the cheaper
 
     def _is_chosen_weight(self, used: fx.Node) -> bool:
         """Whether it is a weight, or a view of one, whose placement is chosen here."""
-        return self.weights_chosen and used.meta["role"] in (PARAMETER, WEIGHT)
+        return self.weights_chosen and facts(used)["role"] in (PARAMETER, WEIGHT)
 
 
 def gradient_sync_s(size: float, num_ranks: int, hardware: Hardware, stride: int = 1) -> float:
@@ -249,13 +250,13 @@ def stored_parts(
 
 
 def _flops(node: fx.Node) -> int:
-    pattern = node.meta.get("pattern")
+    pattern = facts(node).get("pattern")
     return pattern.flops if pattern is not None else 0
 
 
 def _weight_bytes(node: fx.Node) -> int:
     """Bytes of the parameters that a matrix product or a table look-up reads."""
-    pattern = node.meta.get("pattern")
+    pattern = facts(node).get("pattern")
     if pattern is None or not (pattern.flops or pattern.lookup):
         return 0
-    return sum(size_bytes(n) for n in tensor_inputs(node) if n.meta["role"] in (PARAMETER, WEIGHT))
+    return sum(size_bytes(n) for n in tensor_inputs(node) if facts(n)["role"] in (PARAMETER, WEIGHT))

@@ -12,6 +12,7 @@ from torch import fx
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
+from autopart.ir.facts import facts
 from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
 from autopart.ir.layout import DIRECTIONS, Placement, R, cannot_store_parts
 from autopart.ir.mesh import Mesh
@@ -81,7 +82,8 @@ class Reasons:
         choice = programme.choice_of[nodes[0]]
         chosen = ", ".join(filter(None, (str(choice.options[sharding.options[id(choice)]]), in_parts[0])))
         others = self._others(choice, solved)
-        moved = tuple(node.name for node in self._conversions() if node.meta.get("key") in map(name_of, nodes))
+        names = set(map(name_of, nodes))
+        moved = tuple(node.name for node in self._conversions() if facts(node).get("key", "") in names)
         if not others:
             left = " that the pins leave" * bool(self.pins)
             reason = f"there is no other way on {axis}={self.mesh.size(axis)}{left}"
@@ -161,14 +163,13 @@ class Reasons:
 
     def _why_moved(self, node: fx.Node) -> Why:
         """Why a collective is there: the value, its two placements, and what it would cost to do without it."""
-        axis, key = node.args[1], node.meta.get("key", "")
+        axis, key = node.args[1], facts(node).get("key", "")
         readers = ", ".join(dict.fromkeys(describe(n) for n in node.users if n.op == "call_function"))
         where = f"read by {readers}" if readers else ""
-        layouts = [n.meta.get("layout", {}).get(axis) for n in (node.args[0], node)]
-        if None in layouts:
+        source, target = (facts(n).get("layout", {}).get(axis) for n in (node.args[0], node))
+        if source is None or target is None:
             return Why(node.name, f"on {axis}", f"{key} is computed from parts of its input on every rank", where=where)
-        source, target = layouts
-        made = next(n for n in self.trace.graph.nodes if n.name == node.meta["origin"])
+        made = next(n for n in self.trace.graph.nodes if n.name == facts(node)["origin"])
         subject = f"{node.name}: {describe(made)} from {source} to {target} on {axis}"
         sent = f"{quantity(size_bytes(node.args[0]), 'B')} on every rank"
         reason = f"it is left {_lies(source)} and taken {_lies(target)}"
@@ -177,7 +178,7 @@ class Reasons:
             return Why(subject, sent, reason, where=where)
         programme, chosen = self.solved[axis]
         price = _more((programme, other), self.solved[axis])
-        changed = [f"{n.meta['group']} as {s}" for n, s in other.strategies.items() if s != chosen.strategies[n]]
+        changed = [f"{facts(n)['group']} as {s}" for n, s in other.strategies.items() if s != chosen.strategies[n]]
         changed = list(dict.fromkeys(changed))
         instead = ", ".join(changed[:3]) + f" and {len(changed) - 3} more" * (len(changed) > 3)
         return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
@@ -200,9 +201,9 @@ class Reasons:
         """The parameters and operators of a name, the one that decides most first. Raises OptionError for none."""
         aliases = {alias: name for name, others in self.trace.aliases.items() for alias in others}
         name = aliases.get(name, name)
-        nodes = [n for n in operators(self.trace.graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
+        nodes = [n for n in operators(self.trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
         nodes += [n for n in self.trace.graph.find_nodes(op="get_attr") if n.target in self.trace.parameters]
-        exact = [n for n in nodes if fnmatchcase(name_of(n), name) or n.meta.get("group") == name]
+        exact = [n for n in nodes if fnmatchcase(name_of(n), name) or facts(n).get("group") == name]
         found = exact or [n for n in nodes if any(fnmatchcase(path, name) for path in parents(name_of(n)))]
         if not found:
             names = [*map(name_of, nodes), *(node.name for node in self._conversions())]

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import (
     is_floating,
     operator_name,
@@ -40,7 +41,7 @@ _CONVERSIONS = {f"autopart::{conversion.operator}" for conversion in CONVERSIONS
 
 
 def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph], None]:
-    """What writes `meta["region"]` on the calls of a stage graph that are run again: a number, from 0 in every stage.
+    """What writes `region` on the calls of a stage graph that are run again: a number, from 0 in every stage.
 
     A region can be run as one call: nothing outside it lies between two of its nodes, and it is in one piece, for
     which nodes of the graph are moved.
@@ -51,7 +52,7 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
         found = [*(_block_regions(graph, whole) if whole else ()), *_core_regions(graph, core_of)]
         for number, region in enumerate(_in_one_piece(graph, [region for region in found if len(region) > 1])):
             for node in region:
-                node.meta["region"] = number
+                facts(node)["region"] = number
 
     return mark
 
@@ -100,9 +101,9 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
     paths = [path for path in checkpointed if path is not None]
     weighted: dict[str, list[str]] = {block: [] for block in block_of.values() if block}
     for node in operators(traced):
-        block = block_of.get(node.meta["key"], "")
-        if block and any(read.meta.get("parameter") for read in node.all_input_nodes):
-            weighted[block].append(node.meta["key"])
+        block = block_of.get(facts(node)["key"], "")
+        if block and any(facts(read).get("parameter") for read in node.all_input_nodes):
+            weighted[block].append(facts(node)["key"])
     again = [block for block, keys in weighted.items() if keys and all(_is_in(key, paths) for key in keys)]
     lost = [path for path in paths if not (_is_in(f"{path}/", again) or any(_is_in(f"{b}/", [path]) for b in again))]
     told = [*lost, *(["plain operations"] if None in checkpointed else [])]
@@ -136,7 +137,7 @@ def blocks(traced: fx.Graph) -> dict[str, str]:
     number; where blocks are in blocks, the outermost. Without any, it is a stretch of operators that comes again and
     again (`blocks.Place`), such as one layer called many times.
     """
-    nodes = {node.meta["key"]: node for node in operators(traced) if node.meta["role"] in (ACTIVE, WEIGHT)}
+    nodes = {facts(node)["key"]: node for node in operators(traced) if facts(node)["role"] in (ACTIVE, WEIGHT)}
     inside: dict[str, set[str]] = defaultdict(set)
     for key in nodes:
         for path in _numbered(key):
@@ -151,7 +152,7 @@ def blocks(traced: fx.Graph) -> dict[str, str]:
 
     repeated = {path for path in inside if repeats(path)}
     if not repeated:
-        return {key: str(node.meta["place"].block or "") for key, node in nodes.items()}
+        return {key: str(facts(node)["place"].block or "") for key, node in nodes.items()}
     return {key: next((path for path in _numbered(key) if path in repeated), "") for key in nodes}
 
 
@@ -199,7 +200,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 def _key(node: fx.Node) -> str:
     """The operator that a written call belongs to; "" for a conversion between operators."""
     source, _ = source_of(node)
-    return "" if operator_name(source) in _CONVERSIONS else source.meta.get("key", "")
+    return "" if operator_name(source) in _CONVERSIONS else facts(source).get("key", "")
 
 
 # The core of attention
@@ -214,14 +215,14 @@ def cores(traced: fx.Graph) -> dict[str, str]:
     core_of: dict[fx.Node, list[fx.Node]] = {}
     for start in starts:
         after = _reached(start, products)
-        block = block_of[start.meta["key"]]
-        ends = [n for n in starts if n in after and n is not start and block_of[n.meta["key"]] == block]
+        block = block_of[facts(start)["key"]]
+        ends = [n for n in starts if n in after and n is not start and block_of[facts(n)["key"]] == block]
         if not ends:
             continue
         joined = list(dict.fromkeys(m for n in _leading_to(ends, after) for m in core_of.get(n, [n])))
         for node in joined:
             core_of[node] = joined
-    return {node.meta["key"]: core[0].meta["key"] for node, core in core_of.items() if "key" in node.meta}
+    return {facts(node)["key"]: facts(core[0])["key"] for node, core in core_of.items() if "key" in facts(node)}
 
 
 def _weights(traced: fx.Graph) -> set[fx.Node]:
@@ -231,14 +232,14 @@ def _weights(traced: fx.Graph) -> set[fx.Node]:
         read = [n for n in node.all_input_nodes if is_floating(n) or node.target is operator.getitem]
         made = node.op == "call_function" and bool(read) and found.issuperset(read)
         product = made and node.target is not operator.getitem and matrix_work(node) > 0
-        if node.meta.get("role") in (PARAMETER, WEIGHT) or (made and not product):
+        if facts(node).get("role") in (PARAMETER, WEIGHT) or (made and not product):
             found.add(node)
     return found
 
 
 def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
     """What a matrix product multiplies, where none of it is a weight."""
-    read = [n for n in tensor_inputs(node) if n.meta["role"] in (ACTIVE, PARAMETER, WEIGHT)]
+    read = [n for n in tensor_inputs(node) if facts(n)["role"] in (ACTIVE, PARAMETER, WEIGHT)]
     return read if matrix_work(node) and weights.isdisjoint(read) else []
 
 

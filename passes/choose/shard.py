@@ -17,6 +17,7 @@ import numpy as np
 from torch import fx
 
 from autopart.cost.hardware import Hardware
+from autopart.ir.facts import facts
 from autopart.ir.graph import operators, source_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R
 from autopart.passes.choose.pairs import NoSolution, Pairs
@@ -211,27 +212,27 @@ class Programme:
     def _collect(self, graph: fx.Graph) -> None:
         """Group operators that are the same in every repeated block, then parameters."""
         for node in operators(graph):
-            if node.meta["role"] not in (ACTIVE, WEIGHT):
+            if facts(node)["role"] not in (ACTIVE, WEIGHT):
                 continue
             options = [self.fixed[node]] if node in self.fixed else possible(node, self._options(node))
-            self._join(node.meta["place"], node, options)
+            self._join(facts(node)["place"], node, options)
         wanted: dict[fx.Node, dict[Placement, None]] = {}
         for node, choice in list(self.choice_of.items()):
             for i, source in enumerate(tensor_inputs(node)):
-                if source.meta["role"] == PARAMETER:
+                if facts(source)["role"] == PARAMETER:
                     wanted.setdefault(source, {}).update({s.inputs[i]: None for s in choice.options})
         for node in graph.find_nodes(op="placeholder"):
-            if node.meta["role"] == ACTIVE:
+            if facts(node)["role"] == ACTIVE:
                 self._join(Place(node), node, [R])
         for node, placements in wanted.items():
-            places = [R, *([R_GRAD_P] if node.meta["needs_grad"] else []), *(p for p in placements if p.is_shard)]
+            places = [R, *([R_GRAD_P] if facts(node)["needs_grad"] else []), *(p for p in placements if p.is_shard)]
             pinned = self.pinned.placements(node.target, places)
             places = [self.stored[node.target]] if node.target in self.stored else pinned
-            self._join(node.meta["place"], node, places)
+            self._join(facts(node)["place"], node, places)
 
     def _options(self, node: fx.Node) -> list[Strategy]:
         """What an operator may do; where values are to be cut, not whole what can be cut along a dim of no weight."""
-        if self.between == "whole" or node.meta["role"] != ACTIVE:
+        if self.between == "whole" or facts(node)["role"] != ACTIVE:
             return self.pinned.strategies(node, strategies(node, self.num_shards, TENSOR_KINDS))
         found = strategies(node, self.num_shards, ALL_TENSOR_KINDS)
         left = self.pinned.strategies(node, found)

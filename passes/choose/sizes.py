@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from autopart.cost.collectives import wire_bytes
+from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of, shape, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import Placement, R, conversion, is_direct, shard_sizes
 from autopart.passes.choose.partition import active_operators
@@ -38,7 +39,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
     ranks = decisions.mesh.size(axis)
     found: dict[tuple[str, str, str], float] = {}
     for node in active_operators(trace.graph):
-        pattern: Pattern | None = node.meta["pattern"]
+        pattern: Pattern | None = facts(node)["pattern"]
         for factors in _splits(node, pattern) if pattern is not None else ():
             number, *inner = (pattern.sizes[f] for f in factors)
             if number % ranks == 0:
@@ -49,7 +50,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
                 f"{number} x {math.prod(inner)} features on {axis}={ranks}",
                 f"; {axis}={fits} would divide" if fits else "",
             )
-            key = node.meta["group"].rsplit("/", 1)[0], f"{line[0]}: {how}", line[1]
+            key = facts(node)["group"].rsplit("/", 1)[0], f"{line[0]}: {how}", line[1]
             found[key] = found.get(key, 0.0) + sent
     for (where, text, fits), sent in found.items():
         moved = f", {sent / 1e6:.3g} MB sent by a rank a microbatch in all" if sent else ""
@@ -60,7 +61,7 @@ def _splits(node: fx.Node, pattern: Pattern) -> Iterator[tuple[str, ...]]:
     """The factors of every dim of features of an input that the operator splits, its outer factor a dim of its own."""
     alone = {dim[0] for dims in pattern.outputs for dim in dims if len(dim) == 1}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
-        for dim, atoms in zip(dims, source.meta["atoms"], strict=True):
+        for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
             if len(dim) > 1 and dim[0] in alone and any(atom.kind == FEATURE for atom in atoms):
                 yield dim
 
@@ -93,5 +94,5 @@ def _moved(used: fx.Node, wanted: Placement, decisions: Decisions, axis: str) ->
     step = conversion(made, wanted)
     if step is None or not is_direct(made, wanted, shape(used), ranks):
         return 0.0
-    ways = (step.forward, step.backward) if used.meta["needs_grad"] else (step.forward,)
+    ways = (step.forward, step.backward) if facts(used)["needs_grad"] else (step.forward,)
     return sum(wire_bytes(way, ranks, size_bytes(used) / rows) for way in ways)

@@ -11,6 +11,7 @@ from torch import fx
 
 from autopart.cost.stages import Partition
 from autopart.errors import OptionError, StageError
+from autopart.ir.facts import facts
 from autopart.ir.graph import describe, parents
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.partition import active_operators, crossing_bytes, find_partition, num_places, partition
@@ -71,12 +72,12 @@ def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[t
     pattern = re.compile(re.escape(name).replace(r"\*", "([^./]+)"))
     found: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, node in enumerate(nodes):
-        key = node.meta["key"]
+        key = facts(node)["key"]
         for path in [key] if "/" in name else parents(key):
             if match := pattern.fullmatch(path):
                 found[match.groups()].append(i)
     if not found:
-        known = [n.meta["group"] if "/" in name else path for n in nodes for path in parents(n.meta["key"])]
+        known = [facts(n)["group"] if "/" in name else path for n in nodes for path in parents(facts(n)["key"])]
         raise no_match(str(pin), known, name, pins.where(pin))
     return found
 

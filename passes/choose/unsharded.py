@@ -9,6 +9,7 @@ from torch import fx
 
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.flops import counted_flops
+from autopart.ir.facts import facts
 from autopart.ir.graph import format_value, operator_name, size_bytes, source_of, tensor_inputs, value
 from autopart.ir.layout import Placement, conversion
 from autopart.ir.program import MICROBATCH_AXIS
@@ -44,12 +45,12 @@ def unsharded(
         if not why:
             continue
         why = PINNED if node in pinned else why
-        where, name = node.meta["group"].rsplit("/", 1)[0], operator_name(node)
+        where, name = facts(node)["group"].rsplit("/", 1)[0], operator_name(node)
         row = rows.setdefault((name, where, why, _shapes(node)), {
             "operator": name, "where": where, "count": 0, "why": why, "shapes": _shapes(node), "flops": 0, "bytes": 0,
             "moved_bytes": 0, "try": suggestion(node) if why == NO_RULE else "",
         })  # fmt: skip
-        pattern: Pattern | None = node.meta["pattern"]
+        pattern: Pattern | None = facts(node)["pattern"]
         row["count"] += 1
         row["flops"] += pattern.flops if pattern is not None else counted_flops(node)
         row["bytes"] += sum(map(size_bytes, tensor_inputs(node)))
@@ -60,7 +61,7 @@ def unsharded(
 
 def _why_whole(node: fx.Node, decisions: Decisions) -> str:
     """Why every rank runs all of this call; "" where it does not, or where it is little work."""
-    pattern: Pattern | None = node.meta["pattern"]
+    pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
         return NOT_THIS_CALL if has_rule(operator_name(node)) else NO_RULE
     chosen = {axis: decisions.strategies[axis][node] for axis in decisions.mesh.along("features")}
@@ -82,7 +83,7 @@ def _feature_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
     """The factors of a rule that a weight gives and that may be sharded, with their sizes."""
     found: dict[str, int] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
-        for dim, atoms in zip(dims, source.meta["atoms"], strict=True):
+        for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
             if any(atom.kind == FEATURE for atom in atoms):
                 found |= {factor: pattern.sizes[factor] for factor in dim if factor not in pattern.whole}
     return found
@@ -106,7 +107,7 @@ def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
             if step is not None:
                 size, ranks = size_bytes(source), decisions.mesh.size(axis)
                 yield wire_bytes(step.forward, ranks, size)
-                yield wire_bytes(step.backward, ranks, size) if source.meta["needs_grad"] else 0.0
+                yield wire_bytes(step.backward, ranks, size) if facts(source)["needs_grad"] else 0.0
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
@@ -120,7 +121,7 @@ def _made(used: fx.Node, axis: str, decisions: Decisions) -> Placement | None:
     if axis in decisions.row_axes:
         return placement(used, chosen)
     source, index = source_of(used)
-    if source.meta["role"] == PARAMETER:
+    if facts(source)["role"] == PARAMETER:
         return decisions.place(source.target, axis)
     return chosen[source].outputs[index] if source in chosen else None
 
@@ -139,12 +140,12 @@ def suggestion(node: fx.Node) -> str:
     sources, outputs = tensor_inputs(node), tuple_values(node)
     if not sources or not all(hasattr(v, "shape") for v in (*map(value, sources), *outputs)):
         return ""
-    made = node.meta["atoms"] if len(outputs) > 1 else [node.meta["atoms"]]
+    made = facts(node)["atoms"] if len(outputs) > 1 else [facts(node)["atoms"]]
     letters = iter("acdefghijklmnopqrstuvwxyz")
     sizes: dict[str, int] = {}
     operands = []
     for tensor, atoms in zip(
-        [*map(value, sources), *outputs], [*(s.meta["atoms"] for s in sources), *made], strict=True
+        [*map(value, sources), *outputs], [*(facts(s)["atoms"] for s in sources), *made], strict=True
     ):
         names = _name_dims(tensor.shape, atoms, sizes, letters)
         if names is None:

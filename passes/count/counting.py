@@ -19,6 +19,7 @@ from torch import fx
 from autopart.cost.collectives import PARTS
 from autopart.cost.flops import counted_flops
 from autopart.cost.work import NOTHING, Powers, Size, Work
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.program import Program
@@ -224,11 +225,11 @@ def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:
     """The operators that the backward runs again: those of each region up to the last of which autograd keeps anything,
     as `torch.utils.checkpoint` stops there."""
     last: dict[int, int] = {}
-    nodes = [node for node in walk.values if "region" in node.meta and node.op == "call_function"]
+    nodes = [node for node in walk.values if "region" in facts(node) and node.op == "call_function"]
     for index, node in enumerate(nodes):
         if node in alive and (walk.keeps.get(node) or walk.others.get(node)):
-            last[node.meta["region"]] = index
-    return {node for index, node in enumerate(nodes) if index <= last.get(node.meta["region"], -1)}
+            last[facts(node)["region"]] = index
+    return {node for index, node in enumerate(nodes) if index <= last.get(facts(node)["region"], -1)}
 
 
 def _flops(node: fx.Node) -> int:

@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopart.ir.actions import StageBytes
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
@@ -101,7 +102,7 @@ def saved_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, list[Memory]]
     entered: set[int] = set()
     regions = walk.regions(alive)
     for node in walk.values:
-        region = node.meta.get("region")
+        region = facts(node).get("region")
         if region in regions:
             pieces = [] if region in entered else walk.read_by(regions[region])
             entered.add(region)
@@ -116,7 +117,7 @@ def saved_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, list[Memory]]
 
 def saved_others(walk: Walk, node: fx.Node) -> int:
     """Bytes that a node keeps of its own, until its backward."""
-    return 0 if "region" in node.meta else walk.others.get(node, 0)
+    return 0 if "region" in facts(node) else walk.others.get(node, 0)
 
 
 def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, int]:
@@ -179,7 +180,7 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
     nodes = [node for node in reversed(list(walk.values)) if node in alive and node.op == "call_function"]
     uses = Counter(_key(used) for node in nodes for used in walk.towards(node))
     for node in nodes:
-        now += rerun.pop(region := node.meta.get("region", -1), 0)
+        now += rerun.pop(region := facts(node).get("region", -1), 0)
         most = max(most, now + walk.takes.get(node, (0, 0))[1])
         towards = walk.towards(node)
         made = [used for used in (node, *towards) if not (given[node] if used is node else _sums(node))]
@@ -325,8 +326,8 @@ class Walk:
         """The operators of every region that is run again in the backward (`passes.recompute`)."""
         found: dict[int, list[fx.Node]] = {}
         for node in self.values:
-            if "region" in node.meta and node.op == "call_function":
-                found.setdefault(node.meta["region"], []).append(node)
+            if "region" in facts(node) and node.op == "call_function":
+                found.setdefault(facts(node)["region"], []).append(node)
         return {region: nodes for region, nodes in found.items() if any(node in alive for node in nodes)}
 
     def towards(self, node: fx.Node) -> list[fx.Node]:

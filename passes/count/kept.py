@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopart.compat import TorchDispatchMode, fake_mode, is_composite, tree_flatten
+from autopart.ir.facts import facts
 from autopart.ir.graph import value
 from autopart.tracing.eager_semantics import no_autocast
 
@@ -139,7 +140,7 @@ def kept(node: fx.Node) -> Kept:
 
 def _form_of(node: fx.Node) -> Any:
     made = value(node)
-    return Form.of(made, node.meta.get("needs_grad", False)) if isinstance(made, Tensor) else made
+    return Form.of(made, facts(node).get("needs_grad", False)) if isinstance(made, Tensor) else made
 
 
 def _hashable(argument: Any) -> Hashable:

@@ -12,6 +12,7 @@ from torch import fx
 
 from autopart.cost.memory import BUCKET_BYTES, OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
+from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Boundary, Program, StoredTensor
@@ -146,7 +147,7 @@ def _largest_activations(memories: Sequence[StageMemory], in_flight: Mapping[int
 
 def _named(node: fx.Node) -> str:
     """`model.layers.*.mlp (linear)`."""
-    path = pattern_of(node.meta.get("key", "").rsplit("/", 1)[0])
+    path = pattern_of(facts(node).get("key", "").rsplit("/", 1)[0])
     return f"{path} ({short_name(node)})" if path else short_name(node)
 
 

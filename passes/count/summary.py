@@ -12,6 +12,7 @@ from torch import fx
 
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.simulate import Simulation
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, pattern_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.program import Program, Stage
@@ -57,7 +58,7 @@ def _moves(program: Program) -> Iterator[_Move]:
                 continue
             axis = node.args[1]
             size = max(size_bytes(n) for n in (node, node.args[0]))  # the whole array is on one side of it
-            grad = node.meta.get("needs_grad", True)
+            grad = facts(node).get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
             moved += wire_bytes(backward, program.mesh.size(axis), size) if grad else 0
             path = _module_of(node)
@@ -74,15 +75,15 @@ def _is_saved(weight: fx.Node) -> bool:
         others = [n for n in user.all_input_nodes if n is not weight and isinstance(n.meta.get("val"), torch.Tensor)]
         if not others and _is_saved(user):
             return True
-        if operator_name(user) != "aten::embedding" and any(n.meta.get("needs_grad", True) for n in others):
+        if operator_name(user) != "aten::embedding" and any(facts(n).get("needs_grad", True) for n in others):
             return True
     return False
 
 
 def _module_of(node: fx.Node) -> str:
     """The module a written node belongs to; for what is done to a parameter itself, the module that holds it."""
-    if "key" in node.meta:
-        return node.meta["key"].rsplit("/", 1)[0]
+    if "key" in facts(node):
+        return facts(node)["key"].rsplit("/", 1)[0]
     source = node
     while source.op == "call_function" and isinstance(source.args[0], fx.Node):
         source = source.args[0]
@@ -122,8 +123,8 @@ def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[di
         nodes = [n for n in active_operators(trace.graph) if decisions.stage_of[n] == stage.index]
         rows.append({
             "stage": stage.index,
-            "first": nodes[0].meta["key"],
-            "last": nodes[-1].meta["key"],
+            "first": facts(nodes[0])["key"],
+            "last": facts(nodes[-1])["key"],
             "flops": int(sum(work(n) for n in nodes)),
             "parameters": _num_parameters(stage, program),
             "receives": [b.name for b in stage.receives],
@@ -151,7 +152,7 @@ def _block_rows(nodes: list[fx.Node], moves: list[_Move]) -> list[dict[str, Any]
     flops: dict[str, int] = defaultdict(int)
     shared: dict[str, dict[str, None]] = defaultdict(dict)
     for node in nodes:
-        path = node.meta["key"].rsplit("/", 1)[0]
+        path = facts(node)["key"].rsplit("/", 1)[0]
         block = block_of(path)
         paths[block][".".join(path.split(".")[: block.count(".") + 1])] = None
         flops[block] += int(work(node))
@@ -198,9 +199,9 @@ def _weights(node: fx.Node) -> list[str]:
     names: list[str] = []
     for used in tensor_inputs(node):
         source, _ = source_of(used)
-        if source.meta["role"] == PARAMETER:
+        if facts(source)["role"] == PARAMETER:
             names.append(str(source.target))
-        elif source.meta["role"] == WEIGHT:
+        elif facts(source)["role"] == WEIGHT:
             names += _weights(source)
     return names
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopart.cost.table import Parameter, Row, Table
 from autopart.cost.work import NOTHING, Powers, Size
+from autopart.ir.facts import facts
 from autopart.ir.graph import source_of, tensor_inputs
 from autopart.ir.program import Program
 from autopart.passes.choose.partition import active_operators, matrix_work
@@ -71,7 +72,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
     order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
-    flops = sum(matrix_work(n) * _copies(n.meta.get("key", ""), blocks) for n in active_operators(trace.graph))
+    flops = sum(matrix_work(n) * _copies(facts(n).get("key", ""), blocks) for n in active_operators(trace.graph))
     buffers = {id(buffer): buffer.nbytes * _copies(name, blocks) for name, buffer in trace.buffers.items()}
     batch = batch_size(trace)
     return Table(
@@ -135,9 +136,9 @@ def _blocks_of(found: Sequence[Counted], blocks: Blocks) -> list[_At | None]:
 def _name(node: fx.Node) -> str:
     """What an operator is known by: its key, or the parameter that it is done to."""
     source = source_of(node)[0]
-    while "key" not in source.meta and source.op == "call_function" and isinstance(source.args[0], fx.Node):
+    while "key" not in facts(source) and source.op == "call_function" and isinstance(source.args[0], fx.Node):
         source = source.args[0]
-    return source.meta.get("key", str(source.target))
+    return facts(source).get("key", str(source.target))
 
 
 def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str, int]]:
@@ -205,7 +206,7 @@ class _Held:
     def temporary(self, node: fx.Node) -> Size:
         """The node's value and what it reads; of a region that is run again, what it keeps then too."""
         values = [self.walk.values[used] for used in (node, *node.all_input_nodes)]
-        again = self.rerun.get(node.meta.get("region", -1), NOTHING)
+        again = self.rerun.get(facts(node).get("region", -1), NOTHING)
         return Size.sum([again, *map(self.size, {memory for found in values for memory in memories(found)})])
 
     @cached_property

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from autopart.errors import TraceError
+from autopart.ir.facts import facts
 from autopart.ir.graph import (
     assign_keys,
     describe,
@@ -66,9 +67,9 @@ def facts_of(node: fx.Node) -> Iterator[str]:
     """What `annotate` has found of a node, for readers: `active`, `grad`, `b k, n k -> b n`."""
     if node.op == "output":
         return
-    yield node.meta["role"]
-    yield "grad" * node.meta["needs_grad"]
-    yield str(node.meta["pattern"] or "")
+    yield facts(node)["role"]
+    yield "grad" * facts(node)["needs_grad"]
+    yield str(facts(node)["pattern"] or "")
 
 
 @driven(notes=lambda _: facts_of)
@@ -77,8 +78,8 @@ def annotate(trace: Trace) -> None:
     batch = batch_size(trace)
     for node in trace.graph.nodes:
         if node.op != "output":
-            node.meta["role"] = _role(node, trace)
-            node.meta["needs_grad"] = _needs_grad(node, trace)
+            facts(node)["role"] = _role(node, trace)
+            facts(node)["needs_grad"] = _needs_grad(node, trace)
     _note_draws(trace.graph)
     assign_keys(trace.graph)
     kinds = Kinds()
@@ -86,17 +87,17 @@ def annotate(trace: Trace) -> None:
         if node.op == "output":
             continue
         known = node.op == "call_function" and node.target is not operator.getitem
-        node.meta["pattern"] = kinds.once(node, pattern_for) if known else None
-        node.meta["whole_grads"] = known and not backward_is_linear(node)
-        node.meta["sections"], node.meta["rows"] = {}, set()
+        facts(node)["pattern"] = kinds.once(node, pattern_for) if known else None
+        facts(node)["whole_grads"] = known and not backward_is_linear(node)
+        facts(node)["sections"], facts(node)["rows"] = {}, set()
     _write_atoms(trace.graph, batch)
     while _find_rows(trace.graph):
         _write_atoms(trace.graph, batch)
     updates = set(trace.buffer_updates.values())
     for node in reversed(trace.graph.nodes):
         _ask_for_sections(node)
-        node.meta["for_buffers"] = node in updates or (
-            node.op != "output" and all(user.meta["for_buffers"] for user in node.users)
+        facts(node)["for_buffers"] = node in updates or (
+            node.op != "output" and all(facts(user)["for_buffers"] for user in node.users)
         )
     for node in trace.graph.nodes:
         _offer_sections(node)
@@ -106,12 +107,12 @@ def annotate(trace: Trace) -> None:
 
 
 def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:
-    """Let nodes of which `strategies` reads the same share what it finds (`meta["strategies"]`)."""
+    """Let nodes of which `strategies` reads the same share what it finds (`strategies`)."""
     shared: dict[Any, dict[Any, Any]] = {}
     for node in graph.nodes:
         if node.op == "call_function":
-            has_rule = node.meta["pattern"] is not None
-            node.meta["strategies"] = shared.setdefault(reads[node], {}) if has_rule else {}
+            has_rule = facts(node)["pattern"] is not None
+            facts(node)["strategies"] = shared.setdefault(reads[node], {}) if has_rule else {}
 
 
 def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
@@ -127,16 +128,16 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        atoms, pattern = node.meta["atoms"], node.meta["pattern"]
+        atoms, pattern = facts(node)["atoms"], facts(node)["pattern"]
         if id(atoms) not in known:
             known[id(atoms)] = number(("atoms", atoms))
         if id(pattern) not in known:
             known[id(pattern)] = number(("pattern", pattern and pattern.key))
-        own = _shapes(node), node.meta["needs_grad"], known[id(atoms)], _frozen(node.meta["sections"])
-        values[node] = number((own, _frozen(node.meta["offered"])))
+        own = _shapes(node), facts(node)["needs_grad"], known[id(atoms)], _frozen(facts(node)["sections"])
+        values[node] = number((own, _frozen(facts(node)["offered"])))
         if node.op == "call_function":
             inputs = tuple([values[source] for source in tensor_inputs(node)])
-            reads[node] = number((known[id(pattern)], inputs, own, node.meta["whole_grads"]))
+            reads[node] = number((known[id(pattern)], inputs, own, facts(node)["whole_grads"]))
     return reads
 
 
@@ -146,25 +147,25 @@ def _shapes(node: fx.Node) -> tuple:
 
 def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
     """Write `place` on the operators on weights, in their order, and on the parameters that they read."""
-    nodes = [n for n in operators(graph) if n.meta["role"] in (ACTIVE, WEIGHT)]
+    nodes = [n for n in operators(graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
     position = {node: i for i, node in enumerate(nodes)}
     sources = [[source_of(used)[0] for used in tensor_inputs(node)] for node in nodes]
-    kinds = [(n.target, tuple([s.meta["role"] for s in tensor_inputs(n)]), reads_of[n]) for n in nodes]
+    kinds = [(n.target, tuple([facts(s)["role"] for s in tensor_inputs(n)]), reads_of[n]) for n in nodes]
     reads = [[position[s] for s in found if s in position] for found in sources]
     products = {
-        position[n] for n in nodes if n.meta["pattern"] and n.meta["pattern"].flops
-        and any(s.meta["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))
+        position[n] for n in nodes if facts(n)["pattern"] and facts(n)["pattern"].flops
+        and any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))
     }  # fmt: skip
     readers: dict[fx.Node, list[tuple[Place, int]]] = defaultdict(list)
     for node, found, place in zip(nodes, sources, places(kinds, reads, products), strict=True):
-        node.meta["place"] = place
+        facts(node)["place"] = place
         for i, source in enumerate(found):
-            if source.meta["role"] == PARAMETER:
+            if facts(source)["role"] == PARAMETER:
                 readers[source].append((place, i))
     for parameter, read in readers.items():
         like = tuple((place.like, i) for place, i in read)
         is_inside = len({place.block for place, _ in read}) == 1
-        parameter.meta["place"] = read[0][0]._replace(like=like) if is_inside else Place(parameter.target)
+        facts(parameter)["place"] = read[0][0]._replace(like=like) if is_inside else Place(parameter.target)
 
 
 def _frozen(sections: dict[int, set[Sections]]) -> tuple:
@@ -185,17 +186,17 @@ def tuple_values(node: fx.Node) -> Sequence:
 
 def _role(node: fx.Node, trace: Trace) -> str:
     if node.op == "placeholder":
-        return ACTIVE if node.meta.get("input_grad") else INPUT
+        return ACTIVE if facts(node).get("input_grad") else INPUT
     if node.op == "get_attr":
         return PARAMETER if node.target in trace.parameters else DATA
-    roles = {n.meta["role"] for n in node.all_input_nodes}
+    roles = {facts(n)["role"] for n in node.all_input_nodes}
     if roles <= {INPUT, DATA}:
         return DATA
     return WEIGHT if roles <= {PARAMETER, WEIGHT, DATA} and roles & {PARAMETER, WEIGHT} and _is_view(node) else ACTIVE
 
 
 def _note_draws(graph: fx.Graph) -> None:
-    """Mark what is random, and what reads it, as tied to the mode (`meta["tied_to_mode"]`), and name it so that the
+    """Mark what is random, and what reads it, as tied to the mode (`tied_to_mode`), and name it so that the
     names of all other operators are those of a trace that draws nothing.
 
     Raises TraceError where a draw depends on values of the model in a way that no formula is known for.
@@ -205,17 +206,17 @@ def _note_draws(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         draws, reads = draws_random_numbers(node), any(n in random for n in node.all_input_nodes)
-        if draws and node.meta["role"] != DATA:
+        if draws and facts(node)["role"] != DATA:
             raise TraceError(
                 f"{short_name(node)} draws random numbers whose distribution the model computes",
                 why="ranks must draw the same ones, and no formula is known that separates the draw from the values",
                 where=describe(node), hint="draw them outside the model and pass them in",
             )  # fmt: skip
-        if draws or (reads and node.meta["role"] == DATA):
+        if draws or (reads and facts(node)["role"] == DATA):
             random.add(node)
         if draws or reads:
-            node.meta.setdefault("named", f"random_{short_name(node)}")
-            node.meta["tied_to_mode"] = True
+            facts(node).setdefault("named", f"random_{short_name(node)}")
+            facts(node)["tied_to_mode"] = True
 
 
 _VIEWS = {"aten::t", "aten::transpose", "aten::reshape", "aten::permute", "aten::unsqueeze",
@@ -230,20 +231,20 @@ def _needs_grad(node: fx.Node, trace: Trace) -> bool:
     if node.op == "get_attr":
         return node.target in trace.parameters and trace.parameters[node.target].requires_grad
     if node.op == "placeholder":
-        return node.meta.get("input_grad", False)
+        return facts(node).get("input_grad", False)
     if node.op != "call_function" or (node.target is not operator.getitem and operator_name(node) == "aten::detach"):
         return False
     floating = is_floating(node) or not is_tensor(node)
-    return floating and any(n.meta["needs_grad"] for n in node.all_input_nodes)
+    return floating and any(facts(n)["needs_grad"] for n in node.all_input_nodes)
 
 
 def _atoms(node: fx.Node, batch: int) -> tuple:
     """Atoms of every dim of every output: one tuple per output for multi-output operators."""
     if node.target is operator.getitem:
-        return node.args[0].meta["atoms"][node.args[1]] if node.args[0].meta["atoms"] else ()
+        return facts(node.args[0])["atoms"][node.args[1]] if facts(node.args[0])["atoms"] else ()
     if not all(hasattr(v, "shape") for v in tuple_values(node)):
         return ()
-    pattern: Pattern | None = node.meta["pattern"]
+    pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
         found = [_plain_atoms(node, v, batch) for v in tuple_values(node)]
     else:
@@ -266,35 +267,35 @@ def _write_atoms(graph: fx.Graph, batch: int) -> None:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        pattern: Pattern | None = node.meta["pattern"]
+        pattern: Pattern | None = facts(node)["pattern"]
         if pattern is not None:
-            key: Hashable = (id(pattern), _shapes(node), *[id(s.meta["atoms"]) for s in tensor_inputs(node)])
+            key: Hashable = (id(pattern), _shapes(node), *[id(facts(s)["atoms"]) for s in tensor_inputs(node)])
         elif node.op == "get_attr":
-            key = node.meta["role"], _shapes(node), frozenset(node.meta["rows"])
+            key = facts(node)["role"], _shapes(node), frozenset(facts(node)["rows"])
         else:
-            node.meta["atoms"] = _atoms(node, batch)
+            facts(node)["atoms"] = _atoms(node, batch)
             continue
         if key not in known:
             atoms = _atoms(node, batch)
             known[key] = equal.setdefault(atoms, atoms)  # one object, so that what reads it is known by it
-        node.meta["atoms"] = known[key]
+        facts(node)["atoms"] = known[key]
 
 
 def _find_rows(graph: fx.Graph) -> bool:
-    """Find tensors made of nothing (`zeros(8, 12)`) that are used as rows of the batch: note the dim in `meta["rows"]`,
+    """Find tensors made of nothing (`zeros(8, 12)`) that are used as rows of the batch: note the dim in `rows`,
     and return whether there are any new ones."""
     used: dict[fx.Node, set[int]] = {}
     known: dict[Hashable, tuple[set[str], list[tuple[int, int, str]]]] = {}
     new = False
     for node in reversed(graph.nodes):
-        pattern: Pattern | None = node.meta.get("pattern")
-        if node.op == "call_function" and not tensor_inputs(node) and used.get(node, set()) - node.meta["rows"]:
-            node.meta["rows"] |= used[node]
+        pattern: Pattern | None = facts(node).get("pattern")
+        if node.op == "call_function" and not tensor_inputs(node) and used.get(node, set()) - facts(node)["rows"]:
+            facts(node)["rows"] |= used[node]
             new = True
         if pattern is None:
             continue
         sources = tensor_inputs(node)
-        key = (id(pattern), *[id(source.meta["atoms"]) for source in sources])
+        key = (id(pattern), *[id(facts(source)["atoms"]) for source in sources])
         if key not in known:
             known[key] = _rows_and_data(node, pattern)
         rows, data = known[key]
@@ -312,7 +313,7 @@ def _rows_and_data(node: fx.Node, pattern: Pattern) -> tuple[set[str], list[tupl
     data = [
         (position, i, dim[0])
         for position, (dims, source) in enumerate(zip(pattern.inputs, tensor_inputs(node), strict=True))
-        for i, (dim, atoms) in enumerate(zip(dims, source.meta["atoms"], strict=True))
+        for i, (dim, atoms) in enumerate(zip(dims, facts(source)["atoms"], strict=True))
         if len(dim) == 1 and [a.kind for a in atoms] == [DATA_DIM]
     ]
     return rows, data
@@ -334,15 +335,15 @@ def _resized(atoms: Atoms, size: int) -> Atoms:
 
 
 def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...]:
-    kind = FEATURE if node.meta["role"] == PARAMETER else DATA_DIM
+    kind = FEATURE if facts(node)["role"] == PARAMETER else DATA_DIM
     made_here = node.op == "placeholder" or (node.op == "call_function" and draws_random_numbers(node))
     inputs_batched = made_here or any(
-        atom.kind == BATCH for n in node.all_input_nodes if is_tensor(n) for dim in n.meta["atoms"] for atom in dim
+        atom.kind == BATCH for n in node.all_input_nodes if is_tensor(n) for dim in facts(n)["atoms"] for atom in dim
     )
     atoms = []
     for i, size in enumerate(v.shape):
         rows = i == 0 and size == batch and batch > 1 and kind == DATA_DIM and inputs_batched
-        atoms.append((Atom(size, BATCH if rows or i in node.meta["rows"] else kind),))
+        atoms.append((Atom(size, BATCH if rows or i in facts(node)["rows"] else kind),))
     return tuple(atoms)
 
 
@@ -350,7 +351,7 @@ def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
     """The atoms of every factor of a rule, from the inputs that have it; a weight's word counts over data's."""
     found: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
-        for dim, atoms in zip(dims, source.meta["atoms"], strict=True):
+        for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
             for factor, part in zip(dim, _cut(atoms, [pattern.sizes[f] for f in dim]), strict=True):
                 if factor not in found or _rank(part) > _rank(found[factor]):
                     found[factor] = part
@@ -387,7 +388,7 @@ def _cut(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
 
 def _ask_for_sections(node: fx.Node) -> None:
     """Tell a node's inputs which cuts into sections this node, or one after it, can use."""
-    pattern: Pattern | None = node.meta.get("pattern") if node.op == "call_function" else None
+    pattern: Pattern | None = facts(node).get("pattern") if node.op == "call_function" else None
     if node.op == "call_function" and node.target is operator.getitem:
         return
     if pattern is None:
@@ -396,14 +397,14 @@ def _ask_for_sections(node: fx.Node) -> None:
     for dims in pattern.outputs[:1]:
         for i, dim in enumerate(dims):
             if len(dim) == 1:
-                asked.setdefault(dim[0], set()).update(node.meta["sections"].get(i, ()))
+                asked.setdefault(dim[0], set()).update(facts(node)["sections"].get(i, ()))
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for i, dim in enumerate(dims):
             wanted = set(asked.get(dim[0], ())) if len(dim) == 1 else _inner_factors(dim, pattern)
             if dim and dim[0] in pattern.joined:
                 wanted = _sections_of(pattern, dim[0], shape(source)[i])
             if wanted:
-                source.meta["sections"].setdefault(i, set()).update(wanted)
+                facts(source)["sections"].setdefault(i, set()).update(wanted)
 
 
 def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
@@ -416,20 +417,20 @@ def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
 
 def _offer_sections(node: fx.Node) -> None:
     """Note in which sections a concatenation joined the dims of a value, and what is computed from it keeps."""
-    node.meta["offered"] = {}
-    pattern: Pattern | None = node.meta.get("pattern") if node.op == "call_function" else None
+    facts(node)["offered"] = {}
+    pattern: Pattern | None = facts(node).get("pattern") if node.op == "call_function" else None
     if pattern is None or not is_tensor(node):
         return
     offered: dict[str, set[Sections]] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
-        for i, sections in source.meta["offered"].items():
+        for i, sections in facts(source)["offered"].items():
             if len(dims[i]) == 1:
                 offered.setdefault(dims[i][0], set()).update(sections)
     for i, dim in enumerate(pattern.outputs[0]):
         if len(dim) == 1:
             joined = _sections_of(pattern, dim[0], shape(node)[i]) if dim[0] in pattern.joined else set()
             if joined or offered.get(dim[0]):
-                node.meta["offered"][i] = joined or offered[dim[0]]
+                facts(node)["offered"][i] = joined or offered[dim[0]]
 
 
 def _inner_factors(dim: tuple[str, ...], pattern: Pattern) -> set[Sections]:

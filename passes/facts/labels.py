@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name
 from autopart.ir.program import LabelCount, Program
 from autopart.passes.facts.analyze import DATA
@@ -27,7 +28,7 @@ def with_label_count(program: Program, loss: fx.Node) -> Program:
     for stage in program.stages:
         names = {stage_input.name for stage_input in stage.inputs}
         for node in stage.graph.graph.find_nodes(op="placeholder"):
-            if node.target in names and node.meta.get("origin") == count.name:
+            if node.target in names and facts(node).get("origin") == count.name:
                 return replace(program, label_count=LabelCount(stage.index, str(node.target)))
     return replace(program, label_count="its number of labels is not known before the step")
 
@@ -53,7 +54,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 def _is_count(node: fx.Node) -> bool:
     """Whether a number is a sum over what the inputs alone say, such as labels that are not ignored or a mask."""
-    if node.meta["role"] != DATA:
+    if facts(node)["role"] != DATA:
         return False
     while operator_name(node) in _COUNTED and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]

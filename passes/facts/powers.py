@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, fx
 
 from autopart.cost.work import Powers
+from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs, value
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.passes.facts.analyze import BATCH, DATA_DIM, Atom, factor_atoms
@@ -46,13 +47,13 @@ class Growth:
         return self._of[node]
 
     def _written(self, node: fx.Node) -> Powers:
-        origin, layout = self._traced.get(node.meta.get("origin", "")), node.meta.get("layout", {})
+        origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         if origin is None:  # one step of several towards a traced value, or a tuple of them
-            parts = [self.of(user) for user in node.users if "origin" in user.meta and user.args[0] is node]
+            parts = [self.of(user) for user in node.users if "origin" in facts(user) and user.args[0] is node]
             found = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
             return found if parts or self._cut(node) is not None else found._replace(tp=0)
         if origin not in self._traced_of:
-            self._traced_of[origin] = self._count(atom for dim in origin.meta["atoms"] for atom in dim)
+            self._traced_of[origin] = self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
         found, tp = self._traced_of[origin], layout.get(self._tensor_axis)
         cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
         return Powers(found.b * cut, found.s, int(tp is not None and tp.is_shard))
@@ -64,8 +65,8 @@ class Growth:
         return self._cuts[node]
 
     def _found_cut(self, node: fx.Node) -> int | None:
-        if node.meta.get("origin", "") in self._traced:
-            placement = node.meta.get("layout", {}).get(self._tensor_axis)
+        if facts(node).get("origin", "") in self._traced:
+            placement = facts(node).get("layout", {}).get(self._tensor_axis)
             return placement.dim if placement is not None and placement.is_shard else None
         for used in tensor_inputs(node):
             dim, made, read = self._cut(used), value(node), value(used)
@@ -80,8 +81,8 @@ class Growth:
     def of_product(self, node: fx.Node) -> Powers:
         """Of the FLOPs of a written product: those of its factors, each counted once."""
         largest = _largest([self.of(n) for n in (node, *tensor_inputs(node))])
-        origin = self._traced.get(node.meta.get("origin", ""))
-        pattern = origin.meta.get("pattern") if origin is not None else None
+        origin = self._traced.get(facts(node).get("origin", ""))
+        pattern = facts(origin).get("pattern") if origin is not None else None
         if origin is None or pattern is None or not pattern.flops:
             return largest
         factors = self._count(atom for atoms in factor_atoms(origin, pattern).values() for atom in atoms)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import is_tensor, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
 from autopart.passes.facts.analyze import BATCH, DATA, DATA_DIM, FEATURE, INPUT, Atom, Atoms, factor_atoms, tuple_values
@@ -48,7 +49,7 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> tuple[S
 
     The first ones are replicated work.
     """
-    known = node.meta["strategies"]  # of all nodes like this one
+    known = facts(node)["strategies"]  # of all nodes like this one
     if (num_shards, kinds) not in known:
         known[num_shards, kinds] = tuple(dict.fromkeys(_strategies(node, num_shards, kinds)))
     return known[num_shards, kinds]
@@ -56,19 +57,19 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> tuple[S
 
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
     """Without those that take a partial sum of what is computed from inputs alone: there is none."""
-    data = [source.meta["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
+    data = [facts(source)["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
     return [o for o in options if not any(d and place == P for d, place in zip(data, o.inputs, strict=True))]
 
 
 def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[Strategy]:
     sources = tensor_inputs(node)
     num_outputs = len(tuple_values(node))
-    grads = [s.meta["needs_grad"] for s in sources]
+    grads = [facts(s)["needs_grad"] for s in sources]
     found = [Strategy((R,) * len(sources), (R,) * num_outputs)]
-    if node.meta["needs_grad"] and not node.meta["whole_grads"]:
+    if facts(node)["needs_grad"] and not facts(node)["whole_grads"]:
         partial = tuple(R_GRAD_P if grad else R for grad in grads)
         found.append(Strategy(partial, (R_GRAD_P,) * num_outputs))
-    pattern: Pattern | None = node.meta["pattern"]
+    pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
         return found
     for linear in pattern.linear:
@@ -104,7 +105,7 @@ def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kind
 
 def output_atoms(node: fx.Node) -> tuple:
     """The atoms of every dim of the first output."""
-    atoms = node.meta["atoms"]
+    atoms = facts(node)["atoms"]
     return atoms if is_tensor(node) else atoms[0]
 
 
@@ -149,8 +150,8 @@ def _can_be_uneven(pattern: Pattern, factor: str, atom: Atom, num_shards: int) -
 def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
     """Ways of cutting this factor that a later view or split asks for, or an earlier one or a `cat` offers."""
     asked: set[Sections] = set()
-    outputs = [(dims, node.meta["sections"]) for dims in pattern.outputs]
-    inputs = [(dims, n.meta[kind]) for kind in ("sections", "offered")
+    outputs = [(dims, facts(node)["sections"]) for dims in pattern.outputs]
+    inputs = [(dims, facts(n)[kind]) for kind in ("sections", "offered")
               for dims, n in zip(pattern.inputs, tensor_inputs(node), strict=True)]  # fmt: skip
     for dims, sections in outputs + inputs:
         for i, dim in enumerate(dims):

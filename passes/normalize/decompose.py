@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autopart.compat import decomposition, trace_function, tree_flatten, tree_unflatten
+from autopart.ir.facts import facts
 from autopart.ir.graph import is_tensor, value
 from autopart.passes.rules import pattern_for
 from autopart.passes.rules.kinds import Kinds
@@ -35,7 +36,7 @@ def take_apart(graph: fx.Graph, depth: int = 4) -> None:
 def _depends_on_parameters(graph: fx.Graph) -> set[fx.Node]:
     active: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.meta.get("parameter") or any(n in active for n in node.all_input_nodes):
+        if facts(node).get("parameter") or any(n in active for n in node.all_input_nodes):
             active.add(node)
     return active
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autopart.compat import tree_flatten
+from autopart.ir.facts import facts
 from autopart.ir.graph import short_name, value
 from autopart.passes.pipeline import same_calls
 
@@ -55,8 +56,8 @@ def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
     made, first = before.next, True
     while made is not node:
         if made.target is not operator.getitem:
-            made.meta["named"] = short_name(node) if first else name
-            made.meta["tied_to_mode"], first = not first, False
+            facts(made)["named"] = short_name(node) if first else name
+            facts(made)["tied_to_mode"], first = not first, False
         made = made.next
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import argument, dropout_probability, is_tensor, operator_name, shape, short_name, value
 from autopart.passes.rules.equations import read_equation
 
@@ -156,7 +157,9 @@ def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
     weights = emit(graph, node, aten.softmax.int, scores, -1)
     noise = noise_like(graph, node, value(weights), dropout_probability(node) or 0.0)
     if value(query).device.type == "cuda":
-        noise.meta["inexact"] = "the fused attention kernels of a GPU draw their masks inside, in an order of their own"
+        facts(noise)["inexact"] = (
+            "the fused attention kernels of a GPU draw their masks inside, in an order of their own"
+        )
     return emit(graph, node, aten.matmul.default, drop(graph, node, weights, noise), val)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import argument, draws_random_numbers, operator_name, value
 from autopart.ir.operators import autopart_ops
 
@@ -33,7 +34,7 @@ def draws_as_data(graph: fx.Graph) -> None:
     """Let every draw read an empty tensor where it read a value of the model for its shape alone; write out the
     others whose distribution the model's values scale or shift: a draw without them, and then a formula."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or not draws_random_numbers(node) or node.meta.get("reads_no_value"):
+        if node.op != "call_function" or not draws_random_numbers(node) or facts(node).get("reads_no_value"):
             continue
         name = operator_name(node)
         with graph.inserting_before(node):
@@ -52,7 +53,7 @@ def template(graph: fx.Graph, like: fx.Node, of: Tensor, **options: Any) -> fx.N
         graph, like, aten.empty_strided.default, list(empty.shape), _stride(empty), dtype=empty.dtype,
         device=empty.device,
     )  # fmt: skip
-    made.meta["named"] = "template"
+    facts(made)["named"] = "template"
     return made
 
 
@@ -63,7 +64,7 @@ def _stride(empty: Tensor) -> list[int]:
 def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node) -> fx.Node:
     """`source` times the noise of a dropout, under the name that dropout has in plans."""
     dropped = emit(graph, like, autopart_ops.drop.default, source, noise)
-    dropped.meta["named"] = "dropout"
+    facts(dropped)["named"] = "dropout"
     return dropped
 
 
@@ -76,7 +77,7 @@ def noise_like(graph: fx.Graph, like: fx.Node, of: Tensor, p: float) -> fx.Node:
 
 def _ones(graph: fx.Graph, like: fx.Node, of: Tensor) -> fx.Node:
     ones = emit(graph, like, aten.ones_like.default, template(graph, like, of))
-    ones.meta["named"] = "template"
+    facts(ones)["named"] = "template"
     return ones
 
 
@@ -114,7 +115,7 @@ def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         options["memory_format"] = torch.contiguous_format
     uniform = emit(graph, node, aten.rand_like.default, template(graph, node, value(node.args[0]), **options))
     if value(uniform).device.type not in ("cpu", "meta"):
-        uniform.meta["inexact"] = "the model computes its probabilities; for these a GPU draws in another order"
+        facts(uniform)["inexact"] = "the model computes its probabilities; for these a GPU draws in another order"
     heads = emit(graph, node, aten.lt.Tensor, uniform, _constant(graph, node, probability))
     return emit(graph, node, aten.to.dtype, heads, value(node).dtype)
 
@@ -161,7 +162,7 @@ def _rrelu(graph: fx.Graph, node: fx.Node) -> fx.Node:
     source = node.args[0]
     lower, upper = argument(node, "lower"), argument(node, "upper")
     slope = emit(graph, node, aten.uniform.default, template(graph, node, value(source)), lower, upper)
-    slope.meta["inexact"] = "one device draws a slope only where its input is not positive, so the values decide"
+    facts(slope)["inexact"] = "one device draws a slope only where its input is not positive, so the values decide"
     leaks = emit(graph, node, aten.mul.Tensor, source, slope)
     return emit(graph, node, aten.where.self, emit(graph, node, aten.gt.Scalar, source, 0), source, leaks)
 

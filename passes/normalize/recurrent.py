@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import argument, draws_random_numbers, operator_name, value
 
 from .new_calls import emit, getitem, name_written_out
@@ -67,7 +68,7 @@ def _dropped(graph: fx.Graph, node: fx.Node, x: fx.Node) -> fx.Node:
     order = value(x).transpose(0, 1) if batch_first else value(x)
     noise = noise_like(graph, node, order.new_empty(order.shape), argument(node, "dropout"))
     if value(x).device.type == "cuda":
-        noise.meta["inexact"] = "recurrent layers draw their masks inside cuDNN, in an order of its own"
+        facts(noise)["inexact"] = "recurrent layers draw their masks inside cuDNN, in an order of its own"
     if batch_first:
         noise = emit(graph, node, aten.transpose.int, noise, 0, 1)
     return drop(graph, node, x, noise)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
 
 from .new_calls import emit, replace
@@ -19,7 +20,7 @@ FUNCTIONAL = "aten::_native_batch_norm_legit_functional"
 _WITHOUT_UPDATES = ("aten::_native_batch_norm_legit", "aten::native_batch_norm")
 _EVAL = "aten::_native_batch_norm_legit_no_training"
 BATCH_NORM, INNER = "batch_norm", "batch_statistic"
-"""The names (`meta["named"]`) of the first operator that is written, and of the others."""
+"""The names (`named`) of the first operator that is written, and of the others."""
 
 
 def batch_statistics(graph: fx.Graph) -> None:
@@ -117,7 +118,7 @@ class _Formula:
 
     def _emit(self, target: Any, *args: Any) -> fx.Node:
         made = emit(self.graph, self.node, target, *args)
-        made.meta["written_for"] = BATCH_NORM
-        made.meta["named"] = BATCH_NORM if self.first else INNER
+        facts(made)["written_for"] = BATCH_NORM
+        facts(made)["named"] = BATCH_NORM if self.first else INNER
         self.first = False
         return made

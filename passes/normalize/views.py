@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, value
 
 from .new_calls import emit, getitem, replace
@@ -45,7 +46,7 @@ def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "get_attr":
             carries = value(node).requires_grad
         elif node.op == "placeholder":
-            carries = node.meta.get("input_grad", False)
+            carries = facts(node).get("input_grad", False)
         elif node.op == "call_function":
             stops = operator_name(node) == "aten::detach" or (is_tensor(node) and not is_floating(node))
             carries = not stops and not found.isdisjoint(node.all_input_nodes)

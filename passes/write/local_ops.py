@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopart.errors import LayoutError
+from autopart.ir.facts import facts
 from autopart.ir.graph import argument, describe, operator_name, shape, value
 from autopart.ir.layout import Placement
 from autopart.ir.operators import autopart_ops
@@ -190,7 +191,7 @@ def _drop(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx
         return None
     sharded = [a for a, place in call.output_layout().items() if place.is_shard and a != MICROBATCH_AXIS]
     indices = [call.emit(autopart_ops.axis_index.default, axis) for axis in sharded]
-    salt = zlib.crc32(call.node.meta["key"].encode())
+    salt = zlib.crc32(facts(call.node)["key"].encode())
     probability = argument(call.node.args[1], "p")
     return call.emit(autopart_ops.dropout.default, source, probability, call.seed(), salt, indices)
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopart.errors import InputError, OptionError
+from autopart.ir.facts import facts
 from autopart.ir.graph import (
     describe,
     draws_random_numbers,
@@ -94,16 +95,16 @@ def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
     """The noise of dropout of values that depend on a parameter: each rank draws it for the rows and shards it has."""
     return {
         node for node in random
-        if node.users and all(operator_name(n) == "autopart::drop" and n.meta["role"] == ACTIVE for n in node.users)
+        if node.users and all(operator_name(n) == "autopart::drop" and facts(n)["role"] == ACTIVE for n in node.users)
     }  # fmt: skip
 
 
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
     """Raises OptionError where the numbers that one device draws cannot be drawn without the model's values."""
     for node in draws:
-        if rng == "exact" and "inexact" in node.meta:
+        if rng == "exact" and "inexact" in facts(node):
             raise OptionError(
-                "rng='exact' cannot repeat what one device draws", why=node.meta["inexact"], where=describe(node),
+                "rng='exact' cannot repeat what one device draws", why=facts(node)["inexact"], where=describe(node),
                 hint="rng='fast'",
             )  # fmt: skip
 
@@ -137,7 +138,7 @@ class _Writer:
 
     def key(self, node: fx.Node, places: Layout) -> Key:
         """A layout over the axes there are, `R` on those not named; gradients of values that have none do not count."""
-        grad = node.meta["needs_grad"]
+        grad = facts(node)["needs_grad"]
         every = {axis: places.get(axis, R) for axis in self.sizes}
         return tuple((axis, R if place == R_GRAD_P and not grad else place) for axis, place in every.items())
 
@@ -146,7 +147,7 @@ class _Writer:
         source, index = source_of(node)
         if source.op == "placeholder":  # an input that needs a gradient: whole on every rank, as the caller has it
             return self.key(source, {})
-        if source.meta["role"] == PARAMETER:  # each part of the batch gives a part of the gradient
+        if facts(source)["role"] == PARAMETER:  # each part of the batch gives a part of the gradient
             rows = {axis: R_GRAD_P for axis in self.sizes if axis not in self.features}
             return self.key(source, {**rows, **self.decisions.stored.get(source.target, {})})
         return self.key(node, {axis: on[source].outputs[index] for axis, on in self.chosen.items()})
@@ -180,10 +181,10 @@ class _Writer:
 
     def mark(self, made: fx.Node, origin: fx.Node, layout: Key) -> None:
         """Note on a written node which traced value it holds, in which layout."""
-        made.meta.update(origin=origin.name, layout=dict(layout), needs_grad=origin.meta["needs_grad"])
+        made.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
         for name in ("nn_module_stack", "stack_trace", "key"):
             if name in origin.meta:
-                made.meta[name] = origin.meta[name]
+                facts(made)[name] = facts(origin)[name]
         full = value(origin)
         if isinstance(full, torch.Tensor):
             local = local_shape(full.shape, dict(layout), self.sizes)
@@ -198,7 +199,7 @@ class _Writer:
             layout = self.wanted(node, next(positions), used)
             if used in self.not_drawn:
                 return None
-            if used.meta["needs_grad"] and not node.meta["needs_grad"]:
+            if facts(used)["needs_grad"] and not facts(node)["needs_grad"]:
                 layout = self._same_value(used, layout, stage)
             return self.get(used, layout, stage)
 
@@ -226,7 +227,7 @@ class _Writer:
         """A value in a layout on a stage: made before, converted, received, or made now."""
         if (node, layout) in stage.made:
             return stage.made[node, layout]
-        role = source_of(node)[0].meta["role"]
+        role = facts(source_of(node)[0])["role"]
         if role in (INPUT, DATA):
             made = self._from_inputs(node, layout, stage)
         else:
@@ -286,9 +287,9 @@ class _Writer:
             return
         through = "a pipeline" if len(self.stages) > 1 else "microbatches"
         raise InputError(
-            f"the input {node.meta['input_name']} needs a gradient",
+            f"the input {facts(node)['input_name']} needs a gradient",
             why=f"none comes back through {through}",
-            hint=f"{node.meta['input_name']}.detach(), or a mesh without pp and microbatches=1",
+            hint=f"{facts(node)['input_name']}.detach(), or a mesh without pp and microbatches=1",
         )
 
     # Values of the inputs alone
@@ -357,7 +358,7 @@ class _Writer:
     def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
         """Go from one layout to another, one axis after the other."""
         current = dict(source)
-        whole = R_GRAD_P if node.meta["needs_grad"] else R
+        whole = R_GRAD_P if facts(node)["needs_grad"] else R
         for axis, place in (*_brought_first(current, dict(target), whole), *target):
             if current[axis] != place:
                 before, current[axis] = dict(current), place
@@ -382,8 +383,8 @@ class _Writer:
             return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, made, 1.0 / self.sizes[axis])
         step = conversion(source, target)
         if step is None or not is_direct(source, target, shape(node), self.sizes[axis]):
-            whole = self._convert_axis(made, node, current, axis, R_GRAD_P if node.meta["needs_grad"] else R, stage)
-            between = {**current, axis: R_GRAD_P if node.meta["needs_grad"] else R}
+            whole = self._convert_axis(made, node, current, axis, R_GRAD_P if facts(node)["needs_grad"] else R, stage)
+            between = {**current, axis: R_GRAD_P if facts(node)["needs_grad"] else R}
             return self._convert_axis(whole, node, between, axis, target, stage)
         operation = getattr(autopart_ops, step.operator).default
         emit = self.emitter(stage, node)
@@ -442,7 +443,7 @@ class _Writer:
     def _update(self, name: str, node: fx.Node) -> None:
         """Let the stage that makes a new value of a buffer give it out, whole."""
         source, _ = source_of(node)
-        if source.meta["role"] in (INPUT, DATA):
+        if facts(source)["role"] in (INPUT, DATA):
             first = self.stages[0]
             first.updates.append((BufferUpdate(name, True, {}), self._whole(node, first)))
             return
@@ -453,11 +454,11 @@ class _Writer:
     def _first_reader(self, source: fx.Node) -> int:
         """The first stage that holds what a parameter, or a view of parameters, is made of."""
         readers = self._readers()
-        names = [n.target for n in _needed([source]) if n.op == "get_attr" and n.meta["role"] == PARAMETER]
+        names = [n.target for n in _needed([source]) if n.op == "get_attr" and facts(n)["role"] == PARAMETER]
         return max((min(readers.get(name, {0})) for name in names), default=0)
 
     def _output_layout(self, node: fx.Node, whole: bool) -> Key:
-        if source_of(node)[0].meta["role"] in (INPUT, DATA):
+        if facts(source_of(node)[0])["role"] in (INPUT, DATA):
             return self.key(node, {})
         places = dict(self.produced(node))
         for axis, place in places.items():

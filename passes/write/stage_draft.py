@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import shape, value
 from autopart.ir.layout import Placement
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
@@ -102,9 +103,9 @@ def parameter_stages(stage_of: Mapping[fx.Node, int], outputs: fx.Node, last: in
         todo = list(node.all_input_nodes)
         while todo:
             used = todo.pop()
-            if used.meta["role"] == PARAMETER:
+            if facts(used)["role"] == PARAMETER:
                 readers.setdefault(used.target, set()).add(stage)
-            elif used.meta["role"] == WEIGHT:
+            elif facts(used)["role"] == WEIGHT:
                 todo.extend(used.all_input_nodes)
     return readers
 

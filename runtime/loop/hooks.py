@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from autopart.errors import UsageError
+from autopart.ir.facts import facts
 from autopart.ir.program import Program
 from autopart.runtime.state.homes import home_of
 
@@ -148,7 +149,7 @@ def without_backward(outputs: Sequence[Any], program: Program) -> list[Any]:
     guarded = []
     for output, value in zip(program.outputs, outputs, strict=True):
         node = sent[output.position] if output.position is not None else None
-        differentiable = node is not None and node.meta.get("needs_grad", True)
+        differentiable = node is not None and facts(node).get("needs_grad", True)
         if differentiable and isinstance(value, Tensor) and value.is_floating_point():
             value = _UseStep.apply(anchor, value)
         guarded.append(value)

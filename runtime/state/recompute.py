@@ -1,6 +1,6 @@
 """Regions of a stage graph are run again in the backward: of a forward only what they read is kept.
 
-Each region (`meta["region"]`, from `passes/choose/recompute.py`) is one call under `torch.utils.checkpoint`, which runs
+Each region (`region`, from `passes/choose/recompute.py`) is one call under `torch.utils.checkpoint`, which runs
 it once more when its backward begins, up to the last value that the backward needs. All that is random in a stage comes
 from its inputs or from seeds among them, so it is the same both times, and so are the collectives of all ranks.
 """
@@ -16,9 +16,11 @@ from torch import fx, nn
 from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 from torch.utils.checkpoint import checkpoint
 
+from autopart.ir.facts import facts
+
 
 def has_regions(graph: fx.Graph) -> bool:
-    return any("region" in node.meta for node in graph.nodes)
+    return any("region" in facts(node) for node in graph.nodes)
 
 
 def run_again(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -32,8 +34,8 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     """A bound stage graph in which every region is one call; parameters stay in the module and are its arguments."""
     regions: defaultdict[int, dict[fx.Node, int | None]] = defaultdict(dict)
     for node in module.graph.nodes:
-        if "region" in node.meta:
-            regions[node.meta["region"]][node] = None
+        if "region" in facts(node):
+            regions[facts(node)["region"]][node] = None
     if not regions:
         return module
     fused = fuse_by_partitions(module, list(regions.values()), prefix="region_", always_return_tuple=True)

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopart.errors import StageError
+from autopart.ir.facts import facts
 from autopart.ir.operators import operator_name
 
 GATHERS = ("all_gather", "all_gather_sum")
@@ -27,7 +28,7 @@ def note_gathers(module: fx.GraphModule, group_name: str) -> Gathered | None:
     gathered = Gathered()
     nodes = [n for n in module.graph.nodes if operator_name(n) in GATHERS and n.args[1] == group_name]
     # What a region that is run again gathers is not kept anyway.
-    nodes = [node for node in nodes if node.args[0].op == "get_attr" and "region" not in node.meta]
+    nodes = [node for node in nodes if node.args[0].op == "get_attr" and "region" not in facts(node)]
     for node in nodes:
         part, *arguments = node.args
         name = f"gathered_{node.name}"

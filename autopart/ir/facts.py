@@ -1,0 +1,68 @@
+"""What is known of a node of a graph, by name and type: the one place that says what passes tell each other.
+
+A graph's nodes carry their facts along in `fx.Node.meta`, as torch.export does: copies of a node have them too. No
+pass reads or writes another key, so that a name that is not here is an error of the type checker.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from torch import fx
+
+if TYPE_CHECKING:
+    from autopart.ir.layout import Layout, Sections
+
+
+class Facts(TypedDict, total=False):
+    """Facts of a node; those that do not hold are left out."""
+
+    # Of torch.export: the modules that were running, and the lines of the user's code.
+    nn_module_stack: dict[str, tuple[str, Any]]
+    stack_trace: str
+
+    # Of the trace.
+    input_name: str  # of a placeholder: of the model's input
+    input_grad: bool  # of a placeholder: the caller's tensor needs a gradient
+    parameter: bool  # of a placeholder: it stands for one
+    repeated_template: tuple[int, int]  # of a block that was traced once: which block, and which of its calls
+    repeated_block: int  # of a mark: which repetition of blocks stands here
+
+    # Of the passes that normalise.
+    named: str  # what `key` calls it, where it was written in place of another operator
+    written_for: str  # the operator for which it was written, among others
+    tied_to_mode: bool  # it is there in train mode alone, or in eval mode
+    inexact: str  # why `rng="exact"` cannot repeat this draw
+    loss: bool  # it belongs to the loss, not to the model
+    reads_no_value: bool  # it reads the shape and type of its input alone
+    counted_flops: int
+
+    # Of what every value is (passes/facts/analyze.py).
+    role: str  # INPUT, DATA, PARAMETER, WEIGHT or ACTIVE
+    needs_grad: bool  # a gradient flows through it
+    whole_grads: bool  # its backward is not linear in the gradients, which must be summed before
+    key: str  # its name in plans: `model.layers.3.mlp/mul#1`
+    group: str  # the same with block numbers left open
+    pattern: Any  # its sharding rule fitted to its shapes (`rules.Pattern`), or None
+    atoms: Any  # for every dim what it is made of (`analyze.Atom`); of several outputs a tuple of these
+    sections: dict[int, set[Sections]]  # by dim, the ways of cutting it that a later view or split asks for
+    offered: dict[int, set[Sections]]  # by dim, those in which an earlier `cat` joined it
+    rows: set[int]  # the dims of a tensor made of nothing that are used as rows of the batch
+    for_buffers: bool  # it makes new values of buffers and nothing else
+    strategies: dict[Any, Any]  # what `strategies` has found, shared with all nodes of which it reads the same
+    place: Any  # where in which repeated block it is (`blocks.Place`)
+
+    # Of a node of a stage graph.
+    origin: str  # the traced node whose value it holds
+    layout: Layout  # the layout in which it holds it
+    region: int  # the nodes that the backward runs again together
+
+    # Of a subgraph that is shown as text.
+    recorded: bool  # it stands for a value that is made elsewhere
+    hidden: bool  # it is left out of the text
+    comment: str
+
+
+def facts(node: fx.Node) -> Facts:
+    """The facts of a node, to read and to write."""
+    return cast(Facts, node.meta)
