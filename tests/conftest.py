@@ -29,8 +29,8 @@ def pytest_configure():
 
 def pytest_collection_modifyitems(items):
     for cases in _by_function(items).values():
-        sample = 1 if cases[0].get_closest_marker("few") else SAMPLE
-        for item in [] if cases[0].get_closest_marker("whole") else beyond_sample(cases, sample):
+        sampled = [case for case in cases if not case.get_closest_marker("whole")]
+        for item in beyond_sample(sampled, 1 if cases[0].get_closest_marker("few") else SAMPLE):
             item.add_marker(pytest.mark.large)
     if torch.cuda.is_available():
         return

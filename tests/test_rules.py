@@ -73,7 +73,7 @@ def test_the_normal_form_computes_what_the_operator_computes(sample):
     assert not wrong, f"{sample} as {proof.nodes}: {', '.join(wrong)}"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.whole), 3])
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_every_strategy_computes_what_the_operator_computes(sample, num_ranks):
     proof = proof_of(sample)
