@@ -93,6 +93,7 @@ def test_every_part_is_compared(plan):
         "pins",
         "text",
         "reasons",
+        "axes",
     }  # what follows, and how the plan came to be
     assert set(cases) == fields - not_compared
     for part, fields_ in cases.items():

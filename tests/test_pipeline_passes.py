@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autopart
-from autopart import compiler
+from autopart import compiler, recipe
 from autopart.errors import LayoutError, OptionError
 from autopart.flags import CHECK, DUMP, VARIABLES, environment, flags
 from autopart.passes import dump
@@ -345,7 +345,7 @@ def test_a_dump_changes_no_plan(tmp_path):
 @pytest.mark.whole
 @pytest.mark.parametrize("below", ["", "/below"])
 def test_a_file_is_not_a_folder(tmp_path, below, monkeypatch):
-    monkeypatch.setattr(compiler, "trace", lambda *args: pytest.fail("traced before the folder was tried"))
+    monkeypatch.setattr(recipe, "trace", lambda *args: pytest.fail("traced before the folder was tried"))
     (tmp_path / "notes.txt").write_text("mine")
     with environment(dump=f"{tmp_path}/notes.txt{below}"), pytest.raises(OptionError) as caught:
         planned()
