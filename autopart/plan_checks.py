@@ -48,7 +48,7 @@ def check_plan_options(options: Options, plan: Plan) -> None:
                 f"{name}={asked!r} contradicts the plan, which says {planned!r}",
                 where=plan.where(option.in_plan.partition(".")[0]), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
-    axis = Mesh({}).data_axis
+    axis = plan.mesh_object().data_axis
     over_dp = any(entry.get(axis, "R").startswith("S") for entry in plan.parameters.values())
     pinned = any(axis in places for name, places in plan.pins.items() if name != "stages")
     if (options.zero and not over_dp) or (options.zero == 0 and over_dp and not pinned):

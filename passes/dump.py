@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import fx
 
 from autopart.errors import OptionError
 from autopart.flags import DUMP, flags
 from autopart.ir.facts import facts
-from autopart.ir.graph import DTYPE_NAMES
+from autopart.ir.graph import kind_of
 from autopart.ir.layout import format_layout
 from autopart.ir.program import Program
 
@@ -186,15 +185,6 @@ def _call_text(node: fx.Node) -> str:
         return f"{node.name} = {node.op} {node.target}"
     inputs = ", ".join([*map(str, node.args), *(f"{name}={argument}" for name, argument in node.kwargs.items())])
     return f"{node.name} = {getattr(node.target, '__name__', node.target)}({inputs})"
-
-
-def kind_of(value: Any) -> str:
-    """`f64[4,6]`; of several values `(f64[4,6], f64[4])`; nothing for what is not a tensor."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(kind_of, value))})"
-    if not isinstance(value, torch.Tensor):
-        return ""
-    return f"{DTYPE_NAMES.get(value.dtype, value.dtype)}[{','.join(map(str, value.shape))}]"
 
 
 def program_files(program: Program) -> dict[str, str]:

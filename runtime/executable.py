@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.layout import P
+from autopart.ir.operators import axis_of
 from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program, Stage
 from autopart.runtime.agree.same_call import Comparison
 from autopart.runtime.comm.draws import check_same_state, one_stream
@@ -192,8 +193,8 @@ def brought_to(device: torch.device, program: Program, inputs: Sequence[Any]) ->
 
 
 def has_collectives(stage: Stage) -> bool:
-    """Whether ranks send each other anything in a stage's forward or backward."""
-    return any(getattr(node.target, "namespace", "") == "autopart" for node in stage.graph.graph.nodes)
+    """Whether an axis of the mesh is worked on in a stage's graph, so that ranks may send each other something."""
+    return any(axis_of(node) is not None for node in stage.graph.graph.nodes)
 
 
 @contextmanager

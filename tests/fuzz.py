@@ -23,11 +23,11 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import AXES, Axis, Mesh
-from autopart.passes.choose.decide import solving_order, with_places
+from autopart.passes.choose.decide import solving_order
 from autopart.passes.choose.partition import active_operators, crossing_bytes
 from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
-from autopart.passes.facts.decisions import Decisions, over_rows
+from autopart.passes.facts.decisions import Decisions, over_rows, with_places
 from autopart.passes.facts.strategies import Strategy, strategies
 from autopart.passes.normalize import NORMALIZE
 from autopart.passes.pipeline import run_passes
@@ -432,9 +432,7 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     stored: dict[str, dict[str, Placement]] = {str(n.target): {} for n in graph.find_nodes(op="get_attr")}
     for axis in solving_order(mesh):
-        beside = FREE
-        for before in chosen.values():
-            beside = beside.beside(before, stored)
+        beside = FREE.beside(chosen.values(), stored)
         places = {
             str(n.target): _stored(draw, n, mesh.size(axis), kinds, beside) for n in graph.find_nodes(op="get_attr")
         }

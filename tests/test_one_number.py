@@ -27,9 +27,9 @@ from autopart.tuning import advice
 EXACT = 1e-9
 
 
-def llama(dtype, layers=4, hidden=256, rows=16, tokens=64):
+def llama(dtype, layers=4, hidden=256, rows=16, tokens=64, vocab=512, widening=2):
     config = LlamaConfig(
-        vocab_size=512, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=widening * hidden, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=8, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):

@@ -3,10 +3,10 @@
 from functools import cache
 
 import pytest
+import test_one_number
 import torch
 import zoo
 from test_formula import gpt
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopart
 from autopart.compiler import make_plan, prepare
@@ -24,13 +24,7 @@ OTHER_STAGES = 0.1
 
 
 def llama(rows=16, tokens=256, layers=4, hidden=512):
-    config = LlamaConfig(
-        vocab_size=4000, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=8, num_key_value_heads=8, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        ids = torch.zeros(rows, tokens, dtype=torch.long)
-        return LlamaForCausalLM(config).to(torch.bfloat16), {"input_ids": ids, "labels": ids.clone()}
+    return test_one_number.llama(torch.bfloat16, layers, hidden, rows, tokens, vocab=4000, widening=3)
 
 
 MODELS = {

@@ -156,7 +156,13 @@ def assign_keys(graph: fx.Graph) -> None:
 
 def format_value(node: fx.Node, layout_text: str = "") -> str:
     """`f32[8,128]{dp:S(0) tp:P}`: the one printed form of a typed value."""
-    val = value(node)
-    if not isinstance(val, torch.Tensor):
+    return kind_of(value(node)) + layout_text if is_tensor(node) else ""
+
+
+def kind_of(made: Any) -> str:
+    """`f64[4,6]`; of several values `(f64[4,6], f64[4])`; nothing for what is not a tensor."""
+    if isinstance(made, (tuple, list)):
+        return f"({', '.join(map(kind_of, made))})"
+    if not isinstance(made, torch.Tensor):
         return ""
-    return f"{DTYPE_NAMES.get(val.dtype, str(val.dtype))}[{','.join(map(str, val.shape))}]{layout_text}"
+    return f"{DTYPE_NAMES.get(made.dtype, made.dtype)}[{','.join(map(str, made.shape))}]"

@@ -253,8 +253,7 @@ def _fields(node: fx.Node, decisions: Decisions) -> list[str]:
 
 
 def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strategy]], ...]:
-    mesh = decisions.mesh
-    features = ((axis, mesh.size(axis), decisions.strategies[axis]) for axis in mesh.along("features"))
+    features = ((axis, decisions.mesh.size(axis), on) for axis, on in decisions.features.items())
     return (ROWS, decisions.row_shards, decisions.rows), *features
 
 

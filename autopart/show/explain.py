@@ -379,7 +379,7 @@ def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
 
 def _layout_text(plan: Plan, name: str) -> str:
     """`S(0)` on `tp`, or `dp:S(1) tp:S(0)` where a plan places parameters on other axes too."""
-    tensor_axis = Mesh({}).tensor_axis
+    tensor_axis = Mesh({}, plan.axes).tensor_axis
     said = {axis for entry in plan.parameters.values() for axis in entry}
     axes = [axis for axis in plan.mesh if axis in said]
     if axes in ([], [tensor_axis]):

@@ -31,7 +31,7 @@ from autopart.passes.choose.shard import Programme, SequenceParallel, Sharding, 
 from autopart.passes.choose.stage_pins import pinned_partition
 from autopart.passes.choose.storage import Storage, fitting_parts
 from autopart.passes.facts.analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
-from autopart.passes.facts.decisions import Decisions, over_rows
+from autopart.passes.facts.decisions import Decisions, over_rows, with_places
 from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, Strategy, strategies
 from autopart.passes.pipeline import driven
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
@@ -100,15 +100,7 @@ def _solve(
     before: Sequence[Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], pinned: Pinned,
 ) -> tuple[Programme, Sharding]:  # fmt: skip
     """The cheapest sharding over an axis, beside what axes `before` it have cut."""
-    for chosen in before:
-        pinned = pinned.beside(chosen, stored)
-    return cheapest(trace.graph, num_shards, hardware, sequence_parallel, step, pinned)
-
-
-def with_places(stored: Mapping[str, Layout], axis: str, places: Mapping[str, Placement]) -> dict[str, Layout]:
-    """Layouts of parameters with their placements on one more axis."""
-    return {name: {**stored.get(name, {}), **({axis: places[name]} if name in places else {})}
-            for name in {**stored, **places}}  # fmt: skip
+    return cheapest(trace.graph, num_shards, hardware, sequence_parallel, step, pinned.beside(before, stored))
 
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
@@ -127,8 +119,7 @@ def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
     """The same decisions for a call that runs all its rows at once."""
     mesh, copied = decisions.mesh, decisions.copied
     rows = over_rows(mesh, 1, _row_strategies(trace, 1 if copied else mesh.row_ranks), copied)
-    features = {axis: decisions.strategies[axis] for axis in mesh.along("features")}
-    return replace(decisions, microbatches=1, strategies={**rows, **features})
+    return replace(decisions, microbatches=1, strategies={**rows, **decisions.features})
 
 
 class Rows(NamedTuple):
@@ -208,7 +199,7 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     """The plan entries `parameters`, `operators`, `cuts`, `rules` and `recompute` that hold these decisions."""
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
-    chosen = {axis: decisions.strategies[axis] for axis in decisions.mesh.along("features")}
+    chosen = decisions.features
     nodes = {facts(node)["key"]: node for node in operators(trace.graph) if any(node in on for on in chosen.values())}
     texts = {key: {axis: str(on[node]) for axis, on in chosen.items()} for key, node in nodes.items()}
     written = _by_pattern({key: (facts(node)["group"], tuple(texts[key].items())) for key, node in nodes.items()})
@@ -279,12 +270,10 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     stored: dict[str, Layout] = {}
     chosen: dict[str, Mapping[fx.Node, Strategy]] = {}
     for axis in solving_order(mesh):
+        beside = FREE.beside(chosen.values(), stored)
         stored = with_places(stored, axis, _read_stored(trace, plan, mesh, axis, stored))
         read = _read_strategies if own else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
-        beside = FREE
-        for before in chosen.values():
-            beside = beside.beside(before, stored)
         chosen[axis] = read(trace, plan, mesh, axis, stored, known, beside)
     if own:
         microbatches = plan.schedule.microbatches
@@ -294,8 +283,8 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     cuts = _read_cuts(trace, plan, num_stages, own, list(decided or {}))
     if mesh.storing_axis is not None:
         parts = _read_stored(trace, plan, mesh, mesh.storing_axis, stored)
-        cut = {name: {mesh.storing_axis: place} for name, place in parts.items() if place.is_shard}
-        stored = {name: {**cut.get(name, {}), **stored.get(name, {})} for name in {**stored, **cut}}
+        cut = {name: place for name, place in parts.items() if place.is_shard}
+        stored = with_places(stored, mesh.storing_axis, cut)
     strategies = {**over_rows(mesh, rows.microbatches, rows.strategies, rows.copied), **chosen}
     return Decisions(
         mesh, rows.microbatches, strategies, stored, stages_from_cuts(trace, cuts), num_stages, plan.recompute
@@ -312,7 +301,7 @@ def is_plan_of(plan: Plan, trace: Trace) -> bool:
 
 def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
     """`{operator: {axis: strategy}}` of all operators, in order: what `decode` follows in other traces of the model."""
-    chosen = {axis: decisions.strategies[axis] for axis in decisions.mesh.along("features")}
+    chosen = decisions.features
     nodes = [n for n in operators(trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
     return {facts(n)["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
 

@@ -14,7 +14,7 @@ from autopart.passes.facts.decisions import Decisions
 def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:
     """`stage 1`, `rows S(0), R -> S(0)`, `tp R, S(0) -> S(1)` of operators; `tp:S(0)` of parameters."""
     decisions = chosen if isinstance(chosen, Decisions) else chosen[0]
-    on_axes = {"rows": decisions.rows} | {axis: decisions.strategies[axis] for axis in decisions.mesh.along("features")}
+    on_axes = {"rows": decisions.rows, **decisions.features}
     of_layout = layout_notes(decisions.stored)
 
     def note(node: fx.Node) -> Iterator[str]:

@@ -65,12 +65,14 @@ class Pinned:
         free = [place for place in dict.fromkeys([*options, *asked]) if not (place.is_shard and place.dim in taken)]
         return [place for place in free if all(self._lies_as(place, pin) for pin in pins)]
 
-    def beside(self, chosen: Mapping[fx.Node, Strategy], stored: Mapping[str, Layout]) -> Pinned:
-        """The same, where another axis was solved for before. `stored`: {parameter: its layout so far}."""
-        factors = {node: self.factors.get(node, frozenset()) | {s.factor} for node, s in chosen.items() if s.factor}
+    def beside(self, before: Iterable[Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout]) -> Pinned:
+        """The same, where other axes were solved for before. `stored`: {parameter: its layout so far}."""
+        factors: dict[fx.Node, frozenset[str]] = {}
+        for chosen in before:
+            factors |= {n: factors.get(n, frozenset()) | {s.factor} for n, s in chosen.items() if s.factor}
         dims = {name: frozenset(place.dim for place in places.values() if place.is_shard)
                 for name, places in stored.items()}  # fmt: skip
-        return replace(self, factors={**self.factors, **factors}, dims=dims)
+        return replace(self, factors=factors, dims=dims)
 
     def _lies_as(self, place: Placement, pin: LayoutPin) -> bool:
         if pin.axis != self.axis:

@@ -18,7 +18,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
 from autopart.passes.choose.notes import layout_notes
 from autopart.passes.choose.pins import cannot_hold, pinned_parts, smallest_conflict
-from autopart.passes.facts.decisions import Decisions
+from autopart.passes.facts.decisions import Decisions, with_places
 from autopart.passes.pipeline import driven
 from autopart.plans.pins import LayoutPin, Pins
 from autopart.tracing.trace import Trace
@@ -68,21 +68,21 @@ def choose_parts(trace: Trace, mesh: Mesh, zero: int, stored: Mapping[str, Layou
     if zero and storage.ranks == 1:
         why, hint = f"the mesh {mesh} has no axis {name}", f"mesh='{Mesh.parse({**mesh.sizes, name: 2}, mesh.axes)}'"
         raise OptionError(f"zero={zero} needs an axis to cut parameters over", why=why, hint=f"{hint}, or leave it out")
-    chosen: dict[str, Layout] = {}
+    chosen: dict[str, Placement] = {}
     for name, parameter in trace.parameters.items():
         sizes, others = tuple(parameter.shape), stored.get(name, {})
         if name in storage.pinned:
             _check(name, sizes, storage, others, pins)
         place = storage.place(name, sizes, others)
         if place is not None:
-            chosen[name] = {storage.axis: place, **others}
+            chosen[name] = place
     if zero and not chosen:
         raise LayoutError(
             f"zero={zero} finds nothing to cut over {storage.axis}={storage.ranks}",
             why="no parameter with two dims or more has one that divides over it and that tp does not cut",
             hint=f"another size of {storage.axis}, or zero=0",
         )  # fmt: skip
-    return {**stored, **chosen}
+    return with_places(stored, storage.axis, chosen)
 
 
 def _cut(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:

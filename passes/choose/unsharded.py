@@ -64,7 +64,7 @@ def _why_whole(node: fx.Node, decisions: Decisions) -> str:
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
         return NOT_THIS_CALL if has_rule(operator_name(node)) else NO_RULE
-    chosen = {axis: decisions.strategies[axis][node] for axis in decisions.mesh.along("features")}
+    chosen = {axis: on[node] for axis, on in decisions.features.items()}
     if not chosen or not pattern.flops or any(strategy.factor for strategy in chosen.values()):
         return ""
     axis = next(iter(chosen))

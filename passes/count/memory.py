@@ -81,10 +81,9 @@ def cut_again(
     """The layouts of these decisions with other stages and microbatches; nothing is solved for again."""
     cuts = pinned_partition(trace.graph, mesh, num_stages, pins).cuts
     rows = batch_strategies(trace, mesh, microbatches)
-    features = {axis: decisions.strategies[axis] for axis in mesh.along("features")}
     return replace(
         decisions, mesh=mesh, microbatches=microbatches, stage_of=stages_from_cuts(trace, cuts), num_stages=num_stages,
-        strategies={**over_rows(mesh, microbatches, rows), **features},
+        strategies={**over_rows(mesh, microbatches, rows), **decisions.features},
     )  # fmt: skip
 
 

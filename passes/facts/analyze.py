@@ -1,19 +1,11 @@
 """What every value of a traced graph is, before any choice is made.
 
-`annotate` writes on each node:
+`annotate` writes the facts that `ir/facts.py` names for it. Two of them in full:
 
 - `role`: `INPUT` a model input, `DATA` computed from inputs, buffers and constants alone, `PARAMETER`, `WEIGHT`
   computed from parameters alone (a transposed weight), `ACTIVE` everything else, and an input that needs a gradient.
-- `needs_grad`: a gradient flows through it to some parameter or input.
-- `whole_grads`: its backward is not linear in the gradients, so that they must be summed before.
-- `pattern`: its sharding rule fitted to its shapes, or None.
 - `atoms`: for every dim the factors it is made of, outermost first, each with the kind of thing it counts: `BATCH`
   rows of the batch, `FEATURE` something of a weight (so it may be split by tensor parallelism), `DATA_DIM` the rest.
-- `sections`: per dim, the ways of cutting it into sections that some later view or split asks for; `offered`: those in
-  which an earlier `cat` joined it.
-- `for_buffers`: it makes new values of buffers and nothing else (these may be used after).
-- `strategies`: what `strategies` has found for it, shared with all nodes of which it reads the same.
-- `place`: of operators on weights and of parameters, where in which repeated block they are (`blocks.Place`).
 """
 
 from __future__ import annotations

@@ -45,6 +45,11 @@ class Decisions:
         return self.strategies[self.row_axes[0]] if self.row_axes else {}
 
     @property
+    def features(self) -> dict[str, Mapping[fx.Node, Strategy]]:
+        """What every operator does, of the axes that cut features."""
+        return {axis: self.strategies[axis] for axis in self.mesh.along("features")}
+
+    @property
     def copied(self) -> bool:
         """Whether the axes that cut rows compute all of them on every rank, for the rows do not divide over them."""
         axes = self.mesh.along("rows")
@@ -56,7 +61,15 @@ class Decisions:
         return self.microbatches * (1 if self.copied else self.mesh.row_ranks)
 
 
-def over_rows(mesh: Mesh, microbatches: int, rows: Mapping[fx.Node, Strategy], copied: bool = False) -> dict:
+def over_rows(
+    mesh: Mesh, microbatches: int, rows: Mapping[fx.Node, Strategy], copied: bool = False
+) -> dict[str, Mapping[fx.Node, Strategy]]:
     """`Decisions.strategies` of the axes that cut rows."""
     axes = () if copied else mesh.along("rows")
     return dict.fromkeys((*axes, *[MICROBATCH_AXIS] * (microbatches > 1)), rows)
+
+
+def with_places(stored: Mapping[str, Layout], axis: str, places: Mapping[str, Placement]) -> dict[str, Layout]:
+    """Layouts of parameters with their placements on one more axis."""
+    return {name: {**stored.get(name, {}), **({axis: places[name]} if name in places else {})}
+            for name in {**stored, **places}}  # fmt: skip
