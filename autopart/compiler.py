@@ -28,7 +28,7 @@ from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_o
 from autopart.plan_figures import Draft, plan_of
 from autopart.plans.agreed import agreed
 from autopart.plans.plan import Plan
-from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare
+from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of
 from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
 from autopart.tracing.skeleton import Source
 from autopart.tracing.trace import (
@@ -107,10 +107,11 @@ class Compiler:
         program = lower(call.trace, call.decisions, outputs, whole_outputs=False, rng="fast")
         walks = [walked(call.trace, program, stage) for stage in program.stages]
         schedule = replace(plan.schedule, microbatches=call.decisions.microbatches)
-        draft = Draft(schedule, call.decisions, program, {}, walks)
         options = replace(self.options, hardware=plan.hardware or self.options.hardware, compile=plan.compile)
+        problem = problem_of(call.trace, self.mesh, options, schedule)
+        draft = Draft(problem, call.decisions, program, {}, walks)
         memory = memory_of(call.trace, program, schedule, walks)
-        figures = plan_of(class_of(self.model), call.trace, draft, options, memory, plan.reasons)
+        figures = plan_of(class_of(self.model), draft, options, memory, plan.reasons)
         return replace(figures, pins=plan.pins)
 
     def ready(self) -> Program | None:

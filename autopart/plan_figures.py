@@ -5,35 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from autopart.cost.hardware import Hardware
 from autopart.cost.memory import RankMemory
 from autopart.cost.simulate import simulated
 from autopart.cost.table import Priced
 from autopart.cost.table_data import as_data, folded, own_setting
 from autopart.ir.program import Program
 from autopart.passes.choose.decide import encode
-from autopart.passes.choose.pins import pinned_layouts
+from autopart.passes.choose.parts import storage_notes
+from autopart.passes.choose.pins import FREE
+from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.reasons import Solved, certificate
 from autopart.passes.choose.recompute import recompute_notes
 from autopart.passes.choose.sizes import size_notes
-from autopart.passes.choose.storage import storage_notes
 from autopart.passes.choose.unsharded import unsharded
 from autopart.passes.count.footprint import Walk
 from autopart.passes.count.summary import collectives, cost, stage_rows
 from autopart.passes.count.tabulate import tabulate
 from autopart.passes.facts.decisions import Decisions
 from autopart.plan_checks import identity_of
-from autopart.plans.plan import Plan, Reasons, Schedule
-from autopart.tracing.trace import Trace
+from autopart.plans.plan import Plan, Reasons
 
 if TYPE_CHECKING:
     from autopart.options import Options
 
 
 class Draft(NamedTuple):
-    """What is chosen for a plan, the program of it, what was solved for it by axis, and a walk of every stage of it."""
+    """What is chosen for a problem, the program of it, what was solved for it by axis, and a walk of every stage."""
 
-    schedule: Schedule
+    problem: Problem
     decisions: Decisions
     program: Program
     solved: Mapping[str, Solved]
@@ -41,14 +40,14 @@ class Draft(NamedTuple):
 
 
 def plan_of(
-    kind: str, traced: Trace, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Reasons | None,
+    kind: str, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Reasons | None,
     notes: Sequence[str] = (),
 ) -> Plan:  # fmt: skip
     """The plan of a draft for a model of class `kind`; `memory`: of its ranks; `notes`: after those of its parts."""
-    schedule, decisions, program, solved, walks = draft
-    mesh, hardware = decisions.mesh, Hardware.load(options.hardware)
-    pinned = pinned_layouts(traced, mesh, options.pins).operators
-    own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, options.zero or 0),
+    problem, decisions, program, solved, walks = draft
+    traced, mesh, schedule, hardware = problem.trace, problem.mesh, problem.schedule, problem.hardware
+    pinned = next(iter(problem.pinned.values()), FREE).operators
+    own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, problem.zero),
                  *recompute_notes(traced.graph, decisions.recompute))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": kind, **identity_of(traced.parameters), "mode": traced.mode}
@@ -68,5 +67,5 @@ def plan_of(
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
         cost=cost(traced, decisions.num_stages, rows, moved, step, limit) | certificate(solved),
         memory=held, timing=took,
-        notes=(*own_notes, *notes), pins=options.pins.as_data(), reasons=reasons, axes=mesh.axes,
+        notes=(*own_notes, *notes), pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,
     )  # fmt: skip

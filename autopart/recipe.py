@@ -22,12 +22,13 @@ from autopart.ir.program import Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.batch import choose_batch, mixed_rows
-from autopart.passes.choose.decide import decide
+from autopart.passes.choose.decide import cut_again, decide
+from autopart.passes.choose.parts import choose_parts
+from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.reasons import Reasons
 from autopart.passes.choose.recompute import check_recompute, recompute_of_checkpoints
-from autopart.passes.choose.storage import choose_parts
 from autopart.passes.count.footprint import walked
-from autopart.passes.count.memory import cut_again, memory_of
+from autopart.passes.count.memory import memory_of
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate, batch_size
 from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
@@ -83,12 +84,12 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
 @_without_collections()
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace."""
-    hardware, traced = Hardware.load(options.hardware), traced.without_values()
+    traced = traced.without_values()
     options, kept = _with_checkpoints(traced, options)
     options, draft, memory = _fitted(traced, mesh, options)
     phase("counting time, memory and collectives")
-    reasons = Reasons(traced, mesh, draft.program, options.pins, draft.solved, hardware)
-    return plan_of(class_of(model), traced, draft, options, memory, reasons, kept)
+    reasons = Reasons(draft.problem, draft.program, draft.solved)
+    return plan_of(class_of(model), draft, options, memory, reasons, kept)
 
 
 def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[str, ...]]:
@@ -106,22 +107,24 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     """What is chosen, and the program of it; `known`: a draft for as many ranks of `tp`, whose layouts are kept."""
     phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
-    schedule = _schedule(traced, mesh, options)
-    stages, microbatches = mesh.size("pp") * schedule.virtual_stages, schedule.microbatches
+    problem = problem_of(traced, mesh, options)
     if known is None:
-        hardware = Hardware.load(options.hardware)
-        decisions, solved = decide(
-            traced, mesh, microbatches, stages, hardware, options.pins, options.sequence_parallel, options.zero or 0
-        )
+        decisions, solved = decide(problem)
     else:
-        decisions = cut_again(traced, known.decisions, mesh, microbatches, stages, options.pins)
-        solved = known.solved
-    stored = choose_parts(traced, mesh, options.zero or 0, decisions.stored, options.pins)
-    decisions = replace(decisions, stored=stored, recompute=options.recompute or "none")
+        decisions, solved = cut_again(problem, known.decisions), known.solved
+    decisions = replace(decisions, stored=choose_parts(problem, decisions.stored))
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     program = lower(traced, decisions, plan_outputs(traced), whole_outputs=False, rng=rng)
     walks = [walked(traced, program, stage) for stage in program.stages]
-    return Draft(schedule, decisions, program, solved, walks)
+    return Draft(problem, decisions, program, solved, walks)
+
+
+def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule | None = None) -> Problem:
+    """What is to be chosen for a trace; None: of the schedule, what the options leave open is chosen."""
+    return Problem(
+        traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
+        options.sequence_parallel, options.zero or 0, options.recompute or "none",
+    )  # fmt: skip
 
 
 def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft, Sequence[RankMemory]]:
@@ -138,14 +141,14 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft
             if first is None:
                 raise
             continue  # nothing to cut over dp
-        ranks = memory_of(traced, draft.program, draft.schedule, draft.walks)
+        ranks = memory_of(traced, draft.program, draft.problem.schedule, draft.walks)
         if options.memory is None or fullest(ranks).total <= int(options.memory):
             return asked, draft, ranks
         first = first or (draft, ranks)
     assert first is not None and options.memory is not None
     draft, needed = first
     estimate, rows = estimator(traced, mesh, options, draft), batch_size(traced)
-    raise does_not_fit(needed, int(options.memory), mesh, draft.schedule, rows, estimate, left_open(options))
+    raise does_not_fit(needed, int(options.memory), mesh, draft.problem.schedule, rows, estimate, left_open(options))
 
 
 def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Estimate:
@@ -154,7 +157,7 @@ def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Esti
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = _feature_sizes(other) == _feature_sizes(mesh) and "sequence_parallel" not in changed
         found = drafted(traced, other, replace(options, **changed), draft if same else None)
-        return memory_of(traced, found.program, found.schedule, found.walks)
+        return memory_of(traced, found.program, found.problem.schedule, found.walks)
 
     return estimate
 

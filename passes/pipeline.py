@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import fx
 
@@ -23,7 +23,6 @@ from autopart.flags import flags
 from autopart.ir.graph import draws_random_numbers, module_path, source_text
 from autopart.ir.mesh import Mesh
 from autopart.passes.dump import Notes, Shown, dump_of, within
-from autopart.tracing.trace import Trace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,23 +111,34 @@ def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[
         same_calls.reset(token)
 
 
+class Driven(Protocol):
+    """What a pass that leaves the graph as it is takes first: a trace, or what is asked for one."""
+
+    @property
+    def graph(self) -> fx.Graph: ...
+
+
+Subject = TypeVar("Subject", bound=Driven)
+
+
 def driven(
     notes: Callable[[Any], Notes] | None = None, files: Callable[[Any], Mapping[str, str]] | None = None
-) -> Callable[[Callable[Concatenate[Trace, P], T]], Callable[Concatenate[Trace, P], T]]:
+) -> Callable[[Callable[Concatenate[Subject, P], T]], Callable[Concatenate[Subject, P], T]]:
     """Let a function of a trace run as a pass that leaves the graph as it is: timed, its result dumped as `Shown` says,
     checked under `AUTOPART_CHECK`; other errors than the user's become a PassError."""
     shown = Shown(notes, files)
 
-    def decorate(function: Callable[Concatenate[Trace, P], T]) -> Callable[Concatenate[Trace, P], T]:
+    def decorate(function: Callable[Concatenate[Subject, P], T]) -> Callable[Concatenate[Subject, P], T]:
         signature = inspect.signature(function)
 
         @wraps(function)
-        def run(trace: Trace, *args: P.args, **kwargs: P.kwargs) -> T:
-            given = signature.bind(trace, *args, **kwargs).arguments
+        def run(subject: Subject, *args: P.args, **kwargs: P.kwargs) -> T:
+            asked: dict[str, Any] = getattr(subject, "options", dict)()
+            given = {**asked, **signature.bind(subject, *args, **kwargs).arguments}
             options = ((name, str(o) if isinstance(o, Mesh) else o) for name, o in given.items()
                        if isinstance(o, Option | Mesh))  # fmt: skip
             called = Pass(function, tuple(options))
-            return _drive(called, trace.graph, lambda: function(trace, *args, **kwargs), shown)
+            return _drive(called, subject.graph, lambda: function(subject, *args, **kwargs), shown)
 
         return run
 

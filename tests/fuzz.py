@@ -23,7 +23,6 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import AXES, Axis, Mesh
-from autopart.passes.choose.decide import solving_order
 from autopart.passes.choose.partition import active_operators, crossing_bytes
 from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
@@ -431,7 +430,7 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
     kinds = draw(st.sampled_from((frozenset({FEATURE}), frozenset({FEATURE, DATA_DIM}))))
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     stored: dict[str, dict[str, Placement]] = {str(n.target): {} for n in graph.find_nodes(op="get_attr")}
-    for axis in solving_order(mesh):
+    for axis in mesh.solving_order:
         beside = FREE.beside(chosen.values(), stored)
         places = {
             str(n.target): _stored(draw, n, mesh.size(axis), kinds, beside) for n in graph.find_nodes(op="get_attr")

@@ -107,7 +107,7 @@ def test_parts_of_a_block_decide_for_themselves():
 
 def test_a_pinned_block_decides_for_itself_whatever_it_is_called():
     trace = run_of(model_of, kept="attributes", num_layers=5).traced
-    pinned = pinned_layouts(trace, Mesh.parse("tp2"), Pins.parse({f"the_{WORDS[2]}.up.weight": {"tp": "R"}}))
+    pinned = pinned_layouts(trace, Mesh.parse("tp2"), Pins.parse({f"the_{WORDS[2]}.up.weight": {"tp": "R"}}), "tp")
     programme = programme_of(pinned, kept="attributes", num_layers=5)
     sizes = [len(choice.members) for choice in programme.choices.values()]
     assert set(sizes) == {1, 4}

@@ -118,7 +118,7 @@ def test_a_number_splits_a_block_from_the_others():
 
 def test_blocks_with_the_same_pins_share_their_choices():
     trace, pins = traced("llama", num_layers=5), {f"model.layers.{i}.mlp": {"tp": "R"} for i in (1, 3)}
-    pinned = pinned_layouts(trace, Mesh.parse("tp2"), Pins.parse(pins))
+    pinned = pinned_layouts(trace, Mesh.parse("tp2"), Pins.parse(pins), "tp")
     sizes = {
         len(choice.members) for choice in Programme(trace.graph, 2, Hardware.load(), {}, {}, pinned).choices.values()
     }
@@ -130,7 +130,7 @@ def test_the_rest_is_the_best_there_is(case):
     """The pinned programme has the optimum of one flat programme, and none under that of the free one."""
     name, pins = LAYOUTS[case]
     trace = traced(name)
-    pinned = pinned_layouts(trace, Mesh.parse("tp2"), Pins.parse(pins))
+    pinned = pinned_layouts(trace, Mesh.parse("tp2"), Pins.parse(pins), "tp")
     programme = Programme(trace.graph, 2, Hardware.load(), {}, {}, pinned)
     found = programme.solve()
     assert found.bound == found.cost and found.cost == pytest.approx(flat_cost(programme), rel=1e-9)

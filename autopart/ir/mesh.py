@@ -108,6 +108,11 @@ class Mesh:
         return tuple(axis.name for axis in self.axes if axis.cuts == cuts and self.size(axis.name) > 1)
 
     @property
+    def solving_order(self) -> tuple[str, ...]:
+        """The axes on which layouts are chosen, one after another: the innermost first, with the fastest links."""
+        return self.along("features")[::-1]
+
+    @property
     def row_ranks(self) -> int:
         """Over how many ranks the rows of a batch are cut."""
         return math.prod(map(self.size, self.along("rows")))

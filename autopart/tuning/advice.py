@@ -25,7 +25,7 @@ def advised(plan: Plan, trace: Trace, options: Options) -> Plan:
     if fits(plan) is not False or not isinstance(reasons, Reasons):
         return plan
     mesh = plan.mesh_object()
-    draft = Draft(plan.schedule, decode(trace, plan, mesh), reasons.program, reasons.solved, ())
+    draft = Draft(reasons.problem, decode(trace, plan, mesh), reasons.program, reasons.solved, ())
     asked = replace(options, recompute=plan.recompute)
     needed, capacity = max(row["total"] for row in plan.memory), int(plan.cost["device_memory_bytes"])
     found = what_helps(quick_ways(mesh, left_open(asked)), needed, capacity, estimator(trace, mesh, asked, draft))

@@ -24,22 +24,21 @@ from autopart.ir.schedules import can_run, schedule_for
 from autopart.passes.choose.batch import check_microbatches, choose_batch, mixed_rows
 from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.partition import active_operators, check_batch, crossing_bytes
-from autopart.passes.choose.pins import FREE, Pinned, pinned_layouts, solve_pinned
+from autopart.passes.choose.pins import FREE, Pinned, solve_pinned
 from autopart.passes.choose.prices import Step
+from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.recompute import check_recompute
-from autopart.passes.choose.shard import Programme, SequenceParallel, Sharding, cheapest, fit_around
+from autopart.passes.choose.shard import Programme, Sharding, cheapest, fit_around
 from autopart.passes.choose.stage_pins import pinned_partition
-from autopart.passes.choose.storage import Storage, fitting_parts
+from autopart.passes.choose.storage import fitting_parts
 from autopart.passes.facts.analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
 from autopart.passes.facts.decisions import Decisions, over_rows, with_places
 from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, Strategy, strategies
 from autopart.passes.pipeline import driven
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
-from autopart.plans.pins import Pins
 from autopart.plans.plan import Plan, Schedule
 from autopart.tracing.trace import Trace
 
-NO_PINS = Pins()
 T = TypeVar("T")
 
 OnAxes = Mapping[str, str]
@@ -54,17 +53,9 @@ class Decided(NamedTuple):
 
 
 @driven(notes=decision_notes)
-def decide(
-    trace: Trace,
-    mesh: Mesh,
-    microbatches: int,
-    num_stages: int,
-    hardware: Hardware,
-    pins: Pins = NO_PINS,
-    sequence_parallel: SequenceParallel = "auto",
-    zero: int = 0,
-) -> Decided:
-    """Choose layouts and cuts for an annotated trace, around what the user has pinned."""
+def decide(problem: Problem) -> Decided:
+    """Choose layouts and cuts, around what the user has pinned."""
+    trace, mesh, microbatches = problem.trace, problem.mesh, problem.microbatches
     if not active_operators(trace.graph):
         raise LayoutError(
             "the model has nothing to partition",
@@ -72,35 +63,45 @@ def decide(
             hint="run it as it is",
         )
     rows = batch_strategies(trace, mesh, microbatches)
-    pinned_layouts(trace, mesh, pins)  # also where nothing is chosen: a pin that matches nothing is an error
-    storage = Storage.of(trace, mesh, zero, pins)
     solved: dict[str, tuple[Programme, Sharding]] = {}
     stored: Mapping[str, Layout] = {}
-    for axis in solving_order(mesh):
-        step = Step(microbatches, mesh.row_ranks * microbatches, storage, mesh.stride(axis))
-        before = [sharding.strategies for _, sharding in solved.values()]
-        solve = partial(_solve, trace, mesh.size(axis), hardware, sequence_parallel, step, before, stored)
-        solved[axis] = solve_pinned(trace, mesh, axis, pins, solve)
+    for axis, pinned in problem.pinned.items():
+        solved[axis] = solve_pinned(trace, mesh, pinned, problem.pins, partial(_solve, problem, solved, stored))
         stored = with_places(stored, axis, solved[axis][1].parameters)
     chosen = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
-    check_divides(trace, mesh, chosen, bool(pins.layouts))
-    found = pinned_partition(trace.graph, mesh, num_stages, pins)
-    stages = stages_from_cuts(trace, found.cuts)
+    check_divides(trace, mesh, chosen, bool(problem.pins.layouts))
     strategies = {**over_rows(mesh, microbatches, rows), **chosen}
-    return Decided(Decisions(mesh, microbatches, strategies, stored, stages, num_stages), solved)
-
-
-def solving_order(mesh: Mesh) -> tuple[str, ...]:
-    """The axes that are solved for, one after the other: the innermost first, whose ranks have the fastest links."""
-    return mesh.along("features")[::-1]
+    return Decided(
+        Decisions(mesh, microbatches, strategies, stored, _stages(problem), problem.num_stages, problem.recompute),
+        solved,
+    )
 
 
 def _solve(
-    trace: Trace, num_shards: int, hardware: Hardware, sequence_parallel: SequenceParallel, step: Step,
-    before: Sequence[Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], pinned: Pinned,
-) -> tuple[Programme, Sharding]:  # fmt: skip
-    """The cheapest sharding over an axis, beside what axes `before` it have cut."""
-    return cheapest(trace.graph, num_shards, hardware, sequence_parallel, step, pinned.beside(before, stored))
+    problem: Problem, solved: Mapping[str, tuple[Programme, Sharding]], stored: Mapping[str, Layout], pinned: Pinned
+) -> tuple[Programme, Sharding]:
+    """The cheapest sharding over an axis, beside what was `solved` before."""
+    mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
+    step = Step(problem.microbatches, rows, problem.storage, mesh.stride(pinned.axis))
+    left = pinned.beside((sharding.strategies for _, sharding in solved.values()), stored)
+    ranks = mesh.size(pinned.axis)
+    return cheapest(problem.graph, ranks, problem.hardware, problem.sequence_parallel, step, left)
+
+
+@driven(notes=decision_notes)
+def cut_again(problem: Problem, decisions: Decisions) -> Decisions:
+    """These layouts with the stages and microbatches of another problem; nothing is solved for again."""
+    rows = batch_strategies(problem.trace, problem.mesh, problem.microbatches)
+    return replace(
+        decisions, mesh=problem.mesh, microbatches=problem.microbatches, stage_of=_stages(problem),
+        num_stages=problem.num_stages, recompute=problem.recompute,
+        strategies={**over_rows(problem.mesh, problem.microbatches, rows), **decisions.features},
+    )  # fmt: skip
+
+
+def _stages(problem: Problem) -> dict[fx.Node, int]:
+    found = pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins)
+    return stages_from_cuts(problem.trace, found.cuts)
 
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
@@ -269,7 +270,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     num_stages = mesh.size("pp") * plan.schedule.virtual_stages
     stored: dict[str, Layout] = {}
     chosen: dict[str, Mapping[fx.Node, Strategy]] = {}
-    for axis in solving_order(mesh):
+    for axis in mesh.solving_order:
         beside = FREE.beside(chosen.values(), stored)
         stored = with_places(stored, axis, _read_stored(trace, plan, mesh, axis, stored))
         read = _read_strategies if own else _fit_strategies

@@ -116,10 +116,9 @@ def cannot_hold(found: Sequence[Pin]) -> str:
 # Layouts
 
 
-def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str | None = None) -> Pinned:
-    """The layout pins, found in the model, that concern an axis which is solved for (None: the innermost). Raises for
-    one that no plan can follow."""
-    axis = axis or next(iter(mesh.along("features")[::-1]), "")
+def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
+    """The layout pins, found in the model, that concern an axis which is solved for. Raises for one that no plan can
+    follow."""
     parameters: dict[str, tuple[LayoutPin, ...]] = defaultdict(tuple)
     nodes: dict[fx.Node, tuple[LayoutPin, ...]] = defaultdict(tuple)
     model = _Names(trace)
@@ -269,9 +268,9 @@ def _why_not_so(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
     return f"{describe(node)} has no such way to run on {axis}"
 
 
-def solve_pinned(trace: Trace, mesh: Mesh, axis: str, pins: Pins, solve: Callable[[Pinned], T]) -> T:
-    """What `solve` finds for the pins on an axis. Raises LayoutError with a smallest set of pins for which it finds
-    nothing."""
+def solve_pinned(trace: Trace, mesh: Mesh, pinned: Pinned, pins: Pins, solve: Callable[[Pinned], T]) -> T:
+    """What `solve` finds for `pinned`, which `pins` leave on its axis. Raises LayoutError with a smallest set of pins
+    for which it finds nothing."""
 
     def has_solution(pinned: Pinned) -> bool:
         try:
@@ -281,9 +280,9 @@ def solve_pinned(trace: Trace, mesh: Mesh, axis: str, pins: Pins, solve: Callabl
         return True
 
     try:
-        return solve(pinned_layouts(trace, mesh, pins, axis))
+        return solve(pinned)
     except NoSolution:
-        raise _layout_conflict(trace, mesh, axis, pins, has_solution) from None
+        raise _layout_conflict(trace, mesh, pinned.axis, pins, has_solution) from None
 
 
 def _layout_conflict(

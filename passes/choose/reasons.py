@@ -9,24 +9,22 @@ from typing import Any
 
 from torch import fx
 
-from autopart.cost.hardware import Hardware
 from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
 from autopart.ir.layout import DIRECTIONS, Placement, R, cannot_store_parts
-from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.choose.pins import near_names, pinned_layouts, pinned_parts, solve_pinned
 from autopart.passes.choose.prices import Price, stored_parts
+from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.shard import Choice, Conversion, Programme, Sharding
 from autopart.passes.choose.storage import Storage
 from autopart.passes.facts.analyze import ACTIVE, WEIGHT
 from autopart.plans.headline import quantity
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Why
-from autopart.tracing.trace import Trace
 
 Solved = tuple[Programme, Sharding]
 
@@ -56,11 +54,9 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
 class Reasons:
     """Answers of `Plan.why` and `Plan.why_not`. They need the traced model, so a copy or a file of a plan has none."""
 
-    def __init__(
-        self, trace: Trace, mesh: Mesh, program: Program, pins: Pins, solved: Mapping[str, Solved], hardware: Hardware
-    ):
-        self.trace, self.mesh, self.program, self.pins = trace, mesh, program, pins
-        self.solved, self.hardware = solved, hardware
+    def __init__(self, problem: Problem, program: Program, solved: Mapping[str, Solved]):
+        self.problem, self.program, self.solved = problem, program, solved
+        self.trace, self.mesh, self.pins = problem.trace, problem.mesh, problem.pins
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -118,11 +114,11 @@ class Reasons:
         wanted = f"{asked.layouts[0].text} on {axis}"
         pins = Pins((*self.pins.layouts, *asked.layouts))
         try:
+            pinned = pinned_layouts(self.trace, self.mesh, pins, axis)
             if axis not in self.solved:
-                pinned_layouts(self.trace, self.mesh, pins)
                 return Why(name, wanted, "it is so in the plan")
             programme, chosen = self.solved[axis]
-            found = solve_pinned(self.trace, self.mesh, axis, pins, lambda pinned: _solved(programme.pinned_by(pinned)))
+            found = solve_pinned(self.trace, self.mesh, pinned, pins, lambda left: _solved(programme.pinned_by(left)))
         except LayoutError as error:
             return Why(name, f"not {wanted}", str(error).replace("\n  ", "; "))
         price = _more(found, self.solved[axis])
@@ -139,7 +135,7 @@ class Reasons:
         """What it would cost to store parameters otherwise over the data axis, in the layouts they have on others."""
         place, axis = Placement.parse(asked.layouts[0].text), self.mesh.data_axis
         wanted, ranks = f"{place} on {axis}", self.mesh.size(axis)
-        pinned_layouts(self.trace, self.mesh, asked)  # raises for names and axes that are not there
+        pinned_layouts(self.trace, self.mesh, asked, axis)  # raises for names and axes that are not there
         storage = Storage(axis, ranks, self.mesh.stride(axis))
         price, held = Price(), 0.0
         layouts = {name: self.program.parameters[name].layout for name in pinned_parts(self.trace, self.mesh, asked)}
@@ -152,7 +148,7 @@ class Reasons:
             size = parameter.nbytes / math.prod(cuts)
             for sign, cut in ((1, place.is_shard), (-1, before.is_shard)):
                 trained = parameter.requires_grad
-                found = stored_parts(size, cut, trained, storage, self.program.microbatches, self.hardware)
+                found = stored_parts(size, cut, trained, storage, self.program.microbatches, self.problem.hardware)
                 price += found * sign
                 held += sign * size * (1 / ranks if cut else 1) * (1 + (1 + OPTIMIZER_VALUES) * trained)
         if not changed:

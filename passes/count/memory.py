@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -14,16 +13,9 @@ from autopart.cost.memory import BUCKET_BYTES, OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
 from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of, short_name
-from autopart.ir.mesh import Mesh
 from autopart.ir.program import Boundary, Program, StoredTensor
-from autopart.passes.choose.decide import batch_strategies, stages_from_cuts
-from autopart.passes.choose.notes import decision_notes
-from autopart.passes.choose.stage_pins import pinned_partition
 from autopart.passes.count.footprint import StageMemory, Walk, stage_memory
-from autopart.passes.facts.decisions import Decisions, over_rows
-from autopart.passes.pipeline import driven
 from autopart.passes.write.local_ops import local_shape
-from autopart.plans.pins import Pins
 from autopart.plans.plan import Schedule
 from autopart.tracing.trace import Trace
 
@@ -71,19 +63,6 @@ def _rank_memory(
         tuple(mine), lasting[0], gradients, *lasting[1:], most.size_bytes,
         max(memories[stage].temporary_bytes for stage in mine), pipeline + bucket, sum(lasting) + pipeline + passing,
         most.in_flight, _largest(largest | _largest_activations(memories, most.in_flight)),
-    )  # fmt: skip
-
-
-@driven(notes=decision_notes)
-def cut_again(
-    trace: Trace, decisions: Decisions, mesh: Mesh, microbatches: int, num_stages: int, pins: Pins
-) -> Decisions:
-    """The layouts of these decisions with other stages and microbatches; nothing is solved for again."""
-    cuts = pinned_partition(trace.graph, mesh, num_stages, pins).cuts
-    rows = batch_strategies(trace, mesh, microbatches)
-    return replace(
-        decisions, mesh=mesh, microbatches=microbatches, stage_of=stages_from_cuts(trace, cuts), num_stages=num_stages,
-        strategies={**over_rows(mesh, microbatches, rows), **decisions.features},
     )  # fmt: skip
 
 

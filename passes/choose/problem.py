@@ -1,0 +1,70 @@
+"""What is to be chosen, in one value: an annotated trace, the mesh and schedule it is for, and what users fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from autopart.cost.hardware import Hardware
+from autopart.ir.mesh import Mesh
+from autopart.ir.recomputation import Recompute
+from autopart.passes.choose.pins import Pinned, pinned_layouts, pinned_parts
+from autopart.passes.choose.shard import SequenceParallel
+from autopart.passes.choose.storage import Storage
+from autopart.plans.pins import Pins
+from autopart.plans.plan import Schedule
+from autopart.tracing.trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A trace with what is asked for it, and what follows from these alone, found once."""
+
+    trace: Trace
+    mesh: Mesh
+    schedule: Schedule
+    hardware: Hardware
+    pins: Pins
+    sequence_parallel: SequenceParallel
+    zero: int
+    recompute: Recompute
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.trace.graph
+
+    @property
+    def microbatches(self) -> int:
+        return self.schedule.microbatches
+
+    @property
+    def num_stages(self) -> int:
+        return self.mesh.size("pp") * self.schedule.virtual_stages
+
+    @cached_property
+    def pinned(self) -> Mapping[str, Pinned]:
+        """The layout pins, by the axis on which layouts are chosen, in the order in which they are. Raises for one that
+        no plan can follow, also where nothing is chosen."""
+        axes = self.mesh.solving_order
+        found = {axis: pinned_layouts(self.trace, self.mesh, self.pins, axis) for axis in axes or ("",)}
+        return found if axes else {}
+
+    @cached_property
+    def storage(self) -> Storage:
+        """How parameters are to be stored over the axis that may store them in parts."""
+        axis = self.mesh.storing_axis
+        if axis is None:
+            return Storage(zero=self.zero)
+        pinned = pinned_parts(self.trace, self.mesh, self.pins)
+        return Storage(axis, self.mesh.size(axis), self.mesh.stride(axis), self.zero, pinned)
+
+    def options(self) -> dict[str, Any]:
+        """What the text of a pass says of it."""
+        return {
+            "mesh": self.mesh, "microbatches": self.microbatches, "num_stages": self.num_stages,
+            "sequence_parallel": self.sequence_parallel, "zero": self.zero,
+        }  # fmt: skip
