@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -13,6 +13,9 @@ from autopart.plans.plan import Schedule
 
 from .table import Parameter, Row, Setting, Table
 from .work import Powers, Size, Work
+
+_Run = list[Any]
+"""`[container, number, [position in rows, ...]]`: operators of one block that follow one another."""
 
 _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 """The name of a parameter in a repeated block: its container, number, and the rest."""
@@ -70,7 +73,7 @@ def as_data(table: Table) -> dict[str, Any]:
     return {
         **{name: getattr(table, name) for name in _NUMBERS},
         "cuts": [list(cuts) for cuts in table.cuts.values() if cuts is not None],
-        "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": runs,
+        "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": list(_repeated(runs)),
     }  # fmt: skip
 
 
@@ -91,9 +94,48 @@ def from_data(data: Mapping[str, Any]) -> Table:
         name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], p["cut"])
         for name, p in data["parameters"].items()
     }
-    order = tuple((row, path, number) for path, number, run in data["order"] for row in run)
+    order = tuple((row, path, n) for entry in data["order"] for path, n, run in _unrolled(entry) for row in run)
     cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
     return Table(rows, order, parameters, **{name: data[name] for name in _NUMBERS}, cuts=cuts)
+
+
+def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
+    """Runs that come again in the next blocks once, with how often."""
+    start = single = 0
+    while start < len(runs):
+        period, times = _period(runs, start)
+        if times > 1:
+            if single < start:
+                yield {"runs": runs[single:start]}
+            yield {"runs": runs[start : start + period], "times": times}
+            single = start + period * times
+        start += period * times
+    if single < start:
+        yield {"runs": runs[single:]}
+
+
+def _period(runs: Sequence[_Run], start: int) -> tuple[int, int]:
+    """How many runs from one on are a block that comes again in the next ones, and how often; one, once, where none."""
+    if not runs[start][0]:
+        return 1, 1
+    (next_first,) = _in_block(runs[start : start + 1], 1)
+    for stop in range(start + 1, (start + len(runs)) // 2 + 1):
+        if runs[stop] == next_first:
+            period, times = stop - start, 1
+            while _in_block(runs[start:stop], times) == runs[start + times * period : start + (times + 1) * period]:
+                times += 1
+            if times > 1:
+                return period, times
+    return 1, 1
+
+
+def _in_block(runs: Sequence[_Run], later: int) -> list[_Run]:
+    """The runs of a block so many later."""
+    return [[path, number + later if path else number, rows] for path, number, rows in runs]
+
+
+def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
+    return (run for copy in range(entry.get("times", 1)) for run in _in_block(entry["runs"], copy))
 
 
 _BYTES = ("kept", "temporary", "crossing", "load")
