@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.compat import tree_map
+from autopart.cost.count.footprint import walked
+from autopart.cost.count.rank_memory import memory_of
 from autopart.errors import InputError, PlanError
+from autopart.ir.decisions import Decisions
 from autopart.ir.graph import format_value
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS, Program
 from autopart.options import Options
 from autopart.passes.choose.decide import OnAxes, decided_by, decode, without_microbatches
-from autopart.passes.count.footprint import walked
-from autopart.passes.count.memory import memory_of
-from autopart.passes.facts.analyze import batch_size
-from autopart.passes.facts.decisions import Decisions
 from autopart.passes.facts.labels import with_label_count
 from autopart.passes.write.lower import lower
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory
@@ -36,6 +35,7 @@ from autopart.tracing.trace import (
     Trace,
     WithLoss,
     WithLossAndOutputs,
+    batch_size,
     bind_call,
     check_values,
     flatten_call,

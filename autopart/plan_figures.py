@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from autopart.cost.count.footprint import Walk
+from autopart.cost.count.summary import collectives, cost, stage_rows
+from autopart.cost.count.tabulate import tabulate
 from autopart.cost.memory import RankMemory
 from autopart.cost.simulate import simulated
 from autopart.cost.table import Priced
 from autopart.cost.table_data import as_data, folded, own_setting
+from autopart.ir.decisions import Decisions
 from autopart.ir.program import Program
 from autopart.passes.choose.decide import encode
+from autopart.passes.choose.partition import partition
 from autopart.passes.choose.parts import storage_notes
 from autopart.passes.choose.pins import FREE
 from autopart.passes.choose.problem import Problem
@@ -18,10 +23,6 @@ from autopart.passes.choose.reasons import Solved, certificate
 from autopart.passes.choose.recompute import recompute_notes
 from autopart.passes.choose.sizes import size_notes
 from autopart.passes.choose.unsharded import unsharded
-from autopart.passes.count.footprint import Walk
-from autopart.passes.count.summary import collectives, cost, stage_rows
-from autopart.passes.count.tabulate import tabulate
-from autopart.passes.facts.decisions import Decisions
 from autopart.plan_checks import identity_of
 from autopart.plans.plan import Plan, Reasons
 
@@ -61,11 +62,12 @@ def plan_of(
     held = tuple(rank.as_row() for rank in memory)
     took = {**Priced(table, own_setting(table, mesh, schedule), hardware).timing, "table": as_data(table)}
     step = simulated(took, schedule, mesh, held)
+    bound = partition(traced.graph, decisions.num_stages).lower_bound if decisions.num_stages > 1 else None
     limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
-        cost=cost(traced, decisions.num_stages, rows, moved, step, limit) | certificate(solved),
+        cost=cost(rows, moved, step, limit, bound) | certificate(solved),
         memory=held, timing=took,
         notes=(*own_notes, *notes), pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,
     )  # fmt: skip

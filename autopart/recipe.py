@@ -12,6 +12,8 @@ import torch
 from torch import fx, nn
 
 from autopart.compat import tree_unflatten
+from autopart.cost.count.footprint import walked
+from autopart.cost.count.rank_memory import memory_of
 from autopart.cost.fit import Estimate, does_not_fit, fullest
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import RankMemory
@@ -22,15 +24,14 @@ from autopart.ir.program import Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.batch import choose_batch, mixed_rows
-from autopart.passes.choose.decide import cut_again, decide
+from autopart.passes.choose.cut_again import cut_again
+from autopart.passes.choose.decide import decide
 from autopart.passes.choose.parts import choose_parts
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.reasons import Reasons
 from autopart.passes.choose.recompute import check_recompute, recompute_of_checkpoints
-from autopart.passes.count.footprint import walked
-from autopart.passes.count.memory import memory_of
 from autopart.passes.dump import check_folder
-from autopart.passes.facts.analyze import annotate, batch_size
+from autopart.passes.facts.analyze import annotate
 from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
 from autopart.passes.pipeline import run_passes
 from autopart.passes.write.lower import lower
@@ -41,6 +42,7 @@ from autopart.tracing.lost_gradients import with_gradients_checked
 from autopart.tracing.trace import (
     Trace,
     WithLoss,
+    batch_size,
     trace,
 )
 

@@ -122,7 +122,7 @@ def measure(layers: int) -> dict[str, float]:
 def plan_once(layers: int) -> float:
     """Seconds of one plan in which nothing is known of calls that an earlier plan made."""
     import autopart
-    from autopart.passes.count.kept import KNOWN
+    from autopart.cost.count.kept import KNOWN
 
     model, batch = build(layers)
     KNOWN.effects.clear()

@@ -1,4 +1,4 @@
-"""FLOPs by torch's own counter: of operators that no sharding rule counts, and of whole programs."""
+"""FLOPs of traced operators: by their rules, else by torch's own counter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,23 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import value
+from autopart.ir.graph import tuple_values, value
+
+
+def work(node: fx.Node) -> float:
+    """FLOPs of an operator: of matrix work all, one per element for the rest, none for views."""
+    flops = matrix_work(node)
+    if flops:
+        return float(flops)
+    if facts(node)["moves"]:
+        return 0.0
+    return float(sum(v.numel() for v in tuple_values(node) if hasattr(v, "numel")))
+
+
+def matrix_work(node: fx.Node) -> int:
+    """FLOPs of a matrix product, from its rule, without one what torch counts; 0 for everything else."""
+    pattern = facts(node)["pattern"]
+    return pattern.flops if pattern is not None else counted_flops(node)
 
 
 def counted_flops(node: fx.Node) -> int:

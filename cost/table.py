@@ -1,6 +1,6 @@
 """A model as a table of what its operators do, from which any mesh, schedule and microbatch is predicted.
 
-A `Table` is counted once (`autopart.passes.count.tabulate`): from the program of a plan, or for the search from a copy
+A `Table` is counted once (`autopart.cost.count.tabulate`): from the program of a plan, or for the search from a copy
 of the model with few of its repeated blocks; its rows say which of them stand for how many. `predict` cuts it into
 stages, prices them, and runs the schedule's actions on that.
 """
@@ -46,7 +46,7 @@ class Parameter:
 class Row:
     """One operator of a microbatch.
 
-    `works`: what it does by part of a step, `passes.counting.Counted`'s names. `kept`: bytes that are held from its
+    `works`: what it does by part of a step, `count.counting.Counted`'s names. `kept`: bytes that are held from its
     forward to its backward. `temporary`: bytes there while it runs. `crossing`: what a cut before it would send, None
     where none can be. `load`: what stages are balanced by. `parameters`: those that it reads.
     """

@@ -19,15 +19,25 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from autopart.compat import tree_flatten, tree_map
-from autopart.ir.facts import facts
-from autopart.ir.graph import is_floating, is_tensor, operators, shape, source_of, tensor_inputs, value
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE
+from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
+from autopart.ir.graph import (
+    active_operators,
+    is_floating,
+    is_tensor,
+    operators,
+    shape,
+    source_of,
+    tensor_inputs,
+    value,
+)
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import AXES, Axis, Mesh
-from autopart.passes.choose.partition import active_operators, crossing_bytes
+from autopart.passes.choose.partition import crossing_bytes
 from autopart.passes.choose.pins import FREE, Pinned
-from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA_DIM, FEATURE, PARAMETER, WEIGHT, annotate
-from autopart.passes.facts.decisions import Decisions, over_rows, with_places
-from autopart.passes.facts.strategies import Strategy, strategies
+from autopart.passes.facts.analyze import annotate
+from autopart.passes.facts.strategies import strategies
 from autopart.passes.normalize import NORMALIZE
 from autopart.passes.pipeline import run_passes
 from autopart.proof.subgraph import Subgraph

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from zoo import ZOO
 
 import autopart
-from autopart.passes.count.footprint import stage_memory, walked
+from autopart.cost.count.footprint import stage_memory, walked
 from autopart.runtime.executable import Executable
 from autopart.runtime.pipeline import StageModule
 

@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopart
+from autopart.cost.count import kept
 from autopart.passes.choose import batch, prices
-from autopart.passes.count import kept
 from autopart.passes.facts import analyze, strategies
 from autopart.passes.normalize import decompose
 from autopart.passes.write.stage_draft import StageGraph

@@ -7,7 +7,7 @@ import pytest
 import zoo
 
 import autopart
-from autopart.passes.count.summary import block_of
+from autopart.cost.count.summary import block_of
 from autopart.plans.headline import quantity
 from autopart.plans.plan import Plan
 

@@ -10,6 +10,7 @@ import zoo
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopart
+from autopart.cost.count.counting import counted
 from autopart.cost.formula import IN_NODE, SIZES, Formula, compiled
 from autopart.cost.hardware import Hardware
 from autopart.cost.work import Sizes
@@ -17,7 +18,6 @@ from autopart.errors import OptionError, PlanError
 from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.passes.count.counting import counted
 from autopart.plans.plan import Plan
 from autopart.recipe import drafted, prepare
 from autopart.tracing.trace import bind_call

@@ -13,13 +13,13 @@ from traced import plan_of, run_of
 from zoo import ZOO
 
 import autopart
+from autopart.cost.count.kept import kept
 from autopart.cost.memory import BUCKET_BYTES, parse_size
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.actions import StageBytes, actions, most_at_once, most_held
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name
 from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
-from autopart.passes.count.kept import kept
 from autopart.plans.headline import quantity
 from autopart.plans.plan import MEMORY_KINDS, Plan
 from autopart.recipe import prepare

@@ -22,9 +22,9 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.stages import balance
 from autopart.errors import AutopartError
 from autopart.ir.facts import facts
+from autopart.ir.graph import active_operators
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.pairs import NoSolution
-from autopart.passes.choose.partition import active_operators
 from autopart.passes.choose.pins import pinned_layouts, smallest_conflict
 from autopart.passes.choose.shard import Programme
 from autopart.plans.pins import Pins

@@ -17,11 +17,12 @@ import torch
 from rule_samples import NOT_CLAIMED, SAMPLES, TRIED, Sample, bools, call, data, ints, x
 
 from autopart.compat import tree_map
+from autopart.ir.decisions import Strategy
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, operators, shape, tensor_inputs
 from autopart.ir.layout import Placement
 from autopart.ir.mesh import Mesh
-from autopart.passes.facts.strategies import Strategy, strategies
+from autopart.passes.facts.strategies import strategies
 from autopart.passes.rules.factors import output_shapes
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.pointwise import POINTWISE

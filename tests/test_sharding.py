@@ -15,14 +15,13 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from traced import run_of
 
 from autopart.cost.hardware import Hardware
-from autopart.ir.facts import facts
+from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import operators
 from autopart.passes.choose.pairs import NoSolution, Pairs
 from autopart.passes.choose.pins import FREE
 from autopart.passes.choose.prices import Step
 from autopart.passes.choose.shard import Programme, cheapest
 from autopart.passes.choose.storage import Storage
-from autopart.passes.facts.analyze import ACTIVE
 
 # --- the problem of pairs ------------------------------------------------------------------------------------------
 

@@ -13,10 +13,12 @@ import zoo
 from traced import plan_of, run_of, verified
 
 import autopart
+from autopart.cost.flops import work
 from autopart.cost.stages import BOUND, SLACK, balance
 from autopart.errors import StageError
 from autopart.ir.facts import facts
-from autopart.passes.choose.partition import active_operators, crossing_bytes, equal_layer_loads, partition, work
+from autopart.ir.graph import active_operators
+from autopart.passes.choose.partition import crossing_bytes, equal_layer_loads, partition
 from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 

@@ -23,7 +23,7 @@ BELOW = {
     "ir": ("base",),
     "tracing": ("base", "ir"),
     "plans": ("base", "ir"),
-    "cost": ("base", "ir", "plans"),
+    "cost": ("base", "ir", "tracing", "plans"),
     "show": ("base", "ir", "plans", "cost"),
     "passes": ("base", "ir", "tracing", "plans", "cost"),
     "runtime": ("base", "ir", "tracing", "plans"),
@@ -32,9 +32,11 @@ BELOW = {
     "tuning": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof"),
     "front": ("base", "ir", "tracing", "plans", "cost", "passes", "runtime", "recipe", "proof", "tuning", "show"),
 }
-# What runs passes; `_room_of` has files directly in passes/ as rooms.
+# What runs passes: files directly in passes/ that are rooms of their own.
 DRIVER = ("dump", "pipeline")
-# The same for the folders inside two of them; what is directly in the runtime puts its folders together.
+# All other files that are directly in such a folder.
+FILES = "files"
+# The same for the folders inside three of them; what is directly in the runtime puts its folders together.
 ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "passes": {
         "dump": (),
@@ -44,7 +46,10 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "facts": (*DRIVER, "rules"),
         "choose": (*DRIVER, "rules", "normalize", "facts"),
         "write": (*DRIVER, "rules", "normalize", "facts", "choose"),
-        "count": (*DRIVER, "rules", "normalize", "facts", "choose", "write"),
+    },
+    "cost": {
+        FILES: (),
+        "count": (FILES,),
     },
     "runtime": {
         "comm": (),
@@ -152,7 +157,7 @@ def import_edges(module: Module, known: set[str]) -> Iterator[str]:
 
 
 def room_edges(module: Module, known: set[str]) -> Iterator[str]:
-    """A folder inside the passes or the runtime imports itself and what is below it."""
+    """A folder inside the passes, the cost or the runtime imports itself and what is below it."""
     layer, room = _room_of(module.name)
     below = ROOMS.get(layer, {}).get(room)
     for line, target, name in module.imports if below is not None else ():
@@ -163,9 +168,9 @@ def room_edges(module: Module, known: set[str]) -> Iterator[str]:
 
 
 def _room_of(name: str) -> tuple[str, str]:
-    """`runtime`, `comm` of `autopart.runtime.comm.pieces`."""
+    """`runtime`, `comm` of `autopart.runtime.comm.pieces`; `cost`, `files` of `autopart.cost.table`."""
     _, layer, room, *_ = (*name.split("."), "", "")
-    return layer, room
+    return layer, room if not room or room in ROOMS.get(layer, {}) else FILES
 
 
 def cost_without_process_groups(module: Module, known: set[str]) -> Iterator[str]:
@@ -294,6 +299,8 @@ BAD = [
     (import_edges, Module("autopart.passes.solve", "from autopart.runtime import stage")),
     (import_edges, Module("autopart.passes.solve", "import importlib\nimportlib.import_module('autopart.runtime')")),
     (import_edges, Module("autopart.passes.rules.view", "from ...runtime import stage")),
+    (import_edges, Module("autopart.cost.count.kept", "from autopart.passes.facts.analyze import annotate")),
+    (import_edges, Module("autopart.tracing.trace", "from autopart.cost import flops")),
     (import_edges, Module("autopart.runtime.stage", "from autopart import cost")),
     (import_edges, Module("autopart.runtime.stage", "from autopart.passes.rules import view")),
     (import_edges, Module("autopart.passes.solve", "from cost import time")),
@@ -309,6 +316,8 @@ BAD = [
     (import_edges, Module("autopart.proof.scale", "from autopart.tuning.search import search")),
     (room_edges, Module("autopart.passes.rules.view", "from autopart.passes.choose import shard")),
     (room_edges, Module("autopart.passes.facts.roles", "from ..write.lower import lower")),
+    (room_edges, Module("autopart.cost.table", "from autopart.cost.count import kept")),
+    (room_edges, Module("autopart.cost.table", "from autopart.cost.count.kept import KNOWN")),
     (room_edges, Module("autopart.runtime.comm.pieces", "from autopart.runtime.state import shards")),
     (room_edges, Module("autopart.runtime.state.shards", "from autopart.runtime.lockstep import run")),
     (room_edges, Module("autopart.runtime.agree.calls", "from autopart.runtime.loop import norms")),
@@ -339,6 +348,7 @@ GOOD = [
         "autopart.cost.time", "from autopart.cost import memory\nfrom ..ir.graph import Graph\nfrom . import memory"
     ),
     Module("autopart.cost", "from .time import f\nfrom ..ir.graph import Graph", is_package=True),
+    Module("autopart.cost.count.kept", "from autopart.cost.table import Row\nfrom autopart.tracing.trace import Trace"),
     Module("autopart.passes.solve", "from autopart.cost.time import f\nfrom autopart.passes.rules import view"),
     Module("autopart.passes.solve", "from torch.distributed.tensor import Shard\nimport my_transformers"),
     Module("autopart.runtime.stage", "import torch.distributed as dist\nfrom ..ir.graph import Graph\ndist.all_reduce"),

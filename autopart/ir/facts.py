@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from autopart.ir.layout import Layout, Sections
 
 
+INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight", "active"
+"""The roles of nodes (passes/facts/analyze.py)."""
+
+
 class Facts(TypedDict, total=False):
     """Facts of a node; those that do not hold are left out."""
 
@@ -43,8 +47,9 @@ class Facts(TypedDict, total=False):
     whole_grads: bool  # its backward is not linear in the gradients, which must be summed before
     key: str  # its name in plans: `model.layers.3.mlp/mul#1`
     group: str  # the same with block numbers left open
-    pattern: Any  # its sharding rule fitted to its shapes (`rules.Pattern`), or None
-    atoms: Any  # for every dim what it is made of (`analyze.Atom`); of several outputs a tuple of these
+    pattern: Any  # its sharding rule fitted to its shapes (`ir.pattern.Pattern`), or None
+    moves: bool  # it moves elements and computes nothing
+    atoms: Any  # for every dim what it is made of (`atoms.Atom`); of several outputs a tuple of these
     sections: dict[int, set[Sections]]  # by dim, the ways of cutting it that a later view or split asks for
     offered: dict[int, set[Sections]]  # by dim, those in which an earlier `cat` joined it
     rows: set[int]  # the dims of a tensor made of nothing that are used as rows of the batch

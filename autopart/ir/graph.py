@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopart.ir.facts import facts
+from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.names import parents as parents
 from autopart.ir.names import pattern_of as pattern_of
 
@@ -40,6 +40,12 @@ def spoken_name(node: fx.Node) -> str:
 def value(node: fx.Node) -> Any:
     """What the node computes, as fake tensors."""
     return node.meta.get("val")
+
+
+def tuple_values(node: fx.Node) -> Sequence:
+    """The outputs of a node as a sequence of fake tensors."""
+    outputs = value(node)
+    return outputs if isinstance(outputs, (tuple, list)) else [outputs]
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -136,6 +142,11 @@ def dropout_probability(node: fx.Node) -> float | None:
         if name in names:
             return argument(node, name)
     return None
+
+
+def active_operators(graph: fx.Graph) -> list[fx.Node]:
+    """The operators that belong to a stage, in order."""
+    return [node for node in operators(graph) if facts(node)["role"] == ACTIVE]
 
 
 def assign_keys(graph: fx.Graph) -> None:

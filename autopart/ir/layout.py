@@ -71,6 +71,10 @@ P = Placement("P")
 
 Layout = Mapping[str, Placement]
 
+MIN_DIMS = 2
+"""Of what ZeRO-3 cuts. Vectors (norms, biases) stay whole: a thousandth of a model, for as many collectives as its
+matrices."""
+
 
 def shard(dim: int, sections: Sections = ()) -> Placement:
     """`S(dim)`, equal sections written as a count: sections `(8, 8, 8)` become `(3,)`.
@@ -104,6 +108,15 @@ def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
     """
     step = -(-size // num_shards)
     return tuple(max(0, min(step, size - i * step)) for i in range(num_shards))
+
+
+def local_shape(full: Sequence[int], layout: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[int]:
+    """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank."""
+    local = list(full)
+    for axis, place in layout.items():
+        if place.is_shard:
+            local[place.dim] = -(-local[place.dim] // sizes[axis])
+    return local
 
 
 def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: int) -> str:

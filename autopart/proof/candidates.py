@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopart.ir.decisions import Strategy
 from autopart.ir.graph import tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, section_sizes, shard
-from autopart.passes.facts.strategies import Strategy
 from autopart.proof.subject import relative
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -9,12 +9,11 @@ from itertools import groupby
 import torch
 from torch import Tensor, fx
 
-from autopart.ir.facts import facts
+from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import format_value, module_path, source_line, source_of
 from autopart.ir.layout import P, Placement, R, format_layout
 from autopart.ir.operators import axis_of, operator_name
 from autopart.ir.program import MICROBATCH_AXIS, Program
-from autopart.passes.facts.analyze import ACTIVE
 from autopart.proof.subject import GRAD_FLOOR, Arrangement, Shards, Subject, largest, relative, scale_of
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.lockstep import PerRank

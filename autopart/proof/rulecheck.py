@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.compat import tree_flatten, tree_map
-from autopart.ir.facts import facts
+from autopart.ir.decisions import Decisions, Strategy
+from autopart.ir.facts import DATA, facts
 from autopart.ir.graph import operators
 from autopart.ir.mesh import Mesh
-from autopart.passes.facts.analyze import DATA, annotate
-from autopart.passes.facts.decisions import Decisions
-from autopart.passes.facts.strategies import Strategy, strategies
+from autopart.passes.facts.analyze import annotate
+from autopart.passes.facts.strategies import strategies
 from autopart.passes.normalize import AS_TRACED, NORMALIZE
 from autopart.passes.pipeline import PassError, run_passes
 from autopart.passes.write.lower import ANY_KIND, lower

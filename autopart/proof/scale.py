@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from autopart.errors import InputError
+from autopart.ir.blocks import blocks as blocks_of
 from autopart.ir.facts import facts
-from autopart.ir.graph import operators
+from autopart.ir.graph import active_operators, operators
 from autopart.ir.mesh import Mesh
 from autopart.ir.recomputation import Recompute, word_of
-from autopart.passes.choose.partition import active_operators, partition
-from autopart.passes.choose.recompute import blocks as blocks_of
+from autopart.passes.choose.partition import partition
 from autopart.plans.plan import Plan
 from autopart.progress import announce, phase
 from autopart.proof.estimate import (

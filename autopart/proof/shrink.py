@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from autopart.errors import AutopartError
-from autopart.ir.facts import facts
+from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, facts
 from autopart.ir.graph import describe, operators, source_of
-from autopart.passes.facts.analyze import ACTIVE, DATA, INPUT, PARAMETER
 from autopart.proof.localize import BROKEN, Mismatch
 from autopart.proof.subgraph import ROWS, Builder, Subgraph
 from autopart.proof.subject import Arrangement, Subject

@@ -29,13 +29,13 @@ from torch import Tensor, fx, nn
 
 from autopart.compat import tree_flatten
 from autopart.errors import LayoutError, PlanError
-from autopart.ir.facts import facts
+from autopart.ir.decisions import Decisions, Strategy, over_rows
+from autopart.ir.facts import ACTIVE, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import DTYPE_NAMES, describe, format_value
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, shard
 from autopart.ir.mesh import AXES, Axis, Mesh
-from autopart.passes.facts.analyze import ACTIVE, INPUT, PARAMETER, WEIGHT, annotate
-from autopart.passes.facts.decisions import Decisions, over_rows
-from autopart.passes.facts.strategies import Strategy, strategies
+from autopart.passes.facts.analyze import annotate
+from autopart.passes.facts.strategies import strategies
 from autopart.passes.write.lower import ANY_KIND
 from autopart.proof.subject import Arrangement, Subject
 from autopart.tracing.trace import Call, Trace

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
 from autopart.ir.layout import Placement
 from autopart.ir.program import MICROBATCH_AXIS, Program
-from autopart.passes.facts.decisions import Decisions
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.runtime.comm.placement import owners

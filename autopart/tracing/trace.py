@@ -22,7 +22,7 @@ from torch import fx, nn
 from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
-from autopart.ir.graph import module_path, source_text, spoken_name, value
+from autopart.ir.graph import module_path, shape, source_text, spoken_name, value
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.entry import PREFIX, Entry, register_dataclasses
 from autopart.tracing.entry import call as call_model
@@ -89,6 +89,12 @@ class Trace:
         """{buffer: its value after the forward} of the buffers that the model writes."""
         rest = self.graph.output_node().args[1:]
         return rest[0] if rest else {}
+
+
+def batch_size(trace: Trace) -> int:
+    """Rows of the global batch: the first dim of the first input that has any (1 where none has)."""
+    sizes = [shape(n)[0] for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
+    return max(sizes, key=sizes.count) if sizes else 1
 
 
 class WithLoss(nn.Module):

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from autopart.compat import tree_map
+from autopart.cost.count.tabulate import Blocks, BlocksApart, each_block, tabulate
 from autopart.cost.formula import Formula, compiled
 from autopart.cost.hardware import Hardware
 from autopart.cost.simulate import Simulation, simulate
@@ -27,7 +28,6 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.recomputation import Word
 from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
 from autopart.options import Options, SearchOptions, read_options, with_options
-from autopart.passes.count.tabulate import Blocks, BlocksApart, each_block, tabulate
 from autopart.plans.headline import quantity, step_size
 from autopart.plans.plan import Plan, Schedule
 from autopart.progress import phase

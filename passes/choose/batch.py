@@ -11,11 +11,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from torch import fx
 
 from autopart.errors import StageError
-from autopart.ir.facts import facts
+from autopart.ir.atoms import BATCH
+from autopart.ir.decisions import Strategy
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
-from autopart.passes.facts.analyze import ACTIVE, BATCH, PARAMETER, WEIGHT
-from autopart.passes.facts.strategies import Strategy, strategies
+from autopart.passes.facts.strategies import strategies
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
 """Conversions that need nothing of the other microbatches."""

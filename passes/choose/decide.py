@@ -16,14 +16,15 @@ from torch import fx
 
 from autopart.cost.hardware import Hardware
 from autopart.errors import LayoutError, PlanError, StageError
-from autopart.ir.facts import facts
-from autopart.ir.graph import describe, operator_name, operators, pattern_of, shape, tensor_inputs
+from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
+from autopart.ir.graph import active_operators, describe, operator_name, operators, pattern_of, shape, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, schedule_for
 from autopart.passes.choose.batch import check_microbatches, choose_batch, mixed_rows
 from autopart.passes.choose.notes import decision_notes
-from autopart.passes.choose.partition import active_operators, check_batch, crossing_bytes
+from autopart.passes.choose.partition import check_batch, crossing_bytes
 from autopart.passes.choose.pins import FREE, Pinned, solve_pinned
 from autopart.passes.choose.prices import Step
 from autopart.passes.choose.problem import Problem
@@ -31,13 +32,11 @@ from autopart.passes.choose.recompute import check_recompute
 from autopart.passes.choose.shard import Programme, Sharding, cheapest, fit_around
 from autopart.passes.choose.stage_pins import pinned_partition
 from autopart.passes.choose.storage import fitting_parts
-from autopart.passes.facts.analyze import ACTIVE, PARAMETER, WEIGHT, batch_size
-from autopart.passes.facts.decisions import Decisions, over_rows, with_places
-from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, Strategy, strategies
+from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, strategies
 from autopart.passes.pipeline import driven
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
 from autopart.plans.plan import Plan, Schedule
-from autopart.tracing.trace import Trace
+from autopart.tracing.trace import Trace, batch_size
 
 T = TypeVar("T")
 
@@ -72,7 +71,7 @@ def decide(problem: Problem) -> Decided:
     check_divides(trace, mesh, chosen, bool(problem.pins.layouts))
     strategies = {**over_rows(mesh, microbatches, rows), **chosen}
     return Decided(
-        Decisions(mesh, microbatches, strategies, stored, _stages(problem), problem.num_stages, problem.recompute),
+        Decisions(mesh, microbatches, strategies, stored, stages_of(problem), problem.num_stages, problem.recompute),
         solved,
     )
 
@@ -88,18 +87,8 @@ def _solve(
     return cheapest(problem.graph, ranks, problem.hardware, problem.sequence_parallel, step, left)
 
 
-@driven(notes=decision_notes)
-def cut_again(problem: Problem, decisions: Decisions) -> Decisions:
-    """These layouts with the stages and microbatches of another problem; nothing is solved for again."""
-    rows = batch_strategies(problem.trace, problem.mesh, problem.microbatches)
-    return replace(
-        decisions, mesh=problem.mesh, microbatches=problem.microbatches, stage_of=_stages(problem),
-        num_stages=problem.num_stages, recompute=problem.recompute,
-        strategies={**over_rows(problem.mesh, problem.microbatches, rows), **decisions.features},
-    )  # fmt: skip
-
-
-def _stages(problem: Problem) -> dict[fx.Node, int]:
+def stages_of(problem: Problem) -> dict[fx.Node, int]:
+    """The stage of every active operator, where cuts are chosen."""
     found = pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins)
     return stages_from_cuts(problem.trace, found.cuts)
 

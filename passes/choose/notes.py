@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
+from autopart.ir.decisions import Decisions
 from autopart.ir.layout import Layout
 from autopart.passes.dump import Notes
-from autopart.passes.facts.decisions import Decisions
 
 
 def decision_notes(chosen: Decisions | tuple[Decisions, object]) -> Notes:

@@ -8,36 +8,13 @@ from collections.abc import Set
 import numpy as np
 from torch import fx
 
-from autopart.cost.flops import counted_flops
+from autopart.cost.flops import work
 from autopart.cost.stages import Partition, balance
 from autopart.errors import StageError
 from autopart.ir.facts import facts
-from autopart.ir.graph import name_of, operator_name, operators, size_bytes, source_of, tensor_inputs
+from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.mesh import Mesh
-from autopart.passes.facts.analyze import ACTIVE, tuple_values
 from autopart.passes.normalize.statistics import INNER
-from autopart.passes.rules.tables import MOVES
-
-
-def work(node: fx.Node) -> float:
-    """FLOPs of an operator: of matrix work all, one per element for the rest, none for views."""
-    flops = matrix_work(node)
-    if flops:
-        return float(flops)
-    if operator_name(node) in MOVES:
-        return 0.0
-    return float(sum(v.numel() for v in tuple_values(node) if hasattr(v, "numel")))
-
-
-def matrix_work(node: fx.Node) -> int:
-    """FLOPs of a matrix product, from its rule, without one what torch counts; 0 for everything else."""
-    pattern = facts(node)["pattern"]
-    return pattern.flops if pattern is not None else counted_flops(node)
-
-
-def active_operators(graph: fx.Graph) -> list[fx.Node]:
-    """The operators that belong to a stage, in order."""
-    return [node for node in operators(graph) if facts(node)["role"] == ACTIVE]
 
 
 def partition(graph: fx.Graph, num_stages: int) -> Partition:

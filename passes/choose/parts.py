@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopart.errors import LayoutError, OptionError
+from autopart.ir.decisions import Decisions, with_places
 from autopart.ir.graph import pattern_of
 from autopart.ir.layout import Layout, Placement, R, cannot_store_parts
 from autopart.ir.mesh import Mesh
@@ -12,7 +13,6 @@ from autopart.passes.choose.notes import layout_notes
 from autopart.passes.choose.pins import cannot_hold, smallest_conflict
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.storage import MIN_DIMS, Storage, fitting_cut, fitting_parts
-from autopart.passes.facts.decisions import Decisions, with_places
 from autopart.passes.pipeline import driven
 from autopart.plans.pins import LayoutPin, Pins
 from autopart.tracing.trace import Trace

@@ -17,20 +17,14 @@ from typing import TypeVar
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.ir.facts import facts
-from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs
+from autopart.ir.atoms import BATCH, DATA_DIM, Atom
+from autopart.ir.decisions import Strategy
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
+from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
 from autopart.ir.layout import Layout, Placement, R, cannot_store
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.pairs import NoSolution
-from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA_DIM, PARAMETER, WEIGHT, Atom, tuple_values
-from autopart.passes.facts.strategies import (
-    ALL_TENSOR_KINDS,
-    TENSOR_KINDS,
-    Strategy,
-    output_atoms,
-    possible,
-    strategies,
-)
+from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, output_atoms, possible, strategies
 from autopart.plans.pins import LayoutPin, Pin, Pins
 from autopart.tracing.trace import Trace
 

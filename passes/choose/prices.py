@@ -19,12 +19,12 @@ from torch import fx
 from autopart.cost.collectives import conversion_time_s, time_s
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import BUCKET_BYTES
-from autopart.ir.facts import facts
-from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs
-from autopart.ir.layout import R_GRAD_P, Placement, R, conversion, is_direct
-from autopart.passes.choose.storage import MIN_DIMS, Storage
-from autopart.passes.facts.analyze import ACTIVE, BATCH, PARAMETER, WEIGHT, Atom, tuple_values
-from autopart.passes.facts.strategies import Strategy
+from autopart.ir.atoms import BATCH, Atom
+from autopart.ir.decisions import Strategy
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
+from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Placement, R, conversion, is_direct
+from autopart.passes.choose.storage import Storage
 
 _DIVIDE_FIRST = 1e2
 """How much heavier dividing all matrix work weighs than all communication together."""

@@ -11,7 +11,7 @@ from torch import fx
 
 from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
-from autopart.ir.facts import facts
+from autopart.ir.facts import ACTIVE, WEIGHT, facts
 from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
 from autopart.ir.layout import DIRECTIONS, Placement, R, cannot_store_parts
 from autopart.ir.program import Program
@@ -21,7 +21,6 @@ from autopart.passes.choose.prices import Price, stored_parts
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.shard import Choice, Conversion, Programme, Sharding
 from autopart.passes.choose.storage import Storage
-from autopart.passes.facts.analyze import ACTIVE, WEIGHT
 from autopart.plans.headline import quantity
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Why

@@ -17,15 +17,15 @@ import numpy as np
 from torch import fx
 
 from autopart.cost.hardware import Hardware
-from autopart.ir.facts import facts
+from autopart.ir.decisions import Strategy
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, source_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R
 from autopart.passes.choose.pairs import NoSolution, Pairs
 from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.choose.prices import Price, Prices, Step, is_latency_bound
-from autopart.passes.facts.analyze import ACTIVE, PARAMETER, WEIGHT
 from autopart.passes.facts.blocks import Place
-from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, Strategy, possible, strategies
+from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, possible, strategies
 
 SequenceParallel = bool | Literal["auto"]
 """Whether values are cut along dims that no weight has: wherever they can be, never, or where that is faster."""

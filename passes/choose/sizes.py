@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from torch import fx
 
 from autopart.cost.collectives import wire_bytes
+from autopart.ir.atoms import FEATURE
+from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
-from autopart.ir.graph import pattern_of, shape, size_bytes, source_of, tensor_inputs
+from autopart.ir.graph import active_operators, pattern_of, shape, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import Placement, R, conversion, is_direct, shard_sizes
-from autopart.passes.choose.partition import active_operators
-from autopart.passes.facts.analyze import FEATURE
-from autopart.passes.facts.decisions import Decisions
-from autopart.passes.rules import Pattern
+from autopart.ir.pattern import Pattern
 from autopart.tracing.trace import Trace
 
 

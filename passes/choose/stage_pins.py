@@ -12,9 +12,9 @@ from torch import fx
 from autopart.cost.stages import Partition
 from autopart.errors import OptionError, StageError
 from autopart.ir.facts import facts
-from autopart.ir.graph import describe, parents
+from autopart.ir.graph import active_operators, describe, parents
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.partition import active_operators, crossing_bytes, find_partition, num_places, partition
+from autopart.passes.choose.partition import crossing_bytes, find_partition, num_places, partition
 from autopart.passes.choose.pins import cannot_hold, no_match, smallest_conflict
 from autopart.plans.pins import CutPin, Pins, TogetherPin
 

@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopart.ir.layout import R_GRAD_P, Layout, Placement, R, cannot_store_parts, shard
+from autopart.ir.decisions import Decisions
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_parts, shard
 from autopart.ir.program import StoredTensor
-from autopart.passes.facts.decisions import Decisions
 from autopart.plans.pins import LayoutPin
 from autopart.tracing.trace import Trace
-
-MIN_DIMS = 2
-"""Vectors (norms, biases) stay whole: a thousandth of a model, for as many collectives as its matrices."""
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,24 @@ from torch import fx
 
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.flops import counted_flops
-from autopart.ir.facts import facts
-from autopart.ir.graph import format_value, operator_name, size_bytes, source_of, tensor_inputs, value
+from autopart.ir.atoms import BATCH, FEATURE, Atoms
+from autopart.ir.decisions import Decisions
+from autopart.ir.facts import PARAMETER, facts
+from autopart.ir.graph import (
+    active_operators,
+    format_value,
+    operator_name,
+    size_bytes,
+    source_of,
+    tensor_inputs,
+    tuple_values,
+    value,
+)
 from autopart.ir.layout import Placement, conversion
+from autopart.ir.pattern import Pattern
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.passes.choose.batch import placement
-from autopart.passes.choose.partition import active_operators
-from autopart.passes.facts.analyze import BATCH, FEATURE, PARAMETER, Atoms, tuple_values
-from autopart.passes.facts.decisions import Decisions
-from autopart.passes.rules import Pattern, has_rule
+from autopart.passes.rules import has_rule
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.registered import call_text
 from autopart.tracing.trace import Trace

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from autopart.errors import TraceError
-from autopart.ir.facts import facts
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, factor_atoms
+from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
     assign_keys,
     describe,
@@ -33,26 +34,17 @@ from autopart.ir.graph import (
     short_name,
     source_of,
     tensor_inputs,
-    value,
+    tuple_values,
 )
 from autopart.ir.layout import Sections
+from autopart.ir.pattern import Pattern
 from autopart.passes.facts.blocks import Place, places
 from autopart.passes.pipeline import driven
-from autopart.passes.rules import Pattern, pattern_for
+from autopart.passes.rules import pattern_for
 from autopart.passes.rules.functions import backward_is_linear
 from autopart.passes.rules.kinds import Kinds
-from autopart.tracing.trace import Trace
-
-INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight", "active"
-BATCH, FEATURE, DATA_DIM = "batch", "feature", "data"
-
-
-class Atom(NamedTuple):
-    size: int
-    kind: str
-
-
-Atoms = tuple[Atom, ...]
+from autopart.passes.rules.tables import MOVES
+from autopart.tracing.trace import Trace, batch_size
 
 
 def facts_of(node: fx.Node) -> Iterator[str]:
@@ -80,6 +72,7 @@ def annotate(trace: Trace) -> None:
             continue
         known = node.op == "call_function" and node.target is not operator.getitem
         facts(node)["pattern"] = kinds.once(node, pattern_for) if known else None
+        facts(node)["moves"] = known and operator_name(node) in MOVES
         facts(node)["whole_grads"] = known and not backward_is_linear(node)
         facts(node)["sections"], facts(node)["rows"] = {}, set()
     _write_atoms(trace.graph, batch)
@@ -162,18 +155,6 @@ def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
 
 def _frozen(sections: dict[int, set[Sections]]) -> tuple:
     return tuple((dim, frozenset(found)) for dim, found in sorted(sections.items())) if sections else ()
-
-
-def batch_size(trace: Trace) -> int:
-    """Rows of the global batch: the first dim of the first input that has any (1 where none has)."""
-    sizes = [shape(n)[0] for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
-    return max(sizes, key=sizes.count) if sizes else 1
-
-
-def tuple_values(node: fx.Node) -> Sequence:
-    """The outputs of a node as a sequence of fake tensors."""
-    outputs = value(node)
-    return outputs if isinstance(outputs, (tuple, list)) else [outputs]
 
 
 def _role(node: fx.Node, trace: Trace) -> str:
@@ -337,45 +318,6 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
         rows = i == 0 and size == batch and batch > 1 and kind == DATA_DIM and inputs_batched
         atoms.append((Atom(size, BATCH if rows or i in facts(node)["rows"] else kind),))
     return tuple(atoms)
-
-
-def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-    """The atoms of every factor of a rule, from the inputs that have it; a weight's word counts over data's."""
-    found: dict[str, Atoms] = {}
-    for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
-        for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
-            for factor, part in zip(dim, _cut(atoms, [pattern.sizes[f] for f in dim]), strict=True):
-                if factor not in found or _rank(part) > _rank(found[factor]):
-                    found[factor] = part
-    return found
-
-
-def _rank(atoms: Atoms) -> int:
-    kinds = {atom.kind for atom in atoms}
-    return 2 if FEATURE in kinds else 1 if BATCH in kinds else 0
-
-
-def _cut(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
-    """Cut a dim's atoms into the factors of a rule, e.g. one atom of 32 into 4 and 8."""
-    if len(sizes) == 1:
-        return [atoms]
-    parts: list[Atoms] = []
-    rest = list(atoms)
-    for size in sizes:
-        part: list[Atom] = []
-        need = size
-        while need > 1 and rest:
-            atom = rest.pop(0)
-            take = math.gcd(atom.size, need)
-            if take == 1 and atom.size > 1:
-                kind = atom.kind if len({a.kind for a in atoms}) == 1 else DATA_DIM
-                return [(Atom(s, kind),) for s in sizes]
-            part.append(Atom(take, atom.kind))
-            need //= take
-            if atom.size > take:
-                rest.insert(0, Atom(atom.size // take, atom.kind))
-        parts.append(tuple(part) or (Atom(size, DATA_DIM),))
-    return parts
 
 
 def _ask_for_sections(node: fx.Node) -> None:

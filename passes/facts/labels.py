@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopart.ir.facts import facts
+from autopart.ir.facts import DATA, facts
 from autopart.ir.graph import operator_name
 from autopart.ir.program import LabelCount, Program
-from autopart.passes.facts.analyze import DATA
 
 _SAME = ("aten::reshape", "aten::view", "aten::clone", "aten::alias", "aten::squeeze", "aten::_to_copy", "aten::to")
 _SCALED = ("aten::mul", "aten::div", "aten::neg")

@@ -13,35 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.ir.facts import facts
-from autopart.ir.graph import is_tensor, tensor_inputs
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, factor_atoms
+from autopart.ir.decisions import Strategy
+from autopart.ir.facts import DATA, INPUT, facts
+from autopart.ir.graph import is_tensor, tensor_inputs, tuple_values
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
-from autopart.passes.facts.analyze import BATCH, DATA, DATA_DIM, FEATURE, INPUT, Atom, Atoms, factor_atoms, tuple_values
-from autopart.passes.rules import Pattern
+from autopart.ir.pattern import Pattern
 
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
 """What may be cut on the tensor axis: features of weights; with sequence parallelism also positions."""
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Placements of one operator's tensor inputs and outputs on one axis. `factor` is the sharded factor, if any."""
-
-    inputs: tuple[Placement, ...]
-    outputs: tuple[Placement, ...]
-    factor: str = ""
-
-    def __str__(self) -> str:
-        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
-
-    @property
-    def is_sharded(self) -> bool:
-        return any(p.is_shard for p in (*self.inputs, *self.outputs))
 
 
 def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> tuple[Strategy, ...]:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from torch import fx
 
 from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, tensor_inputs
+from autopart.ir.pattern import Pattern
 
 from .factors import output_shapes
-from .notation import Pattern, Rule
+from .notation import Rule
 from .pointwise import POINTWISE, is_tagged_pointwise, pointwise
 from .registered import REGISTERED, has_rule
 from .tables import LINES, SHAPED

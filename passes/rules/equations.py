@@ -8,9 +8,9 @@ from collections import Counter
 from torch import fx
 
 from autopart.ir.graph import shape, tensor_inputs
+from autopart.ir.pattern import Dims, Pattern
 
 from .factors import UNARY_LINEAR
-from .notation import Dims, Pattern
 
 
 def einsum(node: fx.Node) -> Pattern | None:

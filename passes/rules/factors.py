@@ -8,8 +8,7 @@ from typing import Any
 from torch import fx
 
 from autopart.ir.graph import shape, tensor_inputs, value
-
-from .notation import Dim, Pattern
+from autopart.ir.pattern import Dim, Pattern
 
 UNARY_LINEAR = ((0,),)
 

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import argument, shape, tensor_inputs, value
+from autopart.ir.pattern import Dim, Pattern
 
 from .factors import UNARY_LINEAR, names, pattern
-from .notation import Dim, Pattern
 
 
 def gather(node: fx.Node) -> Pattern | None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import fx
 
 from autopart.ir.graph import argument, shape, tensor_inputs, value
+from autopart.ir.pattern import Pattern
 
 from .factors import UNARY_LINEAR, names, pattern
-from .notation import Pattern
 
 
 def cut(node: fx.Node) -> Pattern:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from autopart.ir.graph import argument, shape, tensor_inputs
+from autopart.ir.pattern import Pattern
 
 from .factors import names, pattern
-from .notation import Pattern
 
 
 def layer_norm(node: fx.Node) -> Pattern:

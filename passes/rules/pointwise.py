@@ -6,9 +6,10 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, tensor_inputs
+from autopart.ir.pattern import Pattern
 from autopart.tracing.functions import NAMESPACE
 
-from .notation import Pattern, Rule
+from .notation import Rule
 
 POINTWISE: frozenset[str] = frozenset(
     f"aten::{name}"

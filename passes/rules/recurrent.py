@@ -7,9 +7,9 @@ import math
 from torch import fx
 
 from autopart.ir.graph import argument, shape, tensor_inputs, value
+from autopart.ir.pattern import Dims, Pattern
 
 from .factors import names
-from .notation import Dims, Pattern
 
 
 def recurrent(node: fx.Node) -> Pattern | None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import fx
 
 from autopart.ir.graph import argument, shape, tensor_inputs
+from autopart.ir.pattern import Pattern
 
 from .factors import UNARY_LINEAR, names, output_shapes, pattern
-from .notation import Pattern
 
 
 def reduction(node: fx.Node) -> Pattern:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopart.ir.pattern import Pattern
+
 from . import equations, indexing, joins, norms, recurrent, reductions, views, windows
 from .conditions import (
     adds_to_itself,
@@ -18,7 +20,7 @@ from .conditions import (
     of_class_probabilities,
     writes_zeros_or_tensors,
 )
-from .notation import Pattern, Rule
+from .notation import Rule
 
 LINES: dict[str, Rule | tuple[Rule, ...]] = {
     # matrix products

@@ -9,9 +9,9 @@ from itertools import pairwise
 from torch import fx
 
 from autopart.ir.graph import argument, shape
+from autopart.ir.pattern import Dim, Pattern
 
 from .factors import UNARY_LINEAR, names, pattern
-from .notation import Dim, Pattern
 
 
 def view(node: fx.Node) -> Pattern | None:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopart.ir.graph import argument, operator_name, shape, tensor_inputs
+from autopart.ir.pattern import Dim, Pattern
 
 from .factors import UNARY_LINEAR, names, pattern
-from .notation import Dim, Pattern
 
 
 def convolution(node: fx.Node) -> Pattern | None:

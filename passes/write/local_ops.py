@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from autopart.errors import LayoutError
+from autopart.ir.decisions import Strategy
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, describe, operator_name, shape, value
-from autopart.ir.layout import Placement
+from autopart.ir.layout import Placement, local_shape
 from autopart.ir.operators import autopart_ops
 from autopart.ir.program import MICROBATCH_AXIS
-from autopart.passes.facts.strategies import Strategy
 from autopart.passes.rules.tables import COUNT_ARGUMENT, SHAPE_ARGUMENT
 
 aten = torch.ops.aten
@@ -76,15 +76,6 @@ def write_local(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any])
         if result is not None:
             return result
     return call.emit(call.node.target, *args, **kwargs)
-
-
-def local_shape(full: Sequence[int], layout: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[int]:
-    """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank."""
-    local = list(full)
-    for axis, place in layout.items():
-        if place.is_shard:
-            local[place.dim] = -(-local[place.dim] // sizes[axis])
-    return local
 
 
 def _with_local_shape(call: LocalCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:

@@ -17,7 +17,9 @@ import torch
 from torch import fx
 
 from autopart.errors import InputError, OptionError
-from autopart.ir.facts import facts
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE
+from autopart.ir.decisions import Decisions
+from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
     describe,
     draws_random_numbers,
@@ -28,7 +30,7 @@ from autopart.ir.graph import (
     tensor_inputs,
     value,
 )
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct, local_shape
 from autopart.ir.operators import autopart_ops
 from autopart.ir.program import (
     MICROBATCH_AXIS,
@@ -42,17 +44,9 @@ from autopart.ir.program import (
 from autopart.passes.choose.recompute import region_marker
 from autopart.passes.choose.storage import stored_tensors
 from autopart.passes.dump import program_files
-from autopart.passes.facts.analyze import ACTIVE, BATCH, DATA, DATA_DIM, FEATURE, INPUT, PARAMETER, WEIGHT
-from autopart.passes.facts.decisions import Decisions
 from autopart.passes.facts.strategies import strategies
 from autopart.passes.pipeline import driven
-from autopart.passes.write.local_ops import (
-    LocalCall,
-    local_shape,
-    local_value,
-    operator_name_of,
-    write_local,
-)
+from autopart.passes.write.local_ops import LocalCall, local_value, operator_name_of, write_local
 from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 from autopart.tracing.trace import Trace
 

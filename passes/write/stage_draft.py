@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.ir.facts import facts
+from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import shape, value
-from autopart.ir.layout import Placement
+from autopart.ir.layout import Placement, local_shape
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
-from autopart.passes.facts.analyze import PARAMETER, WEIGHT
 from autopart.passes.pipeline import Pass, eliminate_dead_code, run_passes
-from autopart.passes.write.local_ops import local_shape
 from autopart.tracing.trace import Trace
 
 Key = tuple[tuple[str, Placement], ...]

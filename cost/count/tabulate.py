@@ -11,16 +11,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopart.cost.table import Parameter, Row, Table
-from autopart.cost.work import NOTHING, Powers, Size
-from autopart.ir.facts import facts
-from autopart.ir.graph import source_of, tensor_inputs
-from autopart.ir.program import Program
-from autopart.passes.choose.partition import active_operators, matrix_work
-from autopart.passes.choose.recompute import blocks as repeated_blocks
-from autopart.passes.choose.storage import MIN_DIMS
-from autopart.passes.count.counting import Counted, counted
-from autopart.passes.count.footprint import (
+from autopart.cost.count.counting import Counted, counted
+from autopart.cost.count.footprint import (
     Memory,
     Value,
     Walk,
@@ -30,10 +22,17 @@ from autopart.passes.count.footprint import (
     saved_memory,
     saved_others,
 )
-from autopart.passes.count.memory import local_bytes
-from autopart.passes.facts.analyze import batch_size
-from autopart.passes.facts.powers import Growth, tokens
-from autopart.tracing.trace import Trace
+from autopart.cost.count.growth import Growth, tokens
+from autopart.cost.count.rank_memory import local_bytes
+from autopart.cost.flops import matrix_work
+from autopart.cost.table import Parameter, Row, Table
+from autopart.cost.work import NOTHING, Powers, Size
+from autopart.ir.blocks import blocks as repeated_blocks
+from autopart.ir.facts import facts
+from autopart.ir.graph import active_operators, source_of, tensor_inputs
+from autopart.ir.layout import MIN_DIMS
+from autopart.ir.program import Program
+from autopart.tracing.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
 """{path of a container: for every block of the model, which block of the traced copy it is like}."""

@@ -1,4 +1,4 @@
-"""What was chosen for a graph, in the words of the passes: a plan has the same by name."""
+"""What was chosen for a graph, by node and axis: a plan has the same by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,22 @@ from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.ir.recomputation import Recompute
-from autopart.passes.facts.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Placements of one operator's tensor inputs and outputs on one axis. `factor` is the sharded factor, if any."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    factor: str = ""
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(p.is_shard for p in (*self.inputs, *self.outputs))
 
 
 @dataclass(frozen=True)

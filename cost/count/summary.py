@@ -11,14 +11,13 @@ import torch
 from torch import fx
 
 from autopart.cost.collectives import wire_bytes
+from autopart.cost.flops import work
 from autopart.cost.simulate import Simulation
-from autopart.ir.facts import facts
-from autopart.ir.graph import operator_name, pattern_of, size_bytes, source_of, tensor_inputs
+from autopart.ir.decisions import Decisions
+from autopart.ir.facts import PARAMETER, WEIGHT, facts
+from autopart.ir.graph import active_operators, operator_name, pattern_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.program import Program, Stage
-from autopart.passes.choose.partition import active_operators, partition, work
-from autopart.passes.facts.analyze import PARAMETER, WEIGHT
-from autopart.passes.facts.decisions import Decisions
 from autopart.plans.plan import Collective
 from autopart.tracing.trace import Trace
 
@@ -211,16 +210,17 @@ def _num_parameters(stage: Stage, program: Program) -> int:
 
 
 def cost(
-    trace: Trace, num_stages: int, rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...], step: Simulation,
-    device_memory: tuple[str, float],
+    rows: tuple[Mapping[str, Any], ...], moved: tuple[Collective, ...], step: Simulation,
+    device_memory: tuple[str, float], lower_bound: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The predicted cost: the step as simulated, what was counted, and the memory that a rank has.
 
     Args:
         device_memory: who says how much that is, a profile's name or "memory=", and the bytes.
+        lower_bound: of the FLOPs of the heaviest of several stages; None of one.
     """
     flops = max(row["flops"] for row in rows)
-    bound = partition(trace.graph, num_stages).lower_bound if num_stages > 1 else float(flops)
+    bound = float(flops) if lower_bound is None else lower_bound
     sent = {per: sum(c.bytes for c in moved if c.per == per) for per in ("microbatch", "step")}
     return {
         **step.figures(),

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import fx
 
+from autopart.cost.count.footprint import StageMemory, Walk, stage_memory
 from autopart.cost.memory import BUCKET_BYTES, OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
 from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of, short_name
+from autopart.ir.layout import local_shape
 from autopart.ir.program import Boundary, Program, StoredTensor
-from autopart.passes.count.footprint import StageMemory, Walk, stage_memory
-from autopart.passes.write.local_ops import local_shape
 from autopart.plans.plan import Schedule
 from autopart.tracing.trace import Trace
 
@@ -30,12 +30,6 @@ def memory_of(trace: Trace, program: Program, schedule: Schedule, walks: Sequenc
     orders = actions(schedule.name, len(stages), program.mesh.size("pp"), program.microbatches)
     home = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     return tuple(_rank_memory(trace, program, stages, home, order) for order in orders)
-
-
-def homes(program: Program, schedule: Schedule) -> tuple[set[int], ...]:
-    """The stages that the rank at each `pp` coordinate runs."""
-    orders = actions(schedule.name, len(program.stages), program.mesh.size("pp"), program.microbatches)
-    return tuple({action.stage for action in order} for order in orders)
 
 
 def _rank_memory(

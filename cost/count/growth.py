@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from torch import Tensor, fx
 
 from autopart.cost.work import Powers
+from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs, value
 from autopart.ir.program import MICROBATCH_AXIS, Program
-from autopart.passes.facts.analyze import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.tracing.trace import Trace
 
 

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autopart.cost.collectives import PARTS
+from autopart.cost.count.footprint import Memory, Value, Walk, memories, needs_grad
+from autopart.cost.count.growth import Growth
 from autopart.cost.flops import counted_flops
 from autopart.cost.work import NOTHING, Powers, Size, Work
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.program import Program
-from autopart.passes.count.footprint import Memory, Value, Walk, memories, needs_grad
-from autopart.passes.facts.powers import Growth
 from autopart.tracing.trace import Trace
 
 ATTENTION = "aten::scaled_dot_product_attention"

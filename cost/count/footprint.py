@@ -17,12 +17,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, Output
 from autopart.ir.actions import StageBytes
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
-from autopart.passes.count.kept import KNOWN, Effect, Form, Kept, Output
 from autopart.tracing.trace import Trace
 
 
@@ -323,7 +323,7 @@ class Walk:
         return alive
 
     def regions(self, alive: Set[fx.Node]) -> dict[int, list[fx.Node]]:
-        """The operators of every region that is run again in the backward (`passes.recompute`)."""
+        """The operators of every region that is run again in the backward (`Facts.region`)."""
         found: dict[int, list[fx.Node]] = {}
         for node in self.values:
             if "region" in facts(node) and node.op == "call_function":
