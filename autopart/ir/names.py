@@ -16,6 +16,11 @@ def parents(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
+def layer_of(name: str) -> int | None:
+    """The number of the repeated layer that a module or an operator is in: 3 for `transformer.h.3.attn/mul#1`."""
+    return next((int(part) for part in name.split("/")[0].split(".") if part.isdigit()), None)
+
+
 def pattern_of(path: str) -> str:
     """A path with the numbers of repeated blocks left open: `model.layers.*.mlp`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

@@ -17,6 +17,7 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import active_operators, operator_name, pattern_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
+from autopart.ir.names import layer_of
 from autopart.ir.program import Program, Stage
 from autopart.plans.plan import Collective
 from autopart.tracing.trace import Trace
@@ -97,17 +98,13 @@ def _sends(program: Program) -> list[Collective]:
     return rows
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
-
-
 def _gradients(trace: Trace, program: Program) -> list[Collective]:
     rows = []
     sizes: dict[str, int] = defaultdict(int)
     for name, stored in program.parameters.items():
         parts = math.prod(program.mesh.size(axis) for axis, place in stored.layout.items() if place.is_shard)
         for axis in stored.grad_axes:
-            sizes[axis] += _numel(stored.shape) * trace.parameters[name].dtype.itemsize // parts
+            sizes[axis] += math.prod(stored.shape) * trace.parameters[name].dtype.itemsize // parts
     for axis, size in sizes.items():
         moved = round(wire_bytes("all_reduce", program.mesh.size(axis), size) / program.mesh.size("pp"))
         rows.append(Collective("gradients of parameters", axis, "", "all_reduce", 1, moved, "step"))
@@ -168,18 +165,13 @@ def _block_rows(nodes: list[fx.Node], moves: list[_Move]) -> list[dict[str, Any]
                 tally[f"{move.axis} {kind}"] = tally.get(f"{move.axis} {kind}", 0) + 1
     rows = []
     for block, modules in paths.items():
-        layers = sorted({number for path in modules if (number := _layer(path)) is not None})
+        layers = sorted({number for path in modules if (number := layer_of(path)) is not None})
         row: dict[str, Any] = {
             "block": block, "layers": _ranges(layers), "modules": len(modules) if len(modules) > len(layers) > 0 else 0,
             "flops": flops[block], "shared": list(shared[block]), **counts[block], "bytes": sent[block],
         }  # fmt: skip
         rows.append({key: value for key, value in row.items() if value or key == "block"})
     return rows
-
-
-def _layer(path: str) -> int | None:
-    """The first number in a path: 3 for `transformer.h.3.attn`."""
-    return next((int(part) for part in path.split(".") if part.isdigit()), None)
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -206,7 +198,7 @@ def _weights(node: fx.Node) -> list[str]:
 
 
 def _num_parameters(stage: Stage, program: Program) -> int:
-    return sum(_numel(p.shape) for p in program.parameters.values() if stage.index in p.stages)
+    return sum(math.prod(p.shape) for p in program.parameters.values() if stage.index in p.stages)
 
 
 def cost(

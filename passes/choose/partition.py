@@ -14,6 +14,7 @@ from autopart.errors import StageError
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.mesh import Mesh
+from autopart.ir.names import layer_of
 from autopart.passes.normalize.statistics import INNER
 
 
@@ -84,20 +85,14 @@ def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
     """Stage loads when every stage gets the same number of repeated blocks, the rest where it falls: what a user would
     write by hand (embedding with the first blocks, head with the last)."""
     nodes = active_operators(graph)
-    blocks = sorted({b for n in nodes if (b := block_number(n)) is not None})
-    per_stage = max(1, math.ceil(len(blocks) / num_stages))
+    layers = sorted({layer for n in nodes if (layer := layer_of(name_of(n))) is not None})
+    per_stage = max(1, math.ceil(len(layers) / num_stages))
     loads, stage = [0.0] * num_stages, 0
     for node in nodes:
-        block = block_number(node)
-        stage = stage if block is None else min(blocks.index(block) // per_stage, num_stages - 1)
+        layer = layer_of(name_of(node))
+        stage = stage if layer is None else min(layers.index(layer) // per_stage, num_stages - 1)
         loads[stage] += work(node)
     return loads
-
-
-def block_number(node: fx.Node) -> int | None:
-    """The number of the repeated block a node is in: 3 for `transformer.h.3.mlp`."""
-    digits = [part for part in name_of(node).split("/")[0].split(".") if part.isdigit()]
-    return int(digits[0]) if digits else None
 
 
 def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
