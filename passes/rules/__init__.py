@@ -15,7 +15,7 @@ from .pointwise import POINTWISE, is_tagged_pointwise, pointwise
 from .registered import REGISTERED, has_rule
 from .tables import LINES, SHAPED
 
-__all__ = ["Pattern", "Rule", "has_rule", "pattern_for"]
+__all__ = ["Rule", "has_rule", "pattern_for"]
 
 
 def pattern_for(node: fx.Node) -> Pattern | None:
