@@ -12,6 +12,7 @@ from torch import fx
 
 if TYPE_CHECKING:
     from autopart.ir.layout import Layout, Sections
+    from autopart.ir.pattern import Pattern
 
 
 INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight", "active"
@@ -47,7 +48,7 @@ class Facts(TypedDict, total=False):
     whole_grads: bool  # its backward is not linear in the gradients, which must be summed before
     key: str  # its name in plans: `model.layers.3.mlp/mul#1`
     group: str  # the same with block numbers left open
-    pattern: Any  # its sharding rule fitted to its shapes (`ir.pattern.Pattern`), or None
+    pattern: Pattern | None  # its sharding rule fitted to its shapes; None without one
     moves: bool  # it moves elements and computes nothing
     atoms: Any  # for every dim what it is made of (`atoms.Atom`); of several outputs a tuple of these
     sections: dict[int, set[Sections]]  # by dim, the ways of cutting it that a later view or split asks for
