@@ -6,7 +6,7 @@ pass reads or writes another key, so that a name that is not here is an error of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 from torch import fx
 
@@ -17,6 +17,20 @@ if TYPE_CHECKING:
 
 INPUT, DATA, PARAMETER, WEIGHT, ACTIVE = "input", "data", "parameter", "weight", "active"
 """The roles of nodes (passes/facts/analyze.py)."""
+
+
+class CostNotes(NamedTuple):
+    """What of an operator's cost does not follow from the shapes of a call.
+
+    `kind`: whose rate its matrix work has, "matmul" or "attention". `backward_work`: the matrix work of its backward,
+    in forwards, where that is one kernel; 0: one product for every operand. `looks_up`: it reads, of its first
+    operand, a row for each that it makes. `gradient_is_view`: the gradient of its operand is a view of its output's.
+    """
+
+    kind: str = "matmul"
+    backward_work: float = 0.0
+    looks_up: bool = False
+    gradient_is_view: bool = False
 
 
 class Facts(TypedDict, total=False):
@@ -62,6 +76,7 @@ class Facts(TypedDict, total=False):
     origin: str  # the traced node whose value it holds
     layout: Layout  # the layout in which it holds it
     region: int  # the nodes that the backward runs again together
+    cost: CostNotes  # of its operator, where there are any
 
     # Of a subgraph that is shown as text.
     recorded: bool  # it stands for a value that is made elsewhere
@@ -72,3 +87,8 @@ class Facts(TypedDict, total=False):
 def facts(node: fx.Node) -> Facts:
     """The facts of a node, to read and to write."""
     return cast(Facts, node.meta)
+
+
+def cost_notes(node: fx.Node) -> CostNotes:
+    """The notes on the cost of a node of a stage graph."""
+    return facts(node).get("cost", CostNotes())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+
+from torch import fx
 
 Dim = tuple[str, ...]
 """The factors of one dim, outermost first; `()` for a dim of size 1 that is broadcast."""
@@ -18,7 +20,8 @@ class Pattern:
     `whole`: factors that may not be sharded. `linear`: sets of inputs that may all be partial sums together, the
     output then being one too. `lookup`: a factor that may be sharded only by a special local operator
     (`embedding`, `cross_entropy_loss`). `joined`: factors that are concatenations, with the sizes of their sections
-    (`cat`, `split_with_sizes`): a dim of such a factor holds all sections or, if it is smaller, one of them.
+    (`cat`, `split_with_sizes`): a dim of such a factor holds all sections or, if it is smaller, one of them. `local`:
+    how the call is written for one rank (`passes/rules/local.py`), where it is not the traced one on local operands.
     """
 
     inputs: tuple[Dims, ...]
@@ -29,6 +32,7 @@ class Pattern:
     lookup: str = ""
     flops: int = 0
     joined: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    local: Callable[..., fx.Node | None] | None = field(default=None, compare=False)
 
     @cached_property
     def factors(self) -> tuple[str, ...]:

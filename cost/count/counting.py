@@ -21,14 +21,11 @@ from autopart.cost.count.footprint import Memory, Value, Walk, memories, needs_g
 from autopart.cost.count.growth import Growth
 from autopart.cost.flops import counted_flops
 from autopart.cost.work import NOTHING, Powers, Size, Work
-from autopart.ir.facts import facts
+from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.program import Program
 from autopart.tracing.trace import Trace
-
-ATTENTION = "aten::scaled_dot_product_attention"
-_ATTENTION_BACKWARD = 2.5
 
 _SUMMED = 3
 """Values that adding a gradient to the sum of earlier microbatches reads and writes."""
@@ -104,9 +101,9 @@ class _Counter:
         made = {m for node in ends for m in memories(self.walk.values[node]) if m.made_by in nodes}
         sources = [used for node in works for used in tensor_inputs(node)]
         read = {m for used in sources for m in memories(self.walk.values[used], lasting=True) if m.made_by not in nodes}
-        tables = {m for node in works if _looks_up(node)
+        tables = {m for node in works if cost_notes(node).looks_up
                   for m in memories(self.walk.values[tensor_inputs(node)[0]], lasting=True)}  # fmt: skip
-        rows = Size.sum(self._made(node) for node in works if _looks_up(node))
+        rows = Size.sum(self._made(node) for node in works if cost_notes(node).looks_up)
         kept = {memory for node in nodes for memory in self.walk.keeps.get(node, ())}
         grads = {m for used in sources if needs_grad(value := self.walk.values[used])
                  for m in memories(value, lasting=True) if m in read}  # fmt: skip
@@ -163,12 +160,11 @@ class _Counter:
         made, alive = self._made(node), node in self.alive
         if not made.terms:
             return Counted(node, ())
-        name = operator_name(node)
         sizes = [self.size(n) for n in tensor_inputs(node)]
-        flops = 0 if name.startswith("autopart::") else _flops(node)
+        flops = 0 if operator_name(node).startswith("autopart::") else _flops(node)
         if flops:
             return self._product(node, flops, Size.sum((*sizes, made)), read, of_weights)
-        size_in = made if _looks_up(node) else Size.sum(sizes)
+        size_in = made if cost_notes(node).looks_up else Size.sum(sizes)
         forward = (Work("other", size_in + made),)
         if not alive:
             return Counted(node, forward)
@@ -185,11 +181,12 @@ class _Counter:
         widest = max((v.form.dtype for v in read if isinstance(v, Value)), key=lambda dtype: dtype.itemsize)
         dtype = str(widest).removeprefix("torch.")
         counted = Size.of(float(flops), self.growth.of_product(node))
-        if operator_name(node) == ATTENTION:
-            one = Work("attention", traffic, counted, dtype)
-            back = (one._replace(times=_ATTENTION_BACKWARD),) * (node in self.alive)
+        notes = cost_notes(node)
+        if notes.backward_work:
+            one = Work(notes.kind, traffic, counted, dtype)
+            back = (one._replace(times=notes.backward_work),) * (node in self.alive)
             return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
-        one = Work("matmul", traffic, counted, dtype, depth=self._depth(node, counted))
+        one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted))
         parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
         for weight, used, v in zip(of_weights, tensor_inputs(node), read, strict=True):
             if node in self.alive and needs_grad(v):
@@ -214,11 +211,6 @@ class _Counter:
         values = found if isinstance(found, tuple) else (found,)
         own = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
         return Size.of(sum(memory.size_bytes for memory in own), self.growth.of(node))
-
-
-def _looks_up(node: fx.Node) -> bool:
-    """Whether it reads, of a table, a row for each that it makes."""
-    return operator_name(node).endswith(("::embedding", "::embedding_shard"))
 
 
 def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 
 from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, Output
 from autopart.ir.actions import StageBytes
-from autopart.ir.facts import facts
+from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
@@ -183,7 +183,8 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
         now += rerun.pop(region := facts(node).get("region", -1), 0)
         most = max(most, now + walk.takes.get(node, (0, 0))[1])
         towards = walk.towards(node)
-        made = [used for used in (node, *towards) if not (given[node] if used is node else _sums(node))]
+        is_view = cost_notes(node).gradient_is_view
+        made = [used for used in (node, *towards) if not (given[node] if used is node else is_view)]
         fresh = {m for used in made for m in memories(walk.values[used], lasting=True)} - grads
         grads |= fresh
         for memory in fresh:
@@ -205,10 +206,6 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
             now -= sum(memory.size_bytes for memory in added & grads)
             grads -= added
     return most
-
-
-def _sums(node: fx.Node) -> bool:
-    return operator_name(node) == "aten::sum"
 
 
 def _key(node: fx.Node) -> Any:

@@ -14,7 +14,7 @@ from autopart.cost.collectives import wire_bytes
 from autopart.cost.flops import work
 from autopart.cost.simulate import Simulation
 from autopart.ir.decisions import Decisions
-from autopart.ir.facts import PARAMETER, WEIGHT, facts
+from autopart.ir.facts import PARAMETER, WEIGHT, cost_notes, facts
 from autopart.ir.graph import active_operators, operator_name, pattern_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.names import layer_of
@@ -75,7 +75,7 @@ def _is_saved(weight: fx.Node) -> bool:
         others = [n for n in user.all_input_nodes if n is not weight and isinstance(n.meta.get("val"), torch.Tensor)]
         if not others and _is_saved(user):
             return True
-        if operator_name(user) != "aten::embedding" and any(facts(n).get("needs_grad", True) for n in others):
+        if not cost_notes(user).looks_up and any(facts(n).get("needs_grad", True) for n in others):
             return True
     return False
 

@@ -78,6 +78,27 @@ def one_linear(graph: fx.Graph) -> None:
                 replace(node, emit(graph, node, aten.add.Tensor, product, bias))
 
 
+def fuse_bias(graph: fx.Graph) -> None:
+    """What `one_linear` took apart is put together again in a stage graph, where no collective came between."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        product, bias = node.args
+        fits = (
+            isinstance(product, fx.Node) and isinstance(bias, fx.Node)
+            and product.target is aten.linear.default
+            and len(product.users) == 1 and len(product.args) == 2 and bias.op == "get_attr"
+            and value(bias).dim() == 1 and value(bias).shape[0] == value(product).shape[-1]
+        )  # fmt: skip
+        if fits:
+            with graph.inserting_before(node):
+                fused = graph.call_function(aten.linear.default, (*product.args, bias))
+            fused.meta = {**product.meta, **node.meta}
+            node.replace_all_uses_with(fused)
+            graph.erase_node(node)
+            graph.erase_node(product)
+
+
 def pairs_of_factors(graph: fx.Graph) -> None:
     """An `einsum` of more than two operands becomes a chain of two each, from the left as torch itself computes it."""
     for node in list(graph.nodes):

@@ -6,16 +6,18 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, tensor_inputs
 from autopart.ir.pattern import Pattern
 
 from .factors import output_shapes
+from .local import LocalForm
 from .notation import Rule
 from .pointwise import POINTWISE, is_tagged_pointwise, pointwise
 from .registered import REGISTERED, has_rule
-from .tables import LINES, SHAPED
+from .tables import LINES, SHAPED, WITHOUT_RULE
 
-__all__ = ["Rule", "has_rule", "pattern_for"]
+__all__ = ["Rule", "has_rule", "local_form", "pattern_for"]
 
 
 def pattern_for(node: fx.Node) -> Pattern | None:
@@ -33,6 +35,13 @@ def pattern_for(node: fx.Node) -> Pattern | None:
         found = (_by_line(rule, node) for rule in (rules if isinstance(rules, tuple) else (rules,)))
         return next((pattern for pattern in found if pattern is not None), None)
     return pointwise(node) if name in POINTWISE or is_tagged_pointwise(node) else None
+
+
+def local_form(node: fx.Node) -> LocalForm | None:
+    """How a call is written for one rank, where it is not the traced one on local operands."""
+    pattern: Pattern | None = facts(node)["pattern"]
+    by_rule = pattern.local if pattern is not None else None
+    return by_rule or WITHOUT_RULE.get(operator_name(node))
 
 
 def _by_line(rule: Rule, node: fx.Node) -> Pattern | None:

@@ -10,6 +10,7 @@ from autopart.ir.graph import argument, shape, tensor_inputs, value
 from autopart.ir.pattern import Pattern
 
 from .factors import UNARY_LINEAR, names, pattern
+from .local import LocalCall
 
 
 def cut(node: fx.Node) -> Pattern:
@@ -25,9 +26,14 @@ def split(node: fx.Node) -> Pattern | None:
     """`split_with_sizes`: the cut dim is a concatenation; sharding it shards every section (factor `joined`)."""
     dims = names(len(shape(node.args[0])))
     dims[argument(node, "dim") % len(dims)] = ("joined",)
+    joined = {"joined": tuple(node.args[1])}
     return pattern(
-        node, [dims], [dims] * len(node.args[1]), linear=UNARY_LINEAR, joined={"joined": tuple(node.args[1])}
+        node, [dims], [dims] * len(node.args[1]), linear=UNARY_LINEAR, joined=joined, local=_smaller_sections
     )
+
+
+def _smaller_sections(call: LocalCall) -> fx.Node:
+    return call.as_traced({1: [size // call.num_parts("joined") for size in call.args[1]]})
 
 
 def unbind(node: fx.Node) -> Pattern:

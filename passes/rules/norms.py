@@ -8,6 +8,7 @@ from autopart.ir.graph import argument, shape, tensor_inputs
 from autopart.ir.pattern import Pattern
 
 from .factors import names, pattern
+from .local import group_argument
 
 
 def layer_norm(node: fx.Node) -> Pattern:
@@ -27,7 +28,7 @@ def group_norm(node: fx.Node) -> Pattern:
     sizes |= {d[0]: size for d, size in zip(inner, rest, strict=True)}
     weights = [(("g", "r"),)] * (len(tensor_inputs(node)) - 1)
     stay = frozenset({"r", *(d[0] for d in inner)})
-    return Pattern((tuple(dims), *weights), (tuple(dims),), sizes, stay)
+    return Pattern((tuple(dims), *weights), (tuple(dims),), sizes, stay, local=group_argument)
 
 
 def batch_norm(node: fx.Node) -> Pattern | None:

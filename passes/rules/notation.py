@@ -17,6 +17,8 @@ from torch import fx
 
 from autopart.ir.pattern import Dim, Dims, Pattern
 
+from .local import LocalForm
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -24,7 +26,8 @@ class Rule:
 
     `whole`: the factors that may not be sharded. `linear`: the sets of inputs that may be partial sums together.
     `matmul`: the products whose sizes, doubled, are the FLOPs (`("... k n",)`). `also`: other forms of the operator,
-    tried in turn (without optional weights, with a mask). `when`: a condition on the call's other arguments.
+    tried in turn (without optional weights, with a mask). `when`: a condition on the call's other arguments. `lookup`
+    and `local`: those of the pattern.
     """
 
     text: str
@@ -34,6 +37,7 @@ class Rule:
     matmul: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     when: Callable[[fx.Node], bool] = field(default=lambda node: True, compare=False)
+    local: LocalForm | None = field(default=None, compare=False)
 
     def instantiate(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
         """The pattern for these shapes by the first line that fits them, or None.
@@ -71,7 +75,8 @@ class Rule:
         named = self.whole.split()
         whole = frozenset(f for f in sizes if f in named or ("..." in named and f.startswith("...")))
         split = len(inputs)
-        return Pattern(tuple(dims_of[:split]), tuple(dims_of[split:]), sizes, whole, self.linear, self.lookup, flops)
+        operands = tuple(dims_of[:split]), tuple(dims_of[split:])
+        return Pattern(*operands, sizes, whole, self.linear, self.lookup, flops, local=self.local)
 
 
 @cache

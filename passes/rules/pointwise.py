@@ -27,7 +27,7 @@ POINTWISE: frozenset[str] = frozenset(
     special_i0e special_i1 special_i1e special_log_ndtr special_ndtri special_xlog1py special_zeta
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
     """.split()
-) | {"autopart::drop"}
+)
 """The operators, without their overloads."""
 
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import fx
 
 from autopart.ir.graph import argument, shape, tensor_inputs
 from autopart.ir.pattern import Pattern
 
 from .factors import UNARY_LINEAR, names, output_shapes, pattern
+from .local import LocalCall
+
+aten = torch.ops.aten
 
 
 def reduction(node: fx.Node) -> Pattern:
-    """`sum` and `mean`: reduced factors are summed over, so sharding one leaves a partial sum."""
+    """`sum`: reduced factors are summed over, so sharding one leaves a partial sum."""
     return _reduce(node, whole=False)
+
+
+def mean(node: fx.Node) -> Pattern:
+    """As `sum`, each rank's mean being its share of the whole one."""
+    return replace(_reduce(node, whole=False), local=_share_of_mean)
+
+
+def _share_of_mean(call: LocalCall) -> fx.Node | None:
+    """Each rank's mean over its part, over the number of parts; of unequal parts, each rank's sum over the size of the
+    whole."""
+    source, made = shape(call.node.args[0]), shape(call.node)
+    cuts = {axis: s for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P"}
+    if any(p.is_shard and source[p.dim] % call.sizes[axis] for axis, s in cuts.items() for p in s.inputs):
+        total = aten.sum.default if len(call.args) == 1 else aten.sum.dim_IntList
+        share = math.prod(made) / math.prod(source)
+        return call.emit(aten.mul.Tensor, call.emit(total, *call.args, **call.kwargs), share)
+    parts = math.prod(call.sizes[axis] for axis in cuts)
+    return None if parts == 1 else call.emit(aten.mul.Tensor, call.as_traced(), 1.0 / parts)
 
 
 def whole_reduction(node: fx.Node) -> Pattern:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from torch import fx
 
+from autopart.ir.facts import CostNotes
 from autopart.ir.pattern import Pattern
 
-from . import equations, indexing, joins, norms, recurrent, reductions, views, windows
+from . import dropout, equations, indexing, joins, lookups, norms, recurrent, reductions, views, windows
 from .conditions import (
     adds_to_itself,
     gradients_as_they_are,
@@ -20,6 +21,7 @@ from .conditions import (
     of_class_probabilities,
     writes_zeros_or_tensors,
 )
+from .local import LocalForm
 from .notation import Rule
 
 LINES: dict[str, Rule | tuple[Rule, ...]] = {
@@ -30,7 +32,8 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
     "aten::matmul": Rule("... m k, ... k n -> ... m n", linear=((0,), (1,)), matmul=("... m k n",), also=(
         "... k, k -> ...", "k, ... k n -> ... n")),
     # every row by the matrix of its expert: rows of other ranks' experts give zeros
-    "autopart::expert_linear": Rule("s k, e k n, s -> s n", linear=((0,), (1,)), lookup="e", matmul=("s k n",)),
+    "autopart::expert_linear": Rule("s k, e k n, s -> s n", linear=((0,), (1,)), lookup="e", matmul=("s k n",),
+        local=lookups.expert_linear),
     # attention: q, k and v, with a mask, with fewer heads of k and v; a causal mask counts queries from the first
     "aten::scaled_dot_product_attention": (
         Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=("... q k d", "... q k e"), when=not_causal,
@@ -42,15 +45,17 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
         Rule("... q d, ... k d, ... k e -> ... q e", whole="d k q", matmul=("... q k d", "... q k e"), also=(
             "b (g r) q d, b g k d, b g k e -> b (g r) q e",))),
     # tables and classes; embeddings are cut by rows, as the head that is tied to them
-    "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=gradients_as_they_are),
+    "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=gradients_as_they_are,
+        local=lookups.embedding),
     "aten::cross_entropy_loss": (
-        Rule("n c ..., n ... -> n ...", lookup="c", when=of_class_indices),
+        Rule("n c ..., n ... -> n ...", lookup="c", when=of_class_indices, local=lookups.cross_entropy),
         Rule("n c ..., n ..., c -> n ...", whole="c", when=of_class_indices),
         Rule("n c ..., n c ... -> n ...", whole="c", when=of_class_probabilities, also=(
             "n c ..., n c ..., c -> n ...",))),
     "aten::nll_loss_nd": Rule("n c ..., n ... -> n ...", whole="c", linear=((0,),), when=of_class_indices, also=(
         "n c ..., n ..., c -> n ...",)),
     "aten::one_hot": Rule("... -> ... c", whole="c"),
+    "autopart::drop": Rule("..., ... -> ...", local=dropout.drop),
     # sampling of images, complex numbers as pairs
     "aten::grid_sampler_2d": Rule("b c x y, b u w t -> b c u w", whole="x y t", linear=((0,),)),
     "aten::grid_sampler_3d": Rule("b c x y z, b u v w t -> b c u v w", whole="x y z t", linear=((0,),)),
@@ -115,7 +120,7 @@ MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
 SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     **MOVES,
     "aten::sum": reductions.reduction,
-    "aten::mean": reductions.reduction,
+    "aten::mean": reductions.mean,
     "aten::amax": reductions.whole_reduction,
     "aten::amin": reductions.whole_reduction,
     "aten::argmax": reductions.whole_reduction,
@@ -187,11 +192,13 @@ LOSS_REDUCTIONS: dict[str, int] = {
 }  # fmt: skip
 """Losses with a `reduction` argument, and its position: 0 none, 1 mean (the default), 2 sum."""
 
-COUNT_ARGUMENT: dict[str, tuple[int, str]] = {
-    "aten::group_norm": (1, "g"),
-    **{f"aten::{name}": (8 if name == "convolution" else 6, "g") for name in _CONVOLUTIONS},
-}  # fmt: skip
-"""Operators with an argument that counts a factor, its position and the factor: it is rewritten to the local count."""
+WITHOUT_RULE: dict[str, LocalForm] = {"aten::as_strided": views.as_strided}
+"""Local forms of operators that have no rule."""
 
-SHAPE_ARGUMENT: dict[str, int] = {"aten::reshape": 1, "aten::expand": 1}
-"""Operators that name their output's shape in an argument, and its position: it is rewritten to the local shape."""
+COSTS: dict[str, CostNotes] = {
+    "aten::scaled_dot_product_attention": CostNotes(kind="attention", backward_work=2.5),
+    "aten::embedding": CostNotes(looks_up=True),
+    "autopart::embedding_shard": CostNotes(looks_up=True),
+    "aten::sum": CostNotes(gradient_is_view=True),
+}
+"""What of the cost of an operator, traced or of a local form, does not follow from the shapes of a call."""

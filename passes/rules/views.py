@@ -6,19 +6,22 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import torch
 from torch import fx
 
-from autopart.ir.graph import argument, shape
+from autopart.errors import LayoutError
+from autopart.ir.graph import argument, describe, shape, value
 from autopart.ir.pattern import Dim, Pattern
 
 from .factors import UNARY_LINEAR, names, pattern
+from .local import LocalCall, shape_argument
 
 
 def view(node: fx.Node) -> Pattern | None:
     """`view`/`reshape`: dims are merged and split; the common refinement of both shapes gives the factors."""
     before, after = shape(node.args[0]), shape(node)
     inputs, outputs, sizes, whole = refine(before, after)
-    return Pattern((inputs,), (outputs,), sizes, frozenset(whole), UNARY_LINEAR)
+    return Pattern((inputs,), (outputs,), sizes, frozenset(whole), UNARY_LINEAR, local=shape_argument)
 
 
 def refine(before: Sequence[int], after: Sequence[int]) -> tuple[tuple, tuple, dict[str, int], list[str]]:
@@ -80,7 +83,7 @@ def expand(node: fx.Node) -> Pattern:
     kept = outputs[len(after) - len(before) :]
     inputs = [dim if a == b else () for dim, a, b in zip(kept, before, after[len(after) - len(before) :], strict=True)]
     sizes = {dim[0]: size for dim, size in zip(outputs, after, strict=True)}
-    return Pattern((tuple(inputs),), (tuple(outputs),), sizes, linear=UNARY_LINEAR)
+    return Pattern((tuple(inputs),), (tuple(outputs),), sizes, linear=UNARY_LINEAR, local=shape_argument)
 
 
 def permuted(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Pattern]:
@@ -136,3 +139,18 @@ permute = permuted(lambda node, ndim: [d % ndim for d in node.args[1]])
 transpose = permuted(_transpose_order)
 matrix_transpose = permuted(lambda node, ndim: [*range(ndim - 2), ndim - 1, ndim - 2])
 movedim = permuted(_movedim_order)
+
+
+def as_strided(call: LocalCall) -> fx.Node:
+    """It reads its input's memory, which is brought into the order that it had in the trace."""
+    traced = value(call.node.args[0])
+    order = sorted(range(traced.dim()), key=lambda dim: (-traced.stride(dim), -traced.shape[dim]))
+    reach = sum((size - 1) * stride for size, stride in zip(traced.shape, traced.stride(), strict=True)) + 1
+    if reach != traced.numel() or traced.storage_offset():
+        raise LayoutError(
+            "as_strided reads memory that is not its input's own", where=describe(call.node),
+            why="a rank has the values of its input in memory of their own", hint="unfold, or slices and stack",
+        )  # fmt: skip
+    ordered = call.emit(torch.ops.aten.permute.default, call.args[0], order)
+    copy = call.emit(torch.ops.aten.clone.default, ordered, memory_format=torch.contiguous_format)
+    return call.as_traced({0: copy})

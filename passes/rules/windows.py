@@ -14,6 +14,7 @@ from autopart.ir.graph import argument, operator_name, shape, tensor_inputs
 from autopart.ir.pattern import Dim, Pattern
 
 from .factors import UNARY_LINEAR, names, pattern
+from .local import group_argument
 
 
 def convolution(node: fx.Node) -> Pattern | None:
@@ -39,7 +40,7 @@ def convolution(node: fx.Node) -> Pattern | None:
     flops = 2 * sizes.get("b", 1) * groups * outer * inner * math.prod(weight[2:]) * math.prod(moved)
     whole = frozenset(dim[0] for dim in (*space, *window, *places))
     output = (*batch, _merged(("g", "o"), sizes), *places)
-    return Pattern(inputs, (output,), sizes, whole, ((0,), (1,)), flops=flops)
+    return Pattern(inputs, (output,), sizes, whole, ((0,), (1,)), flops=flops, local=group_argument)
 
 
 def _merged(factors: Dim, sizes: dict[str, int]) -> Dim:

@@ -46,7 +46,10 @@ from autopart.passes.choose.storage import stored_tensors
 from autopart.passes.dump import program_files
 from autopart.passes.facts.strategies import strategies
 from autopart.passes.pipeline import driven
-from autopart.passes.write.local_ops import LocalCall, local_value, operator_name_of, write_local
+from autopart.passes.rules import local_form
+from autopart.passes.rules.dropout import can_draw
+from autopart.passes.rules.local import LocalCall, local_value
+from autopart.passes.rules.tables import COSTS
 from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 from autopart.tracing.trace import Trace
 
@@ -89,7 +92,7 @@ def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
     """The noise of dropout of values that depend on a parameter: each rank draws it for the rows and shards it has."""
     return {
         node for node in random
-        if node.users and all(operator_name(n) == "autopart::drop" and facts(n)["role"] == ACTIVE for n in node.users)
+        if node.users and all(can_draw(n) and facts(n)["role"] == ACTIVE for n in node.users)
     }  # fmt: skip
 
 
@@ -101,6 +104,13 @@ def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
                 "rng='exact' cannot repeat what one device draws", why=facts(node)["inexact"], where=describe(node),
                 hint="rng='fast'",
             )  # fmt: skip
+
+
+def write_local(call: LocalCall) -> fx.Node:
+    """Write a call for one rank: in its local form, if it has one, else as it was traced."""
+    local = local_form(call.node)
+    made = local(call) if local is not None else None
+    return call.as_traced() if made is None else made
 
 
 class _Writer:
@@ -154,12 +164,14 @@ class _Writer:
 
     def emitter(self, stage: StageDraft, origin: fx.Node) -> Any:
         def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            namespace, _, short = operator_name_of(target).partition("::")
-            name = short if namespace == "autopart" else None
+            is_own = getattr(target, "namespace", "") == "autopart"
+            name = target._schema.name.removeprefix("autopart::") if is_own else None
             node = stage.graph.create_node("call_function", target, args, kwargs, name=name)
             node.meta = {k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace", "key")}
-            if target is not origin.target and (val := local_value(target, args)) is not None:
+            if target is not origin.target and (val := local_value(node)) is not None:
                 node.meta["val"] = val
+            if operator_name(node) in COSTS:
+                facts(node)["cost"] = COSTS[operator_name(node)]
             return node
 
         return emit
@@ -199,8 +211,11 @@ class _Writer:
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), local)
         chosen = {axis: on[node] for axis, on in self.chosen.items()}
-        call = LocalCall(node, chosen, self.sizes, self.emitter(stage, node), lambda: self.seed(stage))
-        self._store(node, write_local(call, args, kwargs), stage)
+        self._store(node, self._write_local(node, args, kwargs, chosen, stage), stage)
+
+    def _write_local(self, node: fx.Node, args: Any, kwargs: Any, chosen: Mapping, stage: StageDraft) -> fx.Node:
+        emit = self.emitter(stage, node)
+        return write_local(LocalCall(node, args, kwargs, chosen, self.sizes, emit, lambda: self.seed(stage)))
 
     def _store(self, node: fx.Node, made: fx.Node, stage: StageDraft) -> None:
         if isinstance(value(node), torch.Tensor):
@@ -314,10 +329,7 @@ class _Writer:
             return self.get(used, self.key(used, dict.fromkeys(self.row_axes, next(positions))), stage)
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), local)
-        chosen = dict.fromkeys(self.row_axes, strategy)
-        return write_local(
-            LocalCall(node, chosen, self.sizes, self.emitter(stage, node), lambda: self.seed(stage)), args, kwargs
-        )
+        return self._write_local(node, args, kwargs, dict.fromkeys(self.row_axes, strategy), stage)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
         """A keyword input of the stage graph, computed whole by its prologue and cut by the runtime."""

@@ -13,6 +13,7 @@ from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import shape, value
 from autopart.ir.layout import Placement, local_shape
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
+from autopart.passes.normalize.products import fuse_bias
 from autopart.passes.pipeline import Pass, eliminate_dead_code, run_passes
 from autopart.tracing.trace import Trace
 
@@ -106,24 +107,3 @@ def parameter_stages(stage_of: Mapping[fx.Node, int], outputs: fx.Node, last: in
             elif facts(used)["role"] == WEIGHT:
                 todo.extend(used.all_input_nodes)
     return readers
-
-
-def fuse_bias(graph: fx.Graph) -> None:
-    """Put the bias back into `linear` where no collective came between them."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
-            continue
-        product, bias = node.args
-        fits = (
-            isinstance(product, fx.Node) and isinstance(bias, fx.Node)
-            and product.target is torch.ops.aten.linear.default
-            and len(product.users) == 1 and len(product.args) == 2 and bias.op == "get_attr"
-            and value(bias).dim() == 1 and value(bias).shape[0] == value(product).shape[-1]
-        )  # fmt: skip
-        if fits:
-            with graph.inserting_before(node):
-                fused = graph.call_function(torch.ops.aten.linear.default, (*product.args, bias))
-            fused.meta = {**product.meta, **node.meta}
-            node.replace_all_uses_with(fused)
-            graph.erase_node(node)
-            graph.erase_node(product)

@@ -1,0 +1,95 @@
+"""How a call is written for one rank where it is not the traced call on local operands: what the local forms share."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.ir.decisions import Strategy
+from autopart.ir.graph import operator_name, shape, value
+from autopart.ir.layout import Placement, local_shape
+from autopart.ir.operators import autopart_ops
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """A call to be written for one rank: the traced node, its local operands, its strategy on every axis and the axes'
+    sizes.
+
+    `emit(target, *args)` adds a node to the graph being written; `seed()` is the microbatch's random seed.
+    """
+
+    node: fx.Node
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    strategies: Mapping[str, Strategy]
+    sizes: Mapping[str, int]
+    emit: Callable[..., fx.Node]
+    seed: Callable[[], fx.Node]
+
+    def as_traced(self, changed: Mapping[int, Any] | None = None) -> fx.Node:
+        """The traced call on local operands, with some arguments changed, by position."""
+        args = [(changed or {}).get(i, argument) for i, argument in enumerate(self.args)]
+        return self.emit(self.node.target, *args, **self.kwargs)
+
+    def axes_sharding(self, factor: str) -> list[str]:
+        return [axis for axis, s in self.strategies.items() if s.factor == factor and self.sizes[axis] > 1]
+
+    def num_parts(self, factor: str) -> int:
+        return math.prod(self.sizes[axis] for axis in self.axes_sharding(factor))
+
+    def output_layout(self) -> dict[str, Placement]:
+        return {axis: s.outputs[0] for axis, s in self.strategies.items()}
+
+    def first_row(self, axis: str, rows: int) -> fx.Node:
+        """The number of the first row that this rank holds of a table of `rows` rows."""
+        step = -(-rows // self.sizes[axis])
+        return self.emit(operator.mul, self.emit(autopart_ops.axis_index.default, axis), step)
+
+
+LocalForm = Callable[[LocalCall], fx.Node | None]
+"""Writes a call for one rank; None where the traced call on local operands will do."""
+
+
+def local_value(node: fx.Node) -> Any:
+    """What a node of a local form gives, without data: for the bytes and shapes that plans and prints show."""
+    first = value(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(first, torch.Tensor):
+        return None
+    if getattr(node.target, "namespace", "") == "aten":
+        known = all(value(used) is not None for used in node.args if isinstance(used, fx.Node))
+        return node.target(*fx.map_arg(node.args, value)) if known else None
+    if operator_name(node) in ("autopart::all_reduce", "autopart::all_reduce_max"):
+        return torch.empty_like(first)
+    return first.new_empty(first.shape[:-1]) if operator_name(node) == "autopart::pick_class" else None
+
+
+def shape_argument(call: LocalCall) -> fx.Node:
+    """The second argument names the output's shape: the local one."""
+    layout, full = call.output_layout(), shape(call.node)
+    local = local_shape(full, layout, call.sizes)
+    for axis, place in layout.items():
+        if place.is_shard and full[place.dim] % call.sizes[axis] and not place.sections:
+            local[place.dim] = -1  # shards of unequal sizes
+    return call.as_traced({1: local})
+
+
+def group_argument(call: LocalCall) -> fx.Node | None:
+    """An argument counts groups, factor `g`: those that the rank has."""
+    parts = call.num_parts("g")
+    if parts == 1:
+        return None
+    names = [declared.name for declared in call.node.target._schema.arguments]
+    position = next(i for i, name in enumerate(names) if name in ("groups", "num_groups"))
+    count: Any = call.args[position] // parts
+    if call.args[position] % parts:  # shards of unequal sizes: every rank reads it off its weight, a row a group
+        count = call.emit(aten.sym_size.int, call.args[1], 0)
+    return call.as_traced({position: count})

@@ -1,0 +1,64 @@
+"""Local forms of operators that look something up in a table whose rows are sharded: words, classes, experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopart.ir.graph import shape
+from autopart.ir.operators import autopart_ops
+
+from .local import LocalCall
+
+aten = torch.ops.aten
+
+
+def _axis_sharding(call: LocalCall, factor: str) -> str:
+    axes = call.axes_sharding(factor)
+    assert len(axes) <= 1, "a table is cut over one axis"
+    return axes[0] if axes else ""
+
+
+def embedding(call: LocalCall) -> fx.Node | None:
+    """Vocabulary-parallel look-up (Megatron-LM, Shoeybi et al. 2019, section 3): rows of other ranks give zeros."""
+    axis = _axis_sharding(call, "v")
+    if not axis:
+        return None
+    rows = shape(call.node.args[0])[0]
+    padding = call.node.args[2] if len(call.node.args) > 2 else -1
+    return call.emit(autopart_ops.embedding_shard.default, *call.args[:2], call.first_row(axis, rows), padding, rows)
+
+
+def cross_entropy(call: LocalCall) -> fx.Node | None:
+    """Cross entropy of logits whose classes are sharded (Shoeybi et al. 2019): three small all-reduces of one number
+    per token (maximum, sum of exponentials, logit of the label); the logits are never gathered."""
+    axis, emit = _axis_sharding(call, "c"), call.emit
+    if not axis:
+        return None
+    logits, target = call.args[:2]
+    ignored = call.args[4] if len(call.args) > 4 else -100
+    smoothing = call.args[5] if len(call.args) > 5 else 0.0
+    classes = shape(call.node.args[0])[1]
+    if len(shape(call.node.args[0])) > 2:
+        logits = emit(aten.movedim.int, logits, 1, -1)
+    peak = emit(
+        autopart_ops.all_reduce_max.default, emit(aten.amax.default, emit(aten.detach.default, logits), [-1]), axis
+    )
+    shifted = emit(aten.sub.Tensor, logits, emit(aten.unsqueeze.default, peak, -1))
+    total = emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), [-1])
+    log_total = emit(aten.log.default, emit(autopart_ops.all_reduce.default, total, axis))
+    picked = emit(autopart_ops.pick_class.default, shifted, target, call.first_row(axis, classes))
+    loss = emit(aten.sub.Tensor, log_total, emit(autopart_ops.all_reduce.default, picked, axis))
+    if smoothing:
+        spread = emit(autopart_ops.all_reduce.default, emit(aten.sum.dim_IntList, shifted, [-1]), axis)
+        even = emit(aten.sub.Tensor, log_total, emit(aten.div.Tensor, spread, classes))
+        loss = emit(aten.add.Tensor, emit(aten.mul.Tensor, loss, 1 - smoothing), emit(aten.mul.Tensor, even, smoothing))
+    return emit(aten.masked_fill.Scalar, loss, emit(aten.eq.Scalar, target, ignored), 0.0)
+
+
+def expert_linear(call: LocalCall) -> fx.Node | None:
+    """Expert parallelism of the tensor axis: every rank has some experts, and rows of the others give zeros."""
+    axis = _axis_sharding(call, "e")
+    if not axis:
+        return None
+    return call.emit(call.node.target, *call.args[:3], call.first_row(axis, shape(call.node.args[1])[0]))
