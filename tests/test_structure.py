@@ -5,6 +5,7 @@ Every check has planted sources in which it must fail: a check that can find not
 
 import ast
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,6 +72,9 @@ MAX_FUNCTION_LINES = 60
 PRINTING_MODULES = ("autopart.cli",)
 TRANSFORMERS_MODULES: tuple[str, ...] = ("autopart.tracing.model_source",)
 COMPAT_MODULES = ("autopart.compat", "autopart.compat_training")
+# Where operators are known by name: rules, rewrites, and what reads the formula of a loss that the rewrites write.
+NAMING_ROOMS = ("rules", "normalize")
+NAMING_MODULES = ("autopart.passes.facts.labels",)
 # Below these, a leading underscore is part of a public name: operators (torch.ops.aten._softmax) and torch.fx.
 PUBLIC_PREFIXES = ("torch.ops.", "torch.fx.")
 
@@ -224,6 +228,18 @@ def no_print(module: Module, known: set[str]) -> Iterator[str]:
             yield f"{module.name}:{node.lineno} uses print"
 
 
+def no_operator_names(module: Module, known: set[str]) -> Iterator[str]:
+    """What is done with an operator is decided by its rule: by name in the tables of rules and the rewrites alone."""
+    layer, room = _room_of(module.name)
+    if layer not in ("passes", "cost") or room in NAMING_ROOMS or module.name in NAMING_MODULES:
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Constant) and re.match(r"(aten|autopart)?::\w", str(node.value)):
+            yield f"{module.name}:{node.lineno} names {node.value}"
+        elif isinstance(node, ast.Compare) and re.search(r"\b(aten|autopart_ops|torch\.ops)\b", ast.unparse(node)):
+            yield f"{module.name}:{node.lineno} compares with an operator: {ast.unparse(node)}"
+
+
 def no_transformers(module: Module, known: set[str]) -> Iterator[str]:
     """autopart knows graphs, not a model library."""
     if module.name in TRANSFORMERS_MODULES:
@@ -280,6 +296,7 @@ CHECKS: tuple[Check, ...] = (
     cost_without_process_groups,
     file_length,
     function_length,
+    no_operator_names,
     no_print,
     no_transformers,
     private_torch,
@@ -327,6 +344,10 @@ BAD = [
     (file_length, Module("autopart.ir.graph", "x = 1\n" * (MAX_FILE_LINES + 1))),
     (function_length, Module("autopart.ir.graph", LONG_FUNCTION)),
     (function_length, Module("autopart.ir.graph", "async " + LONG_FUNCTION)),
+    (no_operator_names, Module("autopart.passes.write.lower", "SPECIAL = {'aten::mean': mean}")),
+    (no_operator_names, Module("autopart.passes.write.lower", "node.target is torch.ops.aten.mean.dim")),
+    (no_operator_names, Module("autopart.passes.write.lower", "node.target in (aten.mul.Tensor, aten.add.Tensor)")),
+    (no_operator_names, Module("autopart.cost.count", "operator_name(node).endswith('::embedding')")),
     (no_print, Module("autopart.passes.solve", "print('here')")),
     (no_print, Module("autopart.passes.solve", "list(map(print, ()))")),
     (no_transformers, Module("autopart.ir.graph", "import transformers")),
@@ -342,6 +363,8 @@ BAD = [
 ]
 
 GOOD = [
+    Module("autopart.passes.write.lower", "emit(aten.mul.Tensor, x)\noperator_name(node).removeprefix('autopart::')"),
+    Module("autopart.passes.rules.tables", "LINES = {'aten::linear': rule}"),
     Module("autopart.plans.plan", "def f():\n    from autopart.cost.symbolic import Cost"),
     Module("autopart.ir.graph", "from autopart.ir import layout\nfrom .layout import Layout\nimport torch, sympy"),
     Module(

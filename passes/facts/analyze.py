@@ -43,7 +43,7 @@ from autopart.passes.pipeline import driven
 from autopart.passes.rules import pattern_for
 from autopart.passes.rules.functions import backward_is_linear
 from autopart.passes.rules.kinds import Kinds
-from autopart.passes.rules.tables import MOVES
+from autopart.passes.rules.tables import KEEPING_WEIGHTS, MOVES, WITHOUT_GRADIENT
 from autopart.tracing.trace import Trace, batch_size
 
 
@@ -165,7 +165,8 @@ def _role(node: fx.Node, trace: Trace) -> str:
     roles = {facts(n)["role"] for n in node.all_input_nodes}
     if roles <= {INPUT, DATA}:
         return DATA
-    return WEIGHT if roles <= {PARAMETER, WEIGHT, DATA} and roles & {PARAMETER, WEIGHT} and _is_view(node) else ACTIVE
+    of_weights = roles <= {PARAMETER, WEIGHT, DATA} and roles & {PARAMETER, WEIGHT}
+    return WEIGHT if of_weights and operator_name(node) in KEEPING_WEIGHTS else ACTIVE
 
 
 def _note_draws(graph: fx.Graph) -> None:
@@ -192,20 +193,12 @@ def _note_draws(graph: fx.Graph) -> None:
             facts(node)["tied_to_mode"] = True
 
 
-_VIEWS = {"aten::t", "aten::transpose", "aten::reshape", "aten::permute", "aten::unsqueeze",
-          "aten::squeeze", "aten::to", "aten::_to_copy", "aten::detach"}  # fmt: skip
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.target is not operator.getitem and operator_name(node) in _VIEWS
-
-
 def _needs_grad(node: fx.Node, trace: Trace) -> bool:
     if node.op == "get_attr":
         return node.target in trace.parameters and trace.parameters[node.target].requires_grad
     if node.op == "placeholder":
         return facts(node).get("input_grad", False)
-    if node.op != "call_function" or (node.target is not operator.getitem and operator_name(node) == "aten::detach"):
+    if node.op != "call_function" or operator_name(node) in WITHOUT_GRADIENT:
         return False
     floating = is_floating(node) or not is_tensor(node)
     return floating and any(facts(n)["needs_grad"] for n in node.all_input_nodes)

@@ -195,6 +195,13 @@ LOSS_REDUCTIONS: dict[str, int] = {
 WITHOUT_RULE: dict[str, LocalForm] = {"aten::as_strided": views.as_strided}
 """Local forms of operators that have no rule."""
 
+KEEPING_WEIGHTS = {"aten::t", "aten::transpose", "aten::reshape", "aten::permute", "aten::unsqueeze", "aten::squeeze",
+                   "aten::to", "aten::_to_copy", "aten::detach"}  # fmt: skip
+"""Operators that make of a weight another form of it, which is made wherever it is read."""
+
+WITHOUT_GRADIENT = {"aten::detach"}
+"""Operators whose result has no gradient, whatever they are given."""
+
 COSTS: dict[str, CostNotes] = {
     "aten::scaled_dot_product_attention": CostNotes(kind="attention", backward_work=2.5),
     "aten::embedding": CostNotes(looks_up=True),
