@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -117,6 +118,11 @@ def describe(node: fx.Node) -> str:
 def operators(graph: fx.Graph) -> Iterator[fx.Node]:
     """The calls of the graph that compute something: no placeholders, parameters, projections or output."""
     return (n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+
+
+def reads(graph: fx.Graph) -> nx.DiGraph:
+    """What every node reads, as a graph to search: an edge from each node to those among its arguments."""
+    return nx.DiGraph((node, used) for node in graph.nodes for used in node.all_input_nodes)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:

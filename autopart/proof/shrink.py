@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 
@@ -50,12 +51,7 @@ class _Search:
         self.order = {node: i for i, node in enumerate(self.active)}
         with torch.no_grad():
             self.values = subject.values()
-        self.neighbours: dict[fx.Node, set[fx.Node]] = {node: set() for node in self.active}
-        for node in self.active:
-            for user in _users(node):
-                if user in self.order:
-                    self.neighbours[node].add(user)
-                    self.neighbours[user].add(node)
+        self.joined = nx.Graph((node, user) for node in self.active for user in _users(node) if user in self.order)
 
     def suspects(self, first: Mismatch | None) -> set[fx.Node]:
         """The operators to begin with."""
@@ -72,7 +68,8 @@ class _Search:
             if len(chosen) == len(self.active):
                 return set()
             for _ in range(rings):
-                chosen = chosen.union(*(self.neighbours[node] for node in chosen)) or set(self.active)
+                around = nx.node_boundary(self.joined, chosen)
+                chosen = chosen | around if around else set(self.active)
             rings *= 2
         return chosen
 

@@ -89,16 +89,14 @@ def drop_checks(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, Any], autocast: Any) -> Any:
+def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocast: Any) -> Any:
     """Copy the calls of a region's body; its outputs."""
     enter, leave = AUTOCAST
     opened = graph.call_function(enter, autocast) if autocast is not None else None
-    for inner in body.graph.nodes:
-        if inner.op == "call_function":
-            values[inner] = graph.node_copy(inner, values.__getitem__)
+    outputs = graph.graph_copy(body.graph, values)
     if opened is not None:
         graph.call_function(leave, (opened,))
-    return fx.map_arg(body.graph.output_node().args[0], values.__getitem__)
+    return outputs
 
 
 def _one_name_each(program: Any) -> None:

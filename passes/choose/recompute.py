@@ -11,9 +11,8 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from graphlib import CycleError, TopologicalSorter
-from heapq import heappop, heappush
 
+import networkx as nx
 from torch import fx
 
 from autopart.cost.flops import matrix_work
@@ -182,17 +181,21 @@ def cores(traced: fx.Graph) -> dict[str, str]:
     weights, block_of = _weights(traced), blocks(traced)
     products = {node for node in active_operators(traced) if matrix_work(node)}
     starts = [node for node in traced.nodes if node in products and len(_activations(node, weights)) > 1]
-    core_of: dict[fx.Node, list[fx.Node]] = {}
+    # What a product makes is a node of its own here, so that nothing is reached through a product.
+    calls, joined = _calls(traced), nx.Graph()
+    flow = nx.DiGraph(((used, used in products), (node, False)) for node in calls for used in node.all_input_nodes)
     for start in starts:
-        after = _reached(start, products)
+        after = nx.descendants(flow, (start, True)) if (start, True) in flow else set()
         block = block_of[facts(start)["key"]]
-        ends = [n for n in starts if n in after and n is not start and block_of[facts(n)["key"]] == block]
-        if not ends:
-            continue
-        joined = list(dict.fromkeys(m for n in _leading_to(ends, after) for m in core_of.get(n, [n])))
-        for node in joined:
-            core_of[node] = joined
-    return {facts(node)["key"]: facts(core[0])["key"] for node, core in core_of.items() if "key" in facts(node)}
+        for end in starts:
+            if (end, False) in after and block_of[facts(end)["key"]] == block:
+                between = nx.ancestors(flow.subgraph(after), (end, False))
+                nx.add_star(joined, [start, end, *(node for node, _ in between)])
+    core_of: dict[str, str] = {}
+    for core in nx.connected_components(joined):
+        first = next(start for start in starts if start in core)
+        core_of |= {facts(node)["key"]: facts(first)["key"] for node in core if "key" in facts(node)}
+    return core_of
 
 
 def _weights(traced: fx.Graph) -> set[fx.Node]:
@@ -211,28 +214,6 @@ def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
     """What a matrix product multiplies, where none of it is a weight."""
     read = [n for n in tensor_inputs(node) if facts(n)["role"] in (ACTIVE, PARAMETER, WEIGHT)]
     return read if matrix_work(node) and weights.isdisjoint(read) else []
-
-
-def _reached(start: fx.Node, products: set[fx.Node]) -> set[fx.Node]:
-    """The start, and what depends on it with no product between."""
-    seen, todo = {start}, [start]
-    while todo:
-        for user in todo.pop().users:
-            if user not in seen and user.op == "call_function":
-                seen.add(user)
-                todo += [user] if user not in products else []
-    return seen
-
-
-def _leading_to(ends: Sequence[fx.Node], among: set[fx.Node]) -> list[fx.Node]:
-    """The ends, and those among some nodes that lead to one."""
-    seen, todo = dict.fromkeys(ends), list(ends)
-    while todo:
-        for used in todo.pop().all_input_nodes:
-            if used in among and used not in seen:
-                seen[used] = None
-                todo.append(used)
-    return list(seen)
 
 
 def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
@@ -267,23 +248,15 @@ def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
     place = {node: number for number, node in enumerate(graph.nodes)}
     unit = place | {node: place[region[0]] for region in regions for node in region}
     members: dict[int, list[fx.Node]] = defaultdict(list)
-    waits: dict[int, set[int]] = defaultdict(set)
     for node, number in unit.items():
         members[number].append(node)
-        waits[number] |= {unit[used] for used in node.all_input_nodes} - {number}
-    sorter = TopologicalSorter(waits)
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        return _in_one_piece(graph, [region for region in regions if place[region[0]] not in error.args[1]])
-    ready: list[int] = []
-    output = graph.output_node()
-    while sorter.is_active():
-        for number in sorter.get_ready():
-            heappush(ready, number)
-        first = heappop(ready)  # what was first stays first
-        for node in members[first]:
-            if node is not output:
-                output.prepend(node)
-        sorter.done(first)
+    order = nx.DiGraph((unit[used], unit[node]) for node in place for used in node.all_input_nodes)
+    order.add_nodes_from(members)
+    order.remove_edges_from(list(nx.selfloop_edges(order)))
+    waiting = {number for one in nx.strongly_connected_components(order) if len(one) > 1 for number in one}
+    if waiting:
+        return _in_one_piece(graph, [region for region in regions if place[region[0]] not in waiting])
+    *first, _ = [node for number in nx.lexicographical_topological_sort(order) for node in members[number]]
+    for node in first:  # what was first stays first
+        graph.output_node().prepend(node)
     return regions

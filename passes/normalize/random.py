@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import argument, draws_random_numbers, operator_name, value
+from autopart.ir.graph import argument, draws_random_numbers, operator_name, reads, value
 from autopart.ir.operators import autopart_ops
 
 from .new_calls import emit, getitem, replace
@@ -122,15 +123,8 @@ def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def _from_inputs_alone(node: fx.Node) -> bool:
     """Whether no trained parameter is upstream."""
-    seen, todo = {node}, [node]
-    while todo:
-        current = todo.pop()
-        if current.op == "get_attr" and value(current).requires_grad:
-            return False
-        new = [n for n in current.all_input_nodes if n not in seen]
-        seen.update(new)
-        todo.extend(new)
-    return True
+    made_of = {node, *nx.descendants(reads(node.graph), node)}
+    return not any(n.op == "get_attr" and value(n).requires_grad for n in made_of)
 
 
 def _normal(graph: fx.Graph, node: fx.Node) -> fx.Node:

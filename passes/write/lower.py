@@ -13,6 +13,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -25,6 +26,7 @@ from autopart.ir.graph import (
     draws_random_numbers,
     operator_name,
     operators,
+    reads,
     shape,
     source_of,
     tensor_inputs,
@@ -69,23 +71,12 @@ def lower(
     as a partial sum of the loss (for a training step, which sums once). Those of `beside` come behind them, whole.
     """
     writer = _Writer(trace, decisions, rng)
-    needed = _needed([*outputs, *beside, *trace.buffer_updates.values()])
+    ends = [o for o in (*outputs, *beside, *trace.buffer_updates.values()) if isinstance(o, fx.Node)]
+    needed: set[fx.Node] = set().union(*nx.bfs_layers(reads(trace.graph), ends))
     for node in operators(trace.graph):
         if node in decisions.stage_of and node in needed:
             writer.write(node)
     return writer.finish([*((o, whole_outputs) for o in outputs), *((o, True) for o in beside)])
-
-
-def _needed(outputs: Sequence[Any]) -> set[fx.Node]:
-    """The nodes that the outputs depend on."""
-    seen: set[fx.Node] = set()
-    todo = [o for o in outputs if isinstance(o, fx.Node)]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return seen
 
 
 def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
@@ -460,7 +451,8 @@ class _Writer:
     def _first_reader(self, source: fx.Node) -> int:
         """The first stage that holds what a parameter, or a view of parameters, is made of."""
         readers = self._readers()
-        names = [n.target for n in _needed([source]) if n.op == "get_attr" and facts(n)["role"] == PARAMETER]
+        made_of = {source, *nx.descendants(reads(self.trace.graph), source)}
+        names = [n.target for n in made_of if n.op == "get_attr" and facts(n)["role"] == PARAMETER]
         return max((min(readers.get(name, {0})) for name in names), default=0)
 
     def _output_layout(self, node: fx.Node, whole: bool) -> Key:
