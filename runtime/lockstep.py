@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
 
 from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import OPERATORS, axis_of, operator_name
 from autopart.ir.program import Program, Stage
-from autopart.runtime.comm.collectives import attribute, conversion_cuts, on_device
+from autopart.runtime.comm.collectives import attribute, bind, conversion_cuts, on_device
 from autopart.runtime.comm.draws import one_stream
 from autopart.runtime.comm.lists import LIST_PRIMITIVES, Primitives
 from autopart.runtime.comm.pieces import Cut
@@ -68,7 +67,7 @@ def run_lockstep(
     with one_stream(program, inputs, device) as rewind:
         for stage in program.stages:
             rewind()
-            values = _run_prologue(stage, buffers, inputs, device)
+            values = bind(stage.prologue, {}, {}, device, buffers).forward(*inputs)
             ranks = stage_ranks(program, stage.index, placement)
             count = len(stage.inputs)
             keywords = {
@@ -106,37 +105,6 @@ def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tens
 def _of_one_rank(values: Sequence[Any]) -> list[Any]:
     """The values as one rank has them: what needs a gradient has it for itself."""
     return [v.clone() if isinstance(v, Tensor) and v.requires_grad else v for v in values]
-
-
-def _run_prologue(
-    stage: Stage, buffers: Mapping[str, Tensor], inputs: Sequence[Any], device: torch.device
-) -> tuple[Any, ...]:
-    values: dict[fx.Node, Any] = {}
-    remaining = iter(inputs)
-    for node in stage.prologue.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(remaining)
-        elif node.op == "get_attr":
-            values[node] = attribute(stage.prologue, str(node.target), buffers, device)
-        elif node.op == "output":
-            return tuple(_local(node.args[0], values, device))
-        else:
-            values[node] = _call(node, values, device)
-    raise AssertionError("a graph without an output")
-
-
-def _call(node: fx.Node, values: Mapping[fx.Node, Any], device: torch.device) -> Any:
-    """A node's result from its inputs' values, on one rank."""
-    args, kwargs = _local(node.args, values, device), _local(node.kwargs, values, device)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target), f"{node.op} {node.target}"
-    return node.target(*args, **kwargs)
-
-
-def _local(arguments: Any, values: Mapping[fx.Node, Any], device: torch.device) -> Any:
-    found = map_aggregate(arguments, lambda a: values[a] if isinstance(a, fx.Node) else a)
-    return on_device(found, device)
 
 
 class _StageRun:
@@ -223,10 +191,12 @@ class _StageRun:
                 return {rank: self.coordinates[rank].get(axis, 0) for rank in self.ranks}
             (x,) = node.all_input_nodes
             return self._convert(name, values[x], axis, node.args[2:])
+        assert callable(node.target), f"{node.op} {node.target}"
         result = {}
+        arguments = on_device((node.args, node.kwargs), self.device)
         for rank in self.ranks:
-            local = {used: values[used][rank] for used in node.all_input_nodes}
-            result[rank] = _call(node, local, self.device)
+            args, kwargs = fx.map_arg(arguments, lambda used, rank=rank: values[used][rank])
+            result[rank] = node.target(*args, **kwargs)
         return result
 
     def _attribute(self, rank: int, name: str) -> Any:

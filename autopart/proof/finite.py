@@ -95,7 +95,7 @@ def _compared(subject: Subject, results: Results) -> Iterator[tuple[str, Tensor,
 
 def explain(subject: Subject, values: Mapping[str, str]) -> NotFinite:
     """Where the numbers come from that `values` (of `not_finite`) hold."""
-    computed = subject.values(lambda value: value.retain_grad())
+    computed = subject.values(retain_grads=True)
     begins = dict(_beginnings(computed))
     ends = [node for node in subject.outputs if isinstance(node, fx.Node)]
     ends += list(subject.traced.buffer_updates.values())

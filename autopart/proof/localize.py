@@ -267,7 +267,7 @@ class _Search:
 
 def _reference(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Every value of the traced graph on the global batch, and its gradient, by the node's name."""
-    values = subject.values(lambda value: value.retain_grad())
+    values = subject.values(retain_grads=True)
     found = {node.name: value for node, value in values.items() if isinstance(value, Tensor)}
     subject.seed(subject.flat_outputs(values)).backward()
     grads = {name: value.grad for name, value in found.items() if value.requires_grad and value.grad is not None}

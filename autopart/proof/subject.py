@@ -115,27 +115,17 @@ class Subject:
 
     # Whole
 
-    def values(self, keep: Callable[[Tensor], None] = lambda value: None) -> dict[fx.Node, Any]:
-        """Every value of the graph on the global batch, where the weights are; `keep` is called with each that has a
-        gradient."""
-        with one_seed(self.random_seed):
-            return self._values(keep)
-
-    def _values(self, keep: Callable[[Tensor], None]) -> dict[fx.Node, Any]:
+    def values(self, retain_grads: bool = False) -> dict[fx.Node, Any]:
+        """Every value of the graph on the global batch, where the weights are; `retain_grads`: each gets its `.grad`
+        when the graph is differentiated."""
         tensors = {**self.weights, **self.traced.buffers, **self.traced.constants}
         device = next((weight.device for weight in self.weights.values()), None)
         inputs = (tensor.to(device) if device is not None else tensor for tensor in self.traced.call.tensors)
-        values: dict[fx.Node, Any] = {}
-        for node in self.traced.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(inputs)
-            elif node.op == "get_attr":
-                values[node] = tensors[node.target]
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-                if isinstance(values[node], Tensor) and values[node].requires_grad:
-                    keep(values[node])
+        with one_seed(self.random_seed):
+            values = self.traced.values(inputs, tensors)
+        for value in values.values() if retain_grads else ():
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.retain_grad()
         return values
 
     def flat_outputs(self, values: Mapping[fx.Node, Any]) -> list[Any]:

@@ -164,19 +164,10 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
 
 def _graph_run(traced: Trace, eager: _Run, device: torch.device, inputs: Sequence[Tensor]) -> _Run:
     """The trace's graph, run as the model was."""
-    values: dict[fx.Node, Any] = {}
-    given = iter(inputs)
     others = {**traced.buffers, **traced.constants, **traced.parameters}
     with no_autocast(), meta_run(device):
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "get_attr":
-                known = eager.tensors.get(node.target)
-                values[node] = known if known is not None else without_values(others[node.target])
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
+        tensors = {name: without_values(t) for name, t in others.items() if name not in eager.tensors}
+        values = traced.values(inputs, {**tensors, **eager.tensors})
     outputs = traced.graph.output_node().args[0]
     flat = [values[o] if isinstance(o, fx.Node) else o for o in outputs]
     return _Run(flat, eager.leaves, eager.tensors)

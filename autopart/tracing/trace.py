@@ -11,7 +11,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,6 +89,20 @@ class Trace:
         """{buffer: its value after the forward} of the buffers that the model writes."""
         rest = self.graph.output_node().args[1:]
         return rest[0] if rest else {}
+
+    def values(self, inputs: Iterable[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[fx.Node, Any]:
+        """Every value of the graph on these inputs; `tensors`: its parameters, buffers and constants by name."""
+        run = _Run(nn.Module(), garbage_collect_values=False, graph=self.graph)
+        run.tensors, run.extra_traceback = tensors, False
+        run.run(*inputs)
+        return run.env
+
+
+class _Run(fx.Interpreter):
+    tensors: Mapping[str, torch.Tensor]
+
+    def fetch_attr(self, target: str) -> torch.Tensor:
+        return self.tensors[target]
 
 
 def batch_size(trace: Trace) -> int:

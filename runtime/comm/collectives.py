@@ -164,22 +164,17 @@ def bind(
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
     attributes: dict[str, Any] = {}
-
-    def value_of(argument: Any) -> Any:
-        return values[argument] if isinstance(argument, fx.Node) else argument
-
     for node in graph_module.graph.nodes:
         name, axis = operator_name(node), axis_of(node)
         if node.op == "output":
-            graph.output(map_aggregate(node.args[0], value_of))
+            graph.output(fx.map_arg(node.args[0], values.__getitem__))
         elif name == "axis_index" and axis is not None:
             values[node] = coordinates.get(axis, 0)
         elif axis is not None and axis not in groups:
-            values[node] = value_of(node.args[0])
+            values[node] = values[node.args[0]]
         else:
-            copy = values[node] = graph.node_copy(node)
-            copy.args = on_device(map_aggregate(node.args, value_of), device)
-            copy.kwargs = on_device(map_aggregate(node.kwargs, value_of), device)
+            copy = values[node] = graph.node_copy(node, values.__getitem__)
+            copy.args, copy.kwargs = on_device((copy.args, copy.kwargs), device)
             if axis is not None:
                 copy.args = (copy.args[0], groups[axis].group_name, *copy.args[2:])
             if node.op == "get_attr":
