@@ -20,7 +20,8 @@ from autopart.ir.graph import format_value
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS, Program
 from autopart.options import Options
-from autopart.passes.choose.decide import OnAxes, decided_by, decode, without_microbatches
+from autopart.passes.choose.batch import without_microbatches
+from autopart.passes.choose.codec import OnAxes, decided_by, decode
 from autopart.passes.facts.labels import with_label_count
 from autopart.passes.write.lower import lower
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, warn_of_memory

@@ -14,7 +14,7 @@ from autopart.cost.table import Priced
 from autopart.cost.table_data import as_data, folded, own_setting
 from autopart.ir.decisions import Decisions
 from autopart.ir.program import Program
-from autopart.passes.choose.decide import encode
+from autopart.passes.choose.codec import encode
 from autopart.passes.choose.partition import partition
 from autopart.passes.choose.parts import storage_notes
 from autopart.passes.choose.pins import FREE

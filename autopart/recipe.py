@@ -24,8 +24,7 @@ from autopart.ir.program import Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.batch import choose_batch, mixed_rows
-from autopart.passes.choose.cut_again import cut_again
-from autopart.passes.choose.decide import decide
+from autopart.passes.choose.decide import cut_again, decide
 from autopart.passes.choose.parts import choose_parts
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.reasons import Reasons

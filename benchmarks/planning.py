@@ -95,12 +95,12 @@ def main() -> None:
 def measure(case: str) -> dict[str, Any]:
     """Seconds by pass and for the whole plan, and the process's peak memory before and after."""
     import autopart
-    from autopart import compiler
+    from autopart import recipe
 
     times_s: dict[str, float] = defaultdict(float)
     for column, functions in PASSES.items():
         for function in functions:
-            _time_calls(compiler, function, column, times_s)
+            _time_calls(recipe, function, column, times_s)
     model, batch = build(case)
     before_bytes = _peak_bytes()
     start_s = time.perf_counter()

@@ -22,7 +22,7 @@ from autopart.ir.layout import CONVERSIONS
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.options import Options
-from autopart.passes.choose.decide import decode
+from autopart.passes.choose.codec import decode
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.recipe import find_loss, make_plan, prepare

@@ -10,7 +10,7 @@ from zoo import gpt2
 
 import autopart
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.decide import decode
+from autopart.passes.choose.codec import decode
 from autopart.passes.dump import program_files
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 import autopart
 from autopart.errors import AutopartError, InputError, OptionError
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.decide import decode
+from autopart.passes.choose.codec import decode
 from autopart.passes.write.lower import lower
 from autopart.recipe import prepare
 from autopart.runtime.comm.placement import stages_at

@@ -21,7 +21,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
 from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
 from autopart.options import Options
-from autopart.passes.choose.decide import fit_rows
+from autopart.passes.choose.batch import fit_rows
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Schedule
 from autopart.proof.verify import VerificationRun
@@ -144,7 +144,7 @@ def train_on(name, mesh, shapes):
     tensors = {name: id(p) for name, p in pm.named_parameters()}
     with (
         mock.patch("autopart.recipe.trace", wraps=autopart.recipe.trace) as traces,
-        mock.patch("autopart.passes.choose.decide.fit_around", side_effect=AssertionError("solved again")),
+        mock.patch("autopart.passes.choose.codec.fit_around", side_effect=AssertionError("solved again")),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -213,7 +213,7 @@ def generate(mesh):
         expected = model(input_ids=ids, use_cache=False)
         with (
             torch.no_grad(),
-            mock.patch("autopart.passes.choose.decide.fit_around", side_effect=AssertionError("solved again")),
+            mock.patch("autopart.passes.choose.codec.fit_around", side_effect=AssertionError("solved again")),
         ):
             found = pm(input_ids=ids)
         zoo.assert_close_outputs(found, expected)

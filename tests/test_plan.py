@@ -21,7 +21,7 @@ from autopart.errors import AutopartError
 from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.decide import decode
+from autopart.passes.choose.codec import decode
 from autopart.passes.pipeline import PassError
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan, schema
@@ -105,7 +105,7 @@ def forbid_choosing(monkeypatch):
 
     def forbid():
         monkeypatch.setattr("autopart.passes.choose.decide.cheapest", forbidden)
-        monkeypatch.setattr("autopart.passes.choose.decide.fit_around", forbidden)
+        monkeypatch.setattr("autopart.passes.choose.codec.fit_around", forbidden)
         monkeypatch.setattr("autopart.passes.choose.decide.pinned_partition", forbidden)
 
     return forbid

@@ -23,7 +23,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.ir.recomputation import word_of
 from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
-from autopart.passes.choose.decide import decode
+from autopart.passes.choose.codec import decode
 from autopart.plans.plan import Plan
 from autopart.proof.verify import VerificationRun
 from autopart.runtime import lockstep

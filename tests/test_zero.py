@@ -22,7 +22,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import autopart
 from autopart.ir.layout import R
 from autopart.ir.mesh import Mesh
-from autopart.passes.choose.decide import decode, encode
+from autopart.passes.choose.codec import decode, encode
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.recipe import prepare

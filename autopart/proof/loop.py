@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autopart.compat import tree_flatten
 from autopart.ir.program import Program
-from autopart.passes.choose.decide import decided_by, decode
+from autopart.passes.choose.codec import decided_by, decode
 from autopart.progress import phase
 from autopart.proof.steps import Compared, StepReport
 from autopart.proof.subject import FLOOR, GRAD_FLOOR, SEED, Arrangement, Subject, buffers_restored, one_seed, whole_loss

@@ -27,7 +27,7 @@ from autopart.ir.graph import draws_random_numbers
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
 from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
-from autopart.passes.choose.decide import decode
+from autopart.passes.choose.codec import decode
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
 from autopart.plans.plan import Plan
 from autopart.progress import phase

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autopart.cost.fit import quick_ways, what_helps
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.passes.choose.decide import decode
+from autopart.passes.choose.codec import decode
 from autopart.passes.choose.reasons import Reasons
 from autopart.plan_figures import Draft
 from autopart.plans.headline import ADVICE, fits, quantity

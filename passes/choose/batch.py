@@ -7,16 +7,31 @@ with partial gradients, so that all gradients of parameters end as partial sums,
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import fx
 
 from autopart.errors import StageError
 from autopart.ir.atoms import BATCH
-from autopart.ir.decisions import Strategy
+from autopart.ir.decisions import Decisions, Strategy, over_rows
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
-from autopart.ir.graph import describe, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
+from autopart.ir.graph import (
+    describe,
+    operators,
+    size_bytes,
+    source_of,
+    spoken_name,
+    tensor_inputs,
+    value,
+)
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
+from autopart.ir.mesh import Mesh
+from autopart.ir.schedules import can_run, schedule_for
+from autopart.passes.choose.partition import check_batch
 from autopart.passes.facts.strategies import strategies
+from autopart.plans.plan import Schedule
+from autopart.tracing.trace import Trace, batch_size
 
 LOCAL_IN_TIME = frozenset({"own_grad", "own", "own_both"})
 """Conversions that need nothing of the other microbatches."""
@@ -100,3 +115,50 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
             where=describe(node),
             hint="microbatches=1 (on a pipeline with schedule='gpipe')",
         )
+
+
+def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
+    """What every operator does with the rows of the batch; follows from the rules, nothing is chosen."""
+    check_batch(batch_size(trace), mesh, microbatches)
+    chosen = _row_strategies(trace, mesh.row_ranks * microbatches)
+    check_microbatches(trace.graph, chosen, microbatches)
+    return chosen
+
+
+def _row_strategies(trace: Trace, num_shards: int) -> Mapping[fx.Node, Strategy]:
+    return choose_batch(trace.graph, num_shards) if num_shards > 1 else {}
+
+
+def without_microbatches(trace: Trace, decisions: Decisions) -> Decisions:
+    """The same decisions for a call that runs all its rows at once."""
+    mesh, copied = decisions.mesh, decisions.copied
+    rows = over_rows(mesh, 1, _row_strategies(trace, 1 if copied else mesh.row_ranks), copied)
+    return replace(decisions, microbatches=1, strategies={**rows, **decisions.features})
+
+
+class Rows(NamedTuple):
+    """How the rows of a batch are cut; `copied`: not over `dp`, every rank of it computes all."""
+
+    microbatches: int
+    strategies: Mapping[fx.Node, Strategy]
+    copied: bool
+
+
+def fit_rows(trace: Trace, mesh: Mesh, schedule: Schedule) -> Rows:
+    """How to cut the rows of a call that has another number of them than the plan's.
+
+    As many microbatches as the schedule has, or the nearest number that divides the rows and that it can run, with the
+    rows cut over `dp`; where they do not divide over it, every rank of `dp` computes all of them.
+    """
+    rows, pp = batch_size(trace), mesh.size("pp")
+    num_stages = pp * schedule.virtual_stages
+    nearest = sorted(range(1, rows + 1), key=lambda m: (abs(m - schedule.microbatches), -m))
+    for ranks in dict.fromkeys((mesh.row_ranks, 1)):
+        for microbatches in (m for m in nearest if rows % (ranks * m) == 0):
+            name = schedule_for(schedule.name, num_stages, pp, microbatches) if schedule.name else None
+            if name is not None and not can_run(name, num_stages, pp, microbatches):
+                continue
+            chosen = _row_strategies(trace, ranks * microbatches)
+            if microbatches == 1 or mixed_rows(trace.graph, chosen) is None:
+                return Rows(microbatches, chosen, ranks < mesh.row_ranks)
+    raise AssertionError("one microbatch can always be run")
