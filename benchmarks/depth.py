@@ -30,16 +30,16 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
          "vocab_size": 512}  # fmt: skip
 
 PHASES = {
-    "trace": (("compiler", "trace"),),
-    "normalise": (("compiler", "run_passes"),),
-    "gradients": (("compiler", "with_gradients_checked"),),
-    "facts": (("compiler", "annotate"),),
-    "choose": (("compiler", "decide"), ("compiler", "choose_parts")),
-    "write": (("compiler", "lower"),),
-    "walk": (("compiler", "walked"),),
-    "memory": (("compiler", "memory_of"),),
-    "timing": (("plan_figures", "timing"), ("plan_figures", "simulated")),
-    "explain": (("compiler", "plan_of"),),
+    "trace": (("recipe", "trace"),),
+    "normalise": (("recipe", "run_passes"),),
+    "gradients": (("recipe", "with_gradients_checked"),),
+    "facts": (("recipe", "annotate"),),
+    "choose": (("recipe", "decide"), ("recipe", "choose_parts")),
+    "write": (("recipe", "lower"),),
+    "walk": (("recipe", "walked"),),
+    "memory": (("recipe", "memory_of"),),
+    "timing": (("plan_figures", "tabulate"), ("plan_figures", "folded"), ("plan_figures", "simulated")),
+    "explain": (("recipe", "plan_of"),),
 }
 """{phase: the functions, each with the module that calls it}; time inside of two counts for the inner one."""
 TRACING = ("trace", "gradients")
