@@ -83,9 +83,11 @@ def trace_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor]
         return make_fx(function)(*tensors)
 
 
-def outside_of_tracing() -> AbstractContextManager[Any]:
-    """A context in which operators run as they do outside of a trace, on real tensors."""
-    return cast(AbstractContextManager[Any], _disable_current_modes())
+@contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """Inside, operators run as they do outside of a trace, on real tensors."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -133,13 +135,14 @@ class Tracing:
     def add(self, target: Any, nodes: Sequence[fx.Node], made: Sequence[torch.Tensor]) -> fx.Node:
         """Add a call on a list of tensors that gives those of `made`."""
         name = target._schema.name.rpartition("::")[2]
-        given = [fx.Proxy(node, self.tracer) for node in nodes]
-        whole = self.tracer.create_proxy("call_function", target, (given,), {}, name=name)
-        for i, tensor in enumerate(made):
-            part = self.tracer.create_proxy("call_function", operator.getitem, (whole, i), {}, name=f"{name}_part")
-            proxy_tensor.track_tensor_tree(tensor, part, constant=None, tracer=self.tracer)
-        whole.node.meta["val"] = [user.meta["val"] for user in whole.node.users]
-        return cast(fx.Node, whole.node)
+        create = self.tracer.create_node
+        with torch._C.DisableTorchFunction():
+            whole = create("call_function", target, (list(nodes),), {}, name)
+            for i, tensor in enumerate(made):
+                part = fx.Proxy(create("call_function", operator.getitem, (whole, i), {}, f"{name}_part"), self.tracer)
+                proxy_tensor.track_tensor_tree(tensor, part, constant=None, tracer=self.tracer)
+        whole.meta["val"] = [user.meta["val"] for user in whole.users]
+        return cast(fx.Node, whole)
 
     def counts(self) -> Any:
         """How often which module has run so far, and which run now."""

@@ -42,7 +42,7 @@ _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 
 
 class EagerSemantics(TorchFunctionMode):
-    """While the forward runs (`in_forward`): what is read without grad mode, or through `.data`, carries no gradient.
+    """Around a forward: what is read without grad mode, or through `.data`, carries no gradient.
 
     Raises TraceError for what a trace of the forward would lose: hooks on tensors, and writes in place without grad
     mode to a value that has a gradient.
@@ -50,7 +50,6 @@ class EagerSemantics(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_forward = False  # what torch does around it asks for much, and none of it is the model's
         self.origins = WeakIdKeyDictionary()  # {tensor: the inputs and module outputs that it is made of}
         self.asked = ""  # what the tensor is made of whose values Python asked for last
         self.data = WeakIdKeyDictionary()  # what `.data` gave
@@ -60,7 +59,7 @@ class EagerSemantics(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if not self.in_forward or func in _OF_METADATA:
+        if func in _OF_METADATA:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         answer = self.known.answer((func, args, kwargs), tensors)

@@ -65,16 +65,19 @@ class Entry(nn.Module):
             if module in paths:
                 self.semantics.named(output, paths[module])
 
-        self.semantics.in_forward = True
         try:
-            with self.state, self.autocast, self.checkpoints.watching(), register_module_forward_hook(name_output):
+            with (
+                self.state,
+                self.autocast,
+                self.semantics,
+                self.checkpoints.watching(),
+                register_module_forward_hook(name_output),
+            ):
                 output = call(self.model, tree_unflatten(leaves, self.spec))
         except BaseException:
             for module, buffers in before:
                 module._buffers.update(buffers)
             raise
-        finally:
-            self.semantics.in_forward = False
         for module, buffers in before:
             _write_assigned(module, buffers)
         register_dataclasses(output)

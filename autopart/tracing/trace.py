@@ -251,7 +251,7 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
-    with torch.enable_grad(), no_autocast(), _quiet(), traceable(entry, entry.apply_function), entry.semantics:
+    with torch.enable_grad(), no_autocast(), _quiet(), traceable(entry, entry.apply_function):
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)
