@@ -46,6 +46,11 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def targets_in(graph: fx.Graph) -> list[Any]:
+    """What the calls of a graph call, each once; also what they called before a pass."""
+    return [target for op, target in graph._find_nodes_lookup_table.table if op == "call_function"]
+
+
 def is_composite(target: Any) -> bool:
     """Whether an operator, or a plain function, is written in terms of others."""
     return not isinstance(target, torch._ops.OpOverload) or target._can_decompose()

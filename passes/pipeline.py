@@ -18,9 +18,10 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import fx
 
+from autopart.compat import targets_in
 from autopart.errors import AutopartError, OptionError
 from autopart.flags import flags
-from autopart.ir.graph import draws_random_numbers, module_path, source_text
+from autopart.ir.graph import draws_random_numbers, module_path, name_of_target, source_text
 from autopart.ir.mesh import Mesh
 from autopart.passes.dump import Notes, Shown, dump_of, within
 
@@ -28,6 +29,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Option = bool | int | float | str
 
+UNTOUCHED = object()
+"""What a pass may return that has found nothing to rewrite."""
 same_calls: ContextVar[dict[tuple, Any]] = ContextVar("what calls on fake tensors gave in these passes")
 
 
@@ -91,17 +94,37 @@ def _read_options(text: str) -> dict[str, Any] | None:
         return None
 
 
+def on_calls(*names: str) -> Callable[[Callable[[fx.Graph, fx.Node], None]], Callable[[fx.Graph], Any]]:
+    """Makes a pass of a function that rewrites one call: it is given those of operators of these names, in order."""
+
+    def decorate(rewrite: Callable[[fx.Graph, fx.Node], None]) -> Callable[[fx.Graph], Any]:
+        def run(graph: fx.Graph) -> Any:
+            targets = [target for target in targets_in(graph) if name_of_target(target) in names]
+            calls = [node for t in targets for node in graph.find_nodes(op="call_function", target=t, sort=False)]
+            for node in sorted(calls):
+                rewrite(graph, node)
+            return None if calls else UNTOUCHED
+
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(run, name, getattr(rewrite, name))
+        return run
+
+    return decorate
+
+
 def run_passes(graph: fx.Graph, passes: tuple[Pass, ...], of: str = "") -> list[Any]:
     """Run passes in order, and return what they return.
 
-    After each, dead code goes and the order of the graph is checked; at the end, or after each under `AUTOPART_CHECK`,
-    all of it. `of` says which graph it is, where that is not the traced one. Raises PassError.
+    After each that has touched the graph, dead code goes and the order of the graph is checked; at the end, or after
+    each under `AUTOPART_CHECK`, all of it. `of` says which graph it is, where that is not the traced one. Raises
+    PassError.
     """
     token = same_calls.set({})
 
     def call(rewrite: Pass) -> Any:
         result = rewrite(graph)
-        eliminate_dead_code(graph)
+        if result is not UNTOUCHED or rewrite is passes[0]:
+            eliminate_dead_code(graph)
         return result
 
     try:
@@ -155,7 +178,7 @@ def _drive(
         with within(dump):
             result = call()
         took_s = time.perf_counter() - start_s
-        if shown is None or asked.check:
+        if (shown is None and result is not UNTOUCHED) or asked.check:
             _check_order(graph)
         if lint or asked.check:
             graph.lint()

@@ -24,8 +24,13 @@ DTYPE_NAMES = {
 
 def operator_name(node: fx.Node) -> str:
     """`aten::linear` for a call of `torch.ops.aten.linear.default`, the function's name for plain functions."""
-    schema = getattr(node.target, "_schema", None)
-    return schema.name if schema is not None else getattr(node.target, "__name__", str(node.target))
+    return name_of_target(node.target)
+
+
+def name_of_target(target: Any) -> str:
+    """The `operator_name` of what calls this."""
+    schema = getattr(target, "_schema", None)
+    return schema.name if schema is not None else getattr(target, "__name__", str(target))
 
 
 def short_name(node: fx.Node) -> str:

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopart.ir.graph import argument, shape, short_name, tensor_inputs
 from autopart.ir.operators import autopart_ops
+from autopart.passes.pipeline import on_calls
 from autopart.passes.rules import pattern_for
 
 from .new_calls import emit, getitem, replace
@@ -20,13 +21,12 @@ from .new_calls import emit, getitem, replace
 aten = torch.ops.aten
 
 
-def unsorted_experts(graph: fx.Graph) -> None:
+@on_calls("aten::sort")
+def unsorted_experts(graph: fx.Graph, node: fx.Node) -> None:
     """`sort` of the rows by expert, a grouped product a layer, and the way back: `expert_linear` in the rows' order."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and short_name(node) == "sort" and len(shape(node.args[0])) == 1:
-            found = _Sorted(graph, node).rewritten()
-            for sorted_back, rows in found.items():
-                replace(sorted_back, rows)
+    if len(shape(node.args[0])) == 1:
+        for sorted_back, rows in _Sorted(graph, node).rewritten().items():
+            replace(sorted_back, rows)
 
 
 class _Sorted:

@@ -8,23 +8,23 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import short_name
+from autopart.passes.pipeline import on_calls
 
 from .new_calls import emit, replace
 
 aten = torch.ops.aten
 
 
-def plain_norms(graph: fx.Graph) -> None:
+@on_calls("aten::native_layer_norm", "aten::native_group_norm")
+def plain_norms(graph: fx.Graph, node: fx.Node) -> None:
     """Norms that also give their statistics become plain ones where nobody reads them."""
-    for node in list(graph.nodes):
-        name = short_name(node) if node.op == "call_function" else ""
-        if name not in ("native_layer_norm", "native_group_norm") or any(_index(user) != 0 for user in node.users):
-            continue
-        with graph.inserting_before(node):
-            plain = _plain(graph, node, name)
-        for user in list(node.users):
-            replace(user, plain)
-        graph.erase_node(node)
+    if any(_index(user) != 0 for user in node.users):
+        return
+    with graph.inserting_before(node):
+        plain = _plain(graph, node, short_name(node))
+    for user in list(node.users):
+        replace(user, plain)
+    graph.erase_node(node)
 
 
 def _index(user: fx.Node) -> int | None:

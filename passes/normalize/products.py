@@ -9,6 +9,7 @@ from torch import fx
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, dropout_probability, is_tensor, operator_name, shape, short_name, value
+from autopart.passes.pipeline import on_calls
 from autopart.passes.rules.equations import read_equation
 
 from .new_calls import emit, name_written_out, replace
@@ -20,18 +21,18 @@ aten = torch.ops.aten
 _PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addbmm": "bmm", "addmv": "matmul", "mv": "matmul", "dot": "matmul"}
 
 
-def plain_products(graph: fx.Graph) -> None:
+@on_calls("aten::bilinear", *(f"aten::{name}" for name in _PRODUCTS))
+def plain_products(graph: fx.Graph, node: fx.Node) -> None:
     """`beta * bias + alpha * product` in one call becomes its parts; `mv` and `dot` become `matmul`, `bilinear` an
     `einsum`. A plain `addmm` is left to `one_linear`."""
-    for node in list(graph.nodes):
-        name = short_name(node) if node.op == "call_function" else ""
-        with graph.inserting_before(node):
-            if name == "bilinear":
-                replace(node, _bilinear(graph, node))
-            elif name in ("mv", "dot"):
-                replace(node, emit(graph, node, aten.matmul.default, *node.args))
-            elif name in _PRODUCTS and (name != "addmm" or argument(node, "beta") != 1 or argument(node, "alpha") != 1):
-                replace(node, _scaled_sum(graph, node, name))
+    name = short_name(node)
+    with graph.inserting_before(node):
+        if name == "bilinear":
+            replace(node, _bilinear(graph, node))
+        elif name in ("mv", "dot"):
+            replace(node, emit(graph, node, aten.matmul.default, *node.args))
+        elif name != "addmm" or argument(node, "beta") != 1 or argument(node, "alpha") != 1:
+            replace(node, _scaled_sum(graph, node, name))
 
 
 def _scaled_sum(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
@@ -99,22 +100,22 @@ def fuse_bias(graph: fx.Graph) -> None:
             graph.erase_node(product)
 
 
-def pairs_of_factors(graph: fx.Graph) -> None:
+@on_calls("aten::einsum")
+def pairs_of_factors(graph: fx.Graph, node: fx.Node) -> None:
     """An `einsum` of more than two operands becomes a chain of two each, from the left as torch itself computes it."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or operator_name(node) != "aten::einsum" or len(node.args[1]) < 3:
-            continue
-        terms, result = read_equation(node.args[0], [len(shape(n)) for n in node.args[1]])
-        if any("..." in letter for term in terms for letter in term):
-            continue
-        made, letters = node.args[1][0], terms[0]
-        with graph.inserting_before(node):
-            for i, (operand, term) in enumerate(zip(node.args[1][1:], terms[1:], strict=True), start=2):
-                later = {letter for rest in terms[i:] for letter in rest} | set(result)
-                kept = result if i == len(terms) else [c for c in dict.fromkeys(letters + term) if c in later]
-                equation = f"{''.join(letters)},{''.join(term)}->{''.join(kept)}"
-                made, letters = emit(graph, node, aten.einsum.default, equation, [made, operand]), kept
-            replace(node, made)
+    if len(node.args[1]) < 3:
+        return
+    terms, result = read_equation(node.args[0], [len(shape(n)) for n in node.args[1]])
+    if any("..." in letter for term in terms for letter in term):
+        return
+    made, letters = node.args[1][0], terms[0]
+    with graph.inserting_before(node):
+        for i, (operand, term) in enumerate(zip(node.args[1][1:], terms[1:], strict=True), start=2):
+            later = {letter for rest in terms[i:] for letter in rest} | set(result)
+            kept = result if i == len(terms) else [c for c in dict.fromkeys(letters + term) if c in later]
+            equation = f"{''.join(letters)},{''.join(term)}->{''.join(kept)}"
+            made, letters = emit(graph, node, aten.einsum.default, equation, [made, operand]), kept
+        replace(node, made)
 
 
 def _matrix_product(graph: fx.Graph, node: fx.Node, left: fx.Node, right: fx.Node, *bias: fx.Node) -> None:

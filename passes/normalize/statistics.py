@@ -11,6 +11,7 @@ from torch import fx
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
+from autopart.passes.pipeline import on_calls
 
 from .new_calls import emit, replace
 
@@ -23,28 +24,28 @@ BATCH_NORM, INNER = "batch_norm", "batch_statistic"
 """The names (`named`) of the first operator that is written, and of the others."""
 
 
-def batch_statistics(graph: fx.Graph) -> None:
+@on_calls(_EVAL, FUNCTIONAL, *_WITHOUT_UPDATES, "aten::batch_norm")
+def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
     """A batch norm that takes its statistics from the batch becomes mean, centred square mean and products.
 
     The mean over rows is then a sum, all-reduced over data parallelism in both directions: what SyncBatchNorm does by
     hand. New running statistics (Ioffe and Szegedy 2015, the variance unbiased) are computed from the same values.
     """
-    for node in list(graph.nodes):
-        name = operator_name(node) if node.op == "call_function" else ""
-        with graph.inserting_before(node):
-            if name == _EVAL:
-                *tensors, momentum, eps = node.args
-                whole = emit(graph, node, aten.batch_norm.default, *tensors, False, momentum, eps, False)
-                _replace_parts(node, {0: whole})
-            elif name == FUNCTIONAL:
-                source, weight, bias, mean, var, _, momentum, eps = node.args
-                _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias, mean, var, momentum))
-            elif name in _WITHOUT_UPDATES and node.args[-3]:
-                source, weight, bias, *_, eps = node.args
-                _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias))
-            elif name == "aten::batch_norm" and node.args[5]:
-                source, weight, bias, *_ = node.args
-                replace(node, _Formula(graph, node, source, node.args[7]).normalised(weight, bias))
+    name = operator_name(node)
+    with graph.inserting_before(node):
+        if name == _EVAL:
+            *tensors, momentum, eps = node.args
+            whole = emit(graph, node, aten.batch_norm.default, *tensors, False, momentum, eps, False)
+            _replace_parts(node, {0: whole})
+        elif name == FUNCTIONAL:
+            source, weight, bias, mean, var, _, momentum, eps = node.args
+            _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias, mean, var, momentum))
+        elif name in _WITHOUT_UPDATES and node.args[-3]:
+            source, weight, bias, *_, eps = node.args
+            _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias))
+        elif name == "aten::batch_norm" and node.args[5]:
+            source, weight, bias, *_ = node.args
+            replace(node, _Formula(graph, node, source, node.args[7]).normalised(weight, bias))
 
 
 def _replace_parts(node: fx.Node, parts: dict[int, fx.Node]) -> None:

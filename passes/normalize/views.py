@@ -7,6 +7,7 @@ from torch import fx
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, value
+from autopart.passes.pipeline import on_calls
 
 from .new_calls import emit, getitem, replace
 
@@ -71,86 +72,72 @@ def positional_arguments(graph: fx.Graph) -> None:
         node.args, node.kwargs = tuple(args), kwargs
 
 
-def plain_copies(graph: fx.Graph) -> None:
+@on_calls("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as")
+def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
     """`copy(a, b)`, which a write in place through a view becomes, is `b` in the shape and dtype of `a`; `view_as`,
     `expand_as` and `type_as` name the shape or dtype they mean."""
-    for node in list(graph.nodes):
-        name = operator_name(node) if node.op == "call_function" else ""
-        if name not in ("aten::copy", "aten::expand_as", "aten::view_as", "aten::reshape_as", "aten::type_as"):
-            continue
-        source = node.args[1] if name == "aten::copy" else node.args[0]
-        reshapes = name in ("aten::view_as", "aten::reshape_as")
-        with graph.inserting_before(node):
-            if value(source).dtype != value(node).dtype:
-                source = emit(graph, node, aten.to.dtype, source, value(node).dtype)
-            if shape(source) != shape(node):
-                target = aten.reshape.default if reshapes else aten.expand.default
-                source = emit(graph, node, target, source, list(shape(node)))
-            replace(node, source)
+    name = operator_name(node)
+    source = node.args[1] if name == "aten::copy" else node.args[0]
+    reshapes = name in ("aten::view_as", "aten::reshape_as")
+    with graph.inserting_before(node):
+        if value(source).dtype != value(node).dtype:
+            source = emit(graph, node, aten.to.dtype, source, value(node).dtype)
+        if shape(source) != shape(node):
+            target = aten.reshape.default if reshapes else aten.expand.default
+            source = emit(graph, node, target, source, list(shape(node)))
+        replace(node, source)
 
 
-def one_reshape(graph: fx.Graph) -> None:
+@on_calls("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
+def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
     """Every view that merges or splits dims becomes `reshape` with its full shape (a shard may not be viewable)."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or operator_name(node) not in _VIEWS:
-            continue
-        if node.target is not aten.reshape.default or list(node.args[1]) != list(shape(node)):
-            with graph.inserting_before(node):
-                replace(node, emit(graph, node, aten.reshape.default, node.args[0], list(shape(node))))
+    if node.target is not aten.reshape.default or list(node.args[1]) != list(shape(node)):
+        with graph.inserting_before(node):
+            replace(node, emit(graph, node, aten.reshape.default, node.args[0], list(shape(node))))
 
 
-_VIEWS = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten"}
-
-
-def exact_squeeze(graph: fx.Graph) -> None:
+@on_calls("aten::squeeze")
+def exact_squeeze(graph: fx.Graph, node: fx.Node) -> None:
     """`squeeze` names the dims that go: a shard of another one may be of size 1 too."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or operator_name(node) != "aten::squeeze":
-            continue
-        before = shape(node.args[0])
-        asked = node.args[1] if len(node.args) > 1 else range(len(before))
-        asked = [asked] if isinstance(asked, int) else asked
-        gone = sorted({dim % len(before) for dim in asked if before[dim] == 1} if before else set())
-        with graph.inserting_before(node):
-            replace(node, emit(graph, node, aten.squeeze.dims, node.args[0], gone) if gone else node.args[0])
+    before = shape(node.args[0])
+    asked = node.args[1] if len(node.args) > 1 else range(len(before))
+    asked = [asked] if isinstance(asked, int) else asked
+    gone = sorted({dim % len(before) for dim in asked if before[dim] == 1} if before else set())
+    with graph.inserting_before(node):
+        replace(node, emit(graph, node, aten.squeeze.dims, node.args[0], gone) if gone else node.args[0])
 
 
-def explicit_repeats(graph: fx.Graph) -> None:
+@on_calls("aten::repeat")
+def explicit_repeats(graph: fx.Graph, node: fx.Node) -> None:
     """`repeat` becomes an `expand` into new dims, merged by a `reshape`."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or operator_name(node) != "aten::repeat":
-            continue
-        source, times = node.args
-        before = [1] * (len(times) - len(shape(source))) + list(shape(source))
-        pairs = [(1, size) for size in before]
-        with graph.inserting_before(node):
-            apart = emit(graph, node, aten.reshape.default, source, [size for pair in pairs for size in pair])
-            full = [size for time, own in zip(times, before, strict=True) for size in (time, own)]
-            wide = emit(graph, node, aten.expand.default, apart, full)
-            replace(node, emit(graph, node, aten.reshape.default, wide, list(shape(node))))
+    source, times = node.args
+    before = [1] * (len(times) - len(shape(source))) + list(shape(source))
+    pairs = [(1, size) for size in before]
+    with graph.inserting_before(node):
+        apart = emit(graph, node, aten.reshape.default, source, [size for pair in pairs for size in pair])
+        full = [size for time, own in zip(times, before, strict=True) for size in (time, own)]
+        wide = emit(graph, node, aten.expand.default, apart, full)
+        replace(node, emit(graph, node, aten.reshape.default, wide, list(shape(node))))
 
 
-def plain_broadcasts(graph: fx.Graph) -> None:
+@on_calls("aten::broadcast_tensors")
+def plain_broadcasts(graph: fx.Graph, node: fx.Node) -> None:
     """`broadcast_tensors` (in losses) becomes an `expand` of what is not of the full shape already."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and operator_name(node) == "aten::broadcast_tensors":
-            for part in list(node.users):
-                source = node.args[0][part.args[1]]
-                with graph.inserting_before(part):
-                    same = shape(source) == shape(part)
-                    replace(part, source if same else emit(graph, part, aten.expand.default, source, list(shape(part))))
+    for part in list(node.users):
+        source = node.args[0][part.args[1]]
+        with graph.inserting_before(part):
+            same = shape(source) == shape(part)
+            replace(part, source if same else emit(graph, part, aten.expand.default, source, list(shape(part))))
 
 
-def no_empty_parts(graph: fx.Graph) -> None:
+@on_calls("aten::cat")
+def no_empty_parts(graph: fx.Graph, node: fx.Node) -> None:
     """`cat` leaves out operands of shape [0], which it takes beside any others (an empty cache of keys)."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or operator_name(node) != "aten::cat":
-            continue
-        parts = [part for part in node.args[0] if shape(part) != (0,)]
-        if len(parts) == 1:
-            replace(node, parts[0])
-        elif parts and len(parts) < len(node.args[0]):
-            node.args = (parts, *node.args[1:])
+    parts = [part for part in node.args[0] if shape(part) != (0,)]
+    if len(parts) == 1:
+        replace(node, parts[0])
+    elif parts and len(parts) < len(node.args[0]):
+        node.args = (parts, *node.args[1:])
 
 
 def one_split(graph: fx.Graph) -> None:
