@@ -122,9 +122,9 @@ def saved_others(walk: Walk, node: fx.Node) -> int:
 
 def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, int]:
     """What each region keeps while its backward runs, beside what is kept anyway."""
-    kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces}
-    sizes = {}
-    for region, nodes in walk.regions(alive).items():
+    regions, sizes = walk.regions(alive), dict[int, int]()
+    kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces} if regions else set()
+    for region, nodes in regions.items():
         inner = {m for n in nodes if n in alive for m in walk.keeps.get(n, ()) if not m.lives and not m.again} - kept
         sizes[region] = sum(m.size_bytes for m in inner) + sum(walk.others.get(n, 0) for n in nodes if n in alive)
     return sizes

@@ -158,7 +158,7 @@ class _Held:
 
     def __init__(self, walk: Walk, growth: Growth):
         self.walk, self.growth = walk, growth
-        self.alive = walk.reached()
+        self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
         self.saved = saved_memory(walk, self.alive)
         self.rerun = {
             region: Size.of(size, self._powers(walk.regions(self.alive)[region]))
@@ -174,7 +174,7 @@ class _Held:
         return Row(
             works, self.kept(one.node), self.temporary(one.node), self.crossing[one.node],
             products[0] if products else self._elements(one.node) if computes else NOTHING,
-            tuple(sorted(names & set(self.walk.stage.parameters))),
+            tuple(sorted(names & self.parameters)),
         )  # fmt: skip
 
     def _powers(self, nodes: Sequence[fx.Node]) -> Powers:

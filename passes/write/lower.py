@@ -120,6 +120,7 @@ class _Writer:
         self.not_drawn = _drawn_in_place(random) if rng == "fast" else set()
         self.draws = [node for node in random if node not in self.not_drawn]
         _check_draws(self.draws, rng)
+        self.empty: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self.rng, self.has_seeds = rng, bool(random) and rng == "fast"
         for stage in self.stages:
             for node in trace.graph.find_nodes(op="placeholder"):
@@ -185,7 +186,10 @@ class _Writer:
         full = value(origin)
         if isinstance(full, torch.Tensor):
             local = local_shape(full.shape, dict(layout), self.sizes)
-            made.meta["val"] = torch.empty(local, dtype=full.dtype, device="meta")
+            form = tuple(local), full.dtype
+            if form not in self.empty:
+                self.empty[form] = torch.empty(local, dtype=full.dtype, device="meta")
+            made.meta["val"] = self.empty[form]
 
     def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
         """Write one operator on its stage, with its inputs converted to what it takes."""
