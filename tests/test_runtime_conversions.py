@@ -4,6 +4,9 @@ import dist
 import pytest
 import torch
 import torch.distributed as td
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart.runtime.comm.collectives  # noqa: F401  which does them on process groups
 from autopart.ir.layout import CONVERSIONS
@@ -149,6 +152,53 @@ def test_dropout_depends_on_seed_operator_and_shard_alone():
     for other in ((torch.tensor([6]), 7, [0]), (seed, 8, [0]), (seed, 7, [1])):
         same = (torch.ops.autopart.dropout(x, 0.25, *other) > 0) == (first > 0)
         assert 0.5 < same.double().mean() < 0.75  # independent masks agree on 0.75^2 + 0.25^2
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_is_one_kernel_that_keeps_a_byte_an_element(dtype):
+    x, seed = torch.ones(64, 8, dtype=dtype, requires_grad=True), torch.tensor(5)
+    before, kept = torch.get_rng_state(), []
+    with Calls() as calls, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = torch.ops.autopart.dropout(x, 0.25, seed, 7, [0])
+    assert [name for name in calls.names if name != "_local_scalar_dense"] == ["native_dropout"]
+    assert torch.equal(torch.get_rng_state(), before), "the generator was moved on"
+    assert [(t.dtype, t.numel()) for t in kept] == [(torch.bool, 512)]
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+
+
+def test_dropout_compiled_draws_what_it_draws_eagerly():
+    """What a compiler is shown: a draw that it takes as it is, and a product."""
+    x, of_mask = torch.randn(64, 8), (torch.tensor(5), 7, [0])
+
+    def drop(x):
+        return torch.ops.autopart.dropout(x, 0.25, *of_mask)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = make_fx(drop)(torch.empty(64, 8))
+    names = [node.target._overloadpacket.__name__ for node in graph.graph.nodes if node.op == "call_function"]
+    assert [name for name in names if name != "detach"] == ["draw_mask", "native_dropout_backward"]
+    mask = torch.ops.autopart.draw_mask(x, 0.25, *of_mask)
+    torch.testing.assert_close(torch.ops.aten.native_dropout_backward(x, mask, 1 / 0.75), drop(x))
+
+
+@pytest.mark.parametrize(("shape", "p"), [((0, 4), 0.5), ((3, 4), 1.0), ((3, 4), 0.0)])
+def test_dropout_of_nothing_of_all_and_of_none(shape, p):
+    x = torch.randn(shape, requires_grad=True)
+    y = torch.ops.autopart.dropout(x, p, torch.tensor(5), 7, [])
+    y.sum().backward()
+    assert torch.equal(y, x * (1 - p)) if p in (0.0, 1.0) else y.shape == shape
+    assert torch.equal(x.grad, torch.full_like(x, 1 - p)) if x.numel() else x.grad.shape == shape
 
 
 def test_every_operator_is_tried():

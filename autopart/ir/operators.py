@@ -53,18 +53,40 @@ def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = 
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
-    """Dropout whose mask depends on nothing but `seed` (one number, of the microbatch), `salt` (of the operator) and
-    `shard` (which shard of the value this is): the same on ranks that hold the same value, else independent."""
-    keep = torch.ops.autopart.draw_mask(x.detach(), p, seed, salt, shard)
-    return x * keep / (1 - p) if p < 1 else x * 0
+    """Dropout whose mask depends on nothing but `seed` (one number, of the microbatch), `salt` (of the operator),
+    `shard` (which shard of the value this is) and the form of `x`: the same on ranks that hold the same value, else
+    independent."""
+    if type(x) is Tensor:
+        return _seeded_dropout(x, p, seed, salt, shard)[0]
+    # A compiler's stand-in: it takes the draw as it is, and joins the product with what is around.
+    mask = torch.ops.autopart.draw_mask(x.detach(), p, seed, salt, shard)
+    return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p) if p < 1 else 0.0)
 
 
 def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
-    """The mask of `dropout` for a value like `x`, 1 for what is kept. A compiler does not look inside."""
+    """The mask of `dropout` for a value like `x`, true for what is kept. A compiler does not look inside."""
+    return _seeded_dropout(x, p, seed, salt, shard)[1]
+
+
+def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What torch's one kernel makes, and its mask. The device's generator, from which that draws, is left as it was."""
+    if not x.numel():
+        return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would give `x` itself
     packed = struct.pack(f"<{2 + len(shard)}q", int(seed), salt, *shard)
     number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-    generator = torch.Generator(x.device).manual_seed(number)
-    return x.new_empty(x.shape).bernoulli_(1 - p, generator=generator)
+    generator = _default_generator(x.device)
+    before = generator.get_state()
+    generator.manual_seed(number)
+    try:
+        return torch.native_dropout(x, p, True)
+    finally:
+        generator.set_state(before)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def drop(x: Tensor, noise: Tensor) -> Tensor:
@@ -106,7 +128,9 @@ def _define_operators() -> torch.library.Library:
     define("dropout", mask, dropout)
     library.define(f"draw_mask({mask}) -> Tensor")
     library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")
-    torch.library.register_fake("autopart::draw_mask", lambda x, *_: x.new_empty(x.shape), lib=library)
+    torch.library.register_fake(
+        "autopart::draw_mask", lambda x, *_: torch.empty_like(x, dtype=torch.bool), lib=library
+    )
     define("drop", "Tensor x, Tensor noise", drop)
     define("pick_class", "Tensor logits, Tensor target, int start", pick_class)
     return library

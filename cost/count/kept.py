@@ -121,7 +121,7 @@ class Known:
         if key not in self.effects:
             if len(self.effects) >= MAX_KNOWN:
                 self.effects.clear()
-            self.effects[key] = _run(_STAND_INS.get(str(target), target), args, kwargs)
+            self.effects[key] = _run(target, args, kwargs)
         return self.effects[key]
 
 
@@ -262,11 +262,3 @@ def _numbered(result: Any, numbers: Any) -> Any:
     if isinstance(result, (list, tuple)):
         return tuple(_numbered(item, numbers) for item in result)
     return result
-
-
-def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
-    """`torch.ops.autopart.dropout`, whose draw needs the seed's value."""
-    return x * torch.empty_like(x) / (1 - p) if p < 1 else x * 0
-
-
-_STAND_INS: dict[str, Callable[..., Any]] = {"autopart.dropout.default": _seeded_dropout}
