@@ -152,7 +152,7 @@ class Executable:
         here = brought_to(device, self.program, inputs)
         if self.program.draws == "exact":
             comparison.finish_comparison()
-            check_same_state(self.process)
+            check_same_state(self.program, self.process)
         with one_stream(self.program, here, device) as rewind:
             for module in self.modules:
                 rewind()

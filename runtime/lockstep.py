@@ -193,7 +193,7 @@ class _StageRun:
             return self._convert(name, values[x], axis, node.args[2:])
         assert callable(node.target), f"{node.op} {node.target}"
         result = {}
-        arguments = on_device((node.args, node.kwargs), self.device)
+        arguments = on_device(node, (node.args, node.kwargs), self.device)
         for rank in self.ranks:
             args, kwargs = fx.map_arg(arguments, lambda used, rank=rank: values[used][rank])
             result[rank] = node.target(*args, **kwargs)

@@ -21,6 +21,7 @@ from autopart.plans.agreed import TIMEOUT_S
 from autopart.runtime.agree.agreement import begin_alike, described
 from autopart.runtime.agree.replicas import Replicas
 from autopart.runtime.agree.same_call import Comparison, Given
+from autopart.runtime.comm.draws import check_exact
 from autopart.runtime.comm.placement import placement_of, stages_at
 from autopart.runtime.comm.processes import connect, first_ranks_seed, meet
 from autopart.runtime.comm.watch import meeting, watched
@@ -419,6 +420,7 @@ class ParallelModule(Idioms):
         """The program with every parameter where earlier programs have it. Registers what this rank's stages read and
         no earlier program did; a rank whose stages read no parameter (of a tiny model) holds an empty one."""
         model = self._source.model
+        check_exact(program, self._process.device)
         if self._program is not None:
             program = replace(program, parameters=settled(program.parameters, self._program.parameters))
         known = self._program.parameters if self._program is not None else ()

@@ -10,13 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 from traced import plan_of, run_of
 
-from autopart.ir import experts
+from autopart.compiler import Compiler
+from autopart.errors import OptionError
+from autopart.ir import experts, operators
+from autopart.ir.graph import draws_random_numbers
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
 from autopart.options import Options
+from autopart.passes.facts import analyze
 from autopart.proof.subject import Subject
+from autopart.recipe import prepare
 from autopart.runtime import measure
-from autopart.runtime.comm import processes
+from autopart.runtime.comm import draws, processes
+from autopart.runtime.comm.collectives import on_device
 from autopart.runtime.executable import brought_to
 from autopart.runtime.lockstep import run_lockstep
 
@@ -156,6 +162,131 @@ def test_seeds_of_dropout_stay_on_the_host():
     program = types.SimpleNamespace(input_names=("x", "flag", SEEDS))
     here = brought_to(torch.device("meta"), program, (torch.ones(2), 3, torch.arange(4)))
     assert [str(getattr(value, "device", value)) for value in here] == ["meta", "3", "cpu"]
+
+
+class Attends(nn.Module):
+    """Attention that drops weights, as torch's own function."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.inner(x), x, x, dropout_p=0.5).square().mean()
+
+
+class Tosses(Attends):
+    def forward(self, x):
+        return (self.inner(x) * torch.bernoulli(self.inner(x).detach().sigmoid())).mean()
+
+
+class Repeats(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.GRU(8, 8, 2, dropout=0.5)
+
+    def forward(self, x):
+        return self.layers(x)[0].square().mean()
+
+
+@pytest.mark.parametrize(("model", "why"), [
+    (Attends, "the fused attention kernels of a GPU draw their masks inside, in an order of their own"),
+    (Tosses, "the model computes its probabilities; for these a GPU draws in another order"),
+    (Repeats, "recurrent layers draw their masks inside cuDNN, in an order of its own"),
+])  # fmt: skip
+def test_what_cannot_be_exact_is_judged_where_it_runs(model, why):
+    """A model that was traced on the CPU may run on a GPU."""
+    program = written(model(), {"x": torch.randn(2, 4, 8)}, "exact")
+    draws.check_exact(program, torch.device("cpu"))
+    with pytest.raises(OptionError, match="rng='exact' cannot repeat what one device draws") as raised:
+        draws.check_exact(program, torch.device("cuda", 1))
+    assert why in str(raised.value) and "test_devices.py:" in str(raised.value) and "rng='fast'" in str(raised.value)
+    draws.check_exact(written(model(), {"x": torch.randn(2, 4, 8)}, "fast"), torch.device("cuda", 1))
+
+
+def written(model, batch, rng):
+    compiler = Compiler(model, Mesh.parse("tp1"), Options(rng=rng))
+    compiler.trace_example((), batch)
+    return compiler.program((), batch, purpose="step", training=True)[0]
+
+
+class Hosted(nn.Module):
+    """Draws and makes numbers on the host by name, whatever it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        places = torch.arange(8, device=x.device) + torch.arange(8, device="cpu").to(x.device)
+        return (self.inner(x) * torch.rand(8, device="cpu").to(x.device) * torch.rand_like(x) + places).mean()
+
+
+def placed(graph, kind):
+    """The graph as a trace of the model on a GPU has it: all but what names the host is there."""
+    gpu = torch.device(kind, 0)
+    for node in graph.nodes:
+        names_host = node.name in ("rand", "arange_1")
+        if node.kwargs.get("device") is not None and not names_host:
+            node.kwargs = {**node.kwargs, "device": gpu}
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta["val"] = types.SimpleNamespace(device=torch.device("cpu") if names_host else gpu)
+    return graph
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_what_a_model_on_a_gpu_makes_on_the_host_stays_there(monkeypatch, kind):
+    """And its draws move the host's generator, which ranks must have alike too. In a trace on the CPU nothing tells."""
+    monkeypatch.setattr(analyze, "is_tensor", lambda node: node.meta.get("val") is not None)
+    graph = placed(prepare(Hosted(), {"x": torch.randn(4, 8)}).graph, kind)
+    analyze._note_host(graph)
+    elsewhere = torch.device("cuda", 3)
+    devices = {
+        node.name: on_device(node, node.kwargs, elsewhere)["device"]
+        for node in graph.nodes if node.kwargs.get("device") is not None
+    }  # fmt: skip
+    here = torch.device("cpu") if kind == "cuda" else elsewhere
+    assert devices["arange"] == elsewhere and devices["arange_1"] == devices["rand"] == here
+    drawn = [node for node in graph.nodes if node.op == "call_function" and draws_random_numbers(node)]
+    assert len(drawn) == 2
+    program = types.SimpleNamespace(drawn=drawn, draws="exact")
+    assert set(draws.drawn_on(program, elsewhere)) == {elsewhere, here}
+
+
+@pytest.mark.parametrize("rng", ["exact", "fast"])
+def test_every_generator_that_is_drawn_from_is_wound_back(monkeypatch, rng):
+    states = {"cpu": 3, "cuda": 7}
+    monkeypatch.setattr(draws, "get_state", lambda device: states[device.type])
+    monkeypatch.setattr(draws, "set_state", lambda state, device: states.__setitem__(device.type, state))
+    seeded = types.SimpleNamespace(manual_seed=lambda seed: types.SimpleNamespace(get_state=lambda: 11))
+    monkeypatch.setattr(draws.torch, "Generator", lambda device: seeded)
+    drawn = [types.SimpleNamespace(meta=meta) for meta in ({}, {"on_host": True})]
+    program = types.SimpleNamespace(draws=rng, drawn=drawn)
+    first = {"cpu": 3, "cuda": 7} if rng == "exact" else {"cpu": 11, "cuda": 11}
+    with draws.one_stream(program, [torch.tensor([5])], torch.device("cuda", 0)) as rewind:
+        for _ in range(2):
+            rewind()
+            assert states == first
+            states = {"cpu": 20, "cuda": 30}  # a stage draws
+    assert states == ({"cpu": 20, "cuda": 30} if rng == "exact" else {"cpu": 3, "cuda": 7})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpus_dropout_in_16_bits_is_rounded_once(monkeypatch, dtype):
+    """As torch's fused kernel multiplies in float32; on a CPU torch rounds the noise, and so does `drop` there."""
+    x = torch.randn(4096).to(dtype).requires_grad_()
+    torch.manual_seed(1)
+    plain = F.dropout(x, 0.1)
+    torch.manual_seed(1)
+    noise = F.dropout(torch.ones_like(x), 0.1)
+    assert torch.equal(operators.drop(x, noise, 0.1), plain)
+    once = torch.where(noise != 0, x.double() / 0.9, 0).to(dtype)
+    monkeypatch.setattr(operators, "_multiplies_in_float", lambda x: x.element_size() == 2)
+    fused = operators.drop(x, noise, 0.1)
+    torch.testing.assert_close(fused, once, rtol=0 if dtype.itemsize == 2 else 1e-6, atol=0)
+    assert fused.dtype == dtype and (dtype == torch.float32) == torch.equal(fused, plain)
+    fused.backward(torch.ones_like(fused))
+    torch.testing.assert_close(x.grad, torch.where(noise != 0, 1 / 0.9, 0.0).to(dtype), rtol=1e-6, atol=0)
 
 
 def _local(stored):

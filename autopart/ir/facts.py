@@ -52,6 +52,7 @@ class Facts(TypedDict, total=False):
     written_for: str  # the operator for which it was written, among others
     tied_to_mode: bool  # it is there in train mode alone, or in eval mode
     inexact: str  # why `rng="exact"` cannot repeat this draw
+    inexact_on_gpu: str  # the same, of what runs on a GPU
     loss: bool  # it belongs to the loss, not to the model
     reads_no_value: bool  # it reads the shape and type of its input alone
     counted_flops: int
@@ -71,6 +72,7 @@ class Facts(TypedDict, total=False):
     for_buffers: bool  # it makes new values of buffers and nothing else
     strategies: dict[Any, Any]  # what `strategies` has found, shared with all nodes of which it reads the same
     place: Any  # where in which repeated block it is (`blocks.Place`)
+    on_host: bool  # it makes its value on the CPU in a model that is on a GPU
 
     # Of a node of a stage graph.
     origin: str  # the traced node whose value it holds

@@ -137,6 +137,15 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return dropout_probability(node) != 0 and False not in (argument(node, "train"), argument(node, "training"))
 
 
+NOT_EXACT = "rng='exact' cannot repeat what one device draws"
+
+
+def inexact(node: fx.Node, device: torch.device) -> str:
+    """Why the numbers that this draw gives on a device cannot be drawn without the model's values; "" if they can."""
+    on_gpu = facts(node).get("inexact_on_gpu", "") if device.type == "cuda" else ""
+    return facts(node).get("inexact", on_gpu)
+
+
 def argument(node: fx.Node, name: str) -> Any:
     """An argument of a call by its name in the operator's schema: as given, else its default (None without one)."""
     for position, declared in enumerate(node.target._schema.arguments):

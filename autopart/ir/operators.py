@@ -15,6 +15,7 @@ they do on process groups is in `runtime/comm/collectives.py`. Local helpers kno
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -89,9 +90,19 @@ def _default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
-def drop(x: Tensor, noise: Tensor) -> Tensor:
-    """Dropout whose noise (0 or 1 / (1 - p) for every element of `x`) was drawn before."""
-    return x * noise
+def drop(x: Tensor, noise: Tensor, p: float) -> Tensor:
+    """Dropout whose noise (0 or 1 / (1 - p) for every element of `x`) was drawn before.
+
+    In 16 bits 1 / (1 - p) is rounded. A CPU's dropout rounds it as well; a GPU's multiplies in float32, so it is made
+    anew there.
+    """
+    if not _multiplies_in_float(x) or p >= 1:
+        return x * noise
+    return (x.float() * (noise != 0) * (1 / ctypes.c_float(1 - p).value)).to(x.dtype)
+
+
+def _multiplies_in_float(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def pick_class(logits: Tensor, target: Tensor, start: int) -> Tensor:
@@ -128,10 +139,8 @@ def _define_operators() -> torch.library.Library:
     define("dropout", mask, dropout)
     library.define(f"draw_mask({mask}) -> Tensor")
     library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "autopart::draw_mask", lambda x, *_: torch.empty_like(x, dtype=torch.bool), lib=library
-    )
-    define("drop", "Tensor x, Tensor noise", drop)
+    torch.library.register_fake("autopart::draw_mask", lambda x, *_: torch.empty_like(x, dtype=torch.bool), lib=library)
+    define("drop", "Tensor x, Tensor noise, float p", drop)
     define("pick_class", "Tensor logits, Tensor target, int start", pick_class)
     return library
 

@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from torch import fx
 
 from autopart.compat import LazyGraphModule, TreeSpec
 from autopart.ir.facts import facts
+from autopart.ir.graph import draws_random_numbers
 from autopart.ir.layout import Layout, Sections, format_layout, shard_sizes
 from autopart.ir.mesh import Mesh
 
@@ -200,6 +202,12 @@ class Program:
     """Where the draws in the prologues take their numbers from; None: there are none."""
     label_count: LabelCount | str | None = None
     """Of a training step: what its loss is divided by, or why that is not a number of labels."""
+
+    @cached_property
+    def drawn(self) -> tuple[fx.Node, ...]:
+        """The draws of a prologue: each stage's makes those of the whole model."""
+        nodes = self.stages[0].prologue.graph.nodes if self.draws else ()
+        return tuple(node for node in nodes if node.op == "call_function" and draws_random_numbers(node))
 
     @property
     def stored_names(self) -> dict[str, str]:

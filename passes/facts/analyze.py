@@ -35,6 +35,7 @@ from autopart.ir.graph import (
     source_of,
     tensor_inputs,
     tuple_values,
+    value,
 )
 from autopart.ir.layout import Sections
 from autopart.ir.pattern import Pattern
@@ -65,6 +66,7 @@ def annotate(trace: Trace) -> None:
             facts(node)["role"] = _role(node, trace)
             facts(node)["needs_grad"] = _needs_grad(node, trace)
     _note_draws(trace.graph)
+    _note_host(trace.graph)
     assign_keys(trace.graph)
     kinds = Kinds()
     for node in trace.graph.nodes:
@@ -89,6 +91,15 @@ def annotate(trace: Trace) -> None:
     reads = _reads(trace.graph)
     _share_strategies(trace.graph, reads)
     _find_places(trace.graph, reads)
+
+
+def _note_host(graph: fx.Graph) -> None:
+    """Where the model is on a GPU, what its code makes on the CPU is meant to be there, numbers drawn there too."""
+    devices = {node: value(node).device.type for node in graph.nodes if is_tensor(node)}
+    if "cuda" in devices.values():
+        for node, kind in devices.items():
+            if kind == "cpu":
+                facts(node)["on_host"] = True
 
 
 def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:

@@ -177,12 +177,12 @@ def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
     elif mask is not None:
         scores = emit(graph, node, aten.add.Tensor, scores, mask)
     weights = emit(graph, node, aten.softmax.int, scores, -1)
-    noise = noise_like(graph, node, value(weights), dropout_probability(node) or 0.0)
-    if value(query).device.type == "cuda":
-        facts(noise)["inexact"] = (
-            "the fused attention kernels of a GPU draw their masks inside, in an order of their own"
-        )
-    return emit(graph, node, aten.matmul.default, drop(graph, node, weights, noise), val)
+    p = dropout_probability(node) or 0.0
+    noise = noise_like(graph, node, value(weights), p)
+    facts(noise)["inexact_on_gpu"] = (
+        "the fused attention kernels of a GPU draw their masks inside, in an order of their own"
+    )
+    return emit(graph, node, aten.matmul.default, drop(graph, node, weights, noise, p), val)
 
 
 def _repeat_heads(graph: fx.Graph, like: fx.Node, heads: fx.Node, times: int) -> fx.Node:

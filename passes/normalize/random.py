@@ -62,9 +62,9 @@ def _stride(empty: Tensor) -> list[int]:
     return list(empty.stride())
 
 
-def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node) -> fx.Node:
+def drop(graph: fx.Graph, like: fx.Node, source: fx.Node, noise: fx.Node, p: float) -> fx.Node:
     """`source` times the noise of a dropout, under the name that dropout has in plans."""
-    dropped = emit(graph, like, autopart_ops.drop.default, source, noise)
+    dropped = emit(graph, like, autopart_ops.drop.default, source, noise, p)
     facts(dropped)["named"] = "dropout"
     return dropped
 
@@ -83,7 +83,8 @@ def _ones(graph: fx.Graph, like: fx.Node, of: Tensor) -> fx.Node:
 
 
 def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    return drop(graph, node, node.args[0], noise_like(graph, node, value(node.args[0]), argument(node, "p")))
+    p = argument(node, "p")
+    return drop(graph, node, node.args[0], noise_like(graph, node, value(node.args[0]), p), p)
 
 
 def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
@@ -97,7 +98,7 @@ def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
     else:
         noise = noise_like(graph, node, value(source), p)
     if 0 in parts:
-        parts[0].replace_all_uses_with(drop(graph, node, source, noise))
+        parts[0].replace_all_uses_with(drop(graph, node, source, noise, p))
     for user in [*parts.values(), node]:
         graph.erase_node(user)
 
@@ -115,8 +116,7 @@ def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if len(node.args) == 1:
         options["memory_format"] = torch.contiguous_format
     uniform = emit(graph, node, aten.rand_like.default, template(graph, node, value(node.args[0]), **options))
-    if value(uniform).device.type not in ("cpu", "meta"):
-        facts(uniform)["inexact"] = "the model computes its probabilities; for these a GPU draws in another order"
+    facts(uniform)["inexact_on_gpu"] = "the model computes its probabilities; for these a GPU draws in another order"
     heads = emit(graph, node, aten.lt.Tensor, uniform, _constant(graph, node, probability))
     return emit(graph, node, aten.to.dtype, heads, value(node).dtype)
 

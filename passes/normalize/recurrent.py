@@ -66,9 +66,9 @@ def _dropped(graph: fx.Graph, node: fx.Node, x: fx.Node) -> fx.Node:
     """Dropout between two layers, whose mask is drawn in the order (sequence, batch, features)."""
     batch_first = argument(node, "batch_first")
     order = value(x).transpose(0, 1) if batch_first else value(x)
-    noise = noise_like(graph, node, order.new_empty(order.shape), argument(node, "dropout"))
-    if value(x).device.type == "cuda":
-        facts(noise)["inexact"] = "recurrent layers draw their masks inside cuDNN, in an order of its own"
+    p = argument(node, "dropout")
+    noise = noise_like(graph, node, order.new_empty(order.shape), p)
+    facts(noise)["inexact_on_gpu"] = "recurrent layers draw their masks inside cuDNN, in an order of its own"
     if batch_first:
         noise = emit(graph, node, aten.transpose.int, noise, 0, 1)
-    return drop(graph, node, x, noise)
+    return drop(graph, node, x, noise, p)

@@ -7,7 +7,7 @@ import zlib
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import argument, operator_name
+from autopart.ir.graph import operator_name
 from autopart.ir.operators import autopart_ops
 from autopart.ir.program import MICROBATCH_AXIS
 
@@ -22,11 +22,10 @@ def can_draw(node: fx.Node) -> bool:
 def drop(call: LocalCall) -> fx.Node | None:
     """Without its noise, dropout draws a mask where it is: shards of a value get independent ones, ranks that hold the
     same value the same one."""
-    source, noise = call.args
+    source, noise, probability = call.args
     if noise is not None:
         return None
     sharded = [a for a, place in call.output_layout().items() if place.is_shard and a != MICROBATCH_AXIS]
     indices = [call.emit(autopart_ops.axis_index.default, axis) for axis in sharded]
     salt = zlib.crc32(facts(call.node)["key"].encode())
-    probability = argument(call.node.args[1], "p")
     return call.emit(autopart_ops.dropout.default, source, probability, call.seed(), salt, indices)

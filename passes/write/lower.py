@@ -22,8 +22,10 @@ from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
+    NOT_EXACT,
     describe,
     draws_random_numbers,
+    inexact,
     operator_name,
     operators,
     reads,
@@ -56,6 +58,9 @@ from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 from autopart.tracing.trace import Trace
 
 aten = torch.ops.aten
+
+CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host")
+"""The facts of a traced node that those written for it have too."""
 
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
 
@@ -90,11 +95,13 @@ def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
     """Raises OptionError where the numbers that one device draws cannot be drawn without the model's values."""
     for node in draws:
-        if rng == "exact" and "inexact" in facts(node):
-            raise OptionError(
-                "rng='exact' cannot repeat what one device draws", why=facts(node)["inexact"], where=describe(node),
-                hint="rng='fast'",
-            )  # fmt: skip
+        if rng == "exact" and (why := inexact(node, _device_of(node))):
+            raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    made = value(node)
+    return (made[0] if isinstance(made, (tuple, list)) else made).device
 
 
 def write_local(call: LocalCall) -> fx.Node:
@@ -159,7 +166,7 @@ class _Writer:
             is_own = getattr(target, "namespace", "") == "autopart"
             name = target._schema.name.removeprefix("autopart::") if is_own else None
             node = stage.graph.create_node("call_function", target, args, kwargs, name=name)
-            node.meta = {k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace", "key")}
+            node.meta = {k: v for k, v in origin.meta.items() if k in CARRIED}
             if target is not origin.target and (val := local_value(node)) is not None:
                 node.meta["val"] = val
             if operator_name(node) in COSTS:
@@ -180,9 +187,7 @@ class _Writer:
     def mark(self, made: fx.Node, origin: fx.Node, layout: Key) -> None:
         """Note on a written node which traced value it holds, in which layout."""
         made.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
-        for name in ("nn_module_stack", "stack_trace", "key"):
-            if name in origin.meta:
-                facts(made)[name] = facts(origin)[name]
+        made.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
         if isinstance(full, torch.Tensor):
             local = local_shape(full.shape, dict(layout), self.sizes)
@@ -348,9 +353,7 @@ class _Writer:
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._whole(n, stage))
                 made = stage.prologue.call_function(node.target, args, kwargs)
-                made.meta = {
-                    k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "val", "key")
-                }
+                made.meta = {k: v for k, v in node.meta.items() if k in (*CARRIED, "val")}
             stage.whole[node] = made
         return stage.whole[node]
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from autopart.compat import is_gloo, resolve_group
+from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
 from autopart.ir.operators import CUTTING, LIBRARY, OPERATORS, axis_of, operator_name
 from autopart.runtime.comm.pieces import Cut
@@ -143,8 +144,11 @@ def _implement_operators() -> None:
 _implement_operators()
 
 
-def on_device(arguments: Any, device: torch.device) -> Any:
-    """Arguments of a node with every `torch.device` replaced: a trace bakes in the device it was made on."""
+def on_device(node: fx.Node, arguments: Any, device: torch.device) -> Any:
+    """Arguments of a node with every `torch.device` replaced: a trace bakes in the device it was made on. What the
+    model itself keeps on the host stays there."""
+    if facts(node).get("on_host"):
+        return arguments
     return map_aggregate(arguments, lambda argument: device if isinstance(argument, torch.device) else argument)
 
 
@@ -158,8 +162,8 @@ def bind(
     """A copy of a program's graph that runs on this rank.
 
     Axis names become process groups (an axis without a group has one rank: its conversions fall away), `axis_index`
-    an int, every device `device`. `get_attr` nodes read `tensors` by their dotted name where it is there, so
-    several bound graphs share one Parameter; other attributes come from `graph_module`, moved to `device`.
+    an int, every device but the host `device`. `get_attr` nodes read `tensors` by their dotted name where it is there,
+    so several bound graphs share one Parameter; others come from `graph_module`, moved to `device`.
     """
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
@@ -174,7 +178,7 @@ def bind(
             values[node] = values[node.args[0]]
         else:
             copy = values[node] = graph.node_copy(node, values.__getitem__)
-            copy.args, copy.kwargs = on_device((copy.args, copy.kwargs), device)
+            copy.args, copy.kwargs = on_device(node, (copy.args, copy.kwargs), device)
             if axis is not None:
                 copy.args = (copy.args[0], groups[axis].group_name, *copy.args[2:])
             if node.op == "get_attr":

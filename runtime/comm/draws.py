@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.errors import RuntimeSetupError
+from autopart.errors import OptionError, RuntimeSetupError
+from autopart.ir.facts import facts
+from autopart.ir.graph import NOT_EXACT, describe, inexact
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process
 
@@ -26,15 +28,35 @@ def one_stream(program: Program, inputs: Sequence[Any], device: torch.device) ->
     if program.draws is None:
         yield lambda: None
         return
-    before = first = get_state(device)
-    if program.draws == "exact":
-        yield lambda: set_state(first, device)
-        return
-    first = torch.Generator(device).manual_seed(_one_seed(inputs[-1])).get_state()
+    before = {on: get_state(on) for on in drawn_on(program, device)}
+    first = before
+    if program.draws == "fast":
+        seed = _one_seed(inputs[-1])
+        first = {on: torch.Generator(on).manual_seed(seed).get_state() for on in before}
+
+    def rewind() -> None:
+        for on, state in first.items():
+            set_state(state, on)
+
     try:
-        yield lambda: set_state(first, device)
+        yield rewind
     finally:
-        set_state(before, device)
+        if program.draws == "fast":
+            for on, state in before.items():
+                set_state(state, on)
+
+
+def drawn_on(program: Program, device: torch.device) -> list[torch.device]:
+    """Whose generators a call on `device` draws from: its own, and the host's where the model draws there itself."""
+    host = torch.device("cpu")
+    return list(dict.fromkeys(host if facts(node).get("on_host") else device for node in program.drawn))
+
+
+def check_exact(program: Program, device: torch.device) -> None:
+    """Raises OptionError where `rng="exact"` is asked for and a draw cannot be repeated on the device."""
+    for node in program.drawn if program.draws == "exact" else ():
+        if why := inexact(node, device):
+            raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
 
 
 def get_state(device: torch.device) -> Tensor:
@@ -49,10 +71,13 @@ def set_state(state: Tensor, device: torch.device) -> None:
         torch.set_rng_state(state)
 
 
-def check_same_state(process: Process) -> None:
-    """Raises RuntimeSetupError, on every rank, where the ranks' default generators are in different states."""
-    digest = hashlib.blake2b(get_state(process.device).numpy().tobytes(), digest_size=7).digest()
-    number = int.from_bytes(digest, "little")
+def check_same_state(program: Program, process: Process) -> None:
+    """Raises RuntimeSetupError, on every rank, where the generators that a program draws from are in different states
+    on the ranks."""
+    digest = hashlib.blake2b(digest_size=7)
+    for on in drawn_on(program, process.device):
+        digest.update(get_state(on).numpy().tobytes())
+    number = int.from_bytes(digest.digest(), "little")
     extremes = torch.tensor([number, -number], device=process.device)
     for group in process.groups.values():
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
