@@ -25,10 +25,10 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
         made = F.grouped_mm(x[rows], weight, offs=counts.cumsum(0, dtype=torch.int32))
         # Rows after the last group are memory that nobody has written: they may hold a NaN, which no factor makes zero.
         return torch.where(mine.unsqueeze(-1), torch.zeros_like(made).index_copy(0, rows, made), 0)
-    y = x.new_zeros(x.size(0), weight.size(2))
-    for matrix, own in zip(weight, rows.split([*counts.tolist(), _rest(rows, counts)]), strict=False):
-        y[own] = x[own] @ matrix
-    return y
+    parts = x[rows].split(_sizes(counts, rows))
+    made = [part @ matrix for part, matrix in zip(parts, weight, strict=False)]
+    made.append(x.new_zeros(parts[-1].size(0), weight.size(2)))
+    return x.new_empty(x.size(0), weight.size(2)).index_copy_(0, rows, torch.cat(made))
 
 
 @torch.library.custom_op("autopart::expert_outer", mutates_args=())
@@ -37,9 +37,10 @@ def expert_outer(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: 
     rows, counts, _ = _by_expert(expert, first, num_experts)
     if _has_kernel(x, y):
         return F.grouped_mm(x[rows].t(), y[rows], offs=counts.cumsum(0, dtype=torch.int32))
-    products = x.new_zeros(num_experts, x.size(1), y.size(1))
-    for product, own in zip(products, rows.split([*counts.tolist(), _rest(rows, counts)]), strict=False):
-        torch.mm(x[own].t(), y[own], out=product)
+    products = x.new_empty(num_experts, x.size(1), y.size(1))
+    sizes = _sizes(counts, rows)
+    for product, of_x, of_y in zip(products, x[rows].split(sizes), y[rows].split(sizes), strict=False):
+        torch.mm(of_x.t(), of_y, out=product)
     return products
 
 
@@ -52,8 +53,10 @@ def _by_expert(expert: Tensor, first: int, num_experts: int) -> tuple[Tensor, Te
     return local.argsort(stable=True), counts, mine
 
 
-def _rest(rows: Tensor, counts: Tensor) -> int:
-    return rows.numel() - int(counts.sum())
+def _sizes(counts: Tensor, rows: Tensor) -> list[int]:
+    """How many rows each expert has, and how many are others': the one value of a call that a GPU is waited for."""
+    sizes: list[int] = counts.tolist()
+    return [*sizes, rows.numel() - sum(sizes)]
 
 
 def _has_kernel(x: Tensor, y: Tensor) -> bool:
