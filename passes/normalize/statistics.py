@@ -20,11 +20,14 @@ aten = torch.ops.aten
 FUNCTIONAL = "aten::_native_batch_norm_legit_functional"
 _WITHOUT_UPDATES = ("aten::_native_batch_norm_legit", "aten::native_batch_norm")
 _EVAL = "aten::_native_batch_norm_legit_no_training"
+_OF_LIBRARIES = ("aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+"""What a trace on a GPU may have. They write running statistics in training without saying so: then they stay, and are
+refused as operators without a rule."""
 BATCH_NORM, INNER = "batch_norm", "batch_statistic"
 """The names (`named`) of the first operator that is written, and of the others."""
 
 
-@on_calls(_EVAL, FUNCTIONAL, *_WITHOUT_UPDATES, "aten::batch_norm")
+@on_calls(_EVAL, FUNCTIONAL, *_WITHOUT_UPDATES, *_OF_LIBRARIES, "aten::batch_norm")
 def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
     """A batch norm that takes its statistics from the batch becomes mean, centred square mean and products.
 
@@ -43,6 +46,13 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
         elif name in _WITHOUT_UPDATES and node.args[-3]:
             source, weight, bias, *_, eps = node.args
             _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias))
+        elif name in _OF_LIBRARIES:
+            source, weight, bias, mean, var, training, momentum, eps = node.args
+            if not training:
+                whole = emit(graph, node, aten.batch_norm.default, *node.args[:5], False, momentum, eps, False)
+                _replace_parts(node, {0: whole})
+            elif mean is None and var is None:
+                _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias))
         elif name == "aten::batch_norm" and node.args[5]:
             source, weight, bias, *_ = node.args
             replace(node, _Formula(graph, node, source, node.args[7]).normalised(weight, bias))
