@@ -238,7 +238,7 @@ def _device(kind: str, model_device: torch.device) -> torch.device:
         if index == 0 and _one_gpu_each():  # `.to("cuda")` on every rank, without `torch.cuda.set_device`
             index = _local_rank()
     else:
-        index = _local_rank() % torch.cuda.device_count()
+        index = torch.cuda.current_device() or _local_rank() % torch.cuda.device_count()  # chosen by hand, else by rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -252,10 +252,12 @@ def _uses_gpus(model_device: torch.device) -> bool:
 
 
 def _one_gpu_each() -> bool:
-    """Whether this machine has a GPU for each of its ranks, as far as torchrun says how many these are."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    """Whether this machine has a GPU for each of its ranks. Where torchrun does not say how many these are, all of the
+    process group are taken to be here."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", num_ranks)))
     return torch.cuda.is_available() and torch.cuda.device_count() >= local_size
 
 
 def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
