@@ -138,10 +138,10 @@ def test_memory_decides(monkeypatch):
     needed = Work().estimate(model, autopart.tracing.trace.bind_call(model, (), batch)).total
     monkeypatch.setattr(scale, "MOST_FOR_COPY", needed)
     monkeypatch.setattr(scale, "SHARE_COPY", scale.SHARE_WHOLE)
-    monkeypatch.setattr(scale, "available_bytes", lambda: needed)
+    monkeypatch.setattr(scale, "available_bytes", lambda device: needed)
     found = autopart.verify(model, "tp2", example_kwargs=batch)
     assert found.ok and "verified on a copy with 2 of 8 blocks (model.layers)" in found.notes
-    monkeypatch.setattr(scale, "available_bytes", lambda: 10_000)
+    monkeypatch.setattr(scale, "available_bytes", lambda device: 10_000)
     with pytest.raises(InputError) as error:
         autopart.verify(model, "tp2", example_kwargs=batch)
     assert "in float64 needs" in str(error.value) and "2 of 8 blocks (model.layers)" in str(error.value)

@@ -89,8 +89,12 @@ def _rate() -> float:
 # --- What is free
 
 
-def available_bytes() -> int:
-    """Memory that can be had now: what the machine has free, and what the limits of this process's cgroups leave."""
+def available_bytes(device: torch.device | None = None) -> int:
+    """Memory that can be had now. On the host: what the machine has free, and what the limits of this process's cgroups
+    leave. On a GPU: what it has free, and what torch keeps of it and does not use."""
+    if device is not None and device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + kept)
     meminfo = Path("/proc/meminfo")
     match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     machine = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

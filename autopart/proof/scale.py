@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from autopart.compat import tree_map
 from autopart.errors import InputError
 from autopart.ir.blocks import blocks as blocks_of
 from autopart.ir.facts import facts
@@ -144,7 +145,7 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: Work = ONE
     its blocks on `arguments`. Where that copy takes more than a fair share of the free memory, and the model is made
     from a transformers config, it gets smaller sizes as well. Raises InputError where the smallest copy does not fit.
     """
-    free = available_bytes()
+    free = available_bytes(device_of(model))
     fair = min(SHARE_COPY * free, MOST_FOR_COPY)
     few, needed = _with_fewer_blocks(model, arguments, work, free)
     if few is None or needed.total > fair:
@@ -163,7 +164,7 @@ def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: Work) -
     Without weights as yet where the model has none. Raises InputError where one does not fit, or the model does not run
     without the others.
     """
-    free, made = available_bytes(), []
+    free, made = available_bytes(device_of(model)), []
     for path, kinds in _kinds(model):
         others = {p: kept for p, kept in _repeated(model) if p != path}
         for kind in dict.fromkeys(kinds):
@@ -219,7 +220,7 @@ def _with_fewer_blocks(
             if is_small(made, arguments, work, free):
                 _materialise(made)
                 with torch.no_grad():
-                    made(**arguments)
+                    made(**placed(arguments, device_of(made)))
             else:
                 needed = work.estimate(made, arguments)
         except Exception:  # whatever a model's own code raises when its blocks are fewer
@@ -272,7 +273,7 @@ def _smaller_copy(
         return None
     if needed.total > fair:
         return None
-    made = _seeded(type(model), config).train(model.training)
+    made = _seeded(type(model), config).train(model.training).to(device_of(model))
     trained = {name: p.requires_grad for name, p in few.named_parameters()}
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(trained[name])
@@ -291,6 +292,17 @@ def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
             return kind(config)
     finally:
         torch.set_default_dtype(before)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model is verified: where its weights are, or on the host where they are nowhere yet."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def placed(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The arguments of a call on a device: a batch may be on the host as a data loader leaves it."""
+    return dict(tree_map(lambda t: t.to(device) if isinstance(t, Tensor) and not t.is_meta else t, dict(arguments)))
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -345,7 +357,7 @@ def is_small(model: nn.Module, arguments: Mapping[str, Any], work: Work, free: i
 
 def fits(model: nn.Module, arguments: Mapping[str, Any], work: Work = ONE_PASS) -> bool:
     """Whether a model can be verified as it is, had it values: there is room."""
-    free = available_bytes()
+    free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
         return True
     most = SHARE_WHOLE * free
@@ -359,7 +371,7 @@ def fits(model: nn.Module, arguments: Mapping[str, Any], work: Work = ONE_PASS) 
 
 def check_room(model: nn.Module, arguments: Mapping[str, Any], work: Work) -> None:
     """Raises InputError where a model that is to be verified as it is takes more than is free."""
-    free = available_bytes()
+    free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
         return
     needed = Estimate(weights_bytes(model.parameters(), work.mesh, work.steps > 0), 0)

@@ -34,7 +34,17 @@ from autopart.progress import phase
 from autopart.proof.finite import NotFinite, explain, infinite, not_finite
 from autopart.proof.localize import BROKEN, Mismatch, first_mismatch
 from autopart.proof.loop import StepModel, train
-from autopart.proof.scale import ONE_PASS, ScaledCopy, Work, check_room, copies_by_kind, fits, scaled_copy
+from autopart.proof.scale import (
+    ONE_PASS,
+    ScaledCopy,
+    Work,
+    check_room,
+    copies_by_kind,
+    device_of,
+    fits,
+    placed,
+    scaled_copy,
+)
 from autopart.proof.shrink import smallest_failing
 from autopart.proof.steps import StepMismatch, StepReport
 from autopart.proof.subgraph import Subgraph
@@ -220,8 +230,9 @@ class VerificationRun:
 
     def in_double(self, arguments: Mapping[str, Any], target: Any) -> dict[str, Any]:
         """The arguments of a call of the user's model as those of a call of this run's."""
-        cast = tree_map(_double, self.scaled.arguments(arguments) if self.scaled is not None else dict(arguments))
-        return {"target": tree_map(_double, target), "call": cast} if self.has_loss_fn else cast
+        taken = self.scaled.arguments(arguments) if self.scaled is not None else dict(arguments)
+        taken = {"target": target, "call": taken} if self.has_loss_fn else taken
+        return dict(tree_map(_double, placed(taken, device_of(self.base))))
 
     def arrange(
         self, mesh: Any, plan: Plan | None = None, options: Options | None = None, tamper: Tamper | None = None
