@@ -70,6 +70,8 @@ class Training:
             optimizer.zero_grad()
             loss = float(parallel.step(**example))
             optimizer.step()
+            if parallel.device.type == "cuda":
+                torch.cuda.synchronize(parallel.device)
             rows.append({"step": step, "loss": loss, "seconds": time.perf_counter() - start_s})
             if plain is not None:
                 rows[-1]["plain_loss"] = plain.step()

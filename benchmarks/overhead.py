@@ -8,7 +8,10 @@ All run in the same two processes in turn, round after round, so that the machin
 a gradient of every variant are compared first. `plain-1-thread` is there for the processor seconds: what autopart
 spends beyond it is what partitioning costs.
 
-    python benchmarks/overhead.py [--quick] [--json] [--only autopart-tp ...]
+With `--device cuda` one process runs the plain model and `parallelize(model, "dp1")` in bfloat16 on a GPU, with
+the memory of a step: the most that is allocated at a time, beyond what was there before it.
+
+    python benchmarks/overhead.py [--quick] [--json] [--only autopart-tp ...] [--device cuda]
 """
 
 from __future__ import annotations
@@ -48,8 +51,10 @@ class Sizes:
     rounds: int = 12
 
 
+ON_GPU = Sizes(hidden=2048, mlp=5632, layers=16, vocab=32000, rows=4, seq=2048)
 QUICK = Sizes(hidden=64, mlp=128, layers=2, vocab=256, seq=32, warm_ups=1, rounds=2)
 PAIRS = (
+    ("autopart-1", "plain"),
     ("autopart-tp", "plain"),
     ("autopart-tp", "plain-1-thread"),
     ("autopart-tp", "dtensor-tp"),
@@ -58,24 +63,31 @@ PAIRS = (
     ("autopart-pp", "hand-pp"),
 )
 TARGETS = {"dtensor-tp": 1.0, "hand-pp": 1.0}
+TARGETS_ON_GPU = {"plain": 1.02}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="leave the others out")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="leave the others out")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one rank on a GPU")
     arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    arguments.only = arguments.only or [name for name in VARIANTS if (name in ON_GPU_VARIANTS) or not on_gpu]
+    arguments.only = [name for name in arguments.only if on_gpu or name != "autopart-1"]
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (f"file://{folder}/store", arguments), nprocs=NUM_RANKS)
+        mp.spawn(rank_main, (f"file://{folder}/store", arguments), nprocs=1 if on_gpu else NUM_RANKS)
 
 
 def rank_main(rank: int, store: str, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
-    sizes = QUICK if arguments.quick else Sizes()
-    model, batch = build(sizes)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=1 if arguments.device == "cuda" else NUM_RANKS
+    )
+    sizes = QUICK if arguments.quick else ON_GPU if arguments.device == "cuda" else Sizes()
+    model, batch = build(sizes, arguments.device)
     steps = {name: VARIANTS[name](copy.deepcopy(model), batch) for name in arguments.only}
     check_equal(steps)
     times: dict[str, list[Time]] = {name: [] for name in steps}
@@ -89,8 +101,8 @@ def rank_main(rank: int, store: str, arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def build(sizes: Sizes) -> tuple[nn.Module, Batch]:
-    """The same Llama and batch on every rank."""
+def build(sizes: Sizes, device: str) -> tuple[nn.Module, Batch]:
+    """The same Llama and batch on every rank; on a GPU in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -100,7 +112,10 @@ def build(sizes: Sizes) -> tuple[nn.Module, Batch]:
         max_position_embeddings=sizes.seq, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(0, sizes.vocab, (sizes.rows, sizes.seq))
-    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
+    model = LlamaForCausalLM(config)
+    if device == "cuda":
+        model, ids = model.bfloat16().cuda(), ids.cuda()
+    return model, {"input_ids": ids, "labels": ids.clone()}
 
 
 class Step:
@@ -226,33 +241,44 @@ def best_split(model: nn.Module) -> int:
 VARIANTS: dict[str, Callable[[nn.Module, Batch], Step]] = {
     "plain": plain(NUM_RANKS),
     "plain-1-thread": plain(1),
+    "autopart-1": autopart_on("dp1"),
     "autopart-tp": autopart_on("tp2"),
     "dtensor-tp": dtensor_tp,
     "autopart-pp": autopart_on("pp2", schedule="1f1b", microbatches=MICROBATCHES),
     "hand-pp": hand_pp,
 }
+ON_GPU_VARIANTS = ("plain", "autopart-1")
 
 
 # --- Measuring.
 
 
 class Time(NamedTuple):
-    """Of one step: seconds from a common start until the slowest rank is done, and processor seconds of all ranks."""
+    """Of one step: seconds from a common start until the slowest rank is done, processor seconds of all ranks, and on a
+    GPU the bytes that it takes."""
 
     wall_s: float
     cpu_s: float
+    peak_bytes: int = 0
 
 
 def timed(step: Step) -> Time:
     step.clear()
+    on_gpu = step.parameters[0].is_cuda
+    before_bytes = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
     dist.barrier()
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
     step.run()
+    if on_gpu:
+        torch.cuda.synchronize()
     wall_s = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
     cpu_s = torch.tensor(time.process_time() - cpu_start_s, dtype=torch.float64)
     dist.all_reduce(wall_s, dist.ReduceOp.MAX)
     dist.all_reduce(cpu_s)
-    return Time(float(wall_s), float(cpu_s))
+    return Time(float(wall_s), float(cpu_s), torch.cuda.max_memory_allocated() - before_bytes if on_gpu else 0)
 
 
 def check_equal(steps: dict[str, Step]) -> None:
@@ -262,22 +288,24 @@ def check_equal(steps: dict[str, Step]) -> None:
         step.clear()
         values = {"loss": step.run(), "gradient": step.probe()}
         mine = {what: float(value.norm()) for what, value in values.items() if value is not None}
-        everyones: list[dict[str, float]] = [{}] * NUM_RANKS
+        everyones: list[dict[str, float]] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
-        for what, found in {**everyones[1], **everyones[0]}.items():
+        near = 2e-2 if step.parameters[0].dtype == torch.bfloat16 else 1e-3
+        for what, found in {**everyones[-1], **everyones[0]}.items():
             wanted = expected.setdefault(what, found)
-            assert abs(found - wanted) <= 1e-3 * wanted, f"{name}: {what} {found}, not {wanted}"
+            assert abs(found - wanted) <= near * wanted, f"{name}: {what} {found}, not {wanted}"
 
 
 def report(sizes: Sizes, times: dict[str, list[Time]], as_json: bool) -> None:
     print(f"Llama: {sizes.layers} layers, hidden {sizes.hidden}, vocabulary {sizes.vocab}, ", end="")
     print(f"batch {sizes.rows} x {sizes.seq}, 1F1B with {MICROBATCHES} microbatches; {sizes.rounds} rounds\n")
-    print(f"{'variant':<16} {'median s':>9} {'min s':>8} {'max s':>8} {'cpu s':>8}")
+    print(f"{'variant':<16} {'median s':>9} {'min s':>8} {'max s':>8} {'cpu s':>8} {'GPU MB':>8}")
     medians = {}
     for name, values in times.items():
-        wall_s, cpu_s = zip(*values, strict=True)
-        median = medians[name] = Time(statistics.median(wall_s), statistics.median(cpu_s))
-        print(f"{name:<16} {median.wall_s:>9.4f} {min(wall_s):>8.4f} {max(wall_s):>8.4f} {median.cpu_s:>8.4f}")
+        wall_s, cpu_s, peaks = zip(*values, strict=True)
+        median = medians[name] = Time(statistics.median(wall_s), statistics.median(cpu_s), max(peaks))
+        print(f"{name:<16} {median.wall_s:>9.4f} {min(wall_s):>8.4f} {max(wall_s):>8.4f} {median.cpu_s:>8.4f}", end="")
+        print(f" {median.peak_bytes / 1e6:>8.1f}" if median.peak_bytes else f" {'-':>8}")
     ratios = {}
     print(f"\n{'autopart over ...':<30} {'time':>6} {'cpu':>6}   (median of the rounds' ratios)")
     for name, other in PAIRS:
@@ -286,7 +314,8 @@ def report(sizes: Sizes, times: dict[str, list[Time]], as_json: bool) -> None:
             wall = statistics.median(a.wall_s / b.wall_s for a, b in pairs)
             cpu = statistics.median(a.cpu_s / b.cpu_s for a, b in pairs)
             ratios[f"{name}/{other}"] = {"wall": wall, "cpu": cpu}
-            target = f"   target: time {TARGETS[other]:g}" if other in TARGETS else ""
+            targets = TARGETS_ON_GPU if name == "autopart-1" else TARGETS
+            target = f"   target: time {targets[other]:g}" if other in targets else ""
             print(f"{name + ' / ' + other:<30} {wall:>6.3f} {cpu:>6.3f}{target}")
     print("\ncpu: processor seconds of both processes, which move less where other work shares the machine")
     if as_json:
