@@ -25,6 +25,7 @@ def pytest_addoption(parser):
 
 def pytest_configure():
     torch.set_num_threads(1)
+    dist.whole_float32()
 
 
 def pytest_collection_modifyitems(items):

@@ -46,6 +46,12 @@ class RankError(RuntimeError):
         super().__init__(f"rank {rank} failed\n{errors[rank]}{after}")
 
 
+def whole_float32() -> None:
+    """On a GPU convolutions and products of float32 values are made of float32, not of TF32, which is 1e-3 off."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def run_ranks(
     fn: Callable, world_size: int, *args: Any, timeout_s: float = 60.0, init: bool = True, **kwargs: Any
 ) -> list[Any]:
@@ -116,6 +122,7 @@ def _perform(task: Task) -> Report:
     os.environ.update(task.environ)
     sys.path[:] = task.path
     torch.set_num_threads(1)
+    whole_float32()
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     joined = False

@@ -1,5 +1,6 @@
 """The device a rank computes on, and where its values are: shown on a CPU, by what torch would say of GPUs."""
 
+import operator
 import types
 from dataclasses import replace
 from itertools import pairwise
@@ -7,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from dist import run_ranks
 from torch import nn
 from traced import plan_of, run_of
 
@@ -18,7 +20,10 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
 from autopart.options import Options
 from autopart.passes.facts import analyze
+from autopart.passes.normalize.statistics import batch_statistics
+from autopart.proof import estimate, scale
 from autopart.proof.subject import Subject
+from autopart.proof.verify import VerificationRun
 from autopart.recipe import prepare
 from autopart.runtime import measure
 from autopart.runtime.comm import draws, processes
@@ -75,6 +80,18 @@ def test_a_model_on_the_first_gpu_of_every_rank_goes_to_the_ranks_own(gpus, coun
     assert chosen == [found]
 
 
+@pytest.mark.parametrize(("count", "current", "found"), [(4, 0, 2), (4, 1, 1), (1, 0, 0)])
+@pytest.mark.parametrize("model", ["cpu", "cuda"])
+def test_ranks_that_torchrun_did_not_start_have_a_gpu_each(gpus, monkeypatch, count, current, found, model):
+    """The group says which rank this is; `torch.cuda.set_device` before counts more."""
+    gpus(count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    for name, says in (("is_initialized", True), ("get_rank", 2), ("get_world_size", 4)):
+        monkeypatch.setattr(processes.dist, name, lambda says=says: says)
+    assert processes._device("cuda", torch.device(model)) == torch.device("cuda", found)
+    assert processes._one_gpu_each() == (count == 4)
+
+
 @pytest.mark.parametrize(("count", "backend", "config", "model", "on_gpu"), [
     (4, "nccl", "cuda:nccl", "cpu", True),
     (4, "undefined", "cpu:gloo,cuda:nccl", "cpu", True),  # init_process_group() without a backend
@@ -114,6 +131,87 @@ def test_rows_of_other_experts_are_zero_whatever_was_in_their_memory(monkeypatch
     y.square().sum().backward()
     assert y.isfinite().all() and x.grad.isfinite().all() and weight.grad.isfinite().all()
     assert not x.grad[expert > 2].any() and not weight.grad[1].any()
+
+
+def test_experts_without_a_kernel_wait_for_the_gpu_once_a_call(monkeypatch):
+    """Whatever reads a value on the host waits for all that runs on the GPU."""
+    reads = []
+    lists = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append("list") or lists(self))
+    for name in ("__int__", "__bool__", "__index__", "item", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda self, name=name: reads.append(name))
+    x, expert = torch.randn(6, 8), torch.tensor([0, 2, 4, 2, 0, 5])
+    y = experts.expert_linear(x, torch.randn(3, 8, 8), expert)
+    assert reads == ["list"]
+    experts.expert_outer(x, y, expert, 3)
+    assert reads == ["list"] * 2
+
+
+@pytest.mark.parametrize("kind", ["cudnn_batch_norm", "miopen_batch_norm"])
+def test_batch_norms_of_a_gpus_libraries_become_those_there_are_rules_for(kind):
+    """In training without running statistics the formula, in eval mode `batch_norm`; what is written unsaid is left."""
+    x, weight, bias, mean, var = torch.randn(4, 3, 5), *torch.rand(4, 3)
+    target = getattr(torch.ops.aten, kind).default
+    for training, stats in ((True, (None, None)), (False, (mean, var)), (True, (mean, var))):
+        graph = torch.fx.Graph()
+        given = [(name, t) for name, t in zip("xwbmv", (x, weight, bias, *stats), strict=True) if t is not None]
+        nodes = [graph.placeholder(name) for name, _ in given]
+        for node, (_, tensor) in zip(nodes, given, strict=True):
+            node.meta["val"] = tensor.to("meta")
+        padded = (*nodes, None, None)[:5]
+        call = graph.call_function(target, (*padded, training, 0.1, 1e-5))
+        call.meta["val"] = (x.to("meta"), mean.to("meta"), var.to("meta"))
+        first = graph.call_function(operator.getitem, (call, 0))
+        first.meta["val"] = x.to("meta")
+        graph.output(first)
+        batch_statistics(graph)
+        left = [node for node in graph.nodes if node.target is target]
+        if training and stats[0] is not None:
+            assert left == [call]
+            continue
+        assert not left
+        made = torch.fx.GraphModule({}, graph)(*(tensor for _, tensor in given))
+        torch.testing.assert_close(made, F.batch_norm(x, *stats, weight, bias, training, 0.1, 1e-5))
+
+
+def test_what_fits_in_double_precision_is_asked_of_the_device_that_computes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000, 9_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert estimate.available_bytes(torch.device("cuda", 1)) == 1_300
+    assert estimate.available_bytes(torch.device("cpu")) > 1_000_000
+    asked = []
+    monkeypatch.setattr(scale, "available_bytes", lambda device: asked.append(device) or 0)
+    model, batch = layers()
+    on_gpu = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=torch.device("cuda", 1))]))
+    assert scale.device_of(on_gpu) == torch.device("cuda", 1)
+    assert scale.device_of(model.to("meta")) == torch.device("cpu")
+    monkeypatch.setattr(scale, "device_of", lambda model: torch.device("cuda", 1))
+    assert not scale.fits(model, batch)
+    assert asked == [torch.device("cuda", 1)]
+
+
+def test_a_batch_on_the_host_is_moved_to_the_model_that_is_verified():
+    """The model itself runs too, and moves nothing; `meta` stands for the GPU."""
+    model, batch = layers()
+    run = VerificationRun(model, batch)
+    found = scale.placed({**batch, "flag": 3}, torch.device("meta"))
+    assert found["x"].device.type == "meta" and found["flag"] == 3
+    run.base = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=Elsewhere())]))
+    with pytest.raises(TypeError, match="Elsewhere"):  # where the weights are is where the batch is asked to go
+        run.in_double(batch, None)
+
+
+class Elsewhere:
+    type = "cuda"
+
+
+def float32_is_whole():
+    return not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_tests_compute_in_whole_float32():
+    assert float32_is_whole() and run_ranks(float32_is_whole, 2) == [True, True]
 
 
 class Pretended(torch.Tensor):
