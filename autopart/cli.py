@@ -277,9 +277,9 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
     mesh = asked.mesh(chosen)
     planning = asked.planning(RunOptions)
     source = asked.source(meta=False, short=True)
-    from autopart.cli_run import Training
+    from autopart.cli_run import TrainingRun
 
-    Training(source, mesh, chosen, planning, steps, learning_rate, compare, as_json).run()
+    TrainingRun(source, mesh, chosen, planning, steps, learning_rate, compare, as_json).run()
 
 
 @main.command()

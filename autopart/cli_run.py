@@ -32,7 +32,7 @@ def ending_processes() -> Iterator[None]:
 
 
 @dataclass
-class Training:
+class TrainingRun:
     """`steps` steps of AdamW on one batch; the first rank prints each, or one JSON object at the end."""
 
     source: ModelSource

@@ -24,7 +24,7 @@ from autopart.passes.choose.recompute import recompute_notes
 from autopart.passes.choose.sizes import size_notes
 from autopart.passes.choose.unsharded import unsharded
 from autopart.plan_checks import identity_of
-from autopart.plans.plan import Plan, Reasons
+from autopart.plans.plan import Explainer, Plan
 
 if TYPE_CHECKING:
     from autopart.options import Options
@@ -41,7 +41,7 @@ class Draft(NamedTuple):
 
 
 def plan_of(
-    kind: str, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Reasons | None,
+    kind: str, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Explainer | None,
     notes: Sequence[str] = (),
 ) -> Plan:  # fmt: skip
     """The plan of a draft for a model of class `kind`; `memory`: of its ranks; `notes`: after those of its parts."""

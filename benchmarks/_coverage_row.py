@@ -202,6 +202,6 @@ def flops(run: VerificationRun, arrangement: Arrangement) -> tuple[int, Counter[
 
     # The counter does not know the fused attention of CPUs.
     with sdpa_kernel(SDPBackend.MATH), flop_counter() as counter:
-        results = run.subject.lockstep(step, run.subject.shards(step, arrangement), arrangement.placement, count)
+        results = run.subject.lockstep(step, run.subject.shards(step, arrangement), arrangement.stage_style, count)
         torch.autograd.backward(run.subject.seeds(step, results))
     return counter.get_total_flops(), forward

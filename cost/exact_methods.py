@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .per_block import Choice, Problem
+from .per_block import BlockChoice, BlockProblem
 
 # Dynamic programming
 
 
-def dynamic_programming(problem: Problem, seed: int, budget: int) -> tuple[Choice | None, int, float]:
+def dynamic_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
     """Exact but for memory, which is counted in quanta, `budget` of which are the limit, each block's rounded up: so it
     fits, and is no slower than the best choice under a limit that is less by a quantum for each block and one more.
 
@@ -43,7 +43,7 @@ def dynamic_programming(problem: Problem, seed: int, budget: int) -> tuple[Choic
         options = [*fill.options(stage, start, stop), *options]
         begins = [start, *begins]
         stop, (_, _, start, i) = start, fronts[stage][start][i]
-    return Choice(tuple(options), tuple(begins[1:])), fill.count, 0.0
+    return BlockChoice(tuple(options), tuple(begins[1:])), fill.count, 0.0
 
 
 def _undominated(found: list[tuple[float, float, int, int]]) -> list[tuple[float, float, int, int]]:
@@ -57,7 +57,7 @@ def _undominated(found: list[tuple[float, float, int, int]]) -> list[tuple[float
 class _Fill:
     """The fastest options of the blocks of one stage that fit."""
 
-    def __init__(self, problem: Problem, quanta: int):
+    def __init__(self, problem: BlockProblem, quanta: int):
         self.problem, self.kinds, self.count = problem, problem.kinds, 0
         self.quantum = problem.memory_bytes / quanta
         self.extras = np.unique(problem.temporary_bytes)
@@ -125,7 +125,7 @@ def _added(before: np.ndarray, quanta: np.ndarray, seconds: np.ndarray) -> tuple
 # Integer programming
 
 
-def integer_programming(problem: Problem, seed: int, budget: int) -> tuple[Choice | None, int, float]:
+def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
     """Exact, by HiGHS: how many blocks of each run of equal blocks have which option in which stage. Equal blocks are
     not told apart, so that nothing is tried in every order. The lower bound is HiGHS's."""
     counts, bound_s, nodes = _Counts(problem), 0.0, 0
@@ -149,7 +149,7 @@ class _Counts:
     Seconds are in those of the slowest block, bytes in limits of memory.
     """
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: BlockProblem):
         self.problem = problem
         self.runs = np.flatnonzero(np.diff(problem.kinds, prepend=-1))
         self.lengths = np.diff([*self.runs, problem.num_blocks])
@@ -210,7 +210,7 @@ class _Counts:
                 yield [*((column, 1.0) for column in now.ravel()), (done, -float(self.lengths[run]))], 0, free
                 yield [*((column, 1.0) for column in after.ravel()), (done, -float(self.lengths[run + 1]))], -free, 0
 
-    def choice(self, values: np.ndarray) -> Choice:
+    def choice(self, values: np.ndarray) -> BlockChoice:
         numbers = np.round(values[self.n]).astype(int)
         options = np.concatenate([np.repeat(np.arange(numbers.shape[2]), run) for stage in numbers for run in stage])
-        return Choice(tuple(map(int, options)), tuple(map(int, np.cumsum(numbers.sum((1, 2)))[:-1])))
+        return BlockChoice(tuple(map(int, options)), tuple(map(int, np.cumsum(numbers.sum((1, 2)))[:-1])))

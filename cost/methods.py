@@ -22,7 +22,7 @@ from autopart.errors import MemoryLimitError, OptionError
 from autopart.plans.headline import quantity
 
 from .exact_methods import dynamic_programming, integer_programming
-from .per_block import Choice, Problem
+from .per_block import BlockChoice, BlockProblem
 from .sampling_methods import evolution_strategies, reinforcement_learning
 
 Method = Literal["dynamic_programming", "integer_programming", "evolution_strategies", "reinforcement_learning"]
@@ -33,7 +33,7 @@ class Found:
     """What a method found. `evaluations`: as the module's table says. `lower_bound_s`: proven; 0.0 where nothing is."""
 
     method: Method
-    choice: Choice
+    choice: BlockChoice
     step_time_s: float
     evaluations: int
     seconds: float
@@ -44,7 +44,7 @@ class Found:
         return self.step_time_s / best_s - 1
 
 
-_METHODS: dict[Method, tuple[Callable[[Problem, int, int], tuple[Choice | None, int, float]], int]] = {
+_METHODS: dict[Method, tuple[Callable[[BlockProblem, int, int], tuple[BlockChoice | None, int, float]], int]] = {
     "dynamic_programming": (dynamic_programming, 2000),
     "integer_programming": (integer_programming, 100_000),
     "evolution_strategies": (evolution_strategies, 40_000),
@@ -52,7 +52,9 @@ _METHODS: dict[Method, tuple[Callable[[Problem, int, int], tuple[Choice | None, 
 }
 
 
-def solve(problem: Problem, method: Method = "dynamic_programming", seed: int = 0, budget: int | None = None) -> Found:
+def solve(
+    problem: BlockProblem, method: Method = "dynamic_programming", seed: int = 0, budget: int | None = None
+) -> Found:
     """The best choice that a method finds.
 
     Raises OptionError for an unknown method, MemoryLimitError where it finds nothing that fits.

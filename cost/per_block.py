@@ -1,7 +1,7 @@
 """Choices block by block: what each repeated block computes again, whether its weights are cut over `dp`, and which
 blocks a stage has.
 
-There are 6 ** blocks ways, times those to cut stages: too many to sweep. `Problem` is what the methods of
+There are 6 ** blocks ways, times those to cut stages: too many to sweep. `BlockProblem` is what the methods of
 `cost.methods` search: seconds and bytes of every block under every option. The step is that of stages that each need
 `w` seconds a microbatch, `sum(w) + (microbatches - 1) * max(w)` (Zheng et al. 2022, arXiv:2201.12023, equation 2, for
 GPipe and 1F1B), where what is done once a step counts for a microbatch's share. A stage holds its parameters, what
@@ -29,7 +29,7 @@ from .table import Parameter, Priced, Row, Setting, Table, predict
 SCHEDULES = (None, "gpipe", "1f1b")
 
 
-class Option(NamedTuple):
+class BlockOption(NamedTuple):
     """What a block computes again, and whether its matrices are cut over `dp` (ZeRO-3)."""
 
     recompute: Word
@@ -50,8 +50,8 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """An option for every block, by its position in `Problem.options`, and the blocks that later stages begin with."""
+class BlockChoice:
+    """An option for every block, by its position in `BlockProblem.options`, and where later stages begin."""
 
     options: tuple[int, ...]
     begins: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class BlockProblem:
     """Seconds and bytes of every block under every option, and of every stage without its blocks.
 
     Args:
@@ -129,16 +129,16 @@ class Problem:
             stages[1, :, stage] = self.base_bytes[stage] + held + extra
         return stages[0].sum(1) + (self.microbatches - 1) * stages[0].max(1), stages[1]
 
-    def step_time_s(self, choice: Choice) -> float:
+    def step_time_s(self, choice: BlockChoice) -> float:
         return float(self.price(np.array([choice.options]), choice.stage_of[None])[0][0])
 
-    def stage_bytes(self, choice: Choice) -> np.ndarray:
+    def stage_bytes(self, choice: BlockChoice) -> np.ndarray:
         return self.price(np.array([choice.options]), choice.stage_of[None])[1][0]
 
-    def fits(self, choice: Choice) -> bool:
+    def fits(self, choice: BlockChoice) -> bool:
         return bool((self.stage_bytes(choice) <= self.memory_bytes).all())
 
-    def repaired(self, choice: Choice) -> Choice | None:
+    def repaired(self, choice: BlockChoice) -> BlockChoice | None:
         """The choice made to fit: where a stage holds too much, block by block the option that saves the most bytes a
         second. None where that does not help."""
         options = np.array(choice.options)
@@ -185,11 +185,13 @@ class Blocks:
         words = [
             word for word, table in tables.items() if word == "none" or any("recompute" in at for at in table.counts)
         ]
-        self.options = tuple(Option(word, cut) for word in words for cut in cuts)  # without those that change nothing
+        self.options = tuple(
+            BlockOption(word, cut) for word in words for cut in cuts
+        )  # without those that change nothing
         self._all, self._first = _joined(tables)
         self.priced = Priced(self._all, replace(setting, zero=3), hardware)
 
-    def problem(self, memory_bytes: float) -> Problem:
+    def problem(self, memory_bytes: float) -> BlockProblem:
         """What each option costs each block."""
         schedule, pp = self.setting.schedule, self.setting.mesh.size("pp")
         priced = [
@@ -209,14 +211,14 @@ class Blocks:
         neighbours = np.array([(i > 0) + (i < pp - 1) for i in range(pp)])
         posted = schedule.microbatches if self.setting.receives_held is None else self.setting.receives_held
         fixed = self._all.buffer_bytes + self._all.input_bytes * self.setting.rows
-        return Problem(
+        return BlockProblem(
             times, states, kept, temporary, flight,
             base_s + neighbours * (self.priced.received_s(sent) if sent else 0.0),
             base_states + flight * base_kept + fixed + neighbours * sent * posted, base_temporary,
             schedule.microbatches, memory_bytes,
         )  # fmt: skip
 
-    def table(self, choice: Choice) -> tuple[Table, tuple[int, ...]]:
+    def table(self, choice: BlockChoice) -> tuple[Table, tuple[int, ...]]:
         """The model as chosen, and where its stages begin."""
         outside = self._outside()
         order, starts = list(outside[0]), list[int]()
@@ -225,7 +227,7 @@ class Blocks:
             order += [*self._order(self.options[option], block), *outside[block + 1]]
         return replace(self._all, order=tuple(order)), tuple(starts[block] for block in choice.begins)
 
-    def simulation(self, choice: Choice) -> Simulation:
+    def simulation(self, choice: BlockChoice) -> Simulation:
         """The step as chosen, simulated."""
         table, cuts = self.table(choice)
         return predict(table, replace(self.setting, zero=3, cuts=cuts), self.hardware)
@@ -237,7 +239,7 @@ class Blocks:
         read = {name for row, path, _ in table.order if not path for name in table.rows[row].parameters}
         return [name for name in table.parameters if name in read and table.parameters[name].cut]
 
-    def _order(self, option: Option, block: int) -> list[tuple[int, str, int]]:
+    def _order(self, option: BlockOption, block: int) -> list[tuple[int, str, int]]:
         found, first = self.found[option.recompute][block], self._first[option]
         return [
             (first + row, path, n) for row, path, n in self.tables[option.recompute].order[found.start : found.stop]
@@ -245,7 +247,7 @@ class Blocks:
 
     def _outside(self) -> list[list[tuple[int, str, int]]]:
         """What is before the first block, after each, and after the last."""
-        order, first = self.tables["none"].order, self._first[Option("none", self.outside_cut)]
+        order, first = self.tables["none"].order, self._first[BlockOption("none", self.outside_cut)]
         edges = [0, *(edge for block in self.blocks for edge in (block.start, block.stop)), len(order)]
         return [[(first + row, path, n) for row, path, n in order[a:b]] for a, b in list(pairwise(edges))[::2]]
 
@@ -274,12 +276,12 @@ def _blocks(table: Table) -> list[Block]:
     return found
 
 
-def _joined(tables: Mapping[Word, Table]) -> tuple[Table, dict[Option, int]]:
+def _joined(tables: Mapping[Word, Table]) -> tuple[Table, dict[BlockOption, int]]:
     """All rows of all tables, with parameters that ZeRO-3 cuts and with the same ones whole; where each begins."""
-    rows, first, parameters = list[Row](), dict[Option, int](), dict[str, Parameter]()
+    rows, first, parameters = list[Row](), dict[BlockOption, int](), dict[str, Parameter]()
     for word, table in tables.items():
         for cut in (False, True):
-            first[Option(word, cut)] = len(rows)
+            first[BlockOption(word, cut)] = len(rows)
             names = {name: name if cut else f"{name} (whole)" for name in table.parameters}
             parameters |= {names[name]: replace(p, cut=p.cut and cut) for name, p in table.parameters.items()}
             rows += [replace(row, parameters=tuple(names[name] for name in row.parameters)) for row in table.rows]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .per_block import Choice, Problem
+from .per_block import BlockChoice, BlockProblem
 
 EXCESS = 4.0
 """What a choice costs that needs twice the memory: so many times its step."""
@@ -18,9 +18,9 @@ EXCESS = 4.0
 class Best:
     """The best choice among those seen that fits; where one does not, as it is repaired."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: BlockProblem):
         self.problem, self.evaluations = problem, 0
-        self.choice: Choice | None = None
+        self.choice: BlockChoice | None = None
         self.step_time_s = np.inf
 
     def see(self, options: np.ndarray, stage_of: np.ndarray) -> np.ndarray:
@@ -32,7 +32,7 @@ class Best:
         cost = times * (1 + EXCESS * excess)
         for i in cost.argsort()[: len(cost) if self.choice is None else 1]:
             begins = np.searchsorted(stage_of[i], np.arange(1, problem.num_stages))
-            choice = problem.repaired(Choice(tuple(options[i].tolist()), tuple(begins.tolist())))
+            choice = problem.repaired(BlockChoice(tuple(options[i].tolist()), tuple(begins.tolist())))
             if choice is not None and (found := problem.step_time_s(choice)) < self.step_time_s:
                 self.choice, self.step_time_s = choice, found
         return cost
@@ -44,7 +44,7 @@ POPULATION, SPREAD, RATE = 64, 0.1, 0.1
 """Choices a step, half of them mirrored; how far they are spread; how far a step goes."""
 
 
-def evolution_strategies(problem: Problem, seed: int, budget: int) -> tuple[Choice | None, int, float]:
+def evolution_strategies(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
     """A point (a number for every option of every block, and for the size of every stage) goes along a gradient that is
     estimated from the ranks of what the choices around it cost."""
     draws = np.random.default_rng(seed)
@@ -73,7 +73,7 @@ def evolution_strategies(problem: Problem, seed: int, budget: int) -> tuple[Choi
 EPISODES, HIDDEN, LEARNING_RATE, ENTROPY = 64, 32, 0.01, 0.003
 
 
-def reinforcement_learning(problem: Problem, seed: int, budget: int) -> tuple[Choice | None, int, float]:
+def reinforcement_learning(problem: BlockProblem, seed: int, budget: int) -> tuple[BlockChoice | None, int, float]:
     """A policy goes from block to block, sees where it is and what its stage holds and takes so far, and chooses an
     option and whether a stage begins. The baseline is the mean of a batch of choices, the unit their deviation."""
     generator = torch.Generator().manual_seed(seed)
@@ -94,7 +94,7 @@ def reinforcement_learning(problem: Problem, seed: int, budget: int) -> tuple[Ch
 class _Policy:
     """Two layers, from 5 features of a state to a number for every option, and one for a stage to begin."""
 
-    def __init__(self, problem: Problem, generator: torch.Generator):
+    def __init__(self, problem: BlockProblem, generator: torch.Generator):
         self.problem, self.generator = problem, generator
         sizes = (5, HIDDEN), (HIDDEN,), (HIDDEN, problem.num_options + 1), (problem.num_options + 1,)
         drawn = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]

@@ -15,9 +15,9 @@ from autopart.ir.operators import axis_of
 from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program, Stage
 from autopart.runtime.agree.same_call import Comparison
 from autopart.runtime.comm.draws import check_same_state, one_stream
-from autopart.runtime.comm.placement import placement_of, stages_at
 from autopart.runtime.comm.processes import Process
-from autopart.runtime.loop.hooks import Held, held_back
+from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
+from autopart.runtime.loop.hooks import HeldHooks, held_back
 from autopart.runtime.loop.step_options import StepOptions, divide_by, scaled
 from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.state.batch import merge_microbatches, merged_shapes
@@ -41,15 +41,15 @@ class Executable:
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
-        self.placement = placement_of(schedule)
-        stages = [program.stages[index] for index in stages_at(program, process.pp, self.placement)]
+        self.stage_style = stage_style_of(schedule)
+        stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
         self.modules = [StageModule(stage, program, process, tensors, compile) for stage in stages]
         self.pipeline: Pipeline | None = None
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
         if "pp" in process.groups:
             self.pipeline = Pipeline(self.modules, program, process, schedule or default_schedule(program))
-            connect_tied(program, process, self.placement)
+            connect_tied(program, process, self.stage_style)
 
     def forward(self, inputs: Sequence[Any], comparison: Comparison) -> list[Any]:
         """The model's flat outputs for the global batch. Differentiable where there is no pipeline.
@@ -83,7 +83,7 @@ class Executable:
         return loss, [o.constant if o.position is None else outputs[o.position] for o in beside]
 
     def _run(
-        self, inputs: Sequence[Any], options: StepOptions, hooks: Held, comparison: Comparison
+        self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison
     ) -> list[tuple[Tensor, ...]]:
         """Forward and backward of all microbatches; the last stage's outputs of each, where it is here."""
         loaded = self._loaded(inputs, comparison)
@@ -98,13 +98,13 @@ class Executable:
                 runs = [self._step_microbatch(index, options.loss_scale) for index in range(count)]
             comparison.finish_comparison()
             self._write_buffers()
-            sync_gradients(self.parameters, self.program, self.process, self.placement)
+            sync_gradients(self.parameters, self.program, self.process, self.stage_style)
             hooks.see_gradients()
         return runs
 
     def _write_buffers(self) -> None:
         made = {module.stage.index: module.new_buffers() for module in self.modules}
-        write_buffers(self.buffers, made, self.program, self.process, self.placement)
+        write_buffers(self.buffers, made, self.program, self.process, self.stage_style)
 
     def _step_microbatch(self, microbatch: int, loss_scale: float) -> tuple[Tensor, ...]:
         loss, *beside = self._chain(microbatch, None)

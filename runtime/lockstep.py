@@ -25,7 +25,7 @@ from autopart.runtime.comm.collectives import attribute, bind, conversion_cuts, 
 from autopart.runtime.comm.draws import one_stream
 from autopart.runtime.comm.lists import LIST_PRIMITIVES, Primitives
 from autopart.runtime.comm.pieces import Cut
-from autopart.runtime.comm.placement import groups_along, stage_ranks
+from autopart.runtime.comm.stage_ranks import groups_along, stage_ranks
 from autopart.runtime.state.batch import stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
 from autopart.runtime.state.recompute import run_again
@@ -46,7 +46,7 @@ def run_lockstep(
     inputs: Sequence[Any],
     on_value: OnValue | None = None,
     *,
-    placement: str = "loop",
+    stage_style: str = "loop",
     primitives: Primitives | None = None,
     new_buffers: dict[int, dict[str, Tensor]] | None = None,
 ) -> dict[int, list[tuple[Any, ...]]]:
@@ -68,7 +68,7 @@ def run_lockstep(
         for stage in program.stages:
             rewind()
             values = bind(stage.prologue, {}, {}, device, buffers).forward(*inputs)
-            ranks = stage_ranks(program, stage.index, placement)
+            ranks = stage_ranks(program, stage.index, stage_style)
             count = len(stage.inputs)
             keywords = {
                 rank: stage_arguments(

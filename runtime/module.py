@@ -22,8 +22,8 @@ from autopart.runtime.agree.agreement import begin_alike, described
 from autopart.runtime.agree.replicas import Replicas
 from autopart.runtime.agree.same_call import Comparison, Given
 from autopart.runtime.comm.draws import check_exact
-from autopart.runtime.comm.placement import placement_of, stages_at
 from autopart.runtime.comm.processes import connect, first_ranks_seed, meet
+from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
@@ -42,7 +42,7 @@ from autopart.tracing.skeleton import Source
 Purpose = Literal["forward", "step", "step_outputs"]
 
 
-class Compiler(Protocol):
+class ProgramSource(Protocol):
     """What makes programs for a ParallelModule. It traces where needed and returns the same Program for equal calls."""
 
     @property
@@ -88,7 +88,7 @@ class ParallelModule(Idioms):
         self,
         model: nn.Module | Source,
         mesh: Mesh,
-        compiler: Compiler,
+        compiler: ProgramSource,
         *,
         schedule: str | None = None,
         device_mesh: DeviceMesh | None = None,
@@ -122,7 +122,7 @@ class ParallelModule(Idioms):
         connect_state_dicts()
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         self._calls: Counter[str] = Counter()
-        self._replicas = Replicas(self._process, placement_of(schedule), check_replicas)
+        self._replicas = Replicas(self._process, stage_style_of(schedule), check_replicas)
         if program is not None:
             self._adopt(program)
         if watch is not None:
@@ -264,8 +264,8 @@ class ParallelModule(Idioms):
     def full_state_dict(self) -> dict[str, Any]:
         """{name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""
         program = self._traced("full_state_dict")
-        placement = placement_of(self._schedule)
-        gathered = gather(self._local_parameters, program, self._process, placement, list(program.parameters))
+        stage_style = stage_style_of(self._schedule)
+        gathered = gather(self._local_parameters, program, self._process, stage_style, list(program.parameters))
         stored_name = program.stored_names
         result: dict[str, Any] = {}
         for name, value in self._source.model.state_dict().items():
@@ -291,7 +291,7 @@ class ParallelModule(Idioms):
                 torch.save(full, "optimizer.pt")
         """
         program = self._traced("full_optimizer_state_dict()")
-        return full_state(optimizer, program, self._source.model, self._process, placement_of(self._schedule))
+        return full_state(optimizer, program, self._source.model, self._process, stage_style_of(self._schedule))
 
     @meeting
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
@@ -308,10 +308,10 @@ class ParallelModule(Idioms):
     def full_grads(self) -> dict[str, Tensor]:
         """{name: full gradient} for the model's `named_parameters` that have one, on every rank. A collective call."""
         program = self._traced("full_grads")
-        placement = placement_of(self._schedule)
-        present = names_with_gradient(self._local_parameters, program, self._process, placement)
+        stage_style = stage_style_of(self._schedule)
+        present = names_with_gradient(self._local_parameters, program, self._process, stage_style)
         grads = {name: p.grad for name, p in self._local_parameters.items() if p.grad is not None}
-        gathered = gather(grads, program, self._process, placement, present)
+        gathered = gather(grads, program, self._process, stage_style, present)
         stored_name = program.stored_names
         names = [name for name, _ in self._source.model.named_parameters()]
         return {name: gathered[stored_name[name]] for name in names if stored_name.get(name) in gathered}
@@ -380,7 +380,7 @@ class ParallelModule(Idioms):
 
     def _stages(self, program: Program) -> list[int]:
         """The stages of this rank."""
-        return stages_at(program, self._process.pp, placement_of(self._schedule))
+        return stages_at(program, self._process.pp, stage_style_of(self._schedule))
 
     def _executable(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = ""
@@ -438,7 +438,7 @@ class ParallelModule(Idioms):
             remember(model, full, parameter, mesh, stored.layout)
             self._originals.add(name, full)
             self._local_parameters[name] = parameter
-            settle(parameter, name, program, self._process, placement_of(self._schedule))
+            settle(parameter, name, program, self._process, stage_style_of(self._schedule))
         self._register(model, program.stored_names)
         if not self._local_parameters:  # so that every rank can make an optimizer
             nothing = nn.Parameter(torch.empty(0, device=self._process.device))
@@ -460,9 +460,9 @@ class ParallelModule(Idioms):
 
     def _begin_as_copy(self) -> None:
         self._executables = Recent(2 * MAX_CALLS)
-        self._replicas = Replicas(self._process, placement_of(self._schedule), self._replicas.check_replicas)
+        self._replicas = Replicas(self._process, stage_style_of(self._schedule), self._replicas.check_replicas)
         for name, parameter in self._local_parameters.items():
-            settle(parameter, name, self._traced("copy"), self._process, placement_of(self._schedule))
+            settle(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))
         if NO_PARAMETERS in self._parameters:
             settle_empty(self.get_parameter(NO_PARAMETERS), self._process)
 

@@ -16,8 +16,8 @@ from autopart.ir.operators import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.schedules import SINGLE_STAGE, check_schedule, schedule_for
 from autopart.runtime.comm.collectives import bind
-from autopart.runtime.comm.placement import placement_of, stage_coordinate
 from autopart.runtime.comm.processes import Process
+from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of
 from autopart.runtime.loop.step_options import scaled
 from autopart.runtime.state.batch import Arguments, stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
@@ -158,7 +158,7 @@ class Pipeline:
         pp = process.mesh.size("pp")
         schedule = schedule_for(schedule, len(program.stages), pp, program.microbatches)
         check_schedule(schedule, len(program.stages), pp, program.microbatches)
-        self.modules, self.program, self.process, self.placement = modules, program, process, placement_of(schedule)
+        self.modules, self.program, self.process, self.stage_style = modules, program, process, stage_style_of(schedule)
         self.loss_scale = 1.0
         stages = [self._pipeline_stage(module) for module in modules]
         options: dict[str, Any] = {
@@ -188,7 +188,7 @@ class Pipeline:
         return self.coordinate(len(self.program.stages) - 1)
 
     def coordinate(self, stage: int) -> int:
-        return stage_coordinate(stage, len(self.program.stages), self.process.mesh.size("pp"), self.placement)
+        return stage_coordinate(stage, len(self.program.stages), self.process.mesh.size("pp"), self.stage_style)
 
     def step(self, loss_scale: float) -> list[tuple[Tensor, ...]]:
         """Forward and backward of all microbatches; the last stage's outputs of each where it runs, else none.

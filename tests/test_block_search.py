@@ -13,7 +13,7 @@ from test_formula import gpt
 
 import autopart
 from autopart.cost.methods import Found, Method, solve
-from autopart.cost.per_block import Blocks, Choice, Problem
+from autopart.cost.per_block import BlockChoice, BlockProblem, Blocks
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.tuning.block_search import blocks_of, completed
@@ -23,7 +23,7 @@ EXACT: tuple[Method, ...] = ("dynamic_programming", "integer_programming")
 SAMPLING: tuple[Method, ...] = ("evolution_strategies", "reinforcement_learning")
 
 
-def random_problem(seed: int) -> Problem:
+def random_problem(seed: int) -> BlockProblem:
     """A few blocks of one or two kinds, in runs or mixed; whole numbers, so that a quantum can be one byte."""
     draw = np.random.default_rng(seed)
     blocks, kinds, options = int(draw.integers(2, 6)), int(draw.integers(1, 3)), int(draw.integers(2, 5))
@@ -37,30 +37,30 @@ def random_problem(seed: int) -> Problem:
     flight = np.minimum(microbatches, stages - np.arange(stages))
     base = [draw.integers(0, high, stages).astype(float) for high in (5, 9, 6)]
     usual = base[1] + base[2] + blocks / stages * (states.mean() + flight * kept.mean())
-    return Problem(
+    return BlockProblem(
         times, states, kept, temporary, flight, *base, microbatches, float(int(usual.max() * draw.uniform(0.7, 1.3)))
     )
 
 
-def brute_force(problem: Problem, memory_bytes: float | None = None) -> float:
+def brute_force(problem: BlockProblem, memory_bytes: float | None = None) -> float:
     """The fastest of all choices; infinite where none fits."""
     best, limit = np.inf, problem.memory_bytes if memory_bytes is None else memory_bytes
     options = np.array(list(itertools.product(range(problem.num_options), repeat=problem.num_blocks)))
     for begins in itertools.combinations(range(1, problem.num_blocks), problem.num_stages - 1):
-        stage_of = np.broadcast_to(Choice(tuple(options[0]), begins).stage_of, options.shape)
+        stage_of = np.broadcast_to(BlockChoice(tuple(options[0]), begins).stage_of, options.shape)
         times, sizes = problem.price(options, stage_of)
         best = min([best, *times[(sizes <= limit).all(1)]])
     return float(best)
 
 
-def found(problem: Problem, method: Method, budget: int | None = None) -> Found | None:
+def found(problem: BlockProblem, method: Method, budget: int | None = None) -> Found | None:
     try:
         return solve(problem, method, budget=budget)
     except MemoryLimitError:
         return None
 
 
-def problems(number: int) -> Iterator[tuple[Problem, float]]:
+def problems(number: int) -> Iterator[tuple[BlockProblem, float]]:
     for seed in range(number):
         problem = random_problem(seed)
         yield problem, brute_force(problem)
@@ -112,15 +112,15 @@ def space():
     return space_of(model, "a100-80gb-sxm", 32, batch)
 
 
-def some(blocks: Blocks, seed: int) -> Choice:
+def some(blocks: Blocks, seed: int) -> BlockChoice:
     """Any options, stages of two to four blocks."""
     draw = np.random.default_rng(seed)
     number, stages = len(blocks.blocks), blocks.setting.mesh.size("pp")
     begins = np.arange(1, stages) * number // stages
-    return Choice(tuple(draw.integers(0, len(blocks.options), number).tolist()), tuple(begins.tolist()))
+    return BlockChoice(tuple(draw.integers(0, len(blocks.options), number).tolist()), tuple(begins.tolist()))
 
 
-def options_of(blocks: Blocks, choice: Choice) -> dict:
+def options_of(blocks: Blocks, choice: BlockChoice) -> dict:
     """Of `autopart.plan`."""
     return autopart.BlockSearch(
         blocks, Found("dynamic_programming", choice, 0, 0, 0), blocks.simulation(choice), False

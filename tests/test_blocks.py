@@ -12,8 +12,8 @@ from autopart.cost.hardware import Hardware
 from autopart.ir.graph import name_of
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.pins import FREE, pinned_layouts
-from autopart.passes.choose.shard import Programme
-from autopart.passes.facts.blocks import Place, places
+from autopart.passes.choose.shard import ShardingProblem
+from autopart.passes.facts.blocks import BlockPosition, places
 from autopart.plans.pins import Pins
 
 WORDS = ("first", "dog", "w2v", "attention", "norm", "of_all", "x", "tail", "linear", "h")
@@ -66,7 +66,7 @@ def model_of(kept="list", num_layers=4, hidden=32, heads=4, vocab=64):
 
 def programme_of(pinned=FREE, between="free", build=model_of, **sizes):
     graph = run_of(build, **sizes).traced.graph
-    return Programme(graph, 2, Hardware.load(), {}, {}, pinned, between)
+    return ShardingProblem(graph, 2, Hardware.load(), {}, {}, pinned, between)
 
 
 def size_of(programme):
@@ -163,7 +163,7 @@ def test_repeats_in_a_sequence(kinds, copies):
 
 def test_stretches_that_read_the_same_are_no_repeats():
     """As q, k and v of an attention."""
-    assert places(list("nqvqvs"), [[], [0], [1], [0], [3], [2, 4]]) == [Place(i) for i in range(6)]
+    assert places(list("nqvqvs"), [[], [0], [1], [0], [3], [2, 4]]) == [BlockPosition(i) for i in range(6)]
 
 
 def test_a_block_begins_where_the_fewest_values_cross():

@@ -28,7 +28,7 @@ from autopart.ir.layout import Placement
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
 from autopart.runtime.comm.processes import Process
-from autopart.runtime.saving.shard_tensor import Place, ShardTensor, connect_checkpoints, place_of
+from autopart.runtime.saving.shard_tensor import ShardPlace, ShardTensor, connect_checkpoints, place_of
 from autopart.runtime.state.homes import Home
 
 TIMEOUT_S = 120.0
@@ -181,7 +181,7 @@ def save_then_load_wrong(path: str) -> None:
     pm, _ = make("tied", "tp2")
     state = pm.state_dict()
     state["up.weight"] = ShardTensor(
-        torch.zeros(1, 2), Place("up.weight", (2, 2), (((pm.mesh.size("tp"), 1),), ((0, 2),)))
+        torch.zeros(1, 2), ShardPlace("up.weight", (2, 2), (((pm.mesh.size("tp"), 1),), ((0, 2),)))
     )
     with pytest.raises(CheckpointException, match=r"'model.up.weight' has shape \(9, 6\), the model's \(2, 2\)"):
         dcp.load({"model": state}, checkpoint_id=path)
@@ -255,7 +255,7 @@ def test_the_chunks_of_all_ranks_are_the_whole_tensor(mesh, shape, layout):
 
 
 def test_what_copies_a_shard_keeps_its_place_and_the_rest_is_plain():
-    place = Place("weight", (4, 2), (((0, 1), (2, 1)), ((0, 2),)))
+    place = ShardPlace("weight", (4, 2), (((0, 1), (2, 1)), ((0, 2),)))
     local = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     shard = ShardTensor(local, place)
     sent = io.BytesIO(ForkingPickler.dumps(shard))
@@ -284,7 +284,7 @@ assert "autopart" not in sys.modules
 
 def test_a_file_of_shards_is_read_without_autopart_and_not_saved_as_whole(tmp_path):
     path = tmp_path / "rank0.pt"
-    torch.save({"weight": ShardTensor(torch.tensor([1.0, 3.0]), Place("weight", (4,), (((0, 1), (2, 1)),)))}, path)
+    torch.save({"weight": ShardTensor(torch.tensor([1.0, 3.0]), ShardPlace("weight", (4,), (((0, 1), (2, 1)),)))}, path)
     subprocess.run([sys.executable, "-c", READ_WITHOUT_AUTOPART, str(path)], check=True, timeout=TIMEOUT_S)
     connect_checkpoints()
     with pytest.raises(CheckpointException, match="'weight' is one rank's part of 'weight', and would be saved as if"):
@@ -304,7 +304,7 @@ def test_a_checkpoint_of_the_parameters_themselves_is_refused(tmp_path):
 
 
 def test_a_tensor_of_unknown_place_is_not_saved():
-    shard = ShardTensor(torch.zeros(2, 1), Place("weight", (4, 2), None))
+    shard = ShardTensor(torch.zeros(2, 1), ShardPlace("weight", (4, 2), None))
     with pytest.raises(CheckpointError, match="has no place in a checkpoint"):
         shard.__create_write_items__("weight", shard)
 

@@ -14,7 +14,7 @@ import autopart
 from autopart import cost
 from autopart.cost.collectives import TIME, levels, node_share, time_s, wire_bytes
 from autopart.cost.hardware import Hardware, names
-from autopart.passes.choose.shard import Programme
+from autopart.passes.choose.shard import ShardingProblem
 from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
@@ -175,7 +175,7 @@ def graph():
     return prepare(model, bind_call(model, (), batch)).graph
 
 
-def all_costs(programme: Programme) -> np.ndarray:
+def all_costs(programme: ShardingProblem) -> np.ndarray:
     """Of every option and conversion there is."""
     options = [np.array(choice.costs) for choice in programme.choices.values()]
     conversions = [
@@ -187,11 +187,11 @@ def all_costs(programme: Programme) -> np.ndarray:
 
 @pytest.mark.parametrize("between", ["whole", "free"])
 def test_a_slower_link_makes_no_plan_cheaper(graph, between):
-    programme = Programme(graph, 4, SPREAD, {}, {}, between=between)
+    programme = ShardingProblem(graph, 4, SPREAD, {}, {}, between=between)
     costs, least = all_costs(programme), programme.solve().cost
     for link in LINKS:
         for times in (2.0, 30.0):
-            slower = Programme(graph, 4, slowed(SPREAD, link, times), {}, {}, between=between)
+            slower = ShardingProblem(graph, 4, slowed(SPREAD, link, times), {}, {}, between=between)
             now = all_costs(slower)
             assert np.array_equal(np.isinf(now), np.isinf(costs)) and np.all(now >= costs * (1 - 1e-12))
             assert slower.solve().cost > least * (1 + 1e-6)

@@ -21,7 +21,7 @@ from autopart.ir.mesh import Mesh
 from autopart.passes.choose.codec import decode
 from autopart.passes.write.lower import lower
 from autopart.recipe import prepare
-from autopart.runtime.comm.placement import stages_at
+from autopart.runtime.comm.stage_ranks import stages_at
 from autopart.runtime.loop import norms
 from autopart.runtime.state.state import shard_parameters
 from autopart.tracing.trace import bind_call
@@ -100,19 +100,19 @@ def test_norms_in_lockstep_are_one_devices(mesh, zero, schedule):
     plan = autopart.plan(model, sizes, example_kwargs=batch, **options)
     trace = prepare(model, bind_call(model, (), batch))
     program = lower(trace, decode(trace, plan, sizes), [trace.graph.output_node().args[0][0]], whole_outputs=False)
-    placement = "V" if schedule == "zbv" else "loop"
+    stage_style = "V" if schedule == "zbv" else "loop"
     of_grads = copy.deepcopy(model)
     for copied, parameter in zip(of_grads.parameters(), model.parameters(), strict=True):
         copied.data = parameter.grad
     ranks = {}
     for rank in range(sizes.num_ranks):
         coordinates = sizes.coordinates(rank)
-        stages = stages_at(program, coordinates.get("pp", 0), placement)
+        stages = stages_at(program, coordinates.get("pp", 0), stage_style)
         ranks[rank] = shard_parameters(of_grads, program, coordinates, stages=stages)
         for parameter in ranks[rank].values():
             parameter.grad = parameter.detach()
     for norm_type in NORM_TYPES:
-        found = norms.grad_norm_lockstep(ranks, program, norm_type, placement)
+        found = norms.grad_norm_lockstep(ranks, program, norm_type, stage_style)
         close(found, get_total_norm(with_grad(model), norm_type))
 
 

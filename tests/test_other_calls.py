@@ -102,12 +102,12 @@ def test_rows_are_cut_as_they_divide(rows, mesh, schedule, expected):
 
 
 def test_a_simpler_schedule_places_stages_the_same_way():
-    from autopart.runtime.comm.placement import placement_of
+    from autopart.runtime.comm.stage_ranks import stage_style_of
 
     for schedule in SCHEDULES:
         virtual = 1 if schedule in ("gpipe", "1f1b") else 2
         other = schedule_for(schedule, 2 * virtual, 2, 1)
-        assert can_run(other, 2 * virtual, 2, 1) and placement_of(other) == placement_of(schedule)
+        assert can_run(other, 2 * virtual, 2, 1) and stage_style_of(other) == stage_style_of(schedule)
 
 
 class Contrast(nn.Module):

@@ -26,7 +26,7 @@ from autopart.ir.graph import active_operators
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.choose.pins import pinned_layouts, smallest_conflict
-from autopart.passes.choose.shard import Programme
+from autopart.passes.choose.shard import ShardingProblem
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Plan
 
@@ -120,7 +120,8 @@ def test_blocks_with_the_same_pins_share_their_choices():
     trace, pins = traced("llama", num_layers=5), {f"model.layers.{i}.mlp": {"tp": "R"} for i in (1, 3)}
     pinned = pinned_layouts(trace, Mesh.parse("tp2"), Pins.parse(pins), "tp")
     sizes = {
-        len(choice.members) for choice in Programme(trace.graph, 2, Hardware.load(), {}, {}, pinned).choices.values()
+        len(choice.members)
+        for choice in ShardingProblem(trace.graph, 2, Hardware.load(), {}, {}, pinned).choices.values()
     }
     assert sizes == {1, 2, 3}
 
@@ -131,10 +132,10 @@ def test_the_rest_is_the_best_there_is(case):
     name, pins = LAYOUTS[case]
     trace = traced(name)
     pinned = pinned_layouts(trace, Mesh.parse("tp2"), Pins.parse(pins), "tp")
-    programme = Programme(trace.graph, 2, Hardware.load(), {}, {}, pinned)
+    programme = ShardingProblem(trace.graph, 2, Hardware.load(), {}, {}, pinned)
     found = programme.solve()
     assert found.bound == found.cost and found.cost == pytest.approx(flat_cost(programme), rel=1e-9)
-    assert found.cost >= Programme(trace.graph, 2, Hardware.load(), {}, {}).solve().cost * (1 - 1e-12)
+    assert found.cost >= ShardingProblem(trace.graph, 2, Hardware.load(), {}, {}).solve().cost * (1 - 1e-12)
 
 
 def test_what_is_chosen_anyway_changes_nothing():

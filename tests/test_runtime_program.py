@@ -19,7 +19,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.program import Boundary, Output, Program, Stage, StageInput, StoredTensor
 from autopart.ir.schedules import MULTI_STAGE, SCHEDULES, V_SHAPED, check_schedule
 from autopart.runtime.comm.collectives import bind
-from autopart.runtime.comm.placement import placement_of, stage_coordinate, stages_at
+from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of, stages_at
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.state.gradients import Bucket, axis_buckets, sync_gradients_lockstep
@@ -227,18 +227,18 @@ MESHES = ["tp1", "tp2", "tp3", "dp2", "pp2", "dp2,tp2", "pp2,tp2", "dp2,pp2", "d
 
 @pytest.mark.parametrize("purpose", ["step", "forward"])
 @pytest.mark.parametrize(
-    ("mesh", "microbatches", "num_blocks", "placement"),
+    ("mesh", "microbatches", "num_blocks", "stage_style"),
     [(m, mb, 2, "loop") for m in MESHES for mb in (1, 4)] + [("pp2,tp2", 2, 4, p) for p in ("loop", "V")],
 )
-def test_lockstep(mesh, microbatches, num_blocks, placement, purpose):
+def test_lockstep(mesh, microbatches, num_blocks, stage_style, purpose):
     mesh = Mesh.parse(mesh)
     model = make_model(num_blocks)
     program = make_program(model, mesh, microbatches, purpose)
     parameters = {}
     for rank in range(mesh.num_ranks):
-        stages = stages_at(program, mesh.coordinates(rank).get("pp", 0), placement)
+        stages = stages_at(program, mesh.coordinates(rank).get("pp", 0), stage_style)
         parameters[rank] = shard_parameters(model, program, mesh.coordinates(rank), stages=stages)
-    outputs = run_lockstep(program, parameters, dict(model.named_buffers()), make_batch(), placement=placement)
+    outputs = run_lockstep(program, parameters, dict(model.named_buffers()), make_batch(), stage_style=stage_style)
     losses = [out[0] for microbatches in outputs.values() for out in microbatches]
     (want, want_grads) = plain(num_blocks)
     if purpose == "forward":
@@ -247,9 +247,9 @@ def test_lockstep(mesh, microbatches, num_blocks, placement, purpose):
         return
     assert_near(sum(losses) / mesh.size("tp"), want["loss"])
     torch.autograd.backward(losses)
-    sync_gradients_lockstep(parameters, program, placement=placement, bucket_bytes=200)
+    sync_gradients_lockstep(parameters, program, stage_style=stage_style, bucket_bytes=200)
     grads = {rank: {name: p.grad for name, p in local.items()} for rank, local in parameters.items()}
-    joined = join(grads, program, placement=placement)
+    joined = join(grads, program, stage_style=stage_style)
     assert_grads_near({name: joined[name] for name in want_grads}, want_grads)
     for rank in range(mesh.num_ranks):  # tied and replicated gradients are whole on every rank
         if "scale" in grads[rank]:
@@ -491,8 +491,8 @@ def make_schedule(schedule, pp, per_rank, microbatches):
     num_stages = pp * per_rank
     if schedule in V_SHAPED and per_rank != 2:
         raise ValueError("no V")
-    placement = placement_of(schedule)
-    here = [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, placement) == 0]
+    stage_style = stage_style_of(schedule)
+    here = [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, stage_style) == 0]
     stages = [
         types.SimpleNamespace(
             stage_index=s,

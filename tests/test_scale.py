@@ -13,7 +13,7 @@ from autopart.ir.facts import facts
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.tables import SHAPED
 from autopart.proof import scale
-from autopart.proof.scale import Work, fewest, renamed, scaled_copy
+from autopart.proof.scale import VerifyLoad, fewest, renamed, scaled_copy
 from autopart.proof.verify import VerificationRun
 
 LAYERS = 32
@@ -135,7 +135,7 @@ def test_blocks_that_the_model_counts_on_stay():
 def test_memory_decides(monkeypatch):
     model, batch = zoo.llama(num_layers=8)
     assert not any("copy" in note for note in autopart.verify(model, "tp2", example_kwargs=batch).notes)
-    needed = Work().estimate(model, autopart.tracing.trace.bind_call(model, (), batch)).total
+    needed = VerifyLoad().estimate(model, autopart.tracing.trace.bind_call(model, (), batch)).total
     monkeypatch.setattr(scale, "MOST_FOR_COPY", needed)
     monkeypatch.setattr(scale, "SHARE_COPY", scale.SHARE_WHOLE)
     monkeypatch.setattr(scale, "available_bytes", lambda device: needed)

@@ -20,7 +20,7 @@ from autopart.ir.graph import operators
 from autopart.passes.choose.pairs import NoSolution, Pairs
 from autopart.passes.choose.pins import FREE
 from autopart.passes.choose.prices import Step
-from autopart.passes.choose.shard import Programme, cheapest
+from autopart.passes.choose.shard import ShardingProblem, cheapest
 from autopart.passes.choose.storage import Storage
 
 # --- the problem of pairs ------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ CASES = {
 
 
 def programme_of(builder, sizes, tp):
-    return Programme(run_of(builder, **sizes).traced.graph, tp, Hardware.load(), {}, {})
+    return ShardingProblem(run_of(builder, **sizes).traced.graph, tp, Hardware.load(), {}, {})
 
 
 def flat_cost(programme):
@@ -187,7 +187,7 @@ def test_no_combination_is_cheaper(between):
     def check(graph, tp, step):
         if not any(facts(node)["role"] == ACTIVE for node in operators(graph)):
             reject()
-        programme = Programme(graph, tp, Hardware.load(), {}, {}, between=between, step=step)
+        programme = ShardingProblem(graph, tp, Hardware.load(), {}, {}, between=between, step=step)
         if math.prod(len(choice.options) for choice in programme.choices.values()) > MOST:
             reject()
         least = least_of_all(programme)
@@ -233,12 +233,13 @@ def test_the_objective_counts_what_is_summed_over_dp():
     graph = run_of(zoo.gpt2).traced.graph
     hardware = Hardware.load()
     prices = {
-        links: Programme(graph, 8, replace(hardware, node_link_bytes_per_s=links * hardware.node_link_bytes_per_s),
-                         {}, {}, step=Step(1, 4, Storage("dp", 4, 8)))
+        links: ShardingProblem(
+            graph, 8, replace(hardware, node_link_bytes_per_s=links * hardware.node_link_bytes_per_s), {}, {},
+            step=Step(1, 4, Storage("dp", 4, 8)))
         for links in (1, 2)
     }  # fmt: skip
     found = {links: p.price(p.solve().options, p.real_prices) for links, p in prices.items()}
-    alone = Programme(graph, 8, hardware, {}, {}, step=Step(1, 4))
+    alone = ShardingProblem(graph, 8, hardware, {}, {}, step=Step(1, 4))
     before = alone.price(alone.solve().options, alone.real_prices)
     over_dp = {links: price.gradient_sync_s - before.gradient_sync_s for links, price in found.items()}
     assert over_dp[1] == pytest.approx(2 * over_dp[2], rel=0.05) and over_dp[2] > 0

@@ -17,7 +17,7 @@ from autopart.errors import InputError
 from autopart.ir.mesh import Mesh
 from autopart.proof import estimate, scale
 from autopart.proof.estimate import Estimate, cgroup_room, weights_bytes
-from autopart.proof.scale import Work, scaled_copy
+from autopart.proof.scale import VerifyLoad, scaled_copy
 from autopart.proof.smaller import LADDER, Divisors, alike, smaller, smaller_call
 from autopart.tracing.model_source import SourceOptions, from_hf_config
 from autopart.tracing.trace import bind_call
@@ -48,7 +48,7 @@ def copy_of(entries, tmp_path, monkeypatch, free_bytes, mesh="tp2", **options):
     """The copy that is verified where so much memory is free."""
     monkeypatch.setattr(scale, "available_bytes", lambda device: int(free_bytes))
     made = source(entries, tmp_path, **options)
-    return scaled_copy(made.model, bind_call(made.model, (), made.example), Work(Mesh.parse(mesh)))
+    return scaled_copy(made.model, bind_call(made.model, (), made.example), VerifyLoad(Mesh.parse(mesh)))
 
 
 def test_an_8b_llama_gets_a_copy_that_fits(tmp_path, monkeypatch):
@@ -141,7 +141,7 @@ def test_it_is_said_before(tmp_path, monkeypatch):
     made = source(GPT2, tmp_path, batch=2, sequence=16)
     lines = []
     with progress.shown(lines.append):
-        scaled_copy(made.model, bind_call(made.model, (), made.example), Work(Mesh.parse("tp2")))
+        scaled_copy(made.model, bind_call(made.model, (), made.example), VerifyLoad(Mesh.parse("tp2")))
     said = [line for line in lines if line.startswith("verifying ")]
     assert len(said) == 1 and "a copy with 2 of 6 blocks (transformer.h)" in said[0], lines
     assert "which needs about" in said[0] and "0.02 GB are free" in said[0]

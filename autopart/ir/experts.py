@@ -26,9 +26,9 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
         # Rows after the last group are memory that nobody has written: they may hold a NaN, which no factor makes zero.
         return torch.where(mine.unsqueeze(-1), torch.zeros_like(made).index_copy(0, rows, made), 0)
     parts = x[rows].split(_sizes(counts, rows))
-    made = [part @ matrix for part, matrix in zip(parts, weight, strict=False)]
-    made.append(x.new_zeros(parts[-1].size(0), weight.size(2)))
-    return x.new_empty(x.size(0), weight.size(2)).index_copy_(0, rows, torch.cat(made))
+    products = [part @ matrix for part, matrix in zip(parts, weight, strict=False)]
+    products.append(x.new_zeros(parts[-1].size(0), weight.size(2)))
+    return x.new_empty(x.size(0), weight.size(2)).index_copy_(0, rows, torch.cat(products))
 
 
 @torch.library.custom_op("autopart::expert_outer", mutates_args=())

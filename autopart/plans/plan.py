@@ -56,7 +56,7 @@ def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
     return tuple(map("|".join, ([axis.name for axis in axes], stored, features)))
 
 
-class Table(str):
+class ShownText(str):
     """Text that shows itself as it is, also without `print`."""
 
     def __repr__(self) -> str:
@@ -112,7 +112,7 @@ class Why:
         return "\n".join(lines)
 
 
-class Reasons(Protocol):
+class Explainer(Protocol):
     """What answers `Plan.why` and `Plan.why_not`."""
 
     def why(self, name: str) -> Why: ...
@@ -150,7 +150,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     pins: Mapping[str, Any] = field(default_factory=dict)
     text: str = field(default="", compare=False, repr=False)
-    reasons: Reasons | None = field(default=None, compare=False, repr=False)
+    reasons: Explainer | None = field(default=None, compare=False, repr=False)
     axes: tuple[Axis, ...] = field(default=AXES, compare=False, repr=False)  # what those of `mesh` cut
 
     def __post_init__(self) -> None:
@@ -267,7 +267,7 @@ class Plan:
         """
         return self._reasons().why_not(name, layout)
 
-    def _reasons(self) -> Reasons:
+    def _reasons(self) -> Explainer:
         if self.reasons is None:
             raise PlanError(
                 "this plan was read from a file", why="what else could have been chosen is known to the plan that "
@@ -275,11 +275,11 @@ class Plan:
             )  # fmt: skip
         return self.reasons
 
-    def explain(self) -> Table:
+    def explain(self) -> ShownText:
         """One table: stage, block, layout, FLOPs, bytes communicated. Print it, or end a notebook cell with it."""
         from autopart.show.explain import explain
 
-        return Table(explain(self))
+        return ShownText(explain(self))
 
     def report(self, path: str | Path, graphs: Mapping[str, Any] | None = None) -> None:
         """Write one page of HTML: the predicted step, its timeline and memory, the plan, its notes.

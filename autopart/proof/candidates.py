@@ -32,7 +32,7 @@ Edit = Callable[[Any, int, int], Any]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Possibility:
     """Placements on two ranks that hold. `inputs` has all placements that hold for each input (`R`, `R(grad P)`)."""
 
     inputs: tuple[frozenset[Placement], ...]
@@ -51,7 +51,7 @@ class Candidate:
         )
 
 
-def candidates(node: fx.Node) -> Iterator[Candidate]:
+def candidates(node: fx.Node) -> Iterator[Possibility]:
     """What holds for this call on two ranks, apart from replicated work. `val` of its inputs are real tensors.
 
     Tried: every combination of whole and sharded inputs, and of whole inputs and partial sums; the call's integers as
@@ -69,7 +69,7 @@ def candidates(node: fx.Node) -> Iterator[Candidate]:
             first = even.holding(inputs, edit)
             second = other.holding(inputs, edit) if first else {}
             found = [
-                Candidate(places, outputs, edit is not None)
+                Possibility(places, outputs, edit is not None)
                 for outputs in first if outputs in second
                 if all(places := tuple(map(frozenset.intersection, first[outputs], second[outputs])))
             ]  # fmt: skip

@@ -127,7 +127,7 @@ class _Search:
         self.shards = self.subject.shards(self.program, self.arrangement)
         failure: Exception | None = None
         try:
-            results = self.subject.lockstep(self.program, self.shards, self.arrangement.placement, self._keep)
+            results = self.subject.lockstep(self.program, self.shards, self.arrangement.stage_style, self._keep)
         except BROKEN as error:
             failure = error
         for node, (stage, held) in self.made.items():
@@ -175,7 +175,7 @@ class _Search:
     def parameter(self, name: str) -> Mismatch:
         """A parameter whose gradient is wrong although every value's gradient is right: the part of the backward that
         makes it is wrong, or its sum over ranks."""
-        sync_gradients_lockstep(self.shards, self.program, placement=self.arrangement.placement)
+        sync_gradients_lockstep(self.shards, self.program, stage_style=self.arrangement.stage_style)
         stored = self.program.parameters[name]
         node = next(n for n in self.subject.traced.graph.nodes if n.op == "get_attr" and n.target == name)
         zero = torch.zeros_like(self.subject.weights[name])

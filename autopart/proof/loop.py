@@ -138,16 +138,16 @@ class _AllRanks:
         self.scales = {rank: _Scale.of(training.scaler) for rank in self.shards}
 
     def backward(self, subject: Subject) -> _Outcome:
-        placement = self.arrangement.placement
+        stage_style = self.arrangement.stage_style
         new_buffers: dict[int, dict[str, Tensor]] = {}
         subject = Subject(replace(subject.traced, buffers=self.buffers), subject.loss, subject.random_seed)
-        results = subject.lockstep(self.program, self.shards, placement, new_buffers=new_buffers)
+        results = subject.lockstep(self.program, self.shards, stage_style, new_buffers=new_buffers)
         self.new_buffers: Mapping[int, Mapping[str, Tensor]] = new_buffers
         seeds, scales = subject.seeds(self.program, results), {rank: s.value for rank, s in self.scales.items()}
         scale = scales[min(results)]  # the loss is where the last stage is
         torch.autograd.backward([seed * scale for seed in seeds])
         losses = {0: whole_loss(self.program, results)} if subject.loss is not None else dict(enumerate(seeds))
-        sync_gradients_lockstep(self.shards, self.program, placement=placement)
+        sync_gradients_lockstep(self.shards, self.program, stage_style=stage_style)
         self.infinite = shared_infinity({rank: self._unscale(rank) for rank in self.shards})
         norms = self._norms()
         self._clip(norms)
@@ -163,7 +163,7 @@ class _AllRanks:
 
     def _norms(self) -> dict[int, Tensor]:
         """The norm of all gradients as every rank has it."""
-        norm = grad_norm_lockstep(self.shards, self.program, placement=self.arrangement.placement)
+        norm = grad_norm_lockstep(self.shards, self.program, stage_style=self.arrangement.stage_style)
         return dict.fromkeys(self.shards, norm)
 
     def _clip(self, norms: Mapping[int, Tensor]) -> None:

@@ -108,7 +108,7 @@ class ScaledCopy:
 
 
 @dataclass(frozen=True)
-class Work:
+class VerifyLoad:
     """What a verification does besides one pass: on which mesh, how many training steps, and whether a loss function of
     the user's is behind the model."""
 
@@ -135,10 +135,10 @@ class Work:
         )
 
 
-ONE_PASS = Work()
+ONE_PASS = VerifyLoad()
 
 
-def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: Work = ONE_PASS) -> ScaledCopy:
+def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> ScaledCopy:
     """A copy of `model` with as few repeated blocks as show every kind, without the weights of the others.
 
     Weights on the meta device become random. A container is left whole where the model does not run without some of
@@ -158,7 +158,7 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: Work = ONE
     return few.with_weights()
 
 
-def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: Work) -> list[ScaledCopy]:
+def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> list[ScaledCopy]:
     """A copy for each kind of block, with no block of another kind in its container: each is smaller than one with all.
 
     Without weights as yet where the model has none. Raises InputError where one does not fit, or the model does not run
@@ -202,7 +202,7 @@ def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
 
 
 def _with_fewer_blocks(
-    model: nn.Module, arguments: Mapping[str, Any], work: Work, free: int
+    model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int
 ) -> tuple[ScaledCopy | None, Estimate]:
     """The copy with the model's own sizes, without weights as yet where the model has none, and what it needs; None
     where that is more than is free."""
@@ -232,7 +232,7 @@ def _with_fewer_blocks(
 
 
 def _with_smaller_sizes(
-    model: nn.Module, arguments: Mapping[str, Any], work: Work, fair: float
+    model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
     """The largest copy with fewer blocks and smaller sizes that takes no more than a fair share; None without one."""
     config = getattr(model, "config", None)
@@ -253,7 +253,7 @@ def _with_smaller_sizes(
 
 
 def _smaller_copy(
-    model: nn.Module, few: nn.Module, divisors: Divisors, arguments: Mapping[str, Any], work: Work, fair: float
+    model: nn.Module, few: nn.Module, divisors: Divisors, arguments: Mapping[str, Any], work: VerifyLoad, fair: float
 ) -> tuple[ScaledCopy, Estimate] | None:
     """A copy of `few`, a copy with fewer blocks and no weights, with smaller sizes; None where it needs too much."""
     config, changes = smaller(few.config, divisors, work.num_ranks)
@@ -343,7 +343,7 @@ def _told(kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str:
     return ", ".join(f"{len(blocks)} of {number} blocks ({path})" for path, (blocks, number) in kept.items())
 
 
-def is_small(model: nn.Module, arguments: Mapping[str, Any], work: Work, free: int) -> bool:
+def is_small(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad, free: int) -> bool:
     """Whether a verification takes so little of what is free that nothing has to be estimated.
 
     What is computed is taken for six numbers for each entry of the inputs and each row of a weight.
@@ -355,7 +355,7 @@ def is_small(model: nn.Module, arguments: Mapping[str, Any], work: Work, free: i
     return needed <= free / 50
 
 
-def fits(model: nn.Module, arguments: Mapping[str, Any], work: Work = ONE_PASS) -> bool:
+def fits(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad = ONE_PASS) -> bool:
     """Whether a model can be verified as it is, had it values: there is room."""
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):
@@ -369,7 +369,7 @@ def fits(model: nn.Module, arguments: Mapping[str, Any], work: Work = ONE_PASS) 
     return needed.total <= most
 
 
-def check_room(model: nn.Module, arguments: Mapping[str, Any], work: Work) -> None:
+def check_room(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad) -> None:
     """Raises InputError where a model that is to be verified as it is takes more than is free."""
     free = available_bytes(device_of(model))
     if is_small(model, arguments, work, free):

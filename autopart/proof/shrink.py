@@ -114,7 +114,7 @@ class _Planted:
         self.is_planted = True
         self._tamper = arrangement.tamper
         tamper = self.tamper if arrangement.tamper is not None else None
-        self.arrangement = Arrangement(arrangement.decisions, arrangement.placement, tamper)
+        self.arrangement = Arrangement(arrangement.decisions, arrangement.stage_style, tamper)
 
     def tamper(self, program: Any, shards: Any) -> None:
         self.is_planted = False
@@ -144,7 +144,7 @@ class _Cut:
         made = [n for n in graph.nodes if n in self.new and source_of(n)[0] in self.chosen]
         ends = [n for n in made if isinstance(self.values[n], Tensor) and not self._is_used_up(n)]
         subject = self.builder.subject([self.new[n] for n in ends])
-        built = self.builder.arrangement(placement=self.arrangement.placement, tamper=self.arrangement.tamper)
+        built = self.builder.arrangement(stage_style=self.arrangement.stage_style, tamper=self.arrangement.tamper)
         return Subgraph(subject, built)
 
     def _is_used_up(self, node: fx.Node) -> bool:

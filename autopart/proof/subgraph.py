@@ -198,7 +198,7 @@ def _lines(subgraph: Subgraph) -> list[str]:
     header = [f"mesh {decisions.mesh}"]
     header += [f"microbatches {decisions.microbatches}"] * (decisions.microbatches > 1)
     header += [f"stages {decisions.num_stages}"] * (decisions.num_stages > 1)
-    header += ["V"] * (subgraph.arrangement.placement == "V")
+    header += ["V"] * (subgraph.arrangement.stage_style == "V")
     lines = [" | ".join(header)]
     for node in subject.traced.graph.nodes:
         if node.op == "output" or facts(node).get("hidden"):
@@ -282,7 +282,7 @@ class _Parser:
         options = dict(field.partition(" ")[::2] for field in head.split(" | "))
         if "mesh" not in options:
             raise PlanError("a subgraph begins with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2")
-        self.placement = "V" if "V" in options else "loop"
+        self.stage_style = "V" if "V" in options else "loop"
         mesh = Mesh.parse(options["mesh"], axes) if options["mesh"] != "one device" else Mesh({})
         self.builder = Builder(mesh, int(options.get("microbatches", 1)), int(options.get("stages", 1)))
         self.nodes: dict[str, fx.Node] = {}
@@ -307,7 +307,7 @@ class _Parser:
         annotate(subject.traced)
         for node in self.builder.stage_of:  # recorded values
             facts(node)["role"] = ACTIVE
-        arrangement = self.builder.arrangement(placement=self.placement)
+        arrangement = self.builder.arrangement(stage_style=self.stage_style)
         for node, said in self.said.items():
             if facts(node)["role"] not in (ACTIVE, WEIGHT):
                 continue

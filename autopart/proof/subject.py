@@ -21,7 +21,7 @@ from autopart.ir.layout import Placement
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
-from autopart.runtime.comm.placement import owners
+from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.lockstep import OnValue, run_lockstep
 from autopart.runtime.state.batch import merge_microbatches
 from autopart.runtime.state.gradients import sync_gradients_lockstep
@@ -50,7 +50,7 @@ class Arrangement:
     tests. `plan`: what the decisions are read from."""
 
     decisions: Decisions
-    placement: str = "loop"
+    stage_style: str = "loop"
     tamper: Tamper | None = None
     plan: Plan | None = None
 
@@ -173,7 +173,7 @@ class Subject:
         mesh, tamper = program.mesh, arrangement.tamper
         shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
         for name, stored in program.parameters.items():
-            cuts, homes = stored_cuts(stored, mesh), owners(program, stored, arrangement.placement)
+            cuts, homes = stored_cuts(stored, mesh), owners(program, stored, arrangement.stage_style)
             parts: dict[tuple[int, ...], Tensor] = {}
             for rank, local in shards.items():
                 at = mesh.coordinates(rank)
@@ -194,14 +194,14 @@ class Subject:
         self,
         program: Program,
         shards: Shards,
-        placement: str,
+        stage_style: str,
         on_value: OnValue | None = None,
         new_buffers: dict[int, dict[str, Tensor]] | None = None,
     ) -> dict[int, list[tuple]]:
         buffers, inputs = self.traced.buffers, self.traced.call.tensors
         with one_seed(self.random_seed):
             return run_lockstep(
-                program, shards, buffers, inputs, on_value, placement=placement, new_buffers=new_buffers
+                program, shards, buffers, inputs, on_value, stage_style=stage_style, new_buffers=new_buffers
             )  # fmt: skip
 
     def seeds(self, program: Program, results: Mapping[int, list[tuple]]) -> list[Tensor]:
@@ -229,13 +229,13 @@ class Subject:
             new_buffers: dict[int, dict[str, Tensor]] = {}
             with torch.no_grad():
                 shards = self.shards(called, arrangement)
-                results = self.lockstep(called, shards, arrangement.placement, new_buffers=new_buffers)
+                results = self.lockstep(called, shards, arrangement.stage_style, new_buffers=new_buffers)
             errors |= output_errors(called, results, expected.outputs) | buffer_errors(new_buffers, expected)
         step = self.step(arrangement.decisions)
         shards = self.shards(step, arrangement)
         new_buffers = {}
         inputs = _InputGradients(self.traced)
-        results = self.lockstep(step, shards, arrangement.placement, inputs.keep, new_buffers)
+        results = self.lockstep(step, shards, arrangement.stage_style, inputs.keep, new_buffers)
         for name, error in buffer_errors(new_buffers, expected).items():
             errors[name] = max(errors.get(name, 0.0), error)
         seeds = self.seeds(step, results)
@@ -246,7 +246,7 @@ class Subject:
             errors["loss"] = relative(whole_loss(step, results), loss)
         else:
             errors |= output_errors(step, results, expected.outputs)
-        sync_gradients_lockstep(shards, step, placement=arrangement.placement)
+        sync_gradients_lockstep(shards, step, stage_style=arrangement.stage_style)
         return errors | gradient_errors(step, shards, expected) | inputs.errors(expected)
 
 

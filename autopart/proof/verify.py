@@ -37,7 +37,7 @@ from autopart.proof.loop import StepModel, train
 from autopart.proof.scale import (
     ONE_PASS,
     ScaledCopy,
-    Work,
+    VerifyLoad,
     check_room,
     copies_by_kind,
     device_of,
@@ -51,7 +51,7 @@ from autopart.proof.subgraph import Subgraph
 from autopart.proof.subject import Arrangement, Results, Subject, Tamper, buffers_restored, one_seed, relative
 from autopart.proof.training import MakeOptimizer, Training, read_training
 from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, make_plan, prepare
-from autopart.runtime.comm.placement import placement_of
+from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.tracing.checkpoints import plain_checkpoints
 from autopart.tracing.entry import call
 from autopart.tracing.model_source import ModelSource
@@ -154,7 +154,7 @@ def verify(
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if given is None:
         asked = _check_fits(model, arguments, loss_fn, target, sizes, asked)
-    work = Work(sizes, training.steps if training is not None else 0, loss_fn is not None)
+    work = VerifyLoad(sizes, training.steps if training is not None else 0, loss_fn is not None)
     found = []
     for copied in _chosen(model, arguments, scaled, work):
         run = VerificationRun(model, arguments, loss_fn, target, copied, asked.rng)
@@ -168,7 +168,7 @@ def has_room(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scale
     assert source.example is not None
     arguments = bind_call(source.model, (), source.example)
     asked = read_training(source.model, arguments, **training)
-    work = Work(mesh, asked.steps if asked is not None else 0)
+    work = VerifyLoad(mesh, asked.steps if asked is not None else 0)
     if scaled is False:
         check_room(source.model, arguments, work)
     return scaled is False or fits(source.model, arguments, work)
@@ -249,7 +249,7 @@ class VerificationRun:
             options = replace(options, recompute=self.scaled.recompute(options.recompute, self.traced))
         chosen = plan or make_plan(self.model, self.traced, sizes, options)
         decisions = decode(self.traced, chosen, sizes)
-        return Arrangement(decisions, placement_of(chosen.schedule.name), tamper, chosen)
+        return Arrangement(decisions, stage_style_of(chosen.schedule.name), tamper, chosen)
 
     def check(
         self, arrangement: Arrangement, tolerance: float = TOLERANCE, shrink: bool = False,
@@ -354,7 +354,7 @@ def deepcopy(model: nn.Module) -> nn.Module:
 
 
 def _chosen(
-    model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str, work: Work
+    model: nn.Module, arguments: Mapping[str, Any], scaled: bool | str, work: VerifyLoad
 ) -> list[ScaledCopy] | list[None]:  # fmt: skip
     """The copies to verify in place of the model, if any is asked for or needed; else None alone."""
     if scaled not in (True, False, "auto"):

@@ -15,7 +15,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import text_of, word_of
 from autopart.plans.headline import quantity
-from autopart.plans.plan import Plan, Table
+from autopart.plans.plan import Plan, ShownText
 
 WHOLE = "whole"
 """An operator that is not listed: replicated work."""
@@ -24,7 +24,7 @@ _MOST_ROWS = 30
 
 
 @dataclass(frozen=True)
-class Row:
+class DiffRow:
     """One difference: the part of the plan, what in it, and what the two plans say."""
 
     part: str
@@ -37,16 +37,16 @@ class Row:
 class Difference:
     """All differences of two plans; false where they mean the same. Print it for a table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[DiffRow, ...]
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
-    def table(self, first: str = "first", second: str = "second") -> Table:
+    def table(self, first: str = "first", second: str = "second") -> ShownText:
         """The differences under the names of the two plans, at most 30 of a part."""
         if not self.rows:
-            return Table(f"{first} and {second} are the same plan\n")
-        parts: dict[str, list[Row]] = defaultdict(list)
+            return ShownText(f"{first} and {second} are the same plan\n")
+        parts: dict[str, list[DiffRow]] = defaultdict(list)
         for row in self.rows:
             parts[row.part].append(row)
         lines = [("", first, second)]
@@ -56,7 +56,7 @@ class Difference:
             if len(rows) > _MOST_ROWS:
                 lines.append((f"  and {len(rows) - _MOST_ROWS} more", "", ""))
         widths = [max(len(line[column]) for line in lines) for column in range(2)]
-        return Table("".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() + "\n" for a, b, c in lines))
+        return ShownText("".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() + "\n" for a, b, c in lines))
 
     def __str__(self) -> str:
         return str(self.table())
@@ -72,11 +72,11 @@ def diff(first: Plan, second: Plan) -> Difference:
     return Difference(tuple(rows))
 
 
-def _row(part: str, what: str, first: str, second: str) -> list[Row]:
-    return [Row(part, what, first, second)] if first != second else []
+def _row(part: str, what: str, first: str, second: str) -> list[DiffRow]:
+    return [DiffRow(part, what, first, second)] if first != second else []
 
 
-def _basics(a: Plan, b: Plan) -> list[Row]:
+def _basics(a: Plan, b: Plan) -> list[DiffRow]:
     first, second = ({
         ("model", "class"): str(plan.model["class"]),
         ("model", "fingerprint"): str(plan.model["fingerprint"])[:12],
@@ -96,7 +96,7 @@ def _basics(a: Plan, b: Plan) -> list[Row]:
     return [row for key in keys for row in _row(*key, first.get(key, ""), second.get(key, ""))]
 
 
-def _recompute(a: Plan, b: Plan) -> list[Row]:
+def _recompute(a: Plan, b: Plan) -> list[DiffRow]:
     blocks = [
         f"{prefix}{number}" for plan in (a, b) for prefix, numbers in _numbers(plan).items() for number in numbers
     ]
@@ -108,7 +108,7 @@ def _recompute(a: Plan, b: Plan) -> list[Row]:
 # Layouts
 
 
-def _parameters(a: Plan, b: Plan) -> list[Row]:
+def _parameters(a: Plan, b: Plan) -> list[DiffRow]:
     def said(plan: Plan, name: str) -> str:
         axes = [axis for axis in plan.mesh if plan.placement_text(name, axis) != "R"]
         return " ".join(f"{axis}:{plan.placement_text(name, axis)}" for axis in axes) or "R"
@@ -116,7 +116,7 @@ def _parameters(a: Plan, b: Plan) -> list[Row]:
     return _by_name("parameters", a, b, a.parameters, b.parameters, said)
 
 
-def _operators(a: Plan, b: Plan) -> list[Row]:
+def _operators(a: Plan, b: Plan) -> list[DiffRow]:
     def said(plan: Plan, name: str) -> str:
         _, entry = plan.operator_entry(name, _pattern(name)) or ("", {})
         on_axes = [str(text) for axis, text in entry.items() if axis in plan.mesh]
@@ -129,7 +129,7 @@ def _operators(a: Plan, b: Plan) -> list[Row]:
 
 def _by_name(
     part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], said: Callable[[Plan, str], str]
-) -> list[Row]:
+) -> list[DiffRow]:
     """Rows by pattern; where only some of the repeated blocks differ, with their numbers."""
     numbers = _numbers(a) | _numbers(b)
     groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -176,13 +176,13 @@ def _numbers(plan: Plan) -> dict[str, list[int]]:
 # Stages, and what follows
 
 
-def _cuts(a: Plan, b: Plan) -> list[Row]:
+def _cuts(a: Plan, b: Plan) -> list[DiffRow]:
     stages = range(max(len(a.cuts), len(b.cuts)))
     first, second = ([*plan.cuts, *[""] * len(stages)] for plan in (a, b))
     return [row for i in stages for row in _row("cuts", f"stage {i + 1} begins with", first[i], second[i])]
 
 
-def _collectives(a: Plan, b: Plan) -> list[Row]:
+def _collectives(a: Plan, b: Plan) -> list[DiffRow]:
     first, second = _moved(a), _moved(b)
     keys = dict.fromkeys([*first, *second])
     return [row for key in keys for row in _row("collectives", key, first.get(key, "none"), second.get(key, "none"))]
@@ -202,14 +202,14 @@ def _moved(plan: Plan) -> dict[str, str]:
 _UNITS = {"_s": "s", "_flops": "FLOP", "_bytes": "B"}
 
 
-def _cost(a: Plan, b: Plan) -> list[Row]:
+def _cost(a: Plan, b: Plan) -> list[DiffRow]:
     rows = []
     for key in dict.fromkeys([*a.cost, *b.cost]):
         first, second = a.cost.get(key), b.cost.get(key)
         if not isinstance(first, (int, float)) or not isinstance(second, (int, float)):
             continue
         if abs(first - second) > 1e-9 * max(abs(first), abs(second)):
-            rows.append(Row("cost", key, _figure(key, first), _figure(key, second)))
+            rows.append(DiffRow("cost", key, _figure(key, first), _figure(key, second)))
     return rows
 
 

@@ -80,7 +80,7 @@ class Template:
         return [sys.getrefcount(tensor) for tensor in self.stand_ins] != self.num_refs
 
 
-class Call:
+class RecordedCall:
     """One call of a block: its tensors in order (arguments, then its own parameters and buffers), and what must be
     equal in another call that can be a repeat of it (`key`)."""
 
@@ -115,7 +115,7 @@ class Call:
 class _Comparing:
     """What the running block calls, spelt such that it can be compared with another block."""
 
-    def __init__(self, call: Call, stop: Any):
+    def __init__(self, call: RecordedCall, stop: Any):
         self.call, self.stop, self.failed = call, stop, False
         self.tracing = call.tracing
         self.depth = len(self.tracing.modules)
@@ -144,7 +144,7 @@ class _Comparing:
 class Recording(_Comparing):
     """A block that is traced as ever, recorded."""
 
-    def __init__(self, call: Call, stop: Any):
+    def __init__(self, call: RecordedCall, stop: Any):
         super().__init__(call, stop)
         self.steps: list[_Step] = []
         self.stand_ins: list[Tensor] = []
@@ -239,7 +239,7 @@ class Recording(_Comparing):
 class Replay(_Comparing):
     """A block that runs on stand-ins, compared call by call with a recorded one."""
 
-    def __init__(self, call: Call, stop: Any, template: Template):
+    def __init__(self, call: RecordedCall, stop: Any, template: Template):
         super().__init__(call, stop)
         self.template, self.next = template, 0
         self._places |= template.places

@@ -27,8 +27,8 @@ from autopart.ir.graph import tensor_inputs
 from autopart.tracing.known_values import KnownValues
 from autopart.tracing.recorded import (
     TEMPLATE,
-    Call,
     Differs,
+    RecordedCall,
     Recording,
     Ref,
     Replay,
@@ -103,7 +103,7 @@ class Repeats:
 
             try:
                 with without_torch_functions():
-                    called = Call(block[1], (args, kwargs), tracing, frames_to(sys._getframe(1), None))
+                    called = RecordedCall(block[1], (args, kwargs), tracing, frames_to(sys._getframe(1), None))
             except Differs:
                 return run()
             return self._run(block[0], called, run)
@@ -116,7 +116,7 @@ class Repeats:
             return run()
         return active.meet(run, function, args, kwargs, sys._getframe(2))
 
-    def _run(self, kind: Any, call: Call, run: Callable[[], Any]) -> Any:
+    def _run(self, kind: Any, call: RecordedCall, run: Callable[[], Any]) -> Any:
         for template in self._by_kind[kind]:
             if template.key == call.key:
                 repeated, output = self._replay(template, call, run)
@@ -139,7 +139,7 @@ class Repeats:
             pass
         return output
 
-    def _replay(self, template: Template, call: Call, run: Callable[[], Any]) -> tuple[bool, Any]:
+    def _replay(self, template: Template, call: RecordedCall, run: Callable[[], Any]) -> tuple[bool, Any]:
         """Whether a call repeats a recorded one, and if so what it gives."""
         self.tried = True
         state, counts = State(call.block), call.tracing.counts()

@@ -12,7 +12,7 @@ from torch import nn
 from autopart.cost.hardware import DEFAULT
 from autopart.cost.memory import parse_size
 from autopart.cost.methods import Found, Method, solve
-from autopart.cost.per_block import Blocks, Option
+from autopart.cost.per_block import BlockOption, Blocks
 from autopart.cost.simulate import Simulation
 from autopart.cost.table import Setting
 from autopart.errors import OptionError
@@ -35,7 +35,7 @@ class BlockSearch:
     sequence_parallel: bool
 
     @property
-    def chosen(self) -> dict[str, Option]:
+    def chosen(self) -> dict[str, BlockOption]:
         """By the names of the blocks."""
         options = self.found.choice.options
         return {block.name: self.blocks.options[i] for block, i in zip(self.blocks.blocks, options, strict=True)}

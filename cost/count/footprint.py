@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, Output
+from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, MadeTensor
 from autopart.ir.actions import StageBytes
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
@@ -377,7 +377,7 @@ def call(
     if effect.kept.other_bytes:
         others[node] = effect.kept.other_bytes
     tensors = [Value(form, owner) for form, owner in zip(effect.forms, owners, strict=True)]
-    return map_tuple(effect.made, lambda leaf: tensors[leaf.number] if isinstance(leaf, Output) else leaf)
+    return map_tuple(effect.made, lambda leaf: tensors[leaf.number] if isinstance(leaf, MadeTensor) else leaf)
 
 
 def map_tuple(made: Any, function: Any) -> Any:
@@ -398,7 +398,7 @@ def _unknown(node: fx.Node, read: Sequence[Value]) -> Effect:
     grad = any(v.form.needs_grad for v in read)
     forms = tuple(Form.contiguous(tuple(t.shape), t.dtype, grad) for t in tensors)
     memory = tuple(-1 - i for i in range(len(forms)))
-    shown = tuple(Output(i) for i in range(len(forms))) if isinstance(made, (tuple, list)) else Output(0)
+    shown = tuple(MadeTensor(i) for i in range(len(forms))) if isinstance(made, (tuple, list)) else MadeTensor(0)
     kept = Kept(tuple(range(len(read))) if grad else (), tuple(range(len(forms))) if grad else (), 0)
     return Effect(shown, forms, memory, tuple(f.size_bytes for f in forms), kept)
 

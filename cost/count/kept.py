@@ -100,7 +100,7 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Output:
+class MadeTensor:
     """Stands for a tensor in `Effect.made`."""
 
     number: int
@@ -258,7 +258,7 @@ def _memory(tensor: Tensor) -> int:
 
 def _numbered(result: Any, numbers: Any) -> Any:
     if isinstance(result, Tensor):
-        return Output(next(numbers))
+        return MadeTensor(next(numbers))
     if isinstance(result, (list, tuple)):
         return tuple(_numbered(item, numbers) for item in result)
     return result

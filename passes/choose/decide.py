@@ -20,7 +20,7 @@ from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.pins import Pinned, solve_pinned
 from autopart.passes.choose.prices import Step
 from autopart.passes.choose.problem import Problem
-from autopart.passes.choose.shard import Programme, Sharding, cheapest
+from autopart.passes.choose.shard import Sharding, ShardingProblem, cheapest
 from autopart.passes.choose.stage_pins import pinned_partition
 from autopart.passes.pipeline import driven
 from autopart.tracing.trace import Trace
@@ -30,7 +30,7 @@ class Decided(NamedTuple):
     """What was decided, and what was solved for it, by axis."""
 
     decisions: Decisions
-    solved: Mapping[str, tuple[Programme, Sharding]]
+    solved: Mapping[str, tuple[ShardingProblem, Sharding]]
 
 
 @driven(notes=decision_notes)
@@ -44,7 +44,7 @@ def decide(problem: Problem) -> Decided:
             hint="run it as it is",
         )
     rows = batch_strategies(trace, mesh, microbatches)
-    solved: dict[str, tuple[Programme, Sharding]] = {}
+    solved: dict[str, tuple[ShardingProblem, Sharding]] = {}
     stored: Mapping[str, Layout] = {}
     for axis, pinned in problem.pinned.items():
         solved[axis] = solve_pinned(trace, mesh, pinned, problem.pins, partial(_solve, problem, solved, stored))
@@ -59,8 +59,11 @@ def decide(problem: Problem) -> Decided:
 
 
 def _solve(
-    problem: Problem, solved: Mapping[str, tuple[Programme, Sharding]], stored: Mapping[str, Layout], pinned: Pinned
-) -> tuple[Programme, Sharding]:
+    problem: Problem,
+    solved: Mapping[str, tuple[ShardingProblem, Sharding]],
+    stored: Mapping[str, Layout],
+    pinned: Pinned,
+) -> tuple[ShardingProblem, Sharding]:
     """The cheapest sharding over an axis, beside what was `solved` before."""
     mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
     step = Step(problem.microbatches, rows, problem.storage, mesh.stride(pinned.axis))

@@ -19,13 +19,13 @@ from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.choose.pins import near_names, pinned_layouts, pinned_parts, solve_pinned
 from autopart.passes.choose.prices import Price, stored_parts
 from autopart.passes.choose.problem import Problem
-from autopart.passes.choose.shard import Choice, Conversion, Programme, Sharding
+from autopart.passes.choose.shard import Choice, Converted, Sharding, ShardingProblem
 from autopart.passes.choose.storage import Storage
 from autopart.plans.headline import quantity
 from autopart.plans.pins import Pins
 from autopart.plans.plan import Why
 
-Solved = tuple[Programme, Sharding]
+Solved = tuple[ShardingProblem, Sharding]
 
 _DIGITS = 6
 
@@ -178,11 +178,13 @@ class Reasons:
         instead = ", ".join(changed[:3]) + f" and {len(changed) - 3} more" * (len(changed) > 3)
         return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
 
-    def _without(self, made: fx.Node, source: Placement, target: Placement, programme: Programme) -> Sharding | None:
+    def _without(
+        self, made: fx.Node, source: Placement, target: Placement, programme: ShardingProblem
+    ) -> Sharding | None:
         """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
         value = next((value for value in programme.values if value.is_of(made)), None)
         try:
-            return programme.solve(forbidden=Conversion(value, source, target)) if value is not None else None
+            return programme.solve(forbidden=Converted(value, source, target)) if value is not None else None
         except NoSolution:
             return None
 
@@ -219,7 +221,7 @@ class Reasons:
         return {option: price for _, option, price in sorted(found, key=lambda entry: entry[:2])}
 
 
-def _solved(programme: Programme) -> Solved:
+def _solved(programme: ShardingProblem) -> Solved:
     return programme, programme.solve()
 
 

@@ -24,7 +24,7 @@ from autopart.ir.layout import R_GRAD_P, P, Placement, R
 from autopart.passes.choose.pairs import NoSolution, Pairs
 from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.choose.prices import Price, Prices, Step, is_latency_bound
-from autopart.passes.facts.blocks import Place
+from autopart.passes.facts.blocks import BlockPosition
 from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, possible, strategies
 
 SequenceParallel = bool | Literal["auto"]
@@ -90,7 +90,7 @@ class _Value:
         return [option if isinstance(option, Placement) else option.outputs[self.index] for option in options]
 
 
-class Conversion(NamedTuple):
+class Converted(NamedTuple):
     """A value that goes from one placement to another."""
 
     value: _Value
@@ -125,19 +125,19 @@ def cheapest(
     sequence_parallel: SequenceParallel,
     step: Step,
     pinned: Pinned,
-) -> tuple[Programme, Sharding]:
+) -> tuple[ShardingProblem, Sharding]:
     """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the programme it solves.
 
     "auto" solves for values whole between matrix products and, unless the model is a toy, for values as they are best,
     and takes what is faster. True leaves values as they are best only where not all that can be cut can be together.
     `pinned`: what the user's pins leave; raises NoSolution where that is nothing.
     """
-    best: tuple[Price, Programme, Sharding] | None = None
+    best: tuple[Price, ShardingProblem, Sharding] | None = None
     for between in _TRIED[sequence_parallel]:
         if best is not None and (sequence_parallel is True or is_latency_bound(graph, num_shards, hardware, step)):
             break
         try:
-            programme = Programme(graph, num_shards, hardware, {}, {}, pinned, between, step)
+            programme = ShardingProblem(graph, num_shards, hardware, {}, {}, pinned, between, step)
             found = programme.solve()
         except NoSolution:
             continue
@@ -157,10 +157,10 @@ def fit_around(
     stay whole between matrix products where they do in all of those. `pinned`: what other axes leave."""
     is_whole = all(s in strategies(node, num_shards, TENSOR_KINDS) for node, s in fixed.items())
     between: Between = "whole" if is_whole else "free"
-    return Programme(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
+    return ShardingProblem(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
 
 
-class Programme:
+class ShardingProblem:
     """Every choice there is, what it costs, and what the values that go from one to another cost.
 
     `between`: how values lie between matrix products. `is_shared`: whether repeated blocks share their choices.
@@ -193,7 +193,7 @@ class Programme:
             prices = [self.prices.option(choice.node, o) for o in choice.options]
             choice.costs = [len(choice.members) * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
-    def pinned_by(self, pinned: Pinned) -> Programme:
+    def pinned_by(self, pinned: Pinned) -> ShardingProblem:
         """The same programme with other pins, beside the same axes."""
         return self._again(replace(pinned, factors=self.pinned.factors, dims=self.pinned.dims), self.is_shared)
 
@@ -203,8 +203,8 @@ class Programme:
         saved = 1 - self._again(self.pinned, False).solve().cost / shared.cost if shared.cost else 0.0
         return max(0.0, round(saved, 6))  # less is what breaks ties
 
-    def _again(self, pinned: Pinned, is_shared: bool) -> Programme:
-        return Programme(
+    def _again(self, pinned: Pinned, is_shared: bool) -> ShardingProblem:
+        return ShardingProblem(
             self.graph, self.num_shards, self.hardware, self.stored, self.fixed, pinned, self.between, self.step,
             is_shared,
         )  # fmt: skip
@@ -223,7 +223,7 @@ class Programme:
                     wanted.setdefault(source, {}).update({s.inputs[i]: None for s in choice.options})
         for node in graph.find_nodes(op="placeholder"):
             if facts(node)["role"] == ACTIVE:
-                self._join(Place(node), node, [R])
+                self._join(BlockPosition(node), node, [R])
         for node, placements in wanted.items():
             places = [R, *([R_GRAD_P] if facts(node)["needs_grad"] else []), *(p for p in placements if p.is_shard)]
             pinned = self.pinned.placements(node.target, places)
@@ -241,7 +241,7 @@ class Programme:
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
         return cut if cut and len(found) > len(strategies(node, self.num_shards, TENSOR_KINDS)) else left
 
-    def _join(self, place: Place, node: fx.Node, options: list) -> None:
+    def _join(self, place: BlockPosition, node: fx.Node, options: list) -> None:
         if not options:
             raise NoSolution
         block = None if self.is_shared else place.end(_FREE_BLOCKS)
@@ -278,7 +278,7 @@ class Programme:
             for place in value.places()
         ])  # fmt: skip
 
-    def solve(self, forced: Mapping[int, int] | None = None, forbidden: Conversion | None = None) -> Sharding:
+    def solve(self, forced: Mapping[int, int] | None = None, forbidden: Converted | None = None) -> Sharding:
         """The cheapest choices, exactly. Raises NoSolution.
 
         Args:
@@ -323,7 +323,7 @@ class Programme:
         return total
 
     def _add_value(
-        self, pairs: Pairs, variables: Mapping[int, int], value: _Value, forbidden: Conversion | None
+        self, pairs: Pairs, variables: Mapping[int, int], value: _Value, forbidden: Converted | None
     ) -> None:
         """What it costs to bring a value to all placements in which it is wanted, each once.
 

@@ -39,7 +39,7 @@ from autopart.ir.graph import (
 )
 from autopart.ir.layout import Sections
 from autopart.ir.pattern import Pattern
-from autopart.passes.facts.blocks import Place, places
+from autopart.passes.facts.blocks import BlockPosition, places
 from autopart.passes.pipeline import driven
 from autopart.passes.rules import pattern_for
 from autopart.passes.rules.functions import backward_is_linear
@@ -152,7 +152,7 @@ def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
         position[n] for n in nodes if facts(n)["pattern"] and facts(n)["pattern"].flops
         and any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))
     }  # fmt: skip
-    readers: dict[fx.Node, list[tuple[Place, int]]] = defaultdict(list)
+    readers: dict[fx.Node, list[tuple[BlockPosition, int]]] = defaultdict(list)
     for node, found, place in zip(nodes, sources, places(kinds, reads, products), strict=True):
         facts(node)["place"] = place
         for i, source in enumerate(found):
@@ -161,7 +161,7 @@ def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
     for parameter, read in readers.items():
         like = tuple((place.like, i) for place, i in read)
         is_inside = len({place.block for place, _ in read}) == 1
-        facts(parameter)["place"] = read[0][0]._replace(like=like) if is_inside else Place(parameter.target)
+        facts(parameter)["place"] = read[0][0]._replace(like=like) if is_inside else BlockPosition(parameter.target)
 
 
 def _frozen(sections: dict[int, set[Sections]]) -> tuple:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Place(NamedTuple):
+class BlockPosition(NamedTuple):
     """Where an operator or a parameter is. `like`: the same for what is the same in every copy of a block. `block`:
     where the copies begin, and which one it is in; None outside of blocks that repeat. `times`: how many there are."""
 
@@ -41,16 +41,18 @@ class _Run(NamedTuple):
         return self.start + self.period * self.times
 
 
-def places(kinds: Sequence[Hashable], reads: Sequence[Sequence[int]], products: Set[int] = frozenset()) -> list[Place]:
+def places(
+    kinds: Sequence[Hashable], reads: Sequence[Sequence[int]], products: Set[int] = frozenset()
+) -> list[BlockPosition]:
     """The place of every operator, by their kinds and the positions of those that each reads.
 
     `products`: positions of products with a weight. Two copies with one product each make one block: cut along its
     output and its input in turn a product is fed by the one before, as all alike they are not.
 
-    >>> places(["embed", "linear", "relu", "linear", "relu", "head"], [[], [0], [1], [2], [3], [4]])[3:]
-    [Place(like=1, block=(1, 1), times=2), Place(like=2, block=(1, 1), times=2), Place(like=5, block=None, times=1)]
+    >>> places(["embed", "linear", "relu", "linear", "relu", "head"], [[], [0], [1], [2], [3], [4]])[4:]
+    [BlockPosition(like=2, block=(1, 1), times=2), BlockPosition(like=5, block=None, times=1)]
     """
-    found = [Place(i) for i in range(len(kinds))]
+    found = [BlockPosition(i) for i in range(len(kinds))]
     numbers: dict[Hashable, int] = {}
     sequence = np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds], dtype=np.int64)
     crossing = _crossing(reads)
@@ -66,7 +68,7 @@ def places(kinds: Sequence[Hashable], reads: Sequence[Sequence[int]], products: 
         for i in range(run.start, run.stop):
             copy, offset = divmod(i - run.start, run.period)
             if run.times > 1:
-                found[i] = Place(run.start + offset, (run.start, copy), run.times)
+                found[i] = BlockPosition(run.start + offset, (run.start, copy), run.times)
     return found
 
 

@@ -21,8 +21,8 @@ from autopart.errors import ReplicaError
 from autopart.ir.program import Program
 from autopart.runtime.agree.agreement import first_ranks_values, gather_objects, ranks_text
 from autopart.runtime.agree.checksums import checksums
-from autopart.runtime.comm.placement import owners
 from autopart.runtime.comm.processes import Process, reduce_over_all
+from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.state.state import stored_cuts
 
 EARLY = (1, 2, 4, 8)
@@ -60,10 +60,10 @@ def copies(part: Part, process: Process) -> list[list[int]]:
 
 
 class Replicas:
-    """Compares the copies of one module's parameters, when `is_due`. `placement`: that of its schedule."""
+    """Compares the copies of one module's parameters, when `is_due`. `stage_style`: that of its schedule."""
 
-    def __init__(self, process: Process, placement: str, check_replicas: int | bool | None = None):
-        self.process, self.placement, self.check_replicas = process, placement, check_replicas
+    def __init__(self, process: Process, stage_style: str, check_replicas: int | bool | None = None):
+        self.process, self.stage_style, self.check_replicas = process, stage_style, check_replicas
         self.step = self.last_step = 0
         self._program: Program | None = None
         self._names: dict[Part, list[str]] = {}
@@ -114,7 +114,7 @@ class Replicas:
         self._program, self._names = program, {}
         for name, stored in program.parameters.items():
             cut_axes = tuple(axis for axis, _ in stored_cuts(stored, program.mesh))
-            self._names.setdefault((tuple(owners(program, stored, self.placement)), cut_axes), []).append(name)
+            self._names.setdefault((tuple(owners(program, stored, self.stage_style)), cut_axes), []).append(name)
         self._groups = {part: copies(part, self.process) for part in self._names}
 
     def _all_alike(self, slots: Sequence[tuple[Part, list[int]]], mine: Mapping[str, int]) -> bool:

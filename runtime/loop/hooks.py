@@ -98,7 +98,7 @@ def problem_of(
     return None
 
 
-class Held:
+class HeldHooks:
     """The hooks of parameters, held back while a step runs."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
@@ -133,9 +133,9 @@ class Held:
 
 
 @contextmanager
-def held_back(parameters: Mapping[str, Tensor]) -> Iterator[Held]:
+def held_back(parameters: Mapping[str, Tensor]) -> Iterator[HeldHooks]:
     """Inside, no hook of the parameters runs by itself."""
-    held = Held(parameters)
+    held = HeldHooks(parameters)
     try:
         yield held
     finally:

@@ -21,8 +21,8 @@ from torch import Tensor
 from autopart.compat_training import norms_of_each, redirect_norms
 from autopart.errors import InputError, OptionError
 from autopart.ir.program import Program
-from autopart.runtime.comm.placement import owners
 from autopart.runtime.comm.processes import Process, reduce_over_all
+from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.comm.watch import sum_over
 from autopart.runtime.state.homes import Home, counts_at, home_of, process_of, settled_parameters, settled_processes
 
@@ -75,7 +75,7 @@ def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def grad_norm_lockstep(
-    parameters: Mapping[int, Mapping[str, Tensor]], program: Program, norm_type: float = 2.0, placement: str = "loop"
+    parameters: Mapping[int, Mapping[str, Tensor]], program: Program, norm_type: float = 2.0, stage_style: str = "loop"
 ) -> Tensor:
     """What `grad_norm` gives, for all ranks in one process: {rank: {name: local parameter}}."""
     power = _checked(norm_type)
@@ -86,7 +86,7 @@ def grad_norm_lockstep(
         for name, parameter in local.items():
             stored = program.parameters[name]
             if parameter.grad is not None and counts_at(
-                stored, program.mesh, coordinates, owners(program, stored, placement)
+                stored, program.mesh, coordinates, owners(program, stored, stage_style)
             ):
                 counted.append(parameter.grad)
         norms.append(local_norm(counted, power).item())
@@ -115,12 +115,12 @@ def _checked(norm_type: float) -> float:
 def grad_norm(parameters: Iterable[Tensor], process: Process, norm_type: float = 2.0) -> Tensor:
     """The norm of the gradients of all parts of these parameters: a scalar, the same on every rank. Collective."""
     grads = [(parameter.grad, home_of(parameter)) for parameter in parameters if parameter.grad is not None]
-    parts = [Part(grad, home) for grad, home in grads if home is not None]
+    parts = [NormPart(grad, home) for grad, home in grads if home is not None]
     return _norm(parts, [], process, _checked(norm_type))
 
 
 @dataclass(frozen=True)
-class Part:
+class NormPart:
     """A tensor of a partitioned model, or its gradient, and where it belongs."""
 
     tensor: Tensor
@@ -141,7 +141,7 @@ class _Row:
 
 
 def _norm(
-    parts: Sequence[Part], others: Sequence[Tensor], process: Process, norm_type: float, *, of_one: bool = False
+    parts: Sequence[NormPart], others: Sequence[Tensor], process: Process, norm_type: float, *, of_one: bool = False
 ) -> Tensor:
     """The norm of all ranks' `parts`, and of `others`, tensors of no partitioned model, which every rank has alike.
 
@@ -243,7 +243,7 @@ def _clip_grad_norm(
     for parameter in given:
         home = home_of(parameter)
         if parameter.grad is not None and home is not None and home.process.groups:
-            parts.append(Part(parameter.grad, home))
+            parts.append(NormPart(parameter.grad, home))
         elif parameter.grad is not None:
             others.append(parameter.grad)
     with inside(process, "clip_grad_norm_"):
@@ -264,7 +264,7 @@ def _get_total_norm(
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     homes = _homes_by_memory()
     found = [(tensor, homes.get(_memory(tensor)) if homes else None) for tensor in given]
-    parts = [Part(tensor, home) for tensor, home in found if home is not None]
+    parts = [NormPart(tensor, home) for tensor, home in found if home is not None]
     process = parts[0].home.process if parts else _process_among(given)
     if process is None:
         return own(given, norm_type, error_if_nonfinite, foreach)

@@ -12,7 +12,7 @@ from autopart.compat import tree_map
 from autopart.errors import CheckpointError
 from autopart.ir.program import Program
 from autopart.runtime.comm.collectives import PRIMITIVES
-from autopart.runtime.saving.shard_tensor import Place, ShardTensor, local_of, place_in_file, place_of
+from autopart.runtime.saving.shard_tensor import ShardPlace, ShardTensor, local_of, place_in_file, place_of
 from autopart.runtime.state.homes import Home, home_of
 
 NO_PARAMETERS = "no_parameters_here"
@@ -49,7 +49,7 @@ _HOMES: Any = WeakIdKeyDictionary()
 """{shard of a state dict: its home}; a copy has none."""
 
 
-def at_home(value: Tensor, place: Place, home: Home) -> ShardTensor:
+def at_home(value: Tensor, place: ShardPlace, home: Home) -> ShardTensor:
     """A shard that can be put together with those of the other ranks."""
     shard = ShardTensor(value, place)
     _HOMES[shard] = home
@@ -167,7 +167,7 @@ def part_here(name: str, value: Tensor, parameter: Tensor, home: Home) -> Tensor
     )  # fmt: skip
 
 
-def check_same_part(name: str, given: Place, here: Place) -> None:
+def check_same_part(name: str, given: ShardPlace, here: ShardPlace) -> None:
     """Raises CheckpointError where a shard is another part of the full tensor than this rank's."""
     if given.spans is None or (given.shape, given.spans) == (here.shape, here.spans):
         return
@@ -179,7 +179,7 @@ def check_same_part(name: str, given: Place, here: Place) -> None:
     )
 
 
-def _spoken(place: Place) -> str:
+def _spoken(place: ShardPlace) -> str:
     """The entries of a shard: `[0:4, 8:12]` of one dim, `[0:4] x [0:16]` of two."""
     assert place.spans is not None
     dims = [", ".join(f"{start}:{start + length}" for start, length in spans) for spans in place.spans]

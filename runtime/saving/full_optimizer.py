@@ -39,7 +39,9 @@ def first_names(program: Program, model: nn.Module) -> dict[str, str]:
     return {name: first[stored_names[name]] for name in names}
 
 
-def full_state(optimizer: Optimizer, program: Program, model: nn.Module, process: Process, placement: str) -> FullState:
+def full_state(
+    optimizer: Optimizer, program: Program, model: nn.Module, process: Process, stage_style: str
+) -> FullState:
     """What `ParallelModule.full_optimizer_state_dict` returns. A collective call."""
     first = first_names(program, model)
     order = {name: index for index, name in enumerate(dict.fromkeys(first.values()))}
@@ -55,7 +57,7 @@ def full_state(optimizer: Optimizer, program: Program, model: nn.Module, process
     for key in sorted({key for values in told.values() for key, value in values.items() if value == InParts()}):
         names = {name for name, values in told.items() if values.get(key) == InParts()}
         parts = {name: values[key] for name, values in local.items() if name in names}
-        whole[key] = gather(parts, program, process, placement, names)
+        whole[key] = gather(parts, program, process, stage_style, names)
     state = {}
     for name in sorted(told, key=lambda name: order[first[name]]):
         values = told[name].items()

@@ -23,7 +23,7 @@ from autopart.runtime.saving.checkpoint import NO_PARAMETERS, at_home, part_here
 from autopart.runtime.saving.checkpoint_plans import call_with_optimizers
 from autopart.runtime.saving.optimizer_groups import PARAMS, Group, group_of, merge_by_index
 from autopart.runtime.saving.shard_tensor import (
-    Place,
+    ShardPlace,
     ShardTensor,
     connect_checkpoints,
     local_of,
@@ -86,10 +86,10 @@ def _placed_state(value: Any, parameter: Tensor, home: Home) -> Any:
     if value.shape == parameter.shape:
         return value if place.is_whole and not staged else at_home(value, place, home)
     if not place.is_whole and value.numel() > 1:
-        return ShardTensor(value, Place(place.name, place.shape, None, place.keys))
+        return ShardTensor(value, ShardPlace(place.name, place.shape, None, place.keys))
     shape = tuple(value.shape)
     spans = tuple(((0, size),) for size in shape)
-    return ShardTensor(value, Place(place.name, shape, spans, place.keys)) if staged else value
+    return ShardTensor(value, ShardPlace(place.name, shape, spans, place.keys)) if staged else value
 
 
 def _with_local_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ KEEPING_PLACE = frozenset(
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPlace:
     """Where a shard lies in its full tensor.
 
     `name`: of the model's parameter. `shape`: of the full tensor. `spans`: for each dim, the runs of elements that the
@@ -74,14 +74,14 @@ class Chunk(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def place_of(home: Home, *, only_by_name: bool = False) -> Place:
+def place_of(home: Home, *, only_by_name: bool = False) -> ShardPlace:
     """Where the shards of a home lie on this rank; `only_by_name`: saved under a name of the parameter alone."""
     spans: list[list[Span]] = [[(0, size)] for size in home.stored.shape]
     coordinates = home.process.coordinates
     for axis, cut in home.cuts:
         spans[cut.dim] = _within(spans[cut.dim], cut.spans(coordinates[axis]))
     keys = (home.name, *home.stored.aliases) if only_by_name else ()
-    return Place(home.name, tuple(home.stored.shape), tuple(tuple(dim) for dim in spans), keys)
+    return ShardPlace(home.name, tuple(home.stored.shape), tuple(tuple(dim) for dim in spans), keys)
 
 
 def _within(outer: Sequence[Span], inner: Sequence[Span]) -> list[Span]:
@@ -101,7 +101,7 @@ def _within(outer: Sequence[Span], inner: Sequence[Span]) -> list[Span]:
     return parts
 
 
-def chunks_of(place: Place) -> list[Chunk]:
+def chunks_of(place: ShardPlace) -> list[Chunk]:
     """The boxes that a shard is made of; none where it is empty and its full tensor is not."""
     assert place.spans is not None
     if math.prod(place.shape) == 0:
@@ -125,17 +125,17 @@ class ShardTensor(Tensor):
     fills it from a checkpoint of any mesh.
 
     Example:
-        >>> shard = ShardTensor(torch.zeros(2), Place("bias", (4,), (((0, 1), (2, 1)),)))
+        >>> shard = ShardTensor(torch.zeros(2), ShardPlace("bias", (4,), (((0, 1), (2, 1)),)))
         >>> [chunk.offsets for chunk in chunks_of(shard.place)]
         [(0,), (2,)]
     """
 
-    place: Place
+    place: ShardPlace
     _local: Tensor
     __torch_function__ = WITHOUT_TORCH_FUNCTION  # type: ignore[assignment]  # as torch's own classes have it
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: Place) -> ShardTensor:
+    def __new__(cls, local: Tensor, place: ShardPlace) -> ShardTensor:
         shard = empty_wrapper(cls, local)
         shard._local = local.detach()
         shard.place = place
@@ -250,12 +250,12 @@ def connect_checkpoints() -> None:
     refuse_pieces_in_safetensors()
 
 
-def place_in_file(tensor: Tensor) -> Place | None:
+def place_in_file(tensor: Tensor) -> ShardPlace | None:
     """Where a tensor lies that was a shard, or was one when it was written into the file that it was read from."""
     if isinstance(tensor, ShardTensor):
         return tensor.place
     values = getattr(tensor, PLACE, None)
-    return None if values is None else Place(*values)
+    return None if values is None else ShardPlace(*values)
 
 
 def refuse_parts_without_place(key: str, value: Any) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.program import BufferUpdate, Program, Stage
-from autopart.runtime.comm.placement import stage_coordinate
 from autopart.runtime.comm.processes import Process
+from autopart.runtime.comm.stage_ranks import stage_coordinate
 from autopart.runtime.state.batch import merge_output
 from autopart.runtime.state.gradients import flatten, unflatten
 
@@ -33,7 +33,7 @@ def made_by(stage: Stage, program: Program, prologue: Sequence[Tensor], graph: S
 
 @torch.no_grad()
 def write_buffers(
-    buffers: Mapping[str, Tensor], made: Mapping[int, Made], program: Program, process: Process, placement: str
+    buffers: Mapping[str, Tensor], made: Mapping[int, Made], program: Program, process: Process, stage_style: str
 ) -> None:
     """Write the new values into this rank's `buffers`; `made` has those of the stages that run here, by stage."""
     for stage in program.stages:
@@ -41,7 +41,7 @@ def write_buffers(
             continue
         new = made.get(stage.index, {})
         if "pp" in process.groups:
-            owner = stage_coordinate(stage.index, len(program.stages), process.mesh.size("pp"), placement)
+            owner = stage_coordinate(stage.index, len(program.stages), process.mesh.size("pp"), stage_style)
             new = _from_owner(buffers, new, stage.updates, owner, process)
         for update in stage.updates:
             buffers[update.name].copy_(new[update.name])

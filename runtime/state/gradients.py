@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.program import Program
-from autopart.runtime.comm.placement import groups_along, owners
 from autopart.runtime.comm.processes import Process
+from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.comm.watch import sum_over
 
 BUCKET_BYTES = 25 * 2**20
@@ -40,10 +40,10 @@ def axis_buckets(tensors: Mapping[str, Tensor], program: Program, bucket_bytes: 
 
 
 def tied_buckets(
-    tensors: Mapping[str, Tensor], program: Program, placement: str, bucket_bytes: int = BUCKET_BYTES
+    tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Bucket]:
     """The buckets of those `tensors` that several `pp` coordinates hold, in the program's order on every rank."""
-    keyed = [(tuple(sorted(owners(program, stored, placement))), name) for name, stored in program.parameters.items()]
+    keyed = [(tuple(sorted(owners(program, stored, stage_style))), name) for name, stored in program.parameters.items()]
     shared = [(key, name) for key, name in keyed if len(key) > 1 and name in tensors]
     return [Bucket(names, owners=key) for key, names in _chunks(shared, tensors, bucket_bytes)]
 
@@ -79,19 +79,19 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 # --- On process groups.
 
 
-def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: Process, placement: str) -> None:
+def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
     """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place."""
     with_grad = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
     for bucket in axis_buckets(with_grad, program):
         _sum_bucket(parameters, bucket, [process.groups[axis] for axis in bucket.axes])
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    for bucket in tied_buckets(trained, program, placement):
+    for bucket in tied_buckets(trained, program, stage_style):
         _sum_bucket(parameters, bucket, [process.owner_groups[bucket.owners]])
 
 
-def connect_tied(program: Program, process: Process, placement: str) -> None:
+def connect_tied(program: Program, process: Process, stage_style: str) -> None:
     """Makes the process groups that tied parameters need. Every rank calls this with the same program."""
-    found = {tuple(sorted(owners(program, stored, placement))) for stored in program.parameters.values()}
+    found = {tuple(sorted(owners(program, stored, stage_style))) for stored in program.parameters.values()}
     for key in sorted(key for key in found if len(key) > 1):
         process.connect_owners(key)
 
@@ -158,7 +158,7 @@ def sync_gradients_lockstep(
     parameters: Mapping[int, Mapping[str, Tensor]],
     program: Program,
     *,
-    placement: str = "loop",
+    stage_style: str = "loop",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
     """What `sync_gradients` does, for all ranks in one process: {rank: {name: local parameter}}, in place."""
@@ -174,7 +174,7 @@ def sync_gradients_lockstep(
                     _sum_bucket_list([parameters[rank] for rank in group], bucket)
     for column in groups_along(mesh, list(parameters), "pp"):
         trained = {name: p for rank in column for name, p in parameters[rank].items() if p.requires_grad}
-        for bucket in tied_buckets(trained, program, placement, bucket_bytes):
+        for bucket in tied_buckets(trained, program, stage_style, bucket_bytes):
             group = [rank for rank in column if mesh.coordinates(rank)["pp"] in bucket.owners]
             _sum_bucket_list([parameters[rank] for rank in group], bucket)
 

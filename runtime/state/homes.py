@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.pieces import Cut
-from autopart.runtime.comm.placement import owners
 from autopart.runtime.comm.processes import Process
+from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.state.state import stored_cuts
 
 
@@ -72,11 +72,11 @@ _HOMES: Any = WeakIdKeyDictionary()
 """{local parameter: its Home}; it keeps no parameter alive."""
 
 
-def settle(parameter: nn.Parameter, name: str, program: Program, process: Process, placement: str) -> None:
+def settle(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
     """Note where a local parameter belongs, unless another module that shares it has done so."""
     if parameter not in _HOMES:
         stored = program.parameters[name]
-        _HOMES[parameter] = Home(name, stored, tuple(owners(program, stored, placement)), process)
+        _HOMES[parameter] = Home(name, stored, tuple(owners(program, stored, stage_style)), process)
 
 
 _EMPTY: Any = WeakIdKeyDictionary()

@@ -14,8 +14,8 @@ from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
 from autopart.runtime.comm.pieces import Cut
-from autopart.runtime.comm.placement import groups_along, owners
 from autopart.runtime.comm.processes import Process, of_all_stages
+from autopart.runtime.comm.stage_ranks import groups_along, owners
 
 
 def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
@@ -84,7 +84,7 @@ def shard_parameters(
 
 
 def gather(
-    local: Mapping[str, Tensor], program: Program, process: Process, placement: str, names: Collection[str]
+    local: Mapping[str, Tensor], program: Program, process: Process, stage_style: str, names: Collection[str]
 ) -> dict[str, Tensor]:
     """{name: full tensor} on every rank, from each rank's `local` parts; `names` is the same on every rank.
 
@@ -95,7 +95,7 @@ def gather(
     for name, stored in program.parameters.items():
         if name not in names:
             continue
-        owner = owners(program, stored, placement)[0]
+        owner = owners(program, stored, stage_style)[0]
         value = None
         if owner == process.pp:
             value = local[name].detach().clone()
@@ -125,20 +125,22 @@ def broadcast_from(
 
 
 def names_with_gradient(
-    parameters: Mapping[str, Tensor], program: Program, process: Process, placement: str
+    parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str
 ) -> set[str]:
     """The parameters that have a gradient on the rank that owns them; the same set on every rank."""
     names = list(program.parameters)
     present = torch.zeros(len(names), dtype=torch.int32, device=process.device)
     for index, name in enumerate(names):
-        if owners(program, program.parameters[name], placement)[0] == process.pp:
+        if owners(program, program.parameters[name], stage_style)[0] == process.pp:
             present[index] = parameters[name].grad is not None
     if "pp" in process.groups:
         dist.all_reduce(present, dist.ReduceOp.MAX, group=process.groups["pp"])
     return {name for name, found in zip(names, present.tolist(), strict=True) if found}
 
 
-def join(local: Mapping[int, Mapping[str, Tensor]], program: Program, *, placement: str = "loop") -> dict[str, Tensor]:
+def join(
+    local: Mapping[int, Mapping[str, Tensor]], program: Program, *, stage_style: str = "loop"
+) -> dict[str, Tensor]:
     """{name: full tensor} from {rank: {name: local tensor}} of all ranks: `gather` in one process.
 
     A name that is on no rank is left out.
@@ -146,7 +148,7 @@ def join(local: Mapping[int, Mapping[str, Tensor]], program: Program, *, placeme
     full = {}
     mesh = program.mesh
     for name, stored in program.parameters.items():
-        owner = owners(program, stored, placement)[0]
+        owner = owners(program, stored, stage_style)[0]
         parts = {
             rank: tensors[name].detach()
             for rank, tensors in local.items()

@@ -9,40 +9,40 @@ from autopart.ir.program import Program, StoredTensor
 from autopart.ir.schedules import V_SHAPED
 
 
-def placement_of(schedule: str | None) -> str:
+def stage_style_of(schedule: str | None) -> str:
     """How a schedule places its stages: `"V"` (rank r of p has stages r and 2p-1-r) or `"loop"` (r, r+p, r+2p, ...)."""
     return "V" if schedule in V_SHAPED else "loop"
 
 
-def stage_coordinate(stage: int, num_stages: int, pp: int, placement: str) -> int:
+def stage_coordinate(stage: int, num_stages: int, pp: int, stage_style: str) -> int:
     """The `pp` coordinate that runs `stage`.
 
     >>> [stage_coordinate(s, 4, 2, "loop") for s in range(4)], [stage_coordinate(s, 4, 2, "V") for s in range(4)]
     ([0, 1, 0, 1], [0, 1, 1, 0])
     """
-    if placement == "V":
+    if stage_style == "V":
         assert num_stages == 2 * pp, f"a V of {pp} ranks has {2 * pp} stages, not {num_stages}"
         return min(stage, num_stages - 1 - stage)
     return stage % pp
 
 
-def stages_at(program: Program, pp_coordinate: int, placement: str) -> list[int]:
+def stages_at(program: Program, pp_coordinate: int, stage_style: str) -> list[int]:
     """The stages that run at this `pp` coordinate, in order."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
-    return [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, placement) == pp_coordinate]
+    return [s for s in range(num_stages) if stage_coordinate(s, num_stages, pp, stage_style) == pp_coordinate]
 
 
-def stage_ranks(program: Program, stage: int, placement: str) -> list[int]:
+def stage_ranks(program: Program, stage: int, stage_style: str) -> list[int]:
     """The ranks that run `stage`, one for each coordinate on the other axes, in rank order."""
     mesh = program.mesh
-    coordinate = stage_coordinate(stage, len(program.stages), mesh.size("pp"), placement)
+    coordinate = stage_coordinate(stage, len(program.stages), mesh.size("pp"), stage_style)
     return [rank for rank in range(mesh.num_ranks) if mesh.coordinates(rank).get("pp", 0) == coordinate]
 
 
-def owners(program: Program, stored: StoredTensor, placement: str) -> list[int]:
+def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int]:
     """The `pp` coordinates that hold a stored tensor, each once, first stage first."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
-    found = [stage_coordinate(stage, num_stages, pp, placement) for stage in stored.stages]
+    found = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
     return list(dict.fromkeys(found))
 
 
