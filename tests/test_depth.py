@@ -5,7 +5,10 @@ What is counted is work, not time: rules fitted, atoms followed, strategies and 
 
 from __future__ import annotations
 
+import importlib
+import runpy
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from autopart.passes.facts import analyze, strategies
 from autopart.passes.normalize import decompose
 from autopart.passes.write.stage_draft import StageGraph
 
+BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "depth.py"
 WORK = {
     "rules fitted": (analyze, "pattern_for"),
     "rules fitted to take operators apart": (decompose, "pattern_for"),
@@ -79,3 +83,9 @@ def test_no_code_is_written_for_a_plan(monkeypatch):
 
     monkeypatch.setattr(StageGraph, "_real_recompile", fail)
     planned(2)
+
+
+def test_the_benchmark_times_functions_that_there_are():
+    phases = runpy.run_path(str(BENCHMARK))["PHASES"]
+    for home, name in (function for functions in phases.values() for function in functions):
+        assert callable(getattr(importlib.import_module(f"autopart.{home}"), name))
