@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import autopart
+from autopart.compat import Tracing
 from autopart.errors import TraceError
 from autopart.plans.plan import Plan
+from autopart.recipe import prepare
 from autopart.tracing import eager_semantics, lost_gradients
+from autopart.tracing.eager_semantics import EagerSemantics
 from autopart.tracing.entry import Entry
 from autopart.tracing.lost_gradients import with_gradients_checked
 from autopart.tracing.trace import bind_call, trace
@@ -289,3 +292,16 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [Written, Recurrent])
 def test_models_that_the_check_can_run(kind: type[nn.Module]) -> None:
     assert not [note for note in checked(kind().double(), batch()) if "compared" in note]
+
+
+def test_the_models_own_run_is_without_what_corrects_a_trace(monkeypatch):
+    inside = []
+    meet = EagerSemantics.__torch_function__
+
+    def noted(self, *args, **kwargs):
+        inside.append(Tracing.current() is not None)
+        return meet(self, *args, **kwargs)
+
+    monkeypatch.setattr(EagerSemantics, "__torch_function__", noted)
+    prepare(Stack("whole"), bind_call(Stack("whole"), (torch.ones(2, SIZE),), {}))
+    assert inside and all(inside)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopart.compat import tree_flatten, tree_unflatten
+from autopart.compat import Tracing, tree_flatten, tree_unflatten
 from autopart.errors import TraceError
 from autopart.tracing.checkpoints import OwnCheckpoints
 from autopart.tracing.eager_semantics import EagerSemantics
@@ -65,14 +65,10 @@ class Entry(nn.Module):
             if module in paths:
                 self.semantics.named(output, paths[module])
 
+        semantics = self.semantics if Tracing.current() is not None else nullcontext()
+        hook = register_module_forward_hook(name_output)
         try:
-            with (
-                self.state,
-                self.autocast,
-                self.semantics,
-                self.checkpoints.watching(),
-                register_module_forward_hook(name_output),
-            ):
+            with self.state, self.autocast, semantics, hook, self.checkpoints.watching():
                 output = call(self.model, tree_unflatten(leaves, self.spec))
         except BaseException:
             for module, buffers in before:
