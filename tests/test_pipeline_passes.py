@@ -15,10 +15,11 @@ import autopart
 from autopart import compiler, recipe
 from autopart.errors import LayoutError, OptionError
 from autopart.flags import CHECK, DUMP, VARIABLES, environment, flags
+from autopart.ir.graph import operator_name
 from autopart.passes import dump
 from autopart.passes.dump import graph_text
 from autopart.passes.normalize import AS_TRACED, NORMALIZE, PASSES
-from autopart.passes.pipeline import Pass, PassError, run_passes
+from autopart.passes.pipeline import UNTOUCHED, Pass, PassError, on_calls, run_passes
 from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call, trace
 
@@ -105,6 +106,20 @@ def test_options_are_what_a_pass_is_called_with():
         return number
 
     assert run_passes(graph, (Pass(planted), Pass(planted, (("number", 3),)))) == [1, 3]
+
+
+def test_a_pass_over_calls_is_given_those_there_are_in_their_order():
+    graph, met = traced_graph(), []
+
+    @on_calls("aten::tanh", "aten::matmul")
+    def planted(graph: fx.Graph, node: fx.Node) -> None:
+        """A pass."""
+        met.append(node)
+
+    expected = [node for node in graph.nodes if operator_name(node) in ("aten::tanh", "aten::matmul")]
+    assert planted(graph) is None and met == expected and len(expected) == 4
+    assert (planted.__name__, planted.__doc__) == ("planted", "A pass.")
+    assert planted(fx.Graph()) is UNTOUCHED
 
 
 # Errors
