@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import networkx as nx
@@ -73,12 +73,20 @@ def size_bytes(node: fx.Node) -> int:
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments, in the order of the call, repeated where an argument is repeated."""
     found: list[fx.Node] = []
-    for argument in (*node.args, *node.kwargs.values()):
+    _add_nodes((*node.args, *node.kwargs.values()), found)
+    return found
+
+
+def _add_nodes(arguments: Iterable[Any], found: list[fx.Node]) -> None:
+    for argument in arguments:
         if isinstance(argument, fx.Node):
             found.append(argument)
-        elif isinstance(argument, (list, tuple, dict, slice)):
-            fx.map_arg(argument, lambda n: found.append(n))
-    return found
+        elif isinstance(argument, (list, tuple)):
+            _add_nodes(argument, found)
+        elif isinstance(argument, dict):
+            _add_nodes(argument.values(), found)
+        elif isinstance(argument, slice):
+            _add_nodes((argument.start, argument.stop, argument.step), found)
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:

@@ -9,7 +9,7 @@ functional; and it cannot trace through `.data`. `EagerSemantics` writes both as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ class EagerSemantics(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _OF_METADATA:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        tensors = list(_tensors((*args, *kwargs.values())))
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
@@ -70,9 +70,8 @@ class EagerSemantics(TorchFunctionMode):
             self.asked = " and ".join(names)
         output = self._run(TRACEABLE.get(func, func), args, kwargs)
         self.known.note((func, args, kwargs), tensors, output)
-        for leaf in tree_flatten(output)[0] if names else ():
-            if isinstance(leaf, Tensor):
-                self.origins[leaf] = names
+        for tensor in _tensors((output,)) if names else ():
+            self.origins[tensor] = names
         return output
 
     def named(self, value: Any, name: str) -> None:
@@ -113,6 +112,17 @@ class EagerSemantics(TorchFunctionMode):
                 )
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of a call, in order."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (tuple, list)):
+            yield from _tensors(argument)
+        elif isinstance(argument, dict):
+            yield from _tensors(argument.values())
 
 
 def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:

@@ -83,12 +83,13 @@ def stage_memory(walk: Walk) -> StageMemory:
     kept = sum(by_node.values())
     weights = {str(node.target): walk.values[node].memory.size_bytes for node in alive if node.op == "get_attr"}
     whole = bool(walk.regions(alive))
+    first_backward, backward = _backward_peaks(walk, alive, saved)
     taken = StageBytes(
         held=kept + sum(_sent_bytes(value, held) for value in sends),
         delayed=_delayed_bytes(walk, alive) if stage.index and not whole else 0,
         forward=max(0, _forward_peak(walk, saved) - kept),
-        backward=max(0, _backward_peak(walk, alive, saved, first=False) - kept),
-        first_backward=max(0, _backward_peak(walk, alive, saved, first=True) - kept),
+        backward=max(0, backward - kept),
+        first_backward=max(0, first_backward - kept),
         gradients=sum(weights.values()),
     )  # fmt: skip
     return StageMemory(by_node, taken, walk.input_bytes, frozenset(weights), whole)
@@ -161,28 +162,27 @@ def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
     return most
 
 
-def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]], first: bool) -> int:
-    """The most that gradients and what is still kept take while the backward runs.
+def _backward_peaks(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]]) -> tuple[int, int]:
+    """The most that gradients and what is still kept take while the backward runs: the first of a step, and later ones.
 
     The gradient of a view is a view of the gradient, and that of what is summed the sum's, expanded. A further gradient
-    of the same value is added out of place, when what made it is gone. A parameter's stays in the `first` backward of a
+    of the same value is added out of place, when what made it is gone. A parameter's stays in the first backward of a
     step; in later ones it is added to the earlier, in place, when it is whole.
     """
     now = sum(memory.size_bytes for pieces in saved.values() for memory in pieces)
     now += sum(saved_others(walk, node) for node in saved)
-    most = now
+    most, most_later, added_bytes = now, now, 0
     grads: set[Memory] = set()
     of: dict[Any, set[Memory]] = defaultdict(set)  # by what has made it; some are no longer in `grads`
     given: Counter[Any] = Counter()
     whole = rerun_bytes(walk, alive)
     rerun = dict(whole)
     begins = {region: next(n for n in nodes if n in alive) for region, nodes in walk.regions(alive).items()}
-    nodes = [node for node in reversed(list(walk.values)) if node in alive and node.op == "call_function"]
-    uses = Counter(_key(used) for node in nodes for used in walk.towards(node))
-    for node in nodes:
+    inputs = {n: walk.towards(n) for n in reversed(list(walk.values)) if n in alive and n.op == "call_function"}
+    uses = Counter(_key(used) for towards in inputs.values() for used in towards)
+    for node, towards in inputs.items():
         now += rerun.pop(region := facts(node).get("region", -1), 0)
-        most = max(most, now + walk.takes.get(node, (0, 0))[1])
-        towards = walk.towards(node)
+        peak = now + walk.takes.get(node, (0, 0))[1]
         is_view = cost_notes(node).gradient_is_view
         made = [used for used in (node, *towards) if not (given[node] if used is node else is_view)]
         fresh = {m for used in made for m in memories(walk.values[used], lasting=True)} - grads
@@ -191,21 +191,20 @@ def _backward_peak(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequ
             of[memory.made_by].add(memory)
         now += sum(memory.size_bytes for memory in fresh)
         further = sum(_size(walk.values[used]) for used in towards if given[_key(used)])
-        most = max(most, now + further + sum(m.size_bytes for m in set(walk.keeps.get(node, ())) if m.again))
+        peak = max(peak, now + further + sum(m.size_bytes for m in set(walk.keeps.get(node, ())) if m.again))
         given.update(map(_key, towards))
         done = of.pop(node, set()) & grads
         now -= sum(memory.size_bytes for memory in done) + saved_others(walk, node)
         now -= sum(memory.size_bytes for memory in saved.get(node, ()))
         if begins.get(region) is node:
             now -= whole[region]
-        most = max(most, now + 2 * further)
+        peak = max(peak, now + 2 * further)
+        most, most_later = max(most, peak), max(most_later, peak - added_bytes)
         grads -= done
-        if not first:
-            added = {walk.values[used].memory for used in towards
-                     if used.op == "get_attr" and given[_key(used)] == uses[_key(used)]}  # fmt: skip
-            now -= sum(memory.size_bytes for memory in added & grads)
-            grads -= added
-    return most
+        added = {walk.values[used].memory for used in towards
+                 if used.op == "get_attr" and given[_key(used)] == uses[_key(used)]}  # fmt: skip
+        added_bytes += sum(memory.size_bytes for memory in added & grads)  # nothing gives these a gradient again
+    return most, most_later
 
 
 def _key(node: fx.Node) -> Any:

@@ -42,6 +42,8 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> tuple[S
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
     """Without those that take a partial sum of what is computed from inputs alone: there is none."""
     data = [facts(source)["role"] in (INPUT, DATA) for source in tensor_inputs(node)]
+    if not any(data):
+        return list(options)
     return [o for o in options if not any(d and place == P for d, place in zip(data, o.inputs, strict=True))]
 
 

@@ -22,7 +22,7 @@ _TRANSPARENT = {
 
 def drop_no_ops(graph: fx.Graph) -> None:
     """Remove what changes neither values nor gradients: copies, casts to the same type, dropout that drops nothing."""
-    with_gradient = _with_gradient(graph)
+    with_gradient = _with_gradient(graph) if graph.find_nodes(op="call_function", target=aten.detach.default) else set()
     for node in list(graph.nodes):
         name = operator_name(node) if node.op == "call_function" else ""
         if name not in _TRANSPARENT:
