@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -100,6 +101,7 @@ def _serve(connection: Connection, log_path: str) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     threading.Thread(target=_exit_with_parent, args=(Path(log_path).parent,), daemon=True).start()
+    gc.freeze()  # what is imported stays: only what a task has made is looked through
     try:
         connection.send_bytes(b"ready")
         while True:
@@ -145,8 +147,10 @@ def _join_group(task: Task) -> None:
 
 
 def _leave_group() -> None:
+    """Also frees the groups that a module's cycles hold: each has threads that wake a hundred times a second."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        gc.collect()
 
 
 def _exit_with_parent(folder: Path) -> None:
