@@ -12,9 +12,9 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TIME_LIMIT_S = 240
 
 
-def figures(name):
+def figures(name, *options):
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, str(BENCHMARKS / name), "--quick", "--json"]
+    command = [sys.executable, str(BENCHMARKS / name), *(options or ("--quick",)), "--json"]
     answer = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIME_LIMIT_S)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return json.loads(answer.stdout.splitlines()[-1])
@@ -83,3 +83,11 @@ def test_published():
     found = figures("published.py")
     assert found["worst_error"] < 0.1 and len(found["rows"]) == 2
     assert all(row["memory_bytes"] < 80e9 for row in found["rows"])
+
+
+@pytest.mark.large
+def test_probe_of_gpus():
+    """On the CPU, which shows that every point runs."""
+    points = figures("gpu/probe.py", "--device", "cpu")["points"]
+    assert len(points) >= 12
+    assert {name: point for name, point in points.items() if "error" in point or point["ok"] is False} == {}
