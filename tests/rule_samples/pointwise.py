@@ -62,7 +62,7 @@ SAMPLES = [
     call("to.dtype", ints(6, 4), torch.float64),
     call("to.dtype", x(6, 4), torch.int64),
     call("dropout", x(6, 4), 1e-300, True),
-    call("autopart::drop", x(6, 4), data(6, 4)),
+    call("autopart::drop", x(6, 4), data(6, 4), 0.25),
     call("gelu", x(6, 4), approximate="tanh"),
     call("tril", x(3, 6, 4), -1),
     call("triu", x(6, 4), 1),
