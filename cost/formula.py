@@ -1,10 +1,10 @@
 """The cost of a step as closed formulas (sympy) in batch, sequence, axis sizes, microbatches and hardware constants.
 
 Every operator is counted from its rule as a product of factors (`cost.work`), those that do the same once with how many
-there are. Symbols: `b` rows of a microbatch on a rank, `s` tokens of a row, `tp`, `dp`, `pp`, `m` microbatches, `v`
-stages a rank. Hardware: `X_<dtype>` peak FLOP/s, `eff(FLOPs)` the share that a product reaches, `H` the depth of a
-product at which that is half, `M` memory bytes/s, `L` seconds to launch a kernel, and those of `cost.collectives`;
-`g_tp`, `g_dp`, `g_pp`: the ranks of a group that are in one node.
+there are. Symbols: `b` rows of a microbatch on a rank, `s` tokens of a row, the axes of the mesh (`tp`, `dp`, `pp`),
+`m` microbatches, `v` stages a rank. Hardware: `X_<dtype>` peak FLOP/s, `eff(FLOPs)` the share that a product reaches,
+`H` the depth of a product at which that is half, `M` memory bytes/s, `L` seconds to launch a kernel, and those of
+`cost.collectives`; `g_tp`, `g_dp`, `g_pp`: the ranks of a group that are in one node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import sympy
 from sympy.utilities.lambdify import implemented_function
 
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.plans.plan import Schedule
 
 from . import collectives
@@ -28,10 +28,23 @@ from .hardware import Hardware
 from .memory import BUCKET_BYTES
 from .work import BUCKET_COPIES, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 
-b, s, tp, dp, pp, m, v = SIZES = sympy.symbols("b s tp dp pp m v", positive=True)
-M, L, H = sympy.symbols("M L H", positive=True)
-IN_NODE = {axis: sympy.Symbol(f"g_{axis}", positive=True) for axis in ("tp", "dp", "pp")}
-_AXES = {"tp": tp, "dp": dp, "pp": pp}
+BUILT = tuple(axis for axis in AXES if not axis.unbuilt)
+
+
+def ranks_of(axis: str) -> sympy.Symbol:
+    """The symbol of an axis."""
+    return sympy.Symbol(axis, positive=True)
+
+
+def in_node_of(axis: str) -> sympy.Symbol:
+    """The symbol of the ranks of a group along an axis that are in one node."""
+    return sympy.Symbol(f"g_{axis}", positive=True)
+
+
+b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
+pp = ranks_of("pp")
+SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(BUILT)), m, v)
+"""`b, s, tp, dp, pp, m, v`: of a mesh without axes of its own."""
 _LINKS = (collectives.B, collectives.alpha, collectives.B_node, collectives.alpha_node)
 
 
@@ -72,12 +85,28 @@ class Formula:
     receives_held: int | None = None
     """These two as in `cost.table.Setting`."""
 
+    axes: tuple[Axis, ...] = BUILT
+    """Those that the mesh may have."""
+
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
     """Seconds of works, which formulas counted at the same sizes may share."""
 
+    @property
+    def sizes(self) -> tuple[sympy.Symbol, ...]:
+        """The symbols that are not the hardware's, but for the ranks in a node."""
+        return (b, s, *map(ranks_of, self._names), m, v)
+
+    @property
+    def _names(self) -> list[str]:
+        return [axis.name for axis in reversed(self.axes)]
+
+    @cached_property
+    def _mesh(self) -> Mesh:
+        return Mesh({}, self.axes)
+
     def of(self, size: Size) -> sympy.Expr:
         """A Size in the symbols."""
-        at = self.totals.at
+        at, tp = self.totals.at, ranks_of(self._mesh.tensor_axis)
         terms = (
             _exact(value) * (b / at.b) ** p.b * (s / at.s) ** p.s * (sympy.Integer(at.tp) / tp) ** p.tp
             for p, value in size.terms
@@ -106,8 +135,8 @@ class Formula:
 
     def _collective(self, kind: str, axis: str, size: sympy.Expr) -> sympy.Expr:
         """Seconds of one over an array of this size, on links of its own where it has any."""
-        inside = IN_NODE[axis]
-        values = {collectives.S: size, collectives.k: _AXES[axis] / inside, collectives.g: inside}
+        inside = in_node_of(axis)
+        values = {collectives.S: size, collectives.k: ranks_of(axis) / inside, collectives.g: inside}
         one = collectives.TIME[kind].subs(values, simultaneous=True)
         own = kind in self.hardware.collectives
         return one.subs(dict(zip(_LINKS, self.hardware.links(kind), strict=True))) if own else one
@@ -148,22 +177,26 @@ class Formula:
         }  # fmt: skip
 
     def _sums(self) -> dict[str, sympy.Expr]:
-        """All-reduces over `dp` in buckets, and the copies into these and out; of what ZeRO-3 cuts, two gathers and a
-        reduce-scatter a microbatch."""
-        several = sympy.Piecewise((0, sympy.Eq(dp, 1)), (1, True))
+        """All-reduces in buckets over each axis that cuts rows, and the copies into these and out; of what ZeRO-3 cuts,
+        two gathers and a reduce-scatter a microbatch."""
         whole = self.of(self.totals.trained) - (self.of(self.totals.cut) if self.zero == 3 else 0)
-        one = self._collective("all_reduce", "dp", sympy.Integer(BUCKET_BYTES))
-        found = {"gradient sums": several * whole / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M)}
+        sums = []
+        for axis in (axis.name for axis in self.axes if axis.cuts == "rows"):
+            several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
+            one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
+            sums.append(several * whole / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M))
+        found = {"gradient sums": sympy.Add(*sums)}
         if self.zero == 3 and self.totals.num_cut:
-            each, number = self.of(self.totals.cut) / self.totals.num_cut, m * self.totals.num_cut / pp
-            found["dp all_gather"] = 2 * number * self._collective("all_gather", "dp", each)
-            found["dp reduce_scatter"] = number * self._collective("reduce_scatter", "dp", each)
+            axis, number = self._mesh.data_axis, m * self.totals.num_cut / pp
+            each = self.of(self.totals.cut) / self.totals.num_cut
+            found[f"{axis} all_gather"] = 2 * number * self._collective("all_gather", axis, each)
+            found[f"{axis} reduce_scatter"] = number * self._collective("reduce_scatter", axis, each)
         return found
 
     def _held(self, size: Size) -> sympy.Expr:
         """Of parameters, what a rank has of them."""
         cut = self.of(self.totals.cut) if self.zero == 3 else sympy.Integer(0)
-        return self.of(size) - cut + cut / dp
+        return self.of(size) - cut + cut / ranks_of(self._mesh.data_axis)
 
     @cached_property
     def step_time_s(self) -> sympy.Expr:
@@ -206,18 +239,19 @@ class Formula:
     def values(self, mesh: Mesh, schedule: Schedule, rows: int, tokens: int | None = None) -> dict[sympy.Symbol, Any]:
         """What the symbols are for a mesh and schedule, with `rows` of the global batch."""
         per_node = self.hardware.devices_per_node
-        inside = {IN_NODE[axis]: levels(mesh.size(axis), per_node, mesh.stride(axis))[0] for axis in IN_NODE}
-        sizes = (rows / (mesh.size("dp") * schedule.microbatches), tokens or self.totals.at.s, mesh.size("tp"),
-                 mesh.size("dp"), mesh.size("pp"), schedule.microbatches, schedule.virtual_stages)  # fmt: skip
-        return {**self.constants, **dict(zip(SIZES, sizes, strict=True)), **inside}
+        inside = {in_node_of(axis): levels(mesh.size(axis), per_node, mesh.stride(axis))[0] for axis in self._names}
+        sizes = (rows / (mesh.row_ranks * schedule.microbatches), tokens or self.totals.at.s,
+                 *map(mesh.size, self._names), schedule.microbatches, schedule.virtual_stages)  # fmt: skip
+        return {**self.constants, **dict(zip(self.sizes, sizes, strict=True)), **inside}
 
 
 def compiled(formulas: Sequence[Formula]) -> Any:
     """(step_time_s, memory_bytes) of each formula as one numpy function of `b, s, tp, dp, pp, m, v, g_tp, g_dp, g_pp`:
-    numbers or arrays of them. The formulas are of one kind of hardware."""
-    constants = formulas[0].constants
+    numbers or arrays of them. The formulas are of one kind of hardware, for the same axes."""
+    constants, sizes = formulas[0].constants, formulas[0].sizes
     found = [expression for f in formulas for expression in (f.step_time_s, f.memory_bytes)]
-    function = sympy.lambdify((*constants, *SIZES, *IN_NODE.values()), found, modules="numpy", cse=True)
+    inside = (in_node_of(str(axis)) for axis in sizes[2:-2])
+    function = sympy.lambdify((*constants, *sizes, *inside), found, modules="numpy", cse=True)
     return partial(function, *constants.values())
 
 

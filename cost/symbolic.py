@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autopart.errors import OptionError, PlanError, StageError
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Axis, Mesh
 from autopart.ir.schedules import can_run, check_schedule, schedule_for
 from autopart.plans.plan import MEMORY_KINDS, Plan, Schedule
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 OF_OLD_PLANS = ("formula", "values")
 """What plans had beside a time that was not the simulated one."""
-
-_NAMES = ("b", "s", "tp", "dp", "pp", "m", "v")
-"""Of `cost.formula.SIZES`. sympy and the formulas are imported where they are asked for: a plan is shown without."""
 
 
 def _simulated(plan: Plan) -> Any:
@@ -103,7 +100,12 @@ class Cost(dict[str, Any]):
         from .hardware import Hardware
 
         table, plan = self.table, self._plan
-        return Formula(table.totals, Hardware.load(plan.hardware), 3 if table.gathers else 0)
+        hardware = Hardware.load(plan.hardware)
+        return Formula(table.totals, hardware, 3 if table.gathers else 0, axes=self._axes)
+
+    @property
+    def _axes(self) -> tuple[Axis, ...]:
+        return tuple(axis for axis in self._plan.axes if not axis.unbuilt)
 
     @property
     def _plan(self) -> Plan:
@@ -148,10 +150,11 @@ class Cost(dict[str, Any]):
 
         >>> plan.cost.subs(tp=8), plan.cost.subs({"tp": 8}), plan.cost.subs("tp", 8)    # doctest: +SKIP
         """
-        from .formula import IN_NODE, SIZES
+        from .formula import in_node_of
 
         pairs = [values] if len(values) == 2 else list(dict(*values).items())
-        symbols = {str(symbol): symbol for symbol in (*SIZES, *IN_NODE.values(), *self.formula.constants)}
+        inside = (in_node_of(axis.name) for axis in self._axes)
+        symbols = {str(symbol): symbol for symbol in (*self.formula.sizes, *inside, *self.formula.constants)}
         given = {str(name): value for name, value in (*pairs, *named.items())}
         unknown = [name for name in given if name not in symbols]
         if unknown:
@@ -168,9 +171,10 @@ class Cost(dict[str, Any]):
         Raises OptionError for other names and for sizes that are not above zero, StageError where there are too few
         places to cut, or no schedule runs so many stages and microbatches.
         """
+        names = ("b", "s", *(axis.name for axis in reversed(self._axes)), "m", "v")
         for name, size in sizes.items():
-            if name not in _NAMES or not size > 0:
-                raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(_NAMES)}")
+            if name not in names or not size > 0:
+                raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
         found = self._predicted(sizes)
         memory, own, counted = (_fullest(rows) for rows in (found.memory, self._own.memory, self._plan.memory))
         kinds = {kind: memory[kind] * _times(counted[kind], own[kind]) for kind in MEMORY_KINDS}
@@ -187,9 +191,7 @@ class Cost(dict[str, Any]):
         from .table import predict
         from .table_data import own_setting
 
-        own, was = self._plan.mesh_object(), self._plan.schedule
-        changed = {axis: int(sizes[axis]) for axis in ("pp", "dp", "tp") if axis in sizes}
-        mesh = Mesh({axis.name: size for axis in own.axes if (size := changed.get(axis.name, own.size(axis.name))) > 1})
+        own, was, mesh = self._plan.mesh_object(), self._plan.schedule, self._mesh(sizes)
         m, v = int(sizes.get("m", was.microbatches)), int(sizes.get("v", was.virtual_stages))
         schedule = _schedule(was, mesh.size("pp"), m, v)
         table = self.table
@@ -197,12 +199,17 @@ class Cost(dict[str, Any]):
         setting = replace(own_setting(table, own, was), mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"))
         return predict(table, setting, Hardware.load(self._plan.hardware))
 
+    def _mesh(self, sizes: Mapping[str, float]) -> Mesh:
+        """The plan's with other sizes of axes."""
+        own = self._plan.mesh_object()
+        every = {axis.name: int(sizes.get(axis.name, own.size(axis.name))) for axis in own.axes}
+        return Mesh({axis: size for axis, size in every.items() if size > 1}, own.axes)
+
     def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
         """What the symbols are."""
-        own, schedule, at = self._plan.mesh_object(), self._plan.schedule, self.formula.totals.at
-        mesh = Mesh({axis: int(sizes.get(axis, own.size(axis))) for axis in ("pp", "dp", "tp")})
+        mesh, schedule, at = self._mesh(sizes), self._plan.schedule, self.formula.totals.at
         m, v = int(sizes.get("m", schedule.microbatches)), int(sizes.get("v", schedule.virtual_stages))
-        rows = sizes.get("b", at.b) * mesh.size("dp") * m
+        rows = sizes.get("b", at.b) * mesh.row_ranks * m
         return self.formula.values(mesh, Schedule(schedule.name, m, v), rows, sizes.get("s", at.s))
 
     def latex(self) -> str:

@@ -43,7 +43,9 @@ def test_a_plan_on_them_cuts_weights_in_two_dims_and_is_read_back():
     mesh = Mesh.parse("feat2,tp2", WIDER)
     plan = autopart.plan(model, mesh, example_kwargs=batch)
     assert plan.parameters["model.layers.*.mlp.up_proj.weight"] == {"feat": "S(1)", "tp": "S(0)"}
-    assert "feat2,tp2" in plan.explain() and autopart.simulate(plan).step_time_s > 0
+    step_s = autopart.simulate(plan).step_time_s
+    assert "feat2,tp2" in plan.explain() and plan.cost.at().step_time_s == pytest.approx(step_s)
+    assert {"tp", "feat", "g_feat"} <= set(map(str, plan.cost.free_symbols)) and plan.cost.at(feat=1).step_time_s > 0
     report = autopart.verify(model, mesh, example_kwargs=batch, plan=Plan.from_json(plan.to_json(), axes=WIDER))
     assert report.ok, report
 
