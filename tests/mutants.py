@@ -116,8 +116,10 @@ MUTANTS = [
     # memory and cost
     Mutant("autopart/ir/actions.py", "size += min(gradients, sum(stages[s].gradients for s in begun))", "size += 0",
            "memory schedules"),
-    Mutant("cost/count/footprint.py", "now += sum(saved_others(walk, node) for node in saved)", "now += 0", "memory"),
-    Mutant("cost/count/footprint.py", "peak = max(peak, now + 2 * further)", "peak = max(peak, now)", "memory"),
+    Mutant("cost/count/footprint.py", "now += sum(saved_others(walk, node) for node in saved)", "now += 0",
+           "memory golden one_prediction"),
+    Mutant("cost/count/footprint.py", "peak = max(peak, now + 2 * further)", "peak = max(peak, now)",
+           "memory golden one_prediction"),
     Mutant("cost/count/rank_memory.py", "total += program.microbatches * _bytes(stage.receives)",
            "total += _bytes(stage.receives)", "memory"),
     Mutant("cost/count/kept.py", "with saved_tensors_hooks(keep, lambda held: held.tensor), _Allocated() as forward:",

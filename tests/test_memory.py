@@ -137,6 +137,21 @@ def test_gradients_come_while_activations_go():
     assert most_at_once(gpipe, {0: one}, 80) == max(200 + 40, 80 + 100 + 10)
 
 
+class TiedHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(1000, 64)
+
+    def forward(self, ids):
+        return torch.nn.functional.linear(self.embed(ids), self.embed.weight).square().mean()
+
+
+def test_a_second_gradient_of_a_weight_is_added_out_of_place():
+    """At the fullest there are the weight, its optimizer's state of two, two gradients of it and their sum."""
+    (row,) = autopart.plan(TiedHead(), "dp1", example_kwargs={"ids": torch.tensor([[1, 2]])}).memory
+    assert row["total"] / (1000 * 64 * 4) == pytest.approx(6, abs=0.2)
+
+
 def test_a_stage_that_runs_again_holds_nothing_for_a_second_part_of_its_backward():
     """Where torch's schedules split a backward, a stage with regions runs it as one."""
     run = run_of(ZOO["llama"])
