@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant("autopart/ir/actions.py", "next(counts[action.kind])", "action.microbatch", "schedules timeline memory"),
     Mutant("autopart/ir/actions.py", "a._replace(joined=True)", "a", "schedules timeline simulate"),
     Mutant("cost/collectives.py", '"all_reduce": Parts(*(2 * part for part in _one_way))', '"all_reduce": _one_way',
-           "formula simulate hardware published"),
+           "formula simulate hardware published golden"),
     Mutant("cost/collectives.py", "most = max(1, min(num_ranks, devices_per_node // stride))",
            "most = max(1, min(num_ranks, devices_per_node))", "formula simulate hardware published"),
     # memory and cost
@@ -121,7 +121,7 @@ MUTANTS = [
     Mutant("cost/count/footprint.py", "peak = max(peak, now + 2 * further)", "peak = max(peak, now)",
            "memory golden one_prediction"),
     Mutant("cost/count/rank_memory.py", "total += program.microbatches * _bytes(stage.receives)",
-           "total += _bytes(stage.receives)", "memory"),
+           "total += _bytes(stage.receives)", "memory golden"),
     Mutant("cost/count/kept.py", "with saved_tensors_hooks(keep, lambda held: held.tensor), _Allocated() as forward:",
            "with saved_tensors_hooks(lambda t: t, lambda t: t), _Allocated() as forward:", "memory"),
     Mutant("cost/work.py", "value * times.b**p.b * times.s**p.s / times.tp**p.tp",
