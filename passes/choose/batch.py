@@ -16,15 +16,7 @@ from autopart.errors import StageError
 from autopart.ir.atoms import BATCH
 from autopart.ir.decisions import Decisions, Strategy, over_rows
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
-from autopart.ir.graph import (
-    describe,
-    operators,
-    size_bytes,
-    source_of,
-    spoken_name,
-    tensor_inputs,
-    value,
-)
+from autopart.ir.graph import describe, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, schedule_for

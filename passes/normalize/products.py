@@ -79,25 +79,25 @@ def one_linear(graph: fx.Graph) -> None:
                 replace(node, emit(graph, node, aten.add.Tensor, product, bias))
 
 
-def fuse_bias(graph: fx.Graph) -> None:
+@on_calls("aten::add")
+def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
     """What `one_linear` took apart is put together again in a stage graph, where no collective came between."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
-            continue
-        product, bias = node.args
-        fits = (
-            isinstance(product, fx.Node) and isinstance(bias, fx.Node)
-            and product.target is aten.linear.default
-            and len(product.users) == 1 and len(product.args) == 2 and bias.op == "get_attr"
-            and value(bias).dim() == 1 and value(bias).shape[0] == value(product).shape[-1]
-        )  # fmt: skip
-        if fits:
-            with graph.inserting_before(node):
-                fused = graph.call_function(aten.linear.default, (*product.args, bias))
-            fused.meta = {**product.meta, **node.meta}
-            node.replace_all_uses_with(fused)
-            graph.erase_node(node)
-            graph.erase_node(product)
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return
+    product, bias = node.args
+    fits = (
+        isinstance(product, fx.Node) and isinstance(bias, fx.Node)
+        and product.target is aten.linear.default
+        and len(product.users) == 1 and len(product.args) == 2 and bias.op == "get_attr"
+        and value(bias).dim() == 1 and value(bias).shape[0] == value(product).shape[-1]
+    )  # fmt: skip
+    if fits:
+        with graph.inserting_before(node):
+            fused = graph.call_function(aten.linear.default, (*product.args, bias))
+        fused.meta = {**product.meta, **node.meta}
+        node.replace_all_uses_with(fused)
+        graph.erase_node(node)
+        graph.erase_node(product)
 
 
 @on_calls("aten::einsum")
