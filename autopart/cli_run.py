@@ -19,6 +19,7 @@ from autopart.console import rank, tell
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Plan
 from autopart.tracing.model_source import ModelSource
+from autopart.tracing.trace import device_of_weights
 
 
 @contextmanager
@@ -92,7 +93,7 @@ class _Plain:
     """The unpartitioned model, trained on one device as the reference."""
 
     def __init__(self, model: nn.Module, example: Mapping[str, Any], rate: float):
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = device_of_weights(model)
         self.model = model
         self.example = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, dict(example))
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate)

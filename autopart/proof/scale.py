@@ -39,7 +39,7 @@ from autopart.proof.estimate import (
 )
 from autopart.proof.smaller import LADDER, Changes, Divisors, is_scalable, smaller, smaller_call
 from autopart.recipe import prepare
-from autopart.tracing.trace import Trace
+from autopart.tracing.trace import Trace, device_of_weights
 
 _COUNTS = re.compile(r"(num|n)_\w*(layer|block|depth)s?|depth|(layer|block)s?_(num|count)|num_layers")
 
@@ -296,7 +296,7 @@ def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where a model is verified: where its weights are, or on the host where they are nowhere yet."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of_weights(model)
     return torch.device("cpu") if device.type == "meta" else device
 
 

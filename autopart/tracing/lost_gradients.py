@@ -24,7 +24,7 @@ from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, trac
 from autopart.tracing.entry import PREFIX, Entry
 from autopart.tracing.meta_run import meta_run
 from autopart.tracing.skeleton import without_values
-from autopart.tracing.trace import Trace, flatten_call
+from autopart.tracing.trace import Trace, device_of_weights, flatten_call
 
 _CUTS = "aten::detach", "aten::detach_copy"
 
@@ -78,7 +78,7 @@ def with_gradients_checked(
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained and not traced.call.with_gradient:
         return traced
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of_weights(model)
     entry = Entry(model, arguments, flatten_call(arguments).names, _autocast(device))
     leaves = {id(p): name for name, p in traced.parameters.items() if p.requires_grad}
     try:

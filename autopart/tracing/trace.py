@@ -105,6 +105,11 @@ class _Run(fx.Interpreter):
         return self.tensors[target]
 
 
+def device_of_weights(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; the host where it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def batch_size(trace: Trace) -> int:
     """Rows of the global batch: the first dim of the first input that has any (1 where none has)."""
     sizes = [shape(n)[0] for n in trace.graph.find_nodes(op="placeholder") if shape(n)]
@@ -200,7 +205,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     Raises:
         TraceError: the model cannot be traced, with the user's line and what to try.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of_weights(model)
     call = flatten_call(arguments)
     if device.type != "meta":
         check_values(call)
