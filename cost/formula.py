@@ -124,7 +124,7 @@ class Formula:
         if work.axis:
             one = self._collective(work.kind, work.axis, size)
         elif work.flops.terms:
-            flops = self.of(work.flops)
+            flops = self.of(work.flops) * _exact(work.share)
             shallow = 1 + H / self.of(work.depth) if work.depth.terms and self.hardware.matmul_half_depth else 1
             peak = sympy.Symbol(f"X_{self.hardware.known_dtype(work.dtype)}", positive=True)
             work_s = flops * shallow / (peak * self._eff(flops))

@@ -81,7 +81,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
     """From a plan's."""
     works = [
         Work(row["kind"], _read(row["bytes"]), _read(row.get("flops", ())), row.get("dtype", ""), row.get("axis", ""),
-             row.get("times", 1.0), row.get("in_place", False), _read(row.get("depth", ())))
+             row.get("times", 1.0), row.get("in_place", False), _read(row.get("depth", ())), row.get("share", 1.0))
         for row in data["works"]
     ]  # fmt: skip
     rows = tuple(
@@ -147,7 +147,7 @@ def _work_data(work: Work) -> dict[str, Any]:
         "kind": work.kind, "bytes": _listed(work.size),
         **{name: _listed(size) for name, size in (("flops", work.flops), ("depth", work.depth)) if size.terms},
         **{name: given for name in ("dtype", "axis", "in_place") if (given := getattr(work, name))},
-        **({"times": work.times} if work.times != 1 else {}),
+        **{name: given for name in ("times", "share") if (given := getattr(work, name)) != 1},
     }  # fmt: skip
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autopart.compat import schedule_class, split_backward_counts_twice, stage_class
+from autopart.ir.masks import with_bands
 from autopart.ir.operators import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.schedules import SINGLE_STAGE, check_schedule, schedule_for
@@ -21,8 +22,9 @@ from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of
 from autopart.runtime.loop.step_options import scaled
 from autopart.runtime.state.batch import Arguments, stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
+from autopart.runtime.state.masks import Bands, Masks
 from autopart.runtime.state.recompute import has_regions, with_regions
-from autopart.runtime.state.regather import note_gathers
+from autopart.runtime.state.regather import Gathered, note_gathers
 
 
 def default_schedule(program: Program) -> str:
@@ -31,6 +33,14 @@ def default_schedule(program: Program) -> str:
     if len(program.stages) > pp:
         return "interleaved_1f1b"
     return "1f1b" if program.microbatches >= pp else "gpipe"
+
+
+class _Written(NamedTuple):
+    """A stage's graph bound to this rank, the weights that it gathers, and the keyword inputs that it reads."""
+
+    graph: fx.GraphModule
+    gathered: Gathered | None
+    names: frozenset[str]
 
 
 class StageModule(nn.Module):
@@ -45,18 +55,17 @@ class StageModule(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.stage, self.program, self.process, self.compiled = stage, program, process, compile
-        self.graph = bind(stage.graph, process.groups, process.coordinates, process.device, tensors)
-        group = process.groups.get(process.mesh.data_axis)
-        self.gathered = None if group is None else note_gathers(self.graph, group.group_name)
-        self.graph = with_regions(self.graph)
-        if compile:  # its code is its own, that of nn.Module's __call__ is not: recompilations are counted by code
-            self.graph.forward = torch.compile(self.graph.forward, dynamic=False)
-        prologue = bind(stage.prologue, process.groups, process.coordinates, process.device, tensors)
-        self.prologue = prologue.forward  # not a submodule: it holds nothing that is trained
+        self.tensors = tensors
+        self.prologue = self._bind(stage.prologue).forward  # not a submodule: it holds nothing that is trained
+        self.masks = Masks(stage, self._bind)
+        self.written: dict[Bands, _Written] = {}
+        """The stage's graph as it is written for the bands that its masks are."""
+        self.graph = self._written(()).graph
         keywords = {stage_input.name for stage_input in stage.inputs}
         placeholders = [node.target for node in stage.graph.graph.nodes if node.op == "placeholder"]
         self.received_names = [str(name) for name in placeholders if name not in keywords]
         self.arguments: list[Arguments] = []
+        self.bands: list[Bands] = []
         self.prologue_updates: Sequence[Tensor] = ()
         self.graph_updates: list[Sequence[Tensor]] = []
         self.beside: dict[int, tuple[Tensor, ...]] = {}
@@ -79,15 +88,36 @@ class StageModule(nn.Module):
                 uses[str(node.target)] += _num_uses(node)
         return any(count > 1 for count in uses.values())
 
+    def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
+        return bind(graph, self.process.groups, self.process.coordinates, self.process.device, self.tensors)
+
+    def _written(self, bands: Bands) -> _Written:
+        if bands not in self.written:
+            stage = with_bands(self.stage, dict(bands)) if bands else self.stage
+            graph, group = self._bind(stage.graph), self.process.groups.get(self.process.mesh.data_axis)
+            gathered = None if group is None else note_gathers(graph, group.group_name)
+            names = frozenset(stage_input.name for stage_input in stage.inputs)
+            graph = with_regions(graph)
+            if self.compiled:  # its code is its own, nn.Module's __call__ is not: recompilations are counted by code
+                graph.forward = torch.compile(graph.forward, dynamic=False)
+            self.written[bands] = _Written(graph, gathered, names)
+        return self.written[bands]
+
     def load(self, inputs: Sequence[Any]) -> None:
         """Computes this stage's inputs from the global `inputs` and cuts them into this rank's microbatches."""
         values = self.prologue(*inputs)
         count = len(self.stage.inputs)
-        self.arguments = stage_arguments(self.program, self.stage.inputs, values[:count], self.process.coordinates)
+        arguments = stage_arguments(self.program, self.stage.inputs, values[:count], self.process.coordinates)
+        self.bands = self.masks.bands(arguments)
+        graphs = [self._written(bands).names for bands in self.bands]
+        self.arguments = [
+            {name: value for name, value in given.items() if name in names}
+            for given, names in zip(arguments, graphs, strict=True)
+        ]
         self.prologue_updates, self.graph_updates = values[count:], []
 
     def unload(self) -> None:
-        self.arguments, self.prologue_updates, self.graph_updates, self.beside = [], (), [], {}
+        self.arguments, self.bands, self.prologue_updates, self.graph_updates, self.beside = [], [], (), [], {}
 
     def new_buffers(self) -> Made:
         """{buffer: its new value} of what this stage has made since `load`."""
@@ -99,11 +129,12 @@ class StageModule(nn.Module):
         """What the graph sends; `parameters` stand in for its own of the same names."""
         arguments = {**dict(zip(self.received_names, received, strict=True)), **self.arguments[microbatch]}
         own = {name: parameters[name] for name in self.stage.parameters if name in parameters} if parameters else {}
-        with self.gathered.saving_parts() if self.gathered is not None else nullcontext():
+        written = self._written(self.bands[microbatch])
+        with written.gathered.saving_parts() if written.gathered is not None else nullcontext():
             if own:
-                outputs = torch.func.functional_call(self.graph, own, (), arguments, tie_weights=False)
+                outputs = torch.func.functional_call(written.graph, own, (), arguments, tie_weights=False)
             else:
-                outputs = self.graph(**arguments)
+                outputs = written.graph(**arguments)
         count = len(self.stage.sends)
         if self.stage.graph_updates:
             self.graph_updates.append(outputs[count:])

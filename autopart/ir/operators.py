@@ -10,7 +10,8 @@ Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one pri
 
 `size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
 they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
-(`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), or draw what each shard drops (`dropout`).
+(`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`), or leave
+out what a mask hides (`window_attention` of `attention.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autopart.ir import experts
+from autopart.ir.attention import window_attention
 from autopart.ir.layout import CONVERSIONS
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
@@ -142,6 +144,8 @@ def _define_operators() -> torch.library.Library:
     torch.library.register_fake("autopart::draw_mask", lambda x, *_: torch.empty_like(x, dtype=torch.bool), lib=library)
     define("drop", "Tensor x, Tensor noise, float p", drop)
     define("pick_class", "Tensor logits, Tensor target, int start", pick_class)
+    window = "Tensor query, Tensor key, Tensor value, int before, int after, float? scale=None, bool enable_gqa=False"
+    define("window_attention", window, window_attention)
     return library
 
 
@@ -153,7 +157,7 @@ autopart_ops = torch.ops.autopart
 
 def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
-    local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", *experts.OPERATORS]
+    local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention", *experts.OPERATORS]
     return [*OPERATORS, "all_reduce_max", "axis_index", *local]
 
 

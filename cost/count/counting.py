@@ -183,7 +183,7 @@ class _Counter:
         counted = Size.of(float(flops), self.growth.of_product(node))
         notes = cost_notes(node)
         if notes.backward_work:
-            one = Work(notes.kind, traffic, counted, dtype)
+            one = Work(notes.kind, traffic, counted, dtype, share=notes.share)
             back = (one._replace(times=notes.backward_work),) * (node in self.alive)
             return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
         one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted))
