@@ -17,6 +17,7 @@ from autopart.cost.count.rank_memory import memory_of
 from autopart.errors import InputError, PlanError
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import format_value
+from autopart.ir.masks import as_traced
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS, Program
 from autopart.options import Options
@@ -105,7 +106,7 @@ class Compiler:
     def _plan_as_run(self, plan: Plan, call: _Traced) -> Plan:
         """The plan of a call that follows a plan made for another."""
         outputs = plan_outputs(call.trace, call.with_outputs)
-        program = lower(call.trace, call.decisions, outputs, whole_outputs=False, rng="fast")
+        program = as_traced(lower(call.trace, call.decisions, outputs, whole_outputs=False, rng="fast"))
         walks = [walked(call.trace, program, stage) for stage in program.stages]
         schedule = replace(plan.schedule, microbatches=call.decisions.microbatches)
         options = replace(self.options, hardware=plan.hardware or self.options.hardware, compile=plan.compile)

@@ -19,6 +19,7 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.memory import RankMemory
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.graph import is_floating, shape
+from autopart.ir.masks import as_traced
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
@@ -31,6 +32,7 @@ from autopart.passes.choose.reasons import Reasons
 from autopart.passes.choose.recompute import check_recompute, recompute_of_checkpoints
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
+from autopart.passes.facts.masks import find_bands
 from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
 from autopart.passes.pipeline import run_passes
 from autopart.passes.write.lower import lower
@@ -79,6 +81,7 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
     run_passes(traced.graph, NORMALIZE)
     traced = with_gradients_checked(model, arguments, traced, find_loss(traced))
     annotate(traced)
+    find_bands(traced)
     return traced
 
 
@@ -115,7 +118,7 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
         decisions, solved = cut_again(problem, known.decisions), known.solved
     decisions = replace(decisions, stored=choose_parts(problem, decisions.stored))
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
-    program = lower(traced, decisions, plan_outputs(traced), whole_outputs=False, rng=rng)
+    program = as_traced(lower(traced, decisions, plan_outputs(traced), whole_outputs=False, rng=rng))
     walks = [walked(traced, program, stage) for stage in program.stages]
     return Draft(problem, decisions, program, solved, walks)
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopart.ir.attention import Band
 from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
+from autopart.ir.masks import with_bands
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import OPERATORS, axis_of, operator_name
 from autopart.ir.program import Program, Stage
@@ -28,6 +30,7 @@ from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.stage_ranks import groups_along, stage_ranks
 from autopart.runtime.state.batch import stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
+from autopart.runtime.state.masks import Masks
 from autopart.runtime.state.recompute import run_again
 
 PerRank = dict[int, Any]
@@ -127,14 +130,22 @@ class _StageRun:
         self.parameters, self.buffers, self.device = parameters, buffers, device
         self.mesh, self.ranks = mesh, list(keywords)
         self.coordinates = {rank: mesh.coordinates(rank) for rank in self.ranks}
-        self.last_uses = _last_uses(stage.graph.graph)
+        self.graph = with_bands(stage, self._bands()).graph.graph
+        self.last_uses = _last_uses(self.graph)
+
+    def _bands(self) -> dict[str, Band]:
+        """The masks that are the same bands on all ranks in all microbatches: they run one graph."""
+        tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
+        masks = Masks(self.stage, lambda graph: bind(graph, {}, {}, **tensors))
+        bands = [bands for microbatches in self.keywords.values() for bands in masks.bands(microbatches)]
+        return dict(set(bands[0]).intersection(*bands))
 
     def __call__(self, received: list[PerRank], microbatch: int, on_value: OnValue | None) -> list[PerRank]:
         values: dict[fx.Node, PerRank] = {}
         positional = iter(received)
         names = {stage_input.name for stage_input in self.stage.inputs}
         seen = partial(on_value, self.stage.index, microbatch) if on_value is not None else _unseen
-        for region, members in groupby(self.stage.graph.graph.nodes, lambda node: facts(node).get("region")):
+        for region, members in groupby(self.graph.nodes, lambda node: facts(node).get("region")):
             nodes = list(members)
             if region is not None:
                 values.update(self._region(nodes, values, seen))

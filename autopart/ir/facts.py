@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from torch import fx
 
 if TYPE_CHECKING:
+    from autopart.ir.attention import Band
     from autopart.ir.layout import Layout, Sections
     from autopart.ir.pattern import Pattern
 
@@ -74,6 +75,7 @@ class Facts(TypedDict, total=False):
     for_buffers: bool  # it makes new values of buffers and nothing else
     strategies: dict[Any, Any]  # what `strategies` has found, shared with all nodes of which it reads the same
     place: Any  # where in which repeated block it is (`blocks.Place`)
+    band: Band  # of a mask of attention, traced or written: what it is in the call that was traced
     on_host: bool  # it makes its value on the CPU in a model that is on a GPU
 
     # Of a node of a stage graph.

@@ -18,7 +18,7 @@ from autopart.ir.attention import Band, blocks_fit
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import argument, dropout_probability, draws_random_numbers, operator_name, reads, shape
 from autopart.ir.operators import autopart_ops, axis_of
-from autopart.ir.program import Stage, StageGraph
+from autopart.ir.program import Program, Stage, StageGraph
 
 _KERNEL_BLOCK = 128
 """Queries that a kernel works on at a time: of a causal mask it leaves out whole blocks of keys (Dao 2023,
@@ -77,9 +77,11 @@ def _made_for(values: Sequence[fx.Node], graph: fx.Graph) -> set[fx.Node]:
 def with_bands(stage: Stage, bands: Mapping[str, Band | None]) -> Stage:
     """A stage whose attention is told these bands, {name of a mask: its band}, without the masks that nothing reads
     then, and without the inputs that they alone were made of."""
+    known = {mask: band for mask in masks_of(stage) if (band := bands.get(mask.name)) is not None}
+    if not any(map(is_attention, stage.graph.graph.nodes)):
+        return stage
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(stage.graph.graph, copies))
-    known = {mask: band for mask in masks_of(stage) if (band := bands.get(mask.name)) is not None}
     for mask, band in known.items():
         for call in [user for user in copies[mask].users if is_attention(user)]:
             _tell(call, band)
@@ -96,6 +98,15 @@ def with_bands(stage: Stage, bands: Mapping[str, Band | None]) -> Stage:
         stage, graph=StageGraph(stage.graph, graph), prologue=_with_outputs(stage.prologue, is_read),
         inputs=tuple(i for i, read in zip(stage.inputs, is_read, strict=True) if read),
     )  # fmt: skip
+
+
+def as_traced(program: Program) -> Program:
+    """A program whose masks are what they were in the call that was traced (`passes/facts/masks.py`)."""
+    stages = []
+    for stage in program.stages:
+        bands = {mask.name: facts(mask).get("band") for mask in masks_of(stage)}
+        stages.append(with_bands(stage, bands))
+    return replace(program, stages=tuple(stages))
 
 
 def _tell(call: fx.Node, band: Band) -> None:

@@ -59,7 +59,7 @@ from autopart.tracing.trace import Trace
 
 aten = torch.ops.aten
 
-CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host")
+CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band")
 """The facts of a traced node that those written for it have too."""
 
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
