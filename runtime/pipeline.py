@@ -93,7 +93,7 @@ class StageModule(nn.Module):
 
     def _written(self, bands: Bands) -> _Written:
         if bands not in self.written:
-            stage = with_bands(self.stage, dict(bands)) if bands else self.stage
+            stage = with_bands(self.stage, dict(bands))
             graph, group = self._bind(stage.graph), self.process.groups.get(self.process.mesh.data_axis)
             gathered = None if group is None else note_gathers(graph, group.group_name)
             names = frozenset(stage_input.name for stage_input in stage.inputs)

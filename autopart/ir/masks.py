@@ -7,18 +7,22 @@ A model that is traced makes its masks as tensors, also a causal one. What a mas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import fx
 
 from autopart.ir.attention import Band, blocks_fit
 from autopart.ir.facts import cost_notes, facts
-from autopart.ir.graph import argument, dropout_probability, draws_random_numbers, operator_name, reads, shape
+from autopart.ir.graph import argument, draws_random_numbers, dropout_probability, operator_name, reads, shape, value
 from autopart.ir.operators import autopart_ops, axis_of
 from autopart.ir.program import Program, Stage, StageGraph
+
+_OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host")
+"""The facts of a call that what is written for it has too."""
 
 _KERNEL_BLOCK = 128
 """Queries that a kernel works on at a time: of a causal mask it leaves out whole blocks of keys (Dao 2023,
@@ -85,9 +89,11 @@ def with_bands(stage: Stage, bands: Mapping[str, Band | None]) -> Stage:
     for mask, band in known.items():
         for call in [user for user in copies[mask].users if is_attention(user)]:
             _tell(call, band)
-    for call in filter(is_attention, graph.nodes):
+    for call in list(filter(is_attention, graph.nodes)):
         if argument(call, "is_causal"):
             facts(call)["cost"] = cost_notes(call)._replace(share=_share_of_causal(call))
+        if argument(call, "attn_mask") is None:
+            group_heads(call)
     needless = {copies[node] for node in _made_for(list(known), stage.graph.graph)}
     for node in reversed(graph.nodes):
         if node in needless and not node.users:
@@ -125,6 +131,67 @@ def _tell(call: fx.Node, band: Band) -> None:
     else:
         return
     call.args, call.kwargs = call.args[:3], given
+
+
+def group_heads(call: fx.Node) -> None:
+    """Hand keys and values over as they are that are repeated for several heads of queries (Ainslie et al. 2023,
+    arXiv:2305.13245): no memory for the repeated ones, and no sum of their gradients."""
+    wide = call.args[1:3]
+    repeated = [found for heads in wide if (found := _repeated(heads)) is not None]
+    if argument(call, "enable_gqa") or len(repeated) < 2 or len({times for *_, times in repeated}) > 1:
+        return
+    heads = [_one_of_each(narrow, dim, call) for narrow, dim, _ in repeated]
+    call.args = (call.args[0], *heads, *call.args[3:])
+    call.kwargs = {**call.kwargs, "enable_gqa": True}
+    for node in wide:
+        _erase(node)
+
+
+def _repeated(heads: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """Of heads [b, (g r), s, d], each of g repeated r times: what an `expand` repeats, the dim of g in it, and r.
+
+    The dims g and r are merged behind the positions, or before them."""
+    dim, made = 1, heads
+    if _calls(made, "transpose") and {axis % 4 for axis in made.args[1:]} == {1, 2}:
+        dim, made = 2, made.args[0]
+    if not _calls(made, "reshape") or not _calls(made.args[0], "expand") or len(shape(made.args[0])) != 5:
+        return None
+    narrow = made.args[0].args[0]
+    before, after = list(shape(narrow)), list(shape(made.args[0]))
+    times = after[dim + 1]
+    before_is_one = before == [*after[: dim + 1], 1, *after[dim + 2 :]]
+    merged = [*after[:dim], after[dim] * times, *after[dim + 2 :]] == list(shape(made))
+    return (narrow, dim, times) if before_is_one and merged and times > 1 else None
+
+
+def _calls(node: fx.Node, name: str) -> bool:
+    return node.op == "call_function" and operator_name(node) == f"aten::{name}"
+
+
+def _one_of_each(narrow: fx.Node, dim: int, call: fx.Node) -> fx.Node:
+    """The heads [b, g, s, d] for a call, from what is repeated along the dim behind `dim`."""
+    if _calls(narrow, "unsqueeze") and narrow.args[1] % 5 == dim + 1:
+        heads = narrow.args[0]
+    else:
+        heads = _view(call, torch.ops.aten.squeeze.dims, narrow, [dim + 1])
+    return heads if dim == 1 else _view(call, torch.ops.aten.transpose.int, heads, 1, 2)
+
+
+def _view(call: fx.Node, target: Callable[..., Any], node: fx.Node, *arguments: Any) -> fx.Node:
+    """A view of a value, beside the call that reads it."""
+    with call.graph.inserting_before(call):
+        made = call.graph.call_function(target, (node, *arguments))
+    made.meta = {name: known for name, known in call.meta.items() if name in _OF_PLACE}
+    made.meta.update(val=target(value(node), *arguments), needs_grad=facts(node).get("needs_grad", False))
+    return made
+
+
+def _erase(node: fx.Node) -> None:
+    """Take a value away that nothing reads, with the views that were made for it alone."""
+    if node.op == "call_function" and not node.users:
+        source = node.args[0]
+        node.graph.erase_node(node)
+        _erase(source)
 
 
 def _share_of_causal(call: fx.Node) -> float:

@@ -24,6 +24,9 @@ from .conditions import (
 from .local import LocalForm
 from .notation import Rule
 
+_ATTENTION = ("... b g r q k d", "... b g r q k e")
+"""The two products of attention, with heads in groups or without (a factor that a line does not have counts once)."""
+
 LINES: dict[str, Rule | tuple[Rule, ...]] = {
     # matrix products
     "aten::linear": Rule("... k, n k -> ... n", linear=((0,), (1,)), matmul=("... k n",), also=("... k, k -> ...",)),
@@ -36,13 +39,12 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
         local=lookups.expert_linear),
     # attention: q, k and v, with a mask, with fewer heads of k and v; a causal mask counts queries from the first
     "aten::scaled_dot_product_attention": (
-        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=("... q k d", "... q k e"), when=not_causal,
-            also=(
+        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=_ATTENTION, when=not_causal, also=(
             "... q d, ... k d, ... k e, ... q k -> ... q e",
             "b (g r) q d, b g k d, b g k e -> b (g r) q e",
             "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
             "b (g r) q d, b g k d, b g k e, q k -> b (g r) q e")),
-        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k q", matmul=("... q k d", "... q k e"), also=(
+        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k q", matmul=_ATTENTION, also=(
             "b (g r) q d, b g k d, b g k e -> b (g r) q e",))),
     # tables and classes; embeddings are cut by rows, as the head that is tied to them
     "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=gradients_as_they_are,

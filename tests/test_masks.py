@@ -1,0 +1,229 @@
+"""Attention masks recognised by value: what is a band, attention to a window, and models with masks of every kind."""
+
+import copy
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from dist import run_ranks
+from test_exact_processes import same_step
+from torch import nn
+from traced import plan_of, run_of, verified
+
+import autopart
+from autopart.ir.attention import Band, band_of, blocks_fit, window_attention
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
+from autopart.recipe import drafted
+from autopart.runtime.state import masks
+
+ROWS, SEQ, HIDDEN, HEADS, GROUPS = 4, 24, 16, 4, 2
+POSITION = torch.arange(SEQ)
+QUERY, KEY = POSITION[:, None], POSITION[None, :]
+CAUSAL = KEY <= QUERY
+WINDOW = CAUSAL & (KEY > QUERY - 8)
+BOTH_SIDES = (KEY - QUERY).abs() <= 8
+FULL = torch.ones(SEQ, SEQ, dtype=torch.bool)
+
+
+def rows_of(lengths, left=False):
+    """[rows, 1, 1, keys]: which keys of rows of these lengths are there."""
+    lengths = torch.tensor(lengths)[:, None, None, None]
+    return SEQ - lengths <= POSITION if left else lengths > POSITION
+
+
+def documents():
+    """[rows, 1, queries, keys]: queries see their own document, of which each row has others."""
+    numbers = (POSITION[None] + 7 * torch.arange(ROWS)[:, None]) // 9
+    return (numbers[:, None, :, None] == numbers[:, None, None, :]) & CAUSAL
+
+
+MASKS = {
+    "causal": (CAUSAL, Band(SEQ - 1, 0)),
+    "causal of every row": (CAUSAL.expand(ROWS, 1, SEQ, SEQ), Band(SEQ - 1, 0)),
+    "causal copied": (CAUSAL.repeat(ROWS, 1, 1, 1), Band(SEQ - 1, 0)),
+    "causal, nothing padded": (CAUSAL & rows_of([SEQ] * ROWS), Band(SEQ - 1, 0)),
+    "window": (WINDOW, Band(7, 0)),
+    "window to both sides": (BOTH_SIDES, Band(8, 8)),
+    "all": (FULL, Band(SEQ - 1, SEQ - 1)),
+    "all keys of every row": (rows_of([SEQ] * ROWS), Band(SEQ - 1, SEQ - 1)),
+    "padded right": (CAUSAL & rows_of([SEQ, 20, 1, SEQ]), None),
+    "padded left": ((CAUSAL & rows_of([SEQ, 20, 12, SEQ], left=True)) | (QUERY == KEY), None),
+    "encoder, padded": (rows_of([SEQ, 20, 12, SEQ]), None),
+    "documents": (documents(), None),
+    "prefix": (CAUSAL | (KEY < 5), None),
+    "one pair less": (CAUSAL & ~((QUERY == 12) & (KEY == 3)), None),
+    "one pair more": (CAUSAL | ((QUERY == 12) & (KEY == 17)), None),
+    "one row differs": (torch.stack([CAUSAL, CAUSAL, WINDOW, CAUSAL])[:, None], None),
+    "without itself": (KEY < QUERY, None),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_a_band_or_not(name):
+    mask, band = MASKS[name]
+    assert band_of(mask, SEQ, SEQ) == band
+    for hidden in (-torch.inf, torch.finfo(torch.float32).min):
+        assert band_of(torch.where(mask, 0.0, hidden), SEQ, SEQ) == band
+
+
+def test_numbers_that_are_neither_seen_nor_hidden_are_no_band():
+    slopes = torch.where(CAUSAL, -0.5 * (QUERY - KEY), -torch.inf)
+    assert band_of(slopes, SEQ, SEQ) is None
+    assert band_of(torch.where(CAUSAL, 0.0, -1e4), SEQ, SEQ) is None  # scores may be as large
+    assert band_of(torch.zeros(1, SEQ), SEQ, SEQ) == Band(SEQ - 1, SEQ - 1)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(3, 7), (7, 3), (1, 5), (5, 1), (1, 1)])
+def test_bands_of_unequal_queries_and_keys(queries, keys):
+    query, key = torch.arange(queries)[:, None], torch.arange(keys)[None]
+    for band in (Band(0, 0), Band(2, 0), Band(0, 1), Band(queries - 1, keys - 1)):
+        mask = (key >= query - band.before) & (key <= query + band.after)
+        found = band_of(mask, queries, keys)
+        if not mask.any(1).all():
+            assert found is None  # a query that sees nothing
+        else:
+            again = (key >= query - found.before) & (key <= query + found.after)
+            assert torch.equal(again, mask)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("length", "before", "after"), [(37, 5, 0), (300, 70, 0), (257, 64, 64), (130, 0, 3), (64, 10, 70)]
+)
+def test_window_attention_is_attention_with_its_mask(length, before, after, groups):
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, length, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(2, groups, length, 8, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    mask = (j >= i - before) & (j <= i + after)
+    expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
+    made = window_attention(query, key, value, before, after, 0.3, True)
+    torch.testing.assert_close(made, expected, rtol=0, atol=1e-12)
+    weights, inputs = torch.randn_like(made), (query, key, value)
+    grads = (torch.autograd.grad((out * weights).sum(), inputs) for out in (made, expected))
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+# --- Models.
+
+
+class Masked(nn.Module):
+    """Two blocks of attention with fewer heads of keys, which reads a mask that is given or made of positions."""
+
+    def __init__(self, made="given", repeated=True):
+        super().__init__()
+        size = HIDDEN // HEADS
+        self.made, self.repeated = made, repeated
+        self.q = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+        self.kv = nn.ModuleList(nn.Linear(HIDDEN, 2 * GROUPS * size) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+
+    def forward(self, x, mask=None, memory=None):
+        rows, seq, _ = x.shape
+        if self.made == "from positions":
+            mask = (torch.arange(seq)[None, :] <= torch.arange(seq)[:, None])[None, None]
+        for q, kv, out in zip(self.q, self.kv, self.out, strict=True):
+            read = x if memory is None else memory
+            query = q(x).view(rows, seq, HEADS, -1).transpose(1, 2)
+            key, value = kv(read).view(rows, read.size(1), 2, GROUPS, -1).permute(2, 0, 3, 1, 4)
+            if self.repeated:
+                key, value = (heads.repeat_interleave(HEADS // GROUPS, 1) for heads in (key, value))
+            tell = {"is_causal": True} if self.made == "told" else {"attn_mask": mask}
+            seen = F.scaled_dot_product_attention(query, key, value, **tell, enable_gqa=not self.repeated)
+            x = x + out(seen.transpose(1, 2).flatten(2))
+        return x.square().mean()
+
+
+@cache
+def masked(name):
+    """A model and a batch whose mask is of this name."""
+    torch.manual_seed(0)
+    model = Masked().double()
+    x = torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)
+    if name == "cross":
+        return model, {"x": x[:, :7], "mask": rows_of([SEQ, 20, 12, SEQ]), "memory": x}
+    mask = MASKS[name][0]
+    if mask.ndim == 2:
+        mask = mask.expand(ROWS, 1, SEQ, SEQ).contiguous()  # the rows of the batch, as all inputs have them
+    return model, {"x": x, "mask": mask}
+
+
+def build(name):
+    return copy.deepcopy(masked(name)[0]), masked(name)[1]
+
+
+KINDS = ["causal", "all", "padded right", "padded left", "encoder, padded", "documents", "prefix", "cross"]
+ON = dict(zip(KINDS, ("dp2,tp2", "tp2", "dp2,tp2", "pp2", "tp2", "dp2,tp2", "pp2", "dp2,tp2"), strict=True))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_masks_of_every_kind_are_exact(name):
+    options = {"microbatches": 2} if ON[name] == "pp2" else {}
+    assert verified(run_of(partial(build, name)), ON[name], **options).ok
+
+
+def test_and_so_they_are_where_nothing_is_recognised(monkeypatch):
+    monkeypatch.setattr(masks, "band_of", lambda *_: None)
+    assert verified(run_of(partial(build, "causal")), "dp2,tp2").ok
+
+
+def a_window():
+    """A mask of a window that is narrow enough for blocks."""
+    torch.manual_seed(0)
+    i, j = torch.arange(256)[:, None], torch.arange(256)[None]
+    mask = ((j <= i) & (j > i - 20)).expand(2, 1, 256, 256).contiguous()
+    return Masked().double(), {"x": torch.randn(2, 256, HIDDEN, dtype=torch.float64), "mask": mask}
+
+
+def test_a_window_is_run_by_blocks():
+    assert blocks_fit(Band(19, 0), 256) and not blocks_fit(Band(19, 0), 128)
+    run = run_of(a_window)
+    assert verified(run, "tp2").ok
+    (stage,) = drafted(run.traced, Mesh.parse("tp2"), Options()).program.stages
+    assert [n.target for n in stage.graph.graph.nodes if "attention" in str(n.target)] == [
+        torch.ops.autopart.window_attention.default
+    ] * 2
+    assert [stage_input.name for stage_input in stage.inputs] == ["x_0"]  # the mask is not even held
+
+
+def of_positions(made, repeated=True):
+    torch.manual_seed(0)
+    return Masked(made, repeated).double(), {"x": torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2"])
+def test_a_causal_mask_costs_what_the_causal_kernel_costs(mesh):
+    """FLOPs, time and memory are those of a model that calls the kernel itself, with keys and values as they are."""
+    made, told = (plan_of(run_of(partial(of_positions, *how)), mesh) for how in (("from positions",), ("told", False)))
+    prices = ("objective", "lower_bound", "memory_traffic_s")  # the solver's, of the graph as it was traced
+    assert {k: v for k, v in made.cost.items() if k not in prices} == {
+        k: v for k, v in told.cost.items() if k not in prices
+    }
+    assert made.memory == told.memory
+
+
+# --- On processes.
+
+
+def alternating(mesh):
+    """A batch without padding, one with, and so on: each is run by what its own mask is."""
+    model, batch = zoo.bert()
+    full = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch)
+    for call in (batch, full, batch, full):
+        model.zero_grad()
+        pm.zero_grad()
+        _, loss, grads = zoo.reference(model, call)
+        same_step(pm, call, loss, grads)
+    modules = [module for executable in pm._executables._entries.values() for module in executable.modules]
+    return [len(module.written) for module in modules]
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
+def test_batches_with_and_without_padding_in_turn(mesh):
+    written = run_ranks(alternating, 2, mesh)
+    assert any(count > 1 for counts in written for count in counts)
