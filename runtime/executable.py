@@ -22,7 +22,7 @@ from autopart.runtime.loop.step_options import StepOptions, divide_by, scaled
 from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
-from autopart.runtime.state.gradients import connect_tied, sync_gradients, synchronised
+from autopart.runtime.state.gradients import connect_tied, summed_names, sync_gradients, synchronised
 from autopart.runtime.state.state import broadcast_from
 from autopart.tracing.eager_semantics import no_autocast
 
@@ -45,6 +45,7 @@ class Executable:
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
         self.modules = [StageModule(stage, program, process, tensors, compile) for stage in stages]
+        self.summed = summed_names(self.parameters, program, self.stage_style)
         self.pipeline: Pipeline | None = None
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
         if "pp" in process.groups:
@@ -87,7 +88,7 @@ class Executable:
     ) -> list[tuple[Tensor, ...]]:
         """Forward and backward of all microbatches; the last stage's outputs of each, where it is here."""
         loaded = self._loaded(inputs, comparison)
-        with torch.enable_grad(), no_autocast(), compared(comparison), loaded, self._fresh_gradients():
+        with torch.enable_grad(), no_autocast(), compared(comparison), loaded, self._fresh_gradients(hooks):
             if options.num_tokens is not None:
                 comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
@@ -166,21 +167,23 @@ class Executable:
                 module.unload()
 
     @contextmanager
-    def _fresh_gradients(self) -> Iterator[None]:
-        """Inside, every `.grad` starts at None; afterwards what was there before is added again, once."""
-        before = {name: parameter.grad for name, parameter in self.parameters.items()}
-        for parameter in self.parameters.values():
+    def _fresh_gradients(self, hooks: HeldHooks) -> Iterator[None]:
+        """Inside, every `.grad` that ranks sum or a hook sees starts at None; afterwards what was there before is added
+        again, once. To all others autograd adds in place."""
+        before = {
+            parameter: parameter.grad for name, parameter in self.parameters.items()
+            if parameter.grad is not None and (name in self.summed or hooks.see(parameter))
+        }  # fmt: skip
+        for parameter in before:
             parameter.grad = None
         try:
             yield
         except BaseException:
-            for name, parameter in self.parameters.items():
-                parameter.grad = before[name]
+            for parameter, earlier in before.items():
+                parameter.grad = earlier
             raise
-        for name, parameter in self.parameters.items():
-            earlier = before[name]
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        for parameter, earlier in before.items():
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
 def brought_to(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopart.ir.attention import band_of
+from autopart.ir.attention import Band, band_of
 from autopart.ir.facts import DATA, INPUT, facts
 from autopart.ir.graph import argument, draws_random_numbers, reads, value
 from autopart.ir.masks import is_attention, scores_of
@@ -44,6 +45,25 @@ def find_bands(trace: Trace) -> None:
         band = band_of(made[mask], *scores_of(calls[mask]))
         if band is not None:
             facts(mask)["band"] = band
+
+
+def mask_notes(trace: Trace) -> list[str]:
+    """What the masks of attention were in the traced call: `attention by its masks: 4 causal, 1 as they are`."""
+    kinds = Counter[str]()
+    for node in filter(is_attention, trace.graph.nodes):
+        mask = argument(node, "attn_mask")
+        if isinstance(mask, fx.Node):
+            kinds[_kind(facts(mask).get("band"), *scores_of(node))] += 1
+    said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return [f"attention by the masks of this call: {said}"] if said else []
+
+
+def _kind(band: Band | None, queries: int, keys: int) -> str:
+    if band is None:
+        return "with its mask as it is"
+    if band.before < queries - 1 or 0 < band.after < keys - 1:
+        return f"in a window of {band.before + 1 + band.after}"
+    return "causal" if band.after == 0 and keys > 1 else "to all keys"
 
 
 def _given(trace: Trace) -> dict[fx.Node, torch.Tensor]:

@@ -109,6 +109,10 @@ class HeldHooks:
             gradient_hooks(parameter).clear()
             accumulation_hooks(parameter).clear()
 
+    def see(self, parameter: Tensor) -> bool:
+        """Whether a hook is to be given a parameter's gradient."""
+        return any(parameter is seen for seen in self._parameters)
+
     def release(self) -> None:
         """From now on they run by themselves."""
         kept = zip(self._parameters, self._of_gradients, self._of_accumulation, strict=True)

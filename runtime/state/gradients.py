@@ -89,6 +89,12 @@ def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: 
         _sum_bucket(parameters, bucket, [process.owner_groups[bucket.owners]])
 
 
+def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: str) -> frozenset[str]:
+    """Those of the `tensors` ({name: local parameter}) whose gradients ranks sum once a step."""
+    buckets = (*axis_buckets(tensors, program), *tied_buckets(tensors, program, stage_style))
+    return frozenset(name for bucket in buckets for name in bucket.names)
+
+
 def connect_tied(program: Program, process: Process, stage_style: str) -> None:
     """Makes the process groups that tied parameters need. Every rank calls this with the same program."""
     found = {tuple(sorted(owners(program, stored, stage_style))) for stored in program.parameters.values()}
