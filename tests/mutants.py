@@ -122,8 +122,8 @@ MUTANTS = [
            "memory golden one_prediction"),
     Mutant("cost/count/rank_memory.py", "total += program.microbatches * _bytes(stage.receives)",
            "total += _bytes(stage.receives)", "memory golden"),
-    Mutant("cost/count/kept.py", "with saved_tensors_hooks(keep, lambda held: held.tensor), _Allocated() as forward:",
-           "with saved_tensors_hooks(lambda t: t, lambda t: t), _Allocated() as forward:", "memory"),
+    Mutant("cost/count/kept.py", "with saved_tensors_hooks(keep, lambda held: held.tensor), Allocated() as forward:",
+           "with saved_tensors_hooks(lambda t: t, lambda t: t), Allocated() as forward:", "memory"),
     Mutant("cost/work.py", "value * times.b**p.b * times.s**p.s / times.tp**p.tp",
            "value * times.b**p.b * times.s**p.s", "formula search simulate one_number"),
 ]  # fmt: skip
