@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant("passes/choose/storage.py", "size % ranks == 0 and dim not in taken", "size % ranks == 0", "zero"),
     Mutant("cost/stages.py", "heaviest = np.minimum(after, np.maximum(heaviest[previous], end - start[previous]))",
            "heaviest = after", "stages"),
-    Mutant("passes/choose/batch.py", "order = 0 if strategy.factor else", "order = 1 if strategy.factor else",
+    Mutant("passes/choose/batch.py", '("S", "P", "R(grad P)", "R").index', '("R(grad P)", "P", "S", "R").index',
            "exact_lockstep expert_plan golden"),
     # schedules and time
     Mutant("autopart/ir/actions.py", "next(counts[action.kind])", "action.microbatch", "schedules timeline memory"),
@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant("cost/collectives.py", '"all_reduce": Parts(*(2 * part for part in _one_way))', '"all_reduce": _one_way',
            "formula simulate hardware published golden"),
     Mutant("cost/collectives.py", "most = max(1, min(num_ranks, devices_per_node // stride))",
-           "most = max(1, min(num_ranks, devices_per_node))", "formula simulate hardware published"),
+           "most = max(1, min(num_ranks, devices_per_node))", "collectives formula simulate hardware published"),
     # memory and cost
     Mutant("autopart/ir/actions.py", "size += min(gradients, sum(stages[s].gradients for s in begun))", "size += 0",
            "memory schedules"),
@@ -122,8 +122,8 @@ MUTANTS = [
            "memory golden one_prediction"),
     Mutant("cost/count/rank_memory.py", "total += program.microbatches * _bytes(stage.receives)",
            "total += _bytes(stage.receives)", "memory golden"),
-    Mutant("cost/count/kept.py", "with saved_tensors_hooks(keep, lambda held: held.tensor), _Allocated() as forward:",
-           "with saved_tensors_hooks(lambda t: t, lambda t: t), _Allocated() as forward:", "memory"),
+    Mutant("cost/count/kept.py", "with saved_tensors_hooks(keep, lambda held: held.tensor), Allocated() as forward:",
+           "with saved_tensors_hooks(lambda t: t, lambda t: t), Allocated() as forward:", "memory"),
     Mutant("cost/work.py", "value * times.b**p.b * times.s**p.s / times.tp**p.tp",
            "value * times.b**p.b * times.s**p.s", "formula search simulate one_number"),
 ]  # fmt: skip

@@ -52,6 +52,17 @@ def test_overhead():
 
 
 @pytest.mark.large
+def test_one_rank():
+    rows = figures("one_rank.py")["rows"]
+    assert [row["model"] for row in rows] == ["gpt2", "llama", "bert", "t5", "vit"]
+    assert all(row["wall_ratio"] > 0 and 0.5 < row["bytes_ratio"] < 2 for row in rows)
+    row, compiled = figures("one_rank.py", "--quick", "--only", "llama", "--compile")["rows"]
+    assert compiled["variant"] == "compiled graph" and compiled["figures"]["first_s"] > row["figures"]["wall_s"]
+    masked, graph = figures("one_rank.py", "--quick", "--attention")["rows"]
+    assert masked["base_figures"] == graph["base_figures"]
+
+
+@pytest.mark.large
 def test_predicted():
     (row,) = figures("predicted.py")["meshes"].values()
     assert row["predicted_s"] > 0 and 0 < row["min_s"] <= row["median_s"]

@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import zoo
 from fuzz import Drawing, floats
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
+from torch import nn
 from traced import run_of
 
+import autopart
 from autopart.cost.hardware import Hardware
 from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import operators
@@ -132,6 +135,24 @@ def test_collapsing_does_not_change_the_optimum(case):
     assert found.cost == pytest.approx(flat_cost(programme), rel=1e-9)
 
 
+class TwoReaders(nn.Module):
+    """Two ranks cannot divide the 3 features of the second linear, so that it reads what the first makes cut. The
+    softmax reads it whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(hidden) + self.third(hidden.softmax(-1))
+
+
+def test_a_value_that_is_read_cut_and_whole():
+    programme = programme_of(lambda: (TwoReaders(), {"x": torch.ones(4, 6)}), {}, 2)
+    assert programme.solve().cost == pytest.approx(flat_cost(programme), rel=1e-9)
+
+
 def test_another_cost_gives_another_optimum():
     """The check above can fail."""
     programme = programme_of(*CASES["gpt2 on tp2"])
@@ -213,11 +234,6 @@ def test_no_combination_is_cheaper(between):
 
 def test_a_weight_lies_on_tp_so_that_dp_can_cut_it_too():
     """Of 8 x 6, dp4 divides the 8 alone: with ZeRO-3 tp2 takes the 6, which it would not without."""
-    import torch
-    from torch import nn
-
-    import autopart
-
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 12, bias=False)).double()
     batch = {"input": torch.randn(8, 6, dtype=torch.float64)}
     stored = {

@@ -177,7 +177,7 @@ def _run(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     mode = fake_mode() if device.type == "cpu" else nullcontext()
     with mode, torch.enable_grad(), no_autocast():
         args, kwargs = fake(tuple(args)), fake(kwargs)
-        with saved_tensors_hooks(keep, lambda held: held.tensor), _Allocated() as forward:
+        with saved_tensors_hooks(keep, lambda held: held.tensor), Allocated() as forward:
             result = target(*args, **kwargs)
         alive = [held.tensor for reference in saved if (held := reference()) is not None]
         found = _effect(result, inputs, alive)
@@ -191,7 +191,7 @@ def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
     if not outputs or not towards:
         return 0
     grads = [torch.empty(made.shape, dtype=made.dtype, device=made.device) for made in outputs]
-    with _Allocated() as backward:
+    with Allocated() as backward:
         try:
             torch.autograd.grad(outputs, towards, grads, allow_unused=True)
         except (RuntimeError, NotImplementedError, TypeError):
@@ -199,7 +199,7 @@ def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
     return backward.most
 
 
-class _Allocated(TorchDispatchMode):
+class Allocated(TorchDispatchMode):
     """`most`: bytes of the storages that operators inside have made, when most are there at a time."""
 
     def __init__(self) -> None:

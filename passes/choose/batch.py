@@ -75,9 +75,9 @@ def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], w
         moved += (
             size_bytes(source) if step and {step.forward, step.backward} & COLLECTIVES else 0 if step else float("inf")
         )
-    kinds = [p.kind for p in strategy.outputs]
-    order = 0 if strategy.factor else {"P": 1, "R(grad P)": 2, "R": 3}[kinds[0]]
-    if facts(node)["for_buffers"] and strategy.outputs[0].is_replicated:
+    output = strategy.outputs[0]
+    order = ("S", "P", "R(grad P)", "R").index(output.kind)
+    if facts(node)["for_buffers"] and output.is_replicated:
         order = 0  # a buffer is whole in the end
     return moved, order
 
