@@ -124,7 +124,11 @@ class Formula:
         if work.axis:
             one = self._collective(work.kind, work.axis, size)
         elif work.flops.terms:
-            flops = self.of(work.flops) * _exact(work.share)
+            flops = self.of(work.flops)
+            if work.causal.terms:
+                queries = self.of(work.causal)
+                share = (queries + _exact(self.hardware.causal_block)) / (2 * queries)
+                flops *= sympy.Min(1, share, evaluate=False)
             shallow = 1 + H / self.of(work.depth) if work.depth.terms and self.hardware.matmul_half_depth else 1
             peak = sympy.Symbol(f"X_{self.hardware.known_dtype(work.dtype)}", positive=True)
             work_s = flops * shallow / (peak * self._eff(flops))

@@ -34,6 +34,9 @@ class Hardware:
     the share of its FLOPs; 0: FLOPs alone decide. `matmul_sustained`: the share of a lone product's rate that products
     keep up in a training step.
 
+    `causal_block`: causal attention of `s` queries takes `(s + causal_block) / 2s` of what attention to all keys takes:
+    as many queries as a kernel works on at a time, and more where the work of its blocks is uneven.
+
     `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
     reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.
     `collectives`: rates and latencies of links, by the same names, where a collective of one kind has its own.
@@ -54,6 +57,7 @@ class Hardware:
     node_link_latency_s: float
     matmul_half_depth: float = 0.0
     matmul_sustained: float = 1.0
+    causal_block: float = 128.0
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
 
@@ -122,6 +126,10 @@ class Hardware:
     def efficiency(self, flops: float) -> float:
         """The share of the peak that one matrix product of so many FLOPs reaches."""
         return _share(self.matmul_efficiency, flops) * self.matmul_sustained
+
+    def causal_share(self, queries: float) -> float:
+        """How long causal attention of so many queries takes, as a share of attention to all keys."""
+        return min(1.0, (queries + self.causal_block) / (2 * queries))
 
     def traffic_time_s(self, size_bytes: float) -> float:
         """Seconds of an operator that reads and writes `size_bytes` and computes little; without the launch."""

@@ -80,8 +80,9 @@ def as_data(table: Table) -> dict[str, Any]:
 def from_data(data: Mapping[str, Any]) -> Table:
     """From a plan's."""
     works = [
-        Work(row["kind"], _read(row["bytes"]), _read(row.get("flops", ())), row.get("dtype", ""), row.get("axis", ""),
-             row.get("times", 1.0), row.get("in_place", False), _read(row.get("depth", ())), row.get("share", 1.0))
+        Work(row["kind"], _read(row["bytes"]), dtype=row.get("dtype", ""), axis=row.get("axis", ""),
+             times=row.get("times", 1.0), in_place=row.get("in_place", False),
+             **{name: _read(row.get(name, ())) for name in _MORE_SIZES})
         for row in data["works"]
     ]  # fmt: skip
     rows = tuple(
@@ -138,6 +139,7 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
     return (run for copy in range(entry.get("times", 1)) for run in _in_block(entry["runs"], copy))
 
 
+_MORE_SIZES = ("flops", "depth", "causal")
 _BYTES = ("kept", "temporary", "crossing", "load")
 _NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers")
 
@@ -145,9 +147,9 @@ _NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers
 def _work_data(work: Work) -> dict[str, Any]:
     return {
         "kind": work.kind, "bytes": _listed(work.size),
-        **{name: _listed(size) for name, size in (("flops", work.flops), ("depth", work.depth)) if size.terms},
+        **{name: _listed(size) for name in _MORE_SIZES if (size := getattr(work, name)).terms},
         **{name: given for name in ("dtype", "axis", "in_place") if (given := getattr(work, name))},
-        **{name: given for name in ("times", "share") if (given := getattr(work, name)) != 1},
+        **({"times": work.times} if work.times != 1 else {}),
     }  # fmt: skip
 
 

@@ -89,8 +89,8 @@ class Work(NamedTuple):
     `kind`: "matmul", "attention" or "other" (priced by its memory traffic alone), or the primitive of a collective over
     `axis`, whose whole array has `size` bytes. `flops`: of a product, in `dtype`. `size`: bytes read and written.
     `times`: how often; may be a fraction. `in_place`: it writes to no new memory. `depth`: the terms that an
-    element of a matrix product is the sum of. `share`: of its FLOPs that the kernel does, where it leaves some out that
-    are counted all the same (torch counts causal attention as a whole, as publications do).
+    element of a matrix product is the sum of. `causal`: the queries of causal attention, of which a kernel leaves out
+    what they do not see; its FLOPs count as those of the whole, as torch and publications count them.
     """
 
     kind: str
@@ -101,7 +101,7 @@ class Work(NamedTuple):
     times: float = 1.0
     in_place: bool = False
     depth: Size = NOTHING
-    share: float = 1.0
+    causal: Size = NOTHING
 
     @property
     def name(self) -> str:
@@ -114,7 +114,9 @@ class Work(NamedTuple):
         if self.axis:
             one = time_s(self.kind, mesh.size(self.axis), size, hardware, mesh.stride(self.axis))
         elif self.flops.terms:
-            flops, depth = float(self.flops.at(times)) * self.share, float(self.depth.at(times))
+            flops, depth = float(self.flops.at(times)), float(self.depth.at(times))
+            if self.causal.terms:
+                flops *= hardware.causal_share(float(self.causal.at(times)))
             one = hardware.matmul_time_s(flops, size, hardware.known_dtype(self.dtype), depth)
         elif self.in_place:
             one = size / hardware.memory_bytes_per_s + hardware.launch_s

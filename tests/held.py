@@ -18,6 +18,7 @@ from zoo import ZOO
 
 import autopart
 from autopart.cost.count.footprint import stage_memory, walked
+from autopart.ir.masks import with_bands
 from autopart.runtime.executable import Executable
 from autopart.runtime.pipeline import StageModule
 
@@ -91,7 +92,7 @@ def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, 
     found = []
     with executable._loaded(inputs, comparison):
         for module in executable.modules:
-            estimate = stage_memory(walked(trace, program, module.stage))
+            estimate = stage_memory(walked(trace, program, with_bands(module.stage, dict(module.bands[0]))))
             found.append((module.stage.index, _saved_of(module), estimate.saved_bytes))
     return found
 
@@ -101,8 +102,8 @@ def _saved_of(module: StageModule) -> int:
     received = [torch.ones(b.shape_at(module.process.mesh, module.process.coordinates), dtype=b.dtype,
                            requires_grad=b.dtype.is_floating_point) for b in boundaries]  # fmt: skip
     recorder = Recorder()
-    if module.gathered is not None:  # weights that are gathered again have hooks of their own
-        recorder.behind(module.gathered)
+    if (gathered := module.written[module.bands[0]].gathered) is not None:  # these weights have hooks of their own
+        recorder.behind(gathered)
     with torch.enable_grad(), recorder:
         outputs = module.run(received, 0)
     lasting = storages([*module.parameters(), *module.buffers(), *received, *module.arguments[0].values()])

@@ -213,6 +213,7 @@ def test_every_operator_is_tried():
         "pick_class",
         "expert_linear",
         "expert_outer",
+        "window_attention",
     }
     assert set(all_operators()) == set(OPERATORS) | others
 

@@ -26,14 +26,14 @@ class CostNotes(NamedTuple):
     `kind`: whose rate its matrix work has, "matmul" or "attention". `backward_work`: the matrix work of its backward,
     in forwards, where that is one kernel; 0: one product for every operand. `looks_up`: it reads, of its first
     operand, a row for each that it makes. `gradient_is_view`: the gradient of its operand is a view of its output's.
-    `share`: of its matrix work that is done, where a kernel knows what its mask leaves out.
+    `is_causal`: it is attention whose kernel leaves out the keys behind a query.
     """
 
     kind: str = "matmul"
     backward_work: float = 0.0
     looks_up: bool = False
     gradient_is_view: bool = False
-    share: float = 1.0
+    is_causal: bool = False
 
 
 class Facts(TypedDict, total=False):

@@ -24,16 +24,12 @@ from autopart.ir.program import Program, Stage, StageGraph
 _OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host")
 """The facts of a call that what is written for it has too."""
 
-_KERNEL_BLOCK = 128
-"""Queries that a kernel works on at a time: of a causal mask it leaves out whole blocks of keys (Dao 2023,
-arXiv:2307.08691, section 3.1)."""
-
 
 def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
-    """{mask: the calls of attention that read it}, of the masks that a rank makes of the stage's inputs alone."""
+    """{mask: the calls that read it}, of the masks that a rank makes of the stage's inputs alone."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in stage.graph.graph.nodes:
-        if is_attention(node) and isinstance(mask := argument(node, "attn_mask"), fx.Node):
+        if (mask := mask_of(node)) is not None:
             found.setdefault(mask, []).append(node)
     if not found:
         return {}
@@ -51,12 +47,30 @@ def _is_of_inputs(mask: fx.Node, graph: nx.DiGraph, stage: Stage) -> bool:
     return True
 
 
+def mask_of(node: fx.Node) -> fx.Node | None:
+    """The mask that a call reads: attention, or the `where` that hides some of its scores or of their bias."""
+    if is_attention(node):
+        mask = argument(node, "attn_mask")
+    else:
+        mask = node.args[0] if _hides_scores(node) else None
+    return mask if isinstance(mask, fx.Node) else None
+
+
 def is_attention(node: fx.Node) -> bool:
     return node.op == "call_function" and operator_name(node) == "aten::scaled_dot_product_attention"
 
 
+def _hides_scores(node: fx.Node) -> bool:
+    """Whether a call is a `where` of values that have a gradient and of a number as low as there is."""
+    if node.target is not torch.ops.aten.where.ScalarOther or len(shape(node)) < 2:
+        return False
+    return bool(value(node).is_floating_point() and node.args[2] <= torch.finfo(value(node).dtype).min / 2)
+
+
 def scores_of(call: fx.Node) -> tuple[int, int]:
-    """How many queries and keys a call of attention has."""
+    """How many queries and keys there are in a call that reads a mask."""
+    if not is_attention(call):
+        return shape(call)[-2], shape(call)[-1]
     query, key = call.args[:2]
     return shape(query)[-2], shape(key)[-2]
 
@@ -82,16 +96,16 @@ def with_bands(stage: Stage, bands: Mapping[str, Band | None]) -> Stage:
     """A stage whose attention is told these bands, {name of a mask: its band}, without the masks that nothing reads
     then, and without the inputs that they alone were made of."""
     known = {mask: band for mask in masks_of(stage) if (band := bands.get(mask.name)) is not None}
-    if not any(map(is_attention, stage.graph.graph.nodes)):
+    if not known and not any(map(is_attention, stage.graph.graph.nodes)):
         return stage
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(stage.graph.graph, copies))
     for mask, band in known.items():
-        for call in [user for user in copies[mask].users if is_attention(user)]:
+        for call in [user for user in copies[mask].users if mask_of(user) is copies[mask]]:
             _tell(call, band)
     for call in list(filter(is_attention, graph.nodes)):
         if argument(call, "is_causal"):
-            facts(call)["cost"] = cost_notes(call)._replace(share=_share_of_causal(call))
+            facts(call)["cost"] = cost_notes(call)._replace(is_causal=True)
         if argument(call, "attn_mask") is None:
             group_heads(call)
     needless = {copies[node] for node in _made_for(list(known), stage.graph.graph)}
@@ -116,9 +130,14 @@ def as_traced(program: Program) -> Program:
 
 
 def _tell(call: fx.Node, band: Band) -> None:
-    """Let a call of attention know what its mask is, and read it no more. A window on which blocks gain nothing, or a
-    band that no kernel takes, stays a mask."""
+    """Let a call know what its mask is, and read it no more. A window on which blocks gain nothing, or a band that no
+    kernel takes, stays a mask."""
     queries, keys = scores_of(call)
+    if not is_attention(call):
+        if band == (queries - 1, keys - 1):
+            call.replace_all_uses_with(_view(call, torch.ops.aten.expand.default, call.args[1], list(shape(call))))
+            call.graph.erase_node(call)
+        return
     given = {name: argument(call, name) for name in ("dropout_p", "scale", "enable_gqa")}
     if band == (queries - 1, keys - 1):
         given["is_causal"] = False
@@ -192,12 +211,6 @@ def _erase(node: fx.Node) -> None:
         source = node.args[0]
         node.graph.erase_node(node)
         _erase(source)
-
-
-def _share_of_causal(call: fx.Node) -> float:
-    """How much of its matrix work a causal kernel does."""
-    queries, keys = scores_of(call)
-    return min(1.0, (queries + _KERNEL_BLOCK) / (2 * queries)) if queries == keys else 1.0
 
 
 def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.GraphModule:

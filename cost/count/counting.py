@@ -183,7 +183,7 @@ class _Counter:
         counted = Size.of(float(flops), self.growth.of_product(node))
         notes = cost_notes(node)
         if notes.backward_work:
-            one = Work(notes.kind, traffic, counted, dtype, share=notes.share)
+            one = Work(notes.kind, traffic, counted, dtype, causal=self._queries(node) if notes.is_causal else NOTHING)
             back = (one._replace(times=notes.backward_work),) * (node in self.alive)
             return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
         one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted))
@@ -194,6 +194,11 @@ class _Counter:
                 product = one._replace(depth=self._depth(used, counted))
                 parts[weight] += (product if len(v.form.shape) > 1 else sum_of_rows,)
         return Counted(node, (one,), parts[False], parts[True])
+
+    def _queries(self, node: fx.Node) -> Size:
+        """How many queries attention has, which grow where its scores grow by more than their keys."""
+        form = self.walk.values[node].form
+        return Size.of(float(form.shape[-2]), Powers(s=min(1, self.growth.of_product(node).s)))
 
     def _depth(self, made: fx.Node, flops: Size) -> Size:
         """How many features each element of a product's result is the sum over; nothing for sums over rows and

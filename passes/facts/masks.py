@@ -12,9 +12,9 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopart.ir.attention import Band, band_of
-from autopart.ir.facts import DATA, INPUT, facts
+from autopart.ir.facts import ACTIVE, DATA, INPUT, facts
 from autopart.ir.graph import argument, draws_random_numbers, reads, value
-from autopart.ir.masks import is_attention, scores_of
+from autopart.ir.masks import is_attention, mask_of, scores_of
 from autopart.passes.pipeline import driven
 from autopart.tracing.trace import Trace
 
@@ -33,7 +33,7 @@ def find_bands(trace: Trace) -> None:
     """Write `band` on the masks of attention that the inputs alone decide, by their values in the traced call."""
     calls = {
         mask: node for node in trace.graph.nodes
-        if is_attention(node) and isinstance(mask := argument(node, "attn_mask"), fx.Node)
+        if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
         and facts(mask)["role"] in (INPUT, DATA) and value(mask).numel() <= _LARGEST
     }  # fmt: skip
     edges = reads(trace.graph) if calls else nx.DiGraph()
@@ -48,11 +48,11 @@ def find_bands(trace: Trace) -> None:
 
 
 def mask_notes(trace: Trace) -> list[str]:
-    """What the masks of attention were in the traced call: `attention by its masks: 4 causal, 1 as they are`."""
+    """What the masks of attention were in the traced call: `2 causal, 1 with its mask as it is`."""
     kinds = Counter[str]()
     for node in filter(is_attention, trace.graph.nodes):
         mask = argument(node, "attn_mask")
-        if isinstance(mask, fx.Node):
+        if isinstance(mask, fx.Node) and facts(mask)["role"] in (INPUT, DATA):
             kinds[_kind(facts(mask).get("band"), *scores_of(node))] += 1
     said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return [f"attention by the masks of this call: {said}"] if said else []
