@@ -21,6 +21,7 @@ from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of
 from autopart.runtime.loop.step_options import scaled
 from autopart.runtime.state.batch import Arguments, stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
+from autopart.runtime.state.compiled_blocks import compiled
 from autopart.runtime.state.recompute import has_regions, with_regions
 from autopart.runtime.state.regather import note_gathers
 
@@ -48,9 +49,7 @@ class StageModule(nn.Module):
         self.graph = bind(stage.graph, process.groups, process.coordinates, process.device, tensors)
         group = process.groups.get(process.mesh.data_axis)
         self.gathered = None if group is None else note_gathers(self.graph, group.group_name)
-        self.graph = with_regions(self.graph)
-        if compile:  # its code is its own, that of nn.Module's __call__ is not: recompilations are counted by code
-            self.graph.forward = torch.compile(self.graph.forward, dynamic=False)
+        self.graph = compiled(self.graph) if compile else with_regions(self.graph)
         prologue = bind(stage.prologue, process.groups, process.coordinates, process.device, tensors)
         self.prologue = prologue.forward  # not a submodule: it holds nothing that is trained
         keywords = {stage_input.name for stage_input in stage.inputs}
