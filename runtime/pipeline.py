@@ -22,6 +22,7 @@ from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of
 from autopart.runtime.loop.step_options import scaled
 from autopart.runtime.state.batch import Arguments, stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
+from autopart.runtime.state.compiled_blocks import compiled
 from autopart.runtime.state.masks import Bands, Masks
 from autopart.runtime.state.recompute import has_regions, with_regions
 from autopart.runtime.state.regather import Gathered, note_gathers
@@ -97,9 +98,7 @@ class StageModule(nn.Module):
             graph, group = self._bind(stage.graph), self.process.groups.get(self.process.mesh.data_axis)
             gathered = None if group is None else note_gathers(graph, group.group_name)
             names = frozenset(stage_input.name for stage_input in stage.inputs)
-            graph = with_regions(graph)
-            if self.compiled:  # its code is its own, nn.Module's __call__ is not: recompilations are counted by code
-                graph.forward = torch.compile(graph.forward, dynamic=False)
+            graph = compiled(graph) if self.compiled else with_regions(graph)
             self.written[bands] = _Written(graph, gathered, names)
         return self.written[bands]
 

@@ -1,11 +1,13 @@
 """Plans whose stages are run through `torch.compile`."""
 
+import functools
 import shutil
 
 import pytest
 import torch
 from dist import run_ranks
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import autopart
 from autopart.errors import MemoryLimitError, OptionError
@@ -14,14 +16,16 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 
 
 class Blocks(nn.Module):
-    """Two blocks of everything that a compiler meets: products, collectives, norms, dropout."""
+    """Blocks of everything that a compiler meets: products, collectives, norms, dropout. Those in `odd` are unlike."""
 
-    def __init__(self):
+    def __init__(self, num_blocks=2, odd=()):
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.1))
-            for _ in range(2)
-        )
+            nn.Sequential(
+                nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU() if index in odd else nn.GELU(), nn.Linear(16, 8),
+                nn.Dropout(0.1),
+            ) for index in range(num_blocks)
+        )  # fmt: skip
 
     def forward(self, x):
         for block in self.blocks:
@@ -29,9 +33,9 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def example():
+def example(*sizes):
     torch.manual_seed(0)
-    return Blocks().double(), {"x": torch.randn(4, 3, 8, dtype=torch.float64)}
+    return Blocks(*sizes).double(), {"x": torch.randn(4, 3, 8, dtype=torch.float64)}
 
 
 def steps(mesh, options):
@@ -58,6 +62,44 @@ def test_compiled_stages_compute_the_same(mesh, options):
         assert grads.keys() == compiled_grads.keys()
         for name, grad in grads.items():
             assert (grad - compiled_grads[name]).abs().max() < 1e-12, name
+
+
+def graphs_after(num_steps, sizes, options):
+    """What two runs alike but for `compile` say (losses, gradients), and how many graphs each compiled step made."""
+    counter = CompileCounterWithBackend("aot_eager")
+    found, num_graphs = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True))
+        for compiled in (False, True):
+            model, batch = example(*sizes)
+            torch.manual_seed(1)
+            pm = autopart.parallelize(model, "dp1", example_kwargs=batch, compile=compiled, **options)
+            losses = []
+            for _ in range(num_steps):
+                losses.append(pm.step(**batch).item())
+                num_graphs.append(counter.frame_count)
+            found.append((losses, pm.full_grads()))
+    torch._dynamo.reset()
+    return found, num_graphs[num_steps:]
+
+
+@pytest.mark.parametrize(("options", "num_kinds"), [
+    ({}, 3),  # the first block, whose input needs no gradient, the others, and the loss
+    ({"microbatches": 2}, 3),
+    ({"recompute": "full"}, 3),
+    ({"recompute": {"blocks.[12]": "full", "blocks.*": "none"}}, 4),
+])  # fmt: skip
+def test_each_kind_of_block_is_compiled_once(options, num_kinds):
+    for num_blocks in (4, 7):
+        ((runs, graphs),) = run_ranks(graphs_after, 1, 20, (num_blocks,), options)
+        (losses, grads), (compiled_losses, compiled_grads) = runs
+        assert compiled_losses == losses and all(grads[name].equal(compiled_grads[name]) for name in grads)
+        assert graphs == [num_kinds] * 20, num_blocks
+
+
+def test_a_block_that_is_like_no_other_is_compiled_by_itself():
+    (((_, odd),), ((_, two_odd),)) = (run_ranks(graphs_after, 1, 1, (6, which), {}) for which in ((2,), (2, 4)))
+    assert odd == two_odd == [4]
 
 
 def test_chains_of_pointwise_operators_are_one_kernel():

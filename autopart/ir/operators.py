@@ -55,10 +55,10 @@ def embedding_shard(weight: Tensor, ids: Tensor, start: int, padding_idx: int = 
     return torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
 
 
-def dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
-    """Dropout whose mask depends on nothing but `seed` (one number, of the microbatch), `salt` (of the operator),
-    `shard` (which shard of the value this is) and the form of `x`: the same on ranks that hold the same value, else
-    independent."""
+def dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
+    """Dropout whose mask depends on nothing but `seed` (one number, of the microbatch), `salt` (of the operator; None
+    where it is `with_salt`), `shard` (which shard of the value this is) and the form of `x`: the same on ranks that
+    hold the same value, else independent."""
     if type(x) is Tensor:
         return _seeded_dropout(x, p, seed, salt, shard)[0]
     # A compiler's stand-in: it takes the draw as it is, and joins the product with what is around.
@@ -66,16 +66,22 @@ def dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) 
     return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0)
 
 
-def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> Tensor:
+def with_salt(seed: Tensor, salt: int) -> Tensor:
+    """A seed that has the salt of an operator as its second number."""
+    return torch.tensor([int(seed), salt])
+
+
+def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
     """The mask of `dropout` for a value like `x`, true for what is kept. A compiler does not look inside."""
     return _seeded_dropout(x, p, seed, salt, shard)[1]
 
 
-def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int, shard: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> tuple[Tensor, Tensor]:
     """What torch's one kernel makes, and its mask. The device's generator, from which that draws, is left as it was."""
     if not x.numel():
         return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would give `x` itself
-    packed = struct.pack(f"<{2 + len(shard)}q", int(seed), salt, *shard)
+    seeds, salts = seed.reshape(-1).tolist(), () if salt is None else (salt,)
+    packed = struct.pack(f"<{2 + len(shard)}q", *seeds, *salts, *shard)
     number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
     generator = _default_generator(x.device)
     before = generator.get_state()
@@ -137,7 +143,7 @@ def _define_operators() -> torch.library.Library:
     define(
         "embedding_shard", "Tensor weight, Tensor ids, int start, int padding_idx=-1, int num_rows=-1", embedding_shard
     )
-    mask = "Tensor x, float p, Tensor seed, int salt, int[] shard"
+    mask = "Tensor x, float p, Tensor seed, int? salt, int[] shard"
     define("dropout", mask, dropout)
     library.define(f"draw_mask({mask}) -> Tensor")
     library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")

@@ -41,12 +41,12 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     fused = fuse_by_partitions(module, list(regions.values()), prefix="region_", always_return_tuple=True)
     for name, region in list(fused.named_children()):
         if name.startswith("region_") and isinstance(region, fx.GraphModule):
-            setattr(fused, name, _Region(region))
+            setattr(fused, name, Region(region))
     fused.recompile()
     return fused
 
 
-class _Region(nn.Module):
+class Region(nn.Module):
     """The operators of a region. They hold no parameters."""
 
     def __init__(self, operators: fx.GraphModule):

@@ -1,0 +1,204 @@
+"""A compiled stage graph, of which each kind of repeated block is compiled once.
+
+A block is a run of calls in one numbered module, found by the modules that nodes carry. Blocks are of one kind where
+their operators, constants and forms of all that they read are the same; they are calls of one compiled function,
+which is given the parameters and values that it reads. What lies between blocks, and blocks that are like no other,
+are compiled in pieces of their own. So compiling takes as long as the kinds of blocks do, however many there are, and
+the graph that calls the pieces is not compiled: parameters stay in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import attrgetter, getitem, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.ir.facts import facts
+from autopart.ir.operators import operator_name, with_salt
+from autopart.runtime.state.recompute import Region, with_regions
+
+Piece = list[fx.Node]
+"""Calls that follow each other."""
+Run = tuple[int, int]
+"""Where a piece begins and stops among the calls of a graph."""
+
+
+def compiled(module: fx.GraphModule) -> fx.GraphModule:
+    """A bound stage graph that runs compiled, its regions as in `with_regions`."""
+    module = with_regions(_with_salts(module))
+    pieces = _Pieces(module).of_graph()
+    if len(pieces) == 1:
+        return _compile(module)
+    return _calling(module, pieces)
+
+
+def _compile(module: fx.GraphModule) -> fx.GraphModule:
+    # A graph's code is its own, that of nn.Module's __call__ is not: recompilations are counted by code.
+    module.forward = torch.compile(module.forward, dynamic=False)
+    return module
+
+
+def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
+    """Every dropout reads its salt with the seed: the salt is a constant that is another in every block."""
+    graph = module.graph
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in [node for node in graph.nodes if operator_name(node) == "dropout"]:
+        x, p, seed, salt, shard = node.args
+        with graph.inserting_before(first):
+            both = graph.call_function(with_salt, (seed, salt))
+        node.args = (x, p, both, None, shard)
+    module.recompile()
+    return module
+
+
+class _Pieces:
+    """How the calls of a stage graph are cut."""
+
+    def __init__(self, module: fx.GraphModule):
+        self.module = module
+        self.calls = [node for node in module.graph.nodes if not _is_given(node, module) and node.op != "output"]
+
+    def of_graph(self) -> list[tuple[str, Piece]]:
+        """All pieces in order, each with its kind."""
+        pieces, begin = list[Piece](), 0
+        for start, stop in sorted(self._blocks(0, len(self.calls), 0)):
+            if start < begin:  # it stands between others, and belongs to the one before it
+                continue
+            pieces += [self.calls[begin:start], self.calls[start:stop]]
+            begin = stop
+        pieces.append(self.calls[begin:])
+        return [(self._kind(piece), piece) for piece in pieces if piece]
+
+    def _blocks(self, begin: int, end: int, depth: int) -> Iterator[Run]:
+        """Blocks among the calls from `begin` to `end` that are like another; `depth`: in how many numbered modules."""
+        for siblings in self._siblings(begin, end, depth):
+            gap = min((after - stop for (_, stop), (after, _) in pairwise(siblings)), default=0)
+            limits = [*(start for start, _ in siblings[1:]), end]
+            # What stands between blocks, such as a sum, belongs to the block before it, where all stay alike.
+            longer = [(start, min(stop + gap, limit)) for (start, stop), limit in zip(siblings, limits, strict=True)]
+            runs = min((longer, siblings), key=lambda runs: len(set(self._kinds(runs))))
+            kinds = self._kinds(runs)
+            for kind, run, (start, stop) in zip(kinds, runs, siblings, strict=True):
+                if kinds.count(kind) > 1:
+                    yield run
+                else:
+                    yield from self._blocks(start, stop, depth + 1)
+
+    def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Run]]:
+        """For every module that holds numbered ones: where the calls of each of those are."""
+        inside = [(position, self._numbered(self.calls[position])) for position in range(begin, end)]
+        placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
+        runs: defaultdict[str, list[Run]] = defaultdict(list)
+        for path, found in groupby(placed, key=itemgetter(0)):
+            positions = [position for _, position in found]
+            runs[path.rpartition(".")[0]].append((positions[0], positions[-1] + 1))
+        return runs.values()
+
+    def _numbered(self, node: fx.Node) -> list[str]:
+        """The modules with a number for a name that a call is in, outermost first."""
+        nodes = self._region(node).nodes if node.op == "call_module" else [node]
+        stacks = (facts(inner).get("nn_module_stack") for inner in nodes if inner.op != "placeholder")
+        paths = [path for path, _ in next(filter(None, stacks), {}).values()]
+        return [path for path in dict.fromkeys(paths) if path.rpartition(".")[2].isdigit()]
+
+    def _region(self, node: fx.Node) -> fx.Graph:
+        region = self.module.get_submodule(str(node.target))
+        assert isinstance(region, Region)
+        return region.operators.graph
+
+    def _kinds(self, runs: Sequence[Run]) -> list[str]:
+        return [self._kind(self.calls[start:stop]) for start, stop in runs]
+
+    def _kind(self, piece: Iterable[fx.Node]) -> str:
+        """A text that is the same for pieces that one compiled function can run."""
+        numbers: dict[fx.Node, int] = {}
+        lines = list[Any]()
+
+        def number(node: fx.Node) -> Any:
+            if node not in numbers:
+                numbers[node] = len(numbers)
+                lines.append(self._form(node))
+            return _Value(numbers[node])
+
+        for node in piece:
+            if node.op == "placeholder":
+                number(node)
+                continue
+            called = self._kind(self._region(node).nodes) if node.op == "call_module" else node.target
+            lines.append((called, fx.map_arg((node.args, node.kwargs), number)))
+            numbers[node] = len(numbers)
+        lines.append([numbers[node] for node in _results(numbers)])
+        return repr(lines)
+
+    def _form(self, node: fx.Node) -> Any:
+        """What a compiled function is told of a value that it reads."""
+        value, needs_grad = facts(node).get("val"), facts(node).get("needs_grad")
+        if node.op == "get_attr":
+            value = attrgetter(str(node.target))(self.module)
+            needs_grad = value.requires_grad
+        if not isinstance(value, Tensor):
+            return type(value)
+        return value.shape, value.stride(), value.dtype, value.device, needs_grad
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value in the text of a kind."""
+
+    number: int
+
+
+def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a value is there before any piece runs: an input, a parameter, a gathered one, a seed with its salt."""
+    if node.op == "call_module":
+        return not isinstance(module.get_submodule(str(node.target)), Region)
+    return node.op in ("placeholder", "get_attr") or node.target is with_salt
+
+
+def _results(nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """Those of some nodes that others read."""
+    return [node for node in nodes if any(user not in nodes for user in node.users)]
+
+
+def _calling(module: fx.GraphModule, pieces: Sequence[tuple[str, Piece]]) -> fx.GraphModule:
+    """The graph with one call for each piece, and one compiled module for each kind of piece."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    kinds: dict[str, str] = {}
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in values:
+            values[node] = graph.node_copy(node, value)
+        return values[node]
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            value(node)
+    for kind, piece in pieces:
+        part, read = _part(piece)
+        if kind not in kinds:
+            kinds[kind] = f"piece_{len(kinds)}"
+            module.add_submodule(kinds[kind], _compile(fx.GraphModule(module, part, class_name=kinds[kind])))
+        made = graph.call_module(kinds[kind], tuple(map(value, read)))
+        for index, node in enumerate(_results(dict.fromkeys(piece))):
+            values[node] = graph.call_function(getitem, (made, index))
+    graph.output(fx.map_arg(module.graph.output_node().args[0], value))
+    return fx.GraphModule(module, graph, class_name=module.__class__.__name__)
+
+
+def _part(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:
+    """A piece as a graph of its own, and what it reads, in the order of its placeholders."""
+    graph = fx.Graph()
+    members = set(piece)
+    read = list(dict.fromkeys(node for call in piece for node in call.all_input_nodes if node not in members))
+    copies = {node: graph.placeholder(f"read_{index}") for index, node in enumerate(read)}
+    for node in piece:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in _results(dict.fromkeys(piece))))
+    return graph, read
