@@ -23,9 +23,10 @@ from autopart.runtime.loop.step_options import scaled
 from autopart.runtime.state.batch import Arguments, stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
 from autopart.runtime.state.compiled_blocks import compiled
-from autopart.runtime.state.masks import Bands, Masks
+from autopart.runtime.state.masks import Bands, Masks, told_of_positions
 from autopart.runtime.state.recompute import has_regions, with_regions
 from autopart.runtime.state.regather import Gathered, note_gathers
+from autopart.tracing.calls import Recent
 
 
 def default_schedule(program: Program) -> str:
@@ -34,6 +35,10 @@ def default_schedule(program: Program) -> str:
     if len(program.stages) > pp:
         return "interleaved_1f1b"
     return "1f1b" if program.microbatches >= pp else "gpipe"
+
+
+_MOST_WRITTEN = 4
+"""How many forms of a stage's graph are kept."""
 
 
 class _Written(NamedTuple):
@@ -55,11 +60,11 @@ class StageModule(nn.Module):
         self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool = False
     ):  # fmt: skip
         super().__init__()
-        self.stage, self.program, self.process, self.compiled = stage, program, process, compile
-        self.tensors = tensors
+        self.program, self.process, self.compiled, self.tensors = program, process, compile, tensors
+        self.stage = stage = told_of_positions(stage, self._bind)
         self.prologue = self._bind(stage.prologue).forward  # not a submodule: it holds nothing that is trained
         self.masks = Masks(stage, self._bind)
-        self.written: dict[Bands, _Written] = {}
+        self.written: Recent[_Written] = Recent(_MOST_WRITTEN)
         """The stage's graph as it is written for the bands that its masks are."""
         self.graph = self._written(()).graph
         keywords = {stage_input.name for stage_input in stage.inputs}
@@ -93,14 +98,14 @@ class StageModule(nn.Module):
         return bind(graph, self.process.groups, self.process.coordinates, self.process.device, self.tensors)
 
     def _written(self, bands: Bands) -> _Written:
-        if bands not in self.written:
+        def write() -> _Written:
             stage = with_bands(self.stage, dict(bands))
             graph, group = self._bind(stage.graph), self.process.groups.get(self.process.mesh.data_axis)
             gathered = None if group is None else note_gathers(graph, group.group_name)
             names = frozenset(stage_input.name for stage_input in stage.inputs)
-            graph = compiled(graph) if self.compiled else with_regions(graph)
-            self.written[bands] = _Written(graph, gathered, names)
-        return self.written[bands]
+            return _Written(compiled(graph) if self.compiled else with_regions(graph), gathered, names)
+
+        return self.written.get(bands, write)
 
     def load(self, inputs: Sequence[Any]) -> None:
         """Computes this stage's inputs from the global `inputs` and cuts them into this rank's microbatches."""

@@ -102,7 +102,7 @@ def _saved_of(module: StageModule) -> int:
     received = [torch.ones(b.shape_at(module.process.mesh, module.process.coordinates), dtype=b.dtype,
                            requires_grad=b.dtype.is_floating_point) for b in boundaries]  # fmt: skip
     recorder = Recorder()
-    if (gathered := module.written[module.bands[0]].gathered) is not None:  # these weights have hooks of their own
+    if (gathered := module._written(module.bands[0]).gathered) is not None:  # these weights have hooks of their own
         recorder.behind(gathered)
     with torch.enable_grad(), recorder:
         outputs = module.run(received, 0)

@@ -179,6 +179,17 @@ def a_window():
     return Masked().double(), {"x": torch.randn(2, 256, HIDDEN, dtype=torch.float64), "mask": mask}
 
 
+def test_a_mask_that_is_learned_is_read():
+    """Zeros that have a gradient are no mask that hides nothing."""
+    torch.manual_seed(0)
+    model, x = Masked(repeated=False).double(), torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)
+    bias = torch.zeros(1, 1, SEQ, SEQ, dtype=torch.float64, requires_grad=True)
+    assert verified(run_of(lambda: (model, {"x": x, "mask": bias})), "tp2").ok
+    pm = autopart.parallelize(model, "dp1", example_kwargs={"x": x, "mask": bias})
+    pm(x=x, mask=bias).backward()
+    assert bias.grad is not None and bias.grad.abs().max() > 0
+
+
 def test_a_window_is_run_by_blocks():
     assert blocks_fit(Band(19, 0), 256) and not blocks_fit(Band(19, 0), 128)
     run = run_of(a_window)

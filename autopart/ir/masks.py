@@ -7,7 +7,7 @@ A model that is traced makes its masks as tensors, also a causal one. What a mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,9 @@ def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _is_of_inputs(mask: fx.Node, graph: nx.DiGraph, stage: Stage) -> bool:
-    """Whether a value is made of keyword inputs and buffers, by every rank for itself."""
+    """Whether a value without gradient is made of keyword inputs and buffers, by every rank for itself."""
+    if facts(mask).get("needs_grad"):
+        return False
     inputs = {stage_input.name for stage_input in stage.inputs}
     for node in (mask, *nx.descendants(graph, mask)):
         known = {"placeholder": node.target in inputs, "get_attr": node.target in stage.buffers}
@@ -77,13 +79,45 @@ def scores_of(call: fx.Node) -> tuple[int, int]:
 
 def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
     """The part of a stage's graph that makes these masks, of the keyword inputs that it needs."""
+    return _part(stage.graph, masks)
+
+
+def of_positions(stage: Stage) -> tuple[list[fx.Node], fx.GraphModule | None]:
+    """The masks that no input and no buffer decides, and a graph that makes them of nothing; None where there are
+    none."""
+    made = dict(zip((i.name for i in stage.inputs), stage.prologue.graph.output_node().args[0], strict=False))
+    whole = {stage_input.name for stage_input in stage.inputs if stage_input.batch_dim is None}
+    found = []
+    for mask in masks_of(stage):
+        nodes = _made_for([mask], stage.graph.graph)
+        read = [made.get(node.target) if node.target in whole else None for node in nodes if node.op != "call_function"]
+        if None not in read and not any(_is_given(node) for node in _made_for(read, stage.prologue.graph)):
+            found.append(mask)
+    if not found:
+        return [], None
+    graph = fx.Graph()
+    names = [n.target for n in stage.graph.graph.nodes if n.op == "placeholder" and n in _made_for(found, n.graph)]
+    prologue = _part(stage.prologue, [made[name] for name in names]).graph
+    inputs: Any = graph.graph_copy(prologue, {})
+    part = mask_graph(stage, found).graph
+    placeholders = part.find_nodes(op="placeholder")
+    graph.output(graph.graph_copy(part, dict(zip(placeholders, inputs, strict=True))))
+    return found, fx.GraphModule(stage.graph, graph)
+
+
+def _is_given(node: fx.Node) -> bool:
+    return node.op != "call_function" or draws_random_numbers(node)
+
+
+def _part(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
+    """The part of a graph that makes these values, of the inputs that it needs."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    needed = _made_for(masks, stage.graph.graph)
-    for node in stage.graph.graph.nodes:
+    needed = _made_for(values, module.graph)
+    for node in module.graph.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[mask] for mask in masks))
-    return fx.GraphModule(stage.graph, graph)
+    graph.output(tuple(copies[made] for made in values))
+    return fx.GraphModule(module, graph)
 
 
 def _made_for(values: Sequence[fx.Node], graph: fx.Graph) -> set[fx.Node]:
@@ -108,10 +142,7 @@ def with_bands(stage: Stage, bands: Mapping[str, Band | None]) -> Stage:
             facts(call)["cost"] = cost_notes(call)._replace(is_causal=True)
         if argument(call, "attn_mask") is None:
             group_heads(call)
-    needless = {copies[node] for node in _made_for(list(known), stage.graph.graph)}
-    for node in reversed(graph.nodes):
-        if node in needless and not node.users:
-            graph.erase_node(node)
+    _erase_unread(graph, {copies[node] for node in _made_for(list(known), stage.graph.graph)})
     left = {node.target for node in graph.find_nodes(op="placeholder")}
     is_read = [stage_input.name in left for stage_input in stage.inputs]
     return replace(
@@ -215,7 +246,16 @@ def _erase(node: fx.Node) -> None:
 
 def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.GraphModule:
     """A prologue without those of its outputs, the first ones, that the stage does not read."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    outputs: Any = graph.graph_copy(prologue.graph, copies)
+    graph = fx.Graph()
+    outputs: Any = graph.graph_copy(prologue.graph, {})
     graph.output((*(o for o, read in zip(outputs, is_read, strict=False) if read), *outputs[len(is_read) :]))
+    unread = [made for made, read in zip(outputs, is_read, strict=False) if not read and isinstance(made, fx.Node)]
+    _erase_unread(graph, {node for node in _made_for(unread, graph) if not _is_given(node)})
     return fx.GraphModule(prologue, graph)
+
+
+def _erase_unread(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
+    """Take those of the nodes away that nothing reads, and then those that they alone read."""
+    for node in reversed(graph.nodes):
+        if node in nodes and not node.users:
+            graph.erase_node(node)

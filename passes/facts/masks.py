@@ -34,7 +34,7 @@ def find_bands(trace: Trace) -> None:
     calls = {
         mask: node for node in trace.graph.nodes
         if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
-        and facts(mask)["role"] in (INPUT, DATA) and value(mask).numel() <= _LARGEST
+        and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"] and value(mask).numel() <= _LARGEST
     }  # fmt: skip
     edges = reads(trace.graph) if calls else nx.DiGraph()
     needed = {mask: {mask, *nx.descendants(edges, mask)} for mask in calls if mask in edges}

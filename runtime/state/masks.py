@@ -6,29 +6,45 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autopart.ir.attention import Band, band_of
-from autopart.ir.masks import mask_graph, masks_of, scores_of
+from autopart.ir.masks import mask_graph, masks_of, of_positions, scores_of, with_bands
 from autopart.ir.program import Stage
 
 Bands = tuple[tuple[str, Band], ...]
 """The masks of a stage that are bands, by their names."""
 
 
+@torch.no_grad()
+def told_of_positions(stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule]) -> Stage:
+    """The stage whose attention is told of the masks that are the same in every call, which it then makes no more."""
+    masks, graph = of_positions(stage)
+    if graph is None:
+        return stage
+    calls = masks_of(stage)
+    bands = {mask.name: _band(made, calls[mask]) for mask, made in zip(masks, bind(graph)(), strict=True)}
+    return with_bands(stage, bands)
+
+
+def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Band | None:
+    """The band that a mask is for all calls that read it."""
+    scores = {*map(scores_of, calls)}
+    return band_of(mask, *scores.pop()) if len(scores) == 1 else None
+
+
 class Masks:
     """The masks of one stage. `bind`: makes a graph of the stage run on this rank."""
 
     def __init__(self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule]):
-        calls = masks_of(stage)
-        self.scores = {mask.name: {*map(scores_of, of)} for mask, of in calls.items()}
-        self.make = bind(mask_graph(stage, list(calls))) if calls else None
+        self.calls = masks_of(stage)
+        self.make = bind(mask_graph(stage, list(self.calls))) if self.calls else None
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
     @torch.no_grad()
     def bands(self, microbatches: Sequence[Mapping[str, Any]]) -> list[Bands]:
-        """Those of every microbatch, from the arguments of the stage's graph. A mask that all of them share, one made
-        of positions alone, is looked at once."""
+        """Those of every microbatch, from the arguments of the stage's graph. A mask that all of them share is looked at
+        once."""
         known: dict[tuple[int, ...], Bands] = {}
         found = []
         for arguments in microbatches:
@@ -42,8 +58,7 @@ class Masks:
         if self.make is None:
             return ()
         made = self.make(**{name: arguments[name] for name in self.reads})
-        bands = []
-        for (name, scores), mask in zip(self.scores.items(), made, strict=True):
-            band = band_of(mask, *next(iter(scores))) if len(scores) == 1 else None
-            bands += [(name, band)] if band is not None else []
-        return tuple(bands)
+        bands = (
+            (mask.name, _band(value, calls)) for (mask, calls), value in zip(self.calls.items(), made, strict=True)
+        )
+        return tuple((name, band) for name, band in bands if band is not None)
