@@ -217,6 +217,16 @@ def test_a_causal_mask_costs_what_the_causal_kernel_costs(mesh):
     assert made.memory == told.memory
 
 
+def test_a_mask_of_positions_is_looked_at_once():
+    """Other calls neither make it nor hold it."""
+    model, batch = of_positions("from positions")
+    pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
+    torch.testing.assert_close(pm.step(**batch), model(**batch).detach(), rtol=1e-12, atol=0)
+    (module,) = [module for executable in pm._executables._entries.values() for module in executable.modules]
+    assert module.masks.make is None
+    assert [node.target for node in module.stage.prologue.graph.nodes if node.op == "call_function"] == []
+
+
 # --- On processes.
 
 

@@ -43,8 +43,7 @@ class Masks:
 
     @torch.no_grad()
     def bands(self, microbatches: Sequence[Mapping[str, Any]]) -> list[Bands]:
-        """Those of every microbatch, from the arguments of the stage's graph. A mask that all of them share is looked at
-        once."""
+        """Those of every microbatch, from the arguments of the stage's graph. What all of them share is looked at once."""
         known: dict[tuple[int, ...], Bands] = {}
         found = []
         for arguments in microbatches:
@@ -58,7 +57,6 @@ class Masks:
         if self.make is None:
             return ()
         made = self.make(**{name: arguments[name] for name in self.reads})
-        bands = (
-            (mask.name, _band(value, calls)) for (mask, calls), value in zip(self.calls.items(), made, strict=True)
-        )
-        return tuple((name, band) for name, band in bands if band is not None)
+        bands = [_band(mask, calls) for mask, calls in zip(made, self.calls.values(), strict=True)]
+        names = [mask.name for mask in self.calls]
+        return tuple((name, band) for name, band in zip(names, bands, strict=True) if band is not None)
