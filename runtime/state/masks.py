@@ -43,7 +43,7 @@ class Masks:
 
     @torch.no_grad()
     def bands(self, microbatches: Sequence[Mapping[str, Any]]) -> list[Bands]:
-        """Those of every microbatch, from the arguments of the stage's graph. What all of them share is looked at once."""
+        """Those of every microbatch, from the arguments of the stage's graph; what all share is looked at once."""
         known: dict[tuple[int, ...], Bands] = {}
         found = []
         for arguments in microbatches:
