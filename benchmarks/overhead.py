@@ -1,17 +1,16 @@
-"""Step time of autopart (forward, backward, gradients ready) against the same Llama on two CPU cores, three ways:
+"""What being traced costs on one rank: a training step of `parallelize(model, "dp1")` against the model's own.
 
-    plain       the unpartitioned model: one process with two threads, where the others have two with one thread each
-    dtensor-tp  an expert's `parallelize_module`: the Megatron plan, with vocabulary-parallel embedding and loss
-    hand-pp     an expert's `PipelineStage`s: the best split at a layer boundary, the same schedule
+Both are in the same process on one core, and run in turn, round after round, so that the machine's noise meets both
+alike. The loss and a gradient of both are compared first. Bytes are those of the tensors that a step makes, when most
+of them are there at a time; they are counted in a step of its own, as counting is slow.
 
-All run in the same two processes in turn, round after round, so that the machine's noise meets all alike. The loss and
-a gradient of every variant are compared first. `plain-1-thread` is there for the processor seconds: what autopart
-spends beyond it is what partitioning costs.
+With `--compile` also a graph that is compiled against `torch.compile(model)`. With `--attention` causal attention
+alone: its mask is made from positions, as transformers makes it when it is traced, against `is_causal=True`.
 
-With `--device cuda` one process runs the plain model and `parallelize(model, "dp1")` in bfloat16 on a GPU, with
-the memory of a step: the most that is allocated at a time, beyond what was there before it.
+With `--device cuda` the models are larger and in bfloat16, and bytes are what the allocator hands out.
 
-    python benchmarks/overhead.py [--quick] [--json] [--only autopart-tp ...] [--device cuda]
+    python benchmarks/overhead.py [--quick] [--json] [--only llama ...] [--positions 1024 ...] [--compile] [--attention]
+                                  [--device cuda]
 """
 
 from __future__ import annotations
@@ -19,308 +18,408 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NUM_RANKS = 2
-MICROBATCHES = 4
-PROBE = "model.layers.0.input_layernorm.weight"
 Batch = dict[str, Tensor]
+Subject = tuple[nn.Module, Batch]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    hidden: int = 512
-    mlp: int = 1408
+    hidden: int = 256
     layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
     vocab: int = 4096
-    rows: int = 8
-    seq: int = 128
-    warm_ups: int = 3
-    rounds: int = 12
+    patch: int = 4
+    tokens: int = 1024
+    """Of a batch, unless one row has more."""
+    positions: tuple[int, ...] = (128, 1024, 4096)
+    attention_heads: int = 8
+    attention_width: int = 64
+    attention_positions: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    warm_ups: int = 1
+    rounds: int = 5
+
+    def rows(self, positions: int) -> int:
+        return max(1, self.tokens // positions)
 
 
-ON_GPU = Sizes(hidden=2048, mlp=5632, layers=16, vocab=32000, rows=4, seq=2048)
-QUICK = Sizes(hidden=64, mlp=128, layers=2, vocab=256, seq=32, warm_ups=1, rounds=2)
-PAIRS = (
-    ("autopart-1", "plain"),
-    ("autopart-tp", "plain"),
-    ("autopart-tp", "plain-1-thread"),
-    ("autopart-tp", "dtensor-tp"),
-    ("autopart-pp", "plain"),
-    ("autopart-pp", "plain-1-thread"),
-    ("autopart-pp", "hand-pp"),
-)
-TARGETS = {"dtensor-tp": 1.0, "hand-pp": 1.0}
-TARGETS_ON_GPU = {"plain": 1.02}
+ON_GPU = Sizes(
+    hidden=2048, layers=16, heads=16, kv_heads=8, vocab=32000, tokens=8192, positions=(1024, 4096),
+    attention_heads=16, attention_width=128, attention_positions=(1024, 4096, 16384), warm_ups=3, rounds=12,
+)  # fmt: skip
+QUICK = Sizes(
+    hidden=32, layers=1, heads=4, kv_heads=2, vocab=64, tokens=32, positions=(16,), attention_heads=2,
+    attention_width=8, attention_positions=(16,), rounds=2,
+)  # fmt: skip
+TARGET = 1.02
+NOTE = f"""time, cpu: medians of the rounds' ratios; the target of time and MB is at most {TARGET:g}, * is over it
+cpu: processor seconds, which move less where other work shares the machine; first: seconds until one step has run"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds")
+    parser.add_argument("--quick", action="store_true", help="tiny models, two rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="leave the others out")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one rank on a GPU")
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), help="leave the others out")
+    parser.add_argument("--positions", nargs="+", type=int, help="of a row")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--compile", action="store_true", help="compile the graph and the module too")
+    parser.add_argument("--attention", action="store_true", help="causal attention alone in place of the models")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
-    on_gpu = arguments.device == "cuda"
-    arguments.only = arguments.only or [name for name in VARIANTS if (name in ON_GPU_VARIANTS) or not on_gpu]
-    arguments.only = [name for name in arguments.only if on_gpu or name != "autopart-1"]
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (f"file://{folder}/store", arguments), nprocs=1 if on_gpu else NUM_RANKS)
-
-
-def rank_main(rank: int, store: str, arguments: argparse.Namespace) -> None:
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # read when the compiler is imported
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=1 if arguments.device == "cuda" else NUM_RANKS
-    )
     sizes = QUICK if arguments.quick else ON_GPU if arguments.device == "cuda" else Sizes()
-    model, batch = build(sizes, arguments.device)
-    steps = {name: VARIANTS[name](copy.deepcopy(model), batch) for name in arguments.only}
-    check_equal(steps)
-    times: dict[str, list[Time]] = {name: [] for name in steps}
-    for number in range(sizes.warm_ups + sizes.rounds):
-        for name, step in steps.items():
-            taken = timed(step)
-            if number >= sizes.warm_ups:
-                times[name].append(taken)
-    if rank == 0:
-        report(sizes, times, arguments.json)
-    dist.destroy_process_group()
+    if arguments.rounds:
+        sizes = replace(sizes, rounds=arguments.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        cases = attention_cases if arguments.attention else model_cases
+        rows = [row for case in cases(sizes, arguments) for row in measured(case, sizes)]
+        dist.destroy_process_group()
+    print(f"\n{NOTE}")
+    if arguments.json:
+        print(json.dumps({"benchmark": "overhead", "sizes": vars(sizes), "rows": [asdict(row) for row in rows]}))
 
 
-def build(sizes: Sizes, device: str) -> tuple[nn.Module, Batch]:
-    """The same Llama and batch on every rank; on a GPU in bfloat16."""
+# --- The models, from transformers' configurations. All have random weights and no dropout.
+
+
+def gpt2(sizes: Sizes, positions: int) -> Subject:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=sizes.hidden, n_layer=sizes.layers, n_head=sizes.heads, vocab_size=sizes.vocab, n_positions=positions,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1, use_cache=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # which transformers would fall back to, with a warning
+    return model, tokens(sizes, positions)
+
+
+def llama(sizes: Sizes, positions: int) -> Subject:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=sizes.hidden, intermediate_size=sizes.mlp, num_hidden_layers=sizes.layers,
-        num_attention_heads=8, num_key_value_heads=4, vocab_size=sizes.vocab,
-        max_position_embeddings=sizes.seq, use_cache=False,
+    config = LlamaConfig(**common(sizes, positions), num_key_value_heads=sizes.kv_heads, use_cache=False)
+    return LlamaForCausalLM(config), tokens(sizes, positions)
+
+
+def bert(sizes: Sizes, positions: int) -> Subject:
+    from transformers import BertConfig, BertForMaskedLM
+
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(**common(sizes, positions), **no_dropout)), tokens(sizes, positions)
+
+
+def t5(sizes: Sizes, positions: int) -> Subject:
+    """Half of the positions are the encoder's."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=sizes.hidden, d_kv=sizes.hidden // sizes.heads, d_ff=4 * sizes.hidden, num_layers=sizes.layers,
+        num_decoder_layers=sizes.layers, num_heads=sizes.heads, vocab_size=sizes.vocab, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
-    ids = torch.randint(0, sizes.vocab, (sizes.rows, sizes.seq))
-    model = LlamaForCausalLM(config)
-    if device == "cuda":
-        model, ids = model.bfloat16().cuda(), ids.cuda()
-    return model, {"input_ids": ids, "labels": ids.clone()}
+    half = {name: ids[:, : positions // 2].contiguous() for name, ids in tokens(sizes, positions).items()}
+    return T5ForConditionalGeneration(config), half
 
 
-class Step:
-    """One way to run a training step: `run()` makes the gradients of `parameters` and returns the loss, where known."""
+def vit(sizes: Sizes, positions: int) -> Subject:
+    """Of as many patches as a square has that has about so many."""
+    from transformers import ViTConfig, ViTForImageClassification
 
-    def __init__(self, run: Callable[[], Tensor | None], module: nn.Module, probe: Callable[[], Tensor | None]):
-        self.run, self.parameters, self.probe = run, list(module.parameters()), probe
+    side, rows = sizes.patch * math.isqrt(positions), sizes.rows(positions)
+    same = common(sizes, positions)
+    for name in ("vocab_size", "max_position_embeddings"):
+        del same[name]
+    config = ViTConfig(
+        **same, image_size=side, patch_size=sizes.patch, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_labels=10, problem_type="single_label_classification",
+    )  # fmt: skip
+    images, labels = torch.randn(rows, 3, side, side), torch.randint(10, (rows,))
+    return ViTForImageClassification(config), {"pixel_values": images, "labels": labels}
 
-    def clear(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+
+def common(sizes: Sizes, positions: int) -> dict[str, int]:
+    """The sizes as most configurations name them."""
+    return {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": 4 * sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "vocab_size": sizes.vocab,
+        "max_position_embeddings": positions,
+    }
+
+
+def tokens(sizes: Sizes, positions: int) -> Batch:
+    ids = torch.randint(sizes.vocab, (sizes.rows(positions), positions))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+MODELS: dict[str, Callable[[Sizes, int], Subject]] = {
+    "gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5, "vit": vit
+}  # fmt: skip
+
+
+class Loss(NamedTuple):
+    loss: Tensor
+
+
+class CausalAttention(nn.Module):
+    """Attention without its projections. A scale a feature stands for them, so that a step has a whole backward."""
+
+    def __init__(self, width: int, has_mask: bool):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(torch.ones(width)) for _ in range(3))
+        self.has_mask = has_mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Loss:
+        q, k, v = q * self.q, k * self.k, v * self.v
+        if not self.has_mask:
+            return Loss(F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean())
+        positions = torch.arange(q.size(2), device=q.device)
+        mask = (positions[None, :] <= positions[:, None])[None, None]
+        return Loss(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).square().mean())
 
 
 # --- The variants.
 
 
-def plain(num_threads: int) -> Callable[[nn.Module, Batch], Step]:
-    """On rank 0 alone, while the other rank waits."""
+@dataclass
+class Step:
+    """One way to run a training step: `run()` makes the gradients of `module` and returns the loss."""
 
-    def make(model: nn.Module, batch: Batch) -> Step:
-        def run() -> Tensor | None:
-            if dist.get_rank() != 0:
-                return None
-            torch.set_num_threads(num_threads)
-            loss = model(**batch).loss
-            loss.backward()
-            torch.set_num_threads(1)
-            return loss.detach()
+    run: Callable[[], Tensor]
+    module: nn.Module
+    probe: Callable[[], Tensor | None]
+    """The gradient of the first parameter that is a vector, at the far end of the backward."""
 
-        return Step(run, model, lambda: model.get_parameter(PROBE).grad)
-
-    return make
+    def clear(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
 
 
-def autopart_on(mesh: str, **options: Any) -> Callable[[nn.Module, Batch], Step]:
-    def make(model: nn.Module, batch: Batch) -> Step:
-        import autopart
-
-        pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
-        return Step(lambda: pm.step(**batch), pm, lambda: pm.full_grads()[PROBE])
-
-    return make
-
-
-def dtensor_tp(model: nn.Module, batch: Batch) -> Step:
-    """Megatron's plan (Shoeybi et al. 2019) in torch's own words, with the vocabulary cut too."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-
-    column, row = ColwiseParallel(), RowwiseParallel()
-    plan: dict[str, Any] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
-    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[f"model.layers.*.{part}"] = column
-    for part in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[f"model.layers.*.{part}"] = row
-    parallelize_module(model, init_device_mesh("cpu", (NUM_RANKS,)), plan)
+def plain(model: nn.Module, batch: Batch, compiled: bool = False) -> Step:
+    called = torch.compile(model, dynamic=False) if compiled else model
 
     def run() -> Tensor:
-        with loss_parallel():
-            loss = model(**batch).loss
-            loss.backward()
-        return loss.detach().to_local()
+        loss = called(**batch).loss
+        loss.backward()
+        return loss.detach()
 
-    return Step(run, model, lambda: model.get_parameter(PROBE).grad)
+    return Step(run, model, lambda: model.get_parameter(first_vector(model)).grad)
 
 
-def hand_pp(model: nn.Module, batch: Batch) -> Step:
-    """Two stages cut at the layer boundary that balances them best, 1F1B."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+def traced(model: nn.Module, batch: Batch, compiled: bool = False) -> Step:
+    import autopart
 
-    rank, tokens = dist.get_rank(), batch["labels"][:, 1:].numel()
-    stage = LlamaStage(model, best_split(model), is_first=rank == 0)
+    name = first_vector(model)
+    pm = autopart.parallelize(model, "dp1", example_kwargs=batch, compile=compiled)
+    return Step(lambda: pm.step(**batch), pm, lambda: pm.full_grads()[name])
 
-    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-        """This microbatch's part of the mean over all tokens."""
-        shifted = logits[:, :-1].reshape(-1, logits.size(-1)).float()
-        return F.cross_entropy(shifted, labels[:, 1:].reshape(-1), reduction="sum") / tokens
 
-    schedule = Schedule1F1B(
-        PipelineStage(stage, rank, NUM_RANKS, torch.device("cpu")), MICROBATCHES, loss_fn=loss_fn, scale_grads=False
+def first_vector(model: nn.Module) -> str:
+    return next(name for name, parameter in model.named_parameters() if parameter.dim() == 1)
+
+
+def on_device(model: nn.Module, batch: Batch, device: str) -> Subject:
+    """On a GPU in bfloat16."""
+    if device == "cpu":
+        return model, batch
+    batch = {
+        name: value.cuda().bfloat16() if value.is_floating_point() else value.cuda() for name, value in batch.items()
+    }
+    return model.cuda().bfloat16(), batch
+
+
+class Case(NamedTuple):
+    """Ways to run a step of one model on one batch; `pairs`: which is measured against which."""
+
+    model: str
+    positions: int
+    rows: int
+    variants: dict[str, Callable[[], Step]]
+    pairs: list[tuple[str, str]]
+
+
+def model_cases(sizes: Sizes, arguments: argparse.Namespace) -> Iterator[Case]:
+    print(f"{sizes.layers} layers, hidden {sizes.hidden}, vocabulary {sizes.vocab}, float32, one thread")
+    print_heading()
+    for name in arguments.only:
+        for positions in arguments.positions or sizes.positions:
+            torch.manual_seed(0)
+            model, batch = on_device(*MODELS[name](sizes, positions), arguments.device)
+            makers = {"module": plain, "graph": traced}
+            variants = {variant: partial(make, copy.deepcopy(model), batch) for variant, make in makers.items()}
+            pairs = [("graph", "module")]
+            if arguments.compile:
+                for variant, make in makers.items():
+                    variants[f"compiled {variant}"] = partial(make, copy.deepcopy(model), batch, compiled=True)
+                pairs.append(("compiled graph", "compiled module"))
+            yield Case(name, positions, sizes.rows(positions), variants, pairs)
+
+
+def attention_cases(sizes: Sizes, arguments: argparse.Namespace) -> Iterator[Case]:
+    heads, width = sizes.attention_heads, sizes.attention_width
+    print(
+        f"causal attention, {heads} heads of {width}, float32, one thread; module: is_causal=True, masked: with a mask"
     )
-
-    def run() -> Tensor | None:
-        if rank == 0:
-            schedule.step(batch["input_ids"])
-            return None
-        losses: list[Tensor] = []
-        schedule.step(target=batch["labels"], losses=losses, return_outputs=False)
-        return torch.stack(losses).sum().detach()
-
-    return Step(run, stage, lambda: None if rank else model.get_parameter(PROBE).grad)
-
-
-class LlamaStage(nn.Module):
-    """The embedding and the layers before `split`, or the layers from there, the norm and the head."""
-
-    def __init__(self, model: nn.Module, split: int, is_first: bool):
-        super().__init__()
-        self.rotary = model.model.rotary_emb
-        self.layers = model.model.layers[:split] if is_first else model.model.layers[split:]
-        self.embed = model.model.embed_tokens if is_first else None
-        self.norm, self.head = (None, None) if is_first else (model.model.norm, model.lm_head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = x if self.embed is None else self.embed(x)
-        positions = self.rotary(hidden, torch.arange(hidden.size(1))[None])
-        for layer in self.layers:
-            hidden = layer(hidden, attention_mask=None, position_embeddings=positions)  # None: causal
-        return hidden if self.head is None else self.head(self.norm(hidden))
-
-
-def best_split(model: nn.Module) -> int:
-    """How many layers go before the cut, so that the heavier stage is as light as can be, by matrix sizes."""
-    layer = sum(p.numel() for p in model.model.layers[0].parameters() if p.dim() == 2)
-    count, head = len(model.model.layers), model.lm_head.weight.numel()
-    return min(range(1, count), key=lambda before: max(before * layer, (count - before) * layer + head))
-
-
-VARIANTS: dict[str, Callable[[nn.Module, Batch], Step]] = {
-    "plain": plain(NUM_RANKS),
-    "plain-1-thread": plain(1),
-    "autopart-1": autopart_on("dp1"),
-    "autopart-tp": autopart_on("tp2"),
-    "dtensor-tp": dtensor_tp,
-    "autopart-pp": autopart_on("pp2", schedule="1f1b", microbatches=MICROBATCHES),
-    "hand-pp": hand_pp,
-}
-ON_GPU_VARIANTS = ("plain", "autopart-1")
+    print_heading()
+    for positions in arguments.positions or sizes.attention_positions:
+        torch.manual_seed(0)
+        batch = {name: torch.randn(1, heads, positions, width) for name in "qkv"}
+        told, masked = (on_device(CausalAttention(width, mask), batch, arguments.device) for mask in (False, True))
+        variants = {
+            "module": partial(plain, *told),
+            "masked": partial(plain, *masked),
+            "graph": partial(traced, *on_device(CausalAttention(width, has_mask=True), batch, arguments.device)),
+        }
+        yield Case("attention", positions, 1, variants, [("masked", "module"), ("graph", "module")])
 
 
 # --- Measuring.
 
 
-class Time(NamedTuple):
-    """Of one step: seconds from a common start until the slowest rank is done, processor seconds of all ranks, and on a
-    GPU the bytes that it takes."""
+@dataclass(frozen=True)
+class Figures:
+    """Of a step, medians: seconds, processor seconds, and the most bytes at a time, 0 where they cannot be counted.
+    `first_s`: until the first step has run, with what comes before it."""
 
     wall_s: float
     cpu_s: float
-    peak_bytes: int = 0
+    peak_bytes: int
+    first_s: float
 
 
-def timed(step: Step) -> Time:
+@dataclass(frozen=True)
+class Row:
+    """`variant` over `base`: medians of the rounds' ratios, and of the bytes."""
+
+    model: str
+    positions: int
+    rows: int
+    variant: str
+    base: str
+    figures: Figures
+    base_figures: Figures
+    wall_ratio: float
+    cpu_ratio: float
+    bytes_ratio: float | None
+
+
+def measured(case: Case, sizes: Sizes) -> list[Row]:
+    """Prints its rows too."""
+    steps, first_s, results = {}, {}, {}
+    for name, make in case.variants.items():
+        start_s = time.perf_counter()
+        steps[name] = make()
+        results[name] = result(steps[name])
+        first_s[name] = time.perf_counter() - start_s
+    first = next(next(iter(steps.values())).module.parameters())
+    check_equal(results, 2e-2 if first.dtype == torch.bfloat16 else 1e-3)
+    peak_bytes = {name: 0 if "compiled" in name else counted_bytes(step) for name, step in steps.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for number in range(sizes.warm_ups + sizes.rounds):
+        for name in list(steps)[:: 1 if number % 2 else -1]:  # none is always the first
+            taken = timed(steps[name])
+            if number >= sizes.warm_ups:
+                times[name].append(taken)
+    figures = {}
+    for name, values in times.items():
+        wall_s, cpu_s = (statistics.median(column) for column in zip(*values, strict=True))
+        figures[name] = Figures(wall_s, cpu_s, peak_bytes[name], first_s[name])
+    rows = []
+    for variant, base in case.pairs:
+        ratios = [(a[0] / b[0], a[1] / b[1]) for a, b in zip(times[variant], times[base], strict=True)]
+        wall, cpu = (statistics.median(column) for column in zip(*ratios, strict=True))
+        size = peak_bytes[variant] / peak_bytes[base] if peak_bytes[base] else None
+        found = figures[variant], figures[base]
+        rows.append(Row(case.model, case.positions, case.rows, variant, base, *found, wall, cpu, size))
+        print_row(rows[-1])
+    return rows
+
+
+def result(step: Step) -> dict[str, float]:
+    """Norms, by which variants are compared."""
     step.clear()
-    on_gpu = step.parameters[0].is_cuda
-    before_bytes = torch.cuda.memory_allocated() if on_gpu else 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-    dist.barrier()
+    values = {"loss": step.run(), "gradient": step.probe()}
+    return {what: float(value.norm()) for what, value in values.items() if value is not None}
+
+
+def check_equal(results: dict[str, dict[str, float]], near: float) -> None:
+    """All variants must compute the same loss, and the same gradient at the far end of the backward pass."""
+    expected = next(iter(results.values()))
+    assert len(expected) == 2
+    for name, found in results.items():
+        for what, wanted in expected.items():
+            assert abs(found[what] - wanted) <= near * wanted, f"{name}: {what} {found[what]}, not {wanted}"
+
+
+def timed(step: Step) -> tuple[float, float]:
+    """Seconds, and processor seconds."""
+    step.clear()
+    wait()
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
     step.run()
-    if on_gpu:
+    wait()
+    return time.perf_counter() - start_s, time.process_time() - cpu_start_s
+
+
+def wait() -> None:
+    """Until a GPU has done what it was given."""
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    wall_s = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
-    cpu_s = torch.tensor(time.process_time() - cpu_start_s, dtype=torch.float64)
-    dist.all_reduce(wall_s, dist.ReduceOp.MAX)
-    dist.all_reduce(cpu_s)
-    return Time(float(wall_s), float(cpu_s), torch.cuda.max_memory_allocated() - before_bytes if on_gpu else 0)
 
 
-def check_equal(steps: dict[str, Step]) -> None:
-    """All variants must compute the same loss, and the same gradient at the far end of the backward pass."""
-    expected: dict[str, float] = {}
-    for name, step in steps.items():
-        step.clear()
-        values = {"loss": step.run(), "gradient": step.probe()}
-        mine = {what: float(value.norm()) for what, value in values.items() if value is not None}
-        everyones: list[dict[str, float]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
-        near = 2e-2 if step.parameters[0].dtype == torch.bfloat16 else 1e-3
-        for what, found in {**everyones[-1], **everyones[0]}.items():
-            wanted = expected.setdefault(what, found)
-            assert abs(found - wanted) <= near * wanted, f"{name}: {what} {found}, not {wanted}"
+def counted_bytes(step: Step) -> int:
+    """The most bytes that a step's own tensors have at a time, gradients too."""
+    from autopart.cost.count.kept import Allocated
+
+    step.clear()
+    if torch.cuda.is_initialized():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step.run()
+        wait()
+        return torch.cuda.max_memory_allocated() - before
+    with Allocated() as allocated:
+        step.run()
+    return allocated.most
 
 
-def report(sizes: Sizes, times: dict[str, list[Time]], as_json: bool) -> None:
-    print(f"Llama: {sizes.layers} layers, hidden {sizes.hidden}, vocabulary {sizes.vocab}, ", end="")
-    print(f"batch {sizes.rows} x {sizes.seq}, 1F1B with {MICROBATCHES} microbatches; {sizes.rounds} rounds\n")
-    print(f"{'variant':<16} {'median s':>9} {'min s':>8} {'max s':>8} {'cpu s':>8} {'GPU MB':>8}")
-    medians = {}
-    for name, values in times.items():
-        wall_s, cpu_s, peaks = zip(*values, strict=True)
-        median = medians[name] = Time(statistics.median(wall_s), statistics.median(cpu_s), max(peaks))
-        print(f"{name:<16} {median.wall_s:>9.4f} {min(wall_s):>8.4f} {max(wall_s):>8.4f} {median.cpu_s:>8.4f}", end="")
-        print(f" {median.peak_bytes / 1e6:>8.1f}" if median.peak_bytes else f" {'-':>8}")
-    ratios = {}
-    print(f"\n{'autopart over ...':<30} {'time':>6} {'cpu':>6}   (median of the rounds' ratios)")
-    for name, other in PAIRS:
-        if name in times and other in times:
-            pairs = list(zip(times[name], times[other], strict=True))
-            wall = statistics.median(a.wall_s / b.wall_s for a, b in pairs)
-            cpu = statistics.median(a.cpu_s / b.cpu_s for a, b in pairs)
-            ratios[f"{name}/{other}"] = {"wall": wall, "cpu": cpu}
-            targets = TARGETS_ON_GPU if name == "autopart-1" else TARGETS
-            target = f"   target: time {targets[other]:g}" if other in targets else ""
-            print(f"{name + ' / ' + other:<30} {wall:>6.3f} {cpu:>6.3f}{target}")
-    print("\ncpu: processor seconds of both processes, which move less where other work shares the machine")
-    if as_json:
-        median = {name: value._asdict() for name, value in medians.items()}
-        print(json.dumps({"benchmark": "overhead", "sizes": vars(sizes), "median": median, "ratio": ratios}))
+def print_heading() -> None:
+    print(f"\n{'model':<10} {'batch':>10} {'variant / base':<32} {'s':>14} {'time':>7} {'cpu':>6}", end="")
+    print(f" {'MB':>15} {'MB':>7} {'first s':>15}")
+
+
+def print_row(row: Row) -> None:
+    new, old = row.figures, row.base_figures
+    print(f"{row.model:<10} {f'{row.rows} x {row.positions}':>10} {f'{row.variant} / {row.base}':<32}", end="")
+    print(f" {f'{new.wall_s:.3f} / {old.wall_s:.3f}':>14} {marked(row.wall_ratio)} {row.cpu_ratio:>6.3f}", end="")
+    sizes = f"{new.peak_bytes / 1e6:.1f} / {old.peak_bytes / 1e6:.1f}" if row.bytes_ratio else "-"
+    print(f" {sizes:>15} {marked(row.bytes_ratio)} {f'{new.first_s:.1f} / {old.first_s:.1f}':>15}", flush=True)
+
+
+def marked(ratio: float | None) -> str:
+    if ratio is None:
+        return f"{'-':>7}"
+    return f"{ratio:>6.3f}{'*' if ratio > TARGET else ' '}"
 
 
 if __name__ == "__main__":

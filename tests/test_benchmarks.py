@@ -45,20 +45,20 @@ def test_checks():
 
 
 @pytest.mark.large
-def test_overhead():
-    found = figures("overhead.py")
+def test_two_ranks():
+    found = figures("two_ranks.py")
     assert all(median["wall_s"] > 0 for median in found["median"].values())
     assert {"autopart-tp/dtensor-tp", "autopart-pp/hand-pp"} <= set(found["ratio"])
 
 
 @pytest.mark.large
-def test_one_rank():
-    rows = figures("one_rank.py")["rows"]
+def test_overhead():
+    rows = figures("overhead.py")["rows"]
     assert [row["model"] for row in rows] == ["gpt2", "llama", "bert", "t5", "vit"]
     assert all(row["wall_ratio"] > 0 and 0.5 < row["bytes_ratio"] < 2 for row in rows)
-    row, compiled = figures("one_rank.py", "--quick", "--only", "llama", "--compile")["rows"]
+    row, compiled = figures("overhead.py", "--quick", "--only", "llama", "--compile")["rows"]
     assert compiled["variant"] == "compiled graph" and compiled["figures"]["first_s"] > row["figures"]["wall_s"]
-    masked, graph = figures("one_rank.py", "--quick", "--attention")["rows"]
+    masked, graph = figures("overhead.py", "--quick", "--attention")["rows"]
     assert masked["base_figures"] == graph["base_figures"]
 
 
