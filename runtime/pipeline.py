@@ -61,7 +61,7 @@ class StageModule(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.program, self.process, self.compiled, self.tensors = program, process, compile, tensors
-        self.stage = stage = told_of_positions(stage, self._bind)
+        self.stage = stage = told_of_positions(stage, self._bind, process.device)
         self.prologue = self._bind(stage.prologue).forward  # not a submodule: it holds nothing that is trained
         self.masks = Masks(stage, self._bind)
         self.written: Recent[_Written] = Recent(_MOST_WRITTEN)
@@ -99,7 +99,7 @@ class StageModule(nn.Module):
 
     def _written(self, bands: Bands) -> _Written:
         def write() -> _Written:
-            stage = with_bands(self.stage, dict(bands))
+            stage = with_bands(self.stage, dict(bands), self.process.device)
             graph, group = self._bind(stage.graph), self.process.groups.get(self.process.mesh.data_axis)
             gathered = None if group is None else note_gathers(graph, group.group_name)
             names = frozenset(stage_input.name for stage_input in stage.inputs)

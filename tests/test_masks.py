@@ -14,10 +14,13 @@ from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.ir.attention import Band, band_of, blocks_fit, window_attention
+from autopart.ir.masks import is_attention, with_bands
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
-from autopart.recipe import drafted
+from autopart.passes.write.lower import lower
+from autopart.recipe import drafted, plan_outputs, prepare
 from autopart.runtime.state import masks
+from autopart.tracing.trace import bind_call
 
 ROWS, SEQ, HIDDEN, HEADS, GROUPS = 4, 24, 16, 4, 2
 POSITION = torch.arange(SEQ)
@@ -225,6 +228,19 @@ def test_a_mask_of_positions_is_looked_at_once():
     (module,) = [module for executable in pm._executables._entries.values() for module in executable.modules]
     assert module.masks.make is None
     assert [node.target for node in module.stage.prologue.graph.nodes if node.op == "call_function"] == []
+
+
+@pytest.mark.parametrize(("device", "dtype", "grouped"), [
+    ("cpu", torch.float32, True), ("cuda", torch.float32, False), ("cuda", torch.bfloat16, True),
+])  # fmt: skip
+def test_heads_are_grouped_where_a_kernel_takes_groups(device, dtype, grouped):
+    model, batch = of_positions("told")
+    traced = prepare(model.to(dtype), bind_call(model, (), {"x": batch["x"].to(dtype)}))
+    decisions = drafted(traced, Mesh.parse("dp1"), Options()).decisions
+    program = lower(traced, decisions, plan_outputs(traced), whole_outputs=False)
+    (stage,) = (with_bands(stage, {}, torch.device(device)) for stage in program.stages)
+    calls = [node for node in stage.graph.graph.nodes if is_attention(node)]
+    assert [bool(call.kwargs.get("enable_gqa")) for call in calls] == [grouped] * 2
 
 
 # --- On processes.

@@ -90,6 +90,9 @@ def window_attention(
 
     query [b, h, s, d], key [b, g, s, d], value [b, g, s, e] -> [b, h, s, e], as `scaled_dot_product_attention`.
     """
+    if enable_gqa and query.is_cuda:  # whose kernels take a mask, or groups of heads
+        key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+        enable_gqa = False
     length = query.size(-2)
     block, left, right = _blocks(Band(before, after))
     count = -(-length // block)

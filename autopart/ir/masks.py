@@ -126,9 +126,9 @@ def _made_for(values: Sequence[fx.Node], graph: fx.Graph) -> set[fx.Node]:
     return set(values).union(*(nx.descendants(edges, node) for node in values if node in edges))
 
 
-def with_bands(stage: Stage, bands: Mapping[str, Band | None]) -> Stage:
+def with_bands(stage: Stage, bands: Mapping[str, Band | None], device: torch.device | None = None) -> Stage:
     """A stage whose attention is told these bands, {name of a mask: its band}, without the masks that nothing reads
-    then, and without the inputs that they alone were made of."""
+    then, and without the inputs that they alone were made of. `device`: where it runs, if that is known."""
     known = {mask: band for mask in masks_of(stage) if (band := bands.get(mask.name)) is not None}
     if not known and not any(map(is_attention, stage.graph.graph.nodes)):
         return stage
@@ -140,8 +140,8 @@ def with_bands(stage: Stage, bands: Mapping[str, Band | None]) -> Stage:
     for call in list(filter(is_attention, graph.nodes)):
         if argument(call, "is_causal"):
             facts(call)["cost"] = cost_notes(call)._replace(is_causal=True)
-        if argument(call, "attn_mask") is None:
-            group_heads(call)
+        if argument(call, "attn_mask") is None and _kernel_takes_groups(call, device):
+            _group_heads(call)
     _erase_unread(graph, {copies[node] for node in _made_for(list(known), stage.graph.graph)})
     left = {node.target for node in graph.find_nodes(op="placeholder")}
     is_read = [stage_input.name in left for stage_input in stage.inputs]
@@ -183,7 +183,12 @@ def _tell(call: fx.Node, band: Band) -> None:
     call.args, call.kwargs = call.args[:3], given
 
 
-def group_heads(call: fx.Node) -> None:
+def _kernel_takes_groups(call: fx.Node, device: torch.device | None) -> bool:
+    """On a GPU the kernel for 32 bits has none: torch would write the scores out."""
+    return device is None or device.type != "cuda" or value(call).dtype.itemsize == 2
+
+
+def _group_heads(call: fx.Node) -> None:
     """Hand keys and values over as they are that are repeated for several heads of queries (Ainslie et al. 2023,
     arXiv:2305.13245): no memory for the repeated ones, and no sum of their gradients."""
     wide = call.args[1:3]

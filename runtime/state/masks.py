@@ -17,14 +17,14 @@ Bands = tuple[tuple[str, Band], ...]
 
 
 @torch.no_grad()
-def told_of_positions(stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule]) -> Stage:
+def told_of_positions(stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], device: torch.device) -> Stage:
     """The stage whose attention is told of the masks that are the same in every call, which it then makes no more."""
     masks, graph = of_positions(stage)
     if graph is None:
         return stage
     calls = masks_of(stage)
     bands = {mask.name: _band(made, calls[mask]) for mask, made in zip(masks, bind(graph)(), strict=True)}
-    return with_bands(stage, bands)
+    return with_bands(stage, bands, device)
 
 
 def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Band | None:
