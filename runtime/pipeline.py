@@ -61,7 +61,7 @@ class StageModule(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.program, self.process, self.compiled, self.tensors = program, process, compile, tensors
-        self.stage = stage = told_of_positions(stage, self._bind, process.device)
+        self.stage = stage = told_of_positions(stage, program, process, self._bind)
         self.prologue = self._bind(stage.prologue).forward  # not a submodule: it holds nothing that is trained
         self.masks = Masks(stage, self._bind)
         self.written: Recent[_Written] = Recent(_MOST_WRITTEN)

@@ -14,9 +14,11 @@ from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.ir.attention import Band, band_of, blocks_fit, window_attention
-from autopart.ir.masks import is_attention, with_bands
+from autopart.ir.facts import facts
+from autopart.ir.masks import is_attention, mask_of, with_bands
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
+from autopart.passes.facts import masks as facts_masks
 from autopart.passes.write.lower import lower
 from autopart.recipe import drafted, plan_outputs, prepare
 from autopart.runtime.state import masks
@@ -241,6 +243,17 @@ def test_heads_are_grouped_where_a_kernel_takes_groups(device, dtype, grouped):
     (stage,) = (with_bands(stage, {}, torch.device(device)) for stage in program.stages)
     calls = [node for node in stage.graph.graph.nodes if is_attention(node)]
     assert [bool(call.kwargs.get("enable_gqa")) for call in calls] == [grouped] * 2
+
+
+def test_a_large_batch_is_looked_at_by_rows_that_differ(monkeypatch):
+    """For a plan one row of each kind is enough: all of them would not fit."""
+    monkeypatch.setattr(facts_masks, "_LARGEST", 3 * 12 * 12)
+    model, batch = zoo.bert()
+    padded = batch["attention_mask"].unique(dim=0)
+    for mask, band in ((torch.ones_like(batch["attention_mask"]), Band(11, 11)), (padded[:1].expand(8, -1), None)):
+        traced = prepare(model, bind_call(model, (), {**batch, "attention_mask": mask.clone()}))
+        masks_read = {mask_of(node) for node in traced.graph.nodes if is_attention(node)}
+        assert [facts(node).get("band") for node in masks_read] == [band]
 
 
 # --- On processes.

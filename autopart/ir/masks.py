@@ -19,7 +19,7 @@ from autopart.ir.attention import Band, blocks_fit
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import argument, draws_random_numbers, dropout_probability, operator_name, reads, shape, value
 from autopart.ir.operators import autopart_ops, axis_of
-from autopart.ir.program import Program, Stage, StageGraph
+from autopart.ir.program import Program, Stage, StageGraph, StageInput
 
 _OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host")
 """The facts of a call that what is written for it has too."""
@@ -82,27 +82,23 @@ def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
     return _part(stage.graph, masks)
 
 
-def of_positions(stage: Stage) -> tuple[list[fx.Node], fx.GraphModule | None]:
-    """The masks that no input and no buffer decides, and a graph that makes them of nothing; None where there are
-    none."""
-    made = dict(zip((i.name for i in stage.inputs), stage.prologue.graph.output_node().args[0], strict=False))
-    whole = {stage_input.name for stage_input in stage.inputs if stage_input.batch_dim is None}
-    found = []
+def of_positions(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.GraphModule]:
+    """The masks that no input and no buffer decides, the stage's inputs that they are made of, and a graph that makes
+    those of nothing."""
+    made = dict(zip(stage.inputs, stage.prologue.graph.output_node().args[0], strict=False))
+    of_nothing = {
+        stage_input.name: stage_input for stage_input, value in made.items()
+        if isinstance(value, fx.Node) and not any(map(_is_given, _made_for([value], value.graph)))
+    }  # fmt: skip
+    found: list[fx.Node] = []
+    read: dict[str, StageInput] = {}
     for mask in masks_of(stage):
-        nodes = _made_for([mask], stage.graph.graph)
-        read = [made.get(node.target) if node.target in whole else None for node in nodes if node.op != "call_function"]
-        if None not in read and not any(_is_given(node) for node in _made_for(read, stage.prologue.graph)):
+        names = [str(n.target) for n in _made_for([mask], mask.graph) if n.op != "call_function"]
+        if of_nothing.keys() >= set(names):
             found.append(mask)
-    if not found:
-        return [], None
-    graph = fx.Graph()
-    names = [n.target for n in stage.graph.graph.nodes if n.op == "placeholder" and n in _made_for(found, n.graph)]
-    prologue = _part(stage.prologue, [made[name] for name in names]).graph
-    inputs: Any = graph.graph_copy(prologue, {})
-    part = mask_graph(stage, found).graph
-    placeholders = part.find_nodes(op="placeholder")
-    graph.output(graph.graph_copy(part, dict(zip(placeholders, inputs, strict=True))))
-    return found, fx.GraphModule(stage.graph, graph)
+            read |= {name: of_nothing[name] for name in names}
+    inputs = list(read.values())
+    return found, inputs, _part(stage.prologue, [made[stage_input] for stage_input in inputs])
 
 
 def _is_given(node: fx.Node) -> bool:

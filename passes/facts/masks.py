@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -11,15 +12,16 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from autopart.ir.atoms import BATCH
 from autopart.ir.attention import Band, band_of
 from autopart.ir.facts import ACTIVE, DATA, INPUT, facts
-from autopart.ir.graph import argument, draws_random_numbers, reads, value
+from autopart.ir.graph import argument, draws_random_numbers, is_tensor, reads, tuple_values
 from autopart.ir.masks import is_attention, mask_of, scores_of
 from autopart.passes.pipeline import driven
-from autopart.tracing.trace import Trace
+from autopart.tracing.trace import Trace, batch_size
 
 _LARGEST = 2**27
-"""Elements beyond which a mask is not made for a plan, which then takes it for one that kernels read."""
+"""Elements beyond which a value is not made for a plan, which then takes the mask for one that kernels read."""
 
 
 def band_notes(node: fx.Node) -> Iterator[str]:
@@ -34,17 +36,17 @@ def find_bands(trace: Trace) -> None:
     calls = {
         mask: node for node in trace.graph.nodes
         if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
-        and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"] and value(mask).numel() <= _LARGEST
+        and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"]
     }  # fmt: skip
     edges = reads(trace.graph) if calls else nx.DiGraph()
-    needed = {mask: {mask, *nx.descendants(edges, mask)} for mask in calls if mask in edges}
     given = _given(trace)
-    known = {mask for mask, nodes in needed.items() if all(_can_run(node, given) for node in nodes)}
-    made = _run(trace.graph, set().union(*(needed[mask] for mask in known)), given)
-    for mask in known:
-        band = band_of(made[mask], *scores_of(calls[mask]))
-        if band is not None:
-            facts(mask)["band"] = band
+    for mask, call in calls.items():
+        nodes = {mask, *nx.descendants(edges, mask)}
+        if all(node in given if node.op != "call_function" else not draws_random_numbers(node) for node in nodes):
+            made = _Values(trace, nodes, given).of(mask)
+            band = None if made is None else band_of(made, *scores_of(call))
+            if band is not None:
+                facts(mask)["band"] = band
 
 
 def mask_notes(trace: Trace) -> list[str]:
@@ -74,19 +76,61 @@ def _given(trace: Trace) -> dict[fx.Node, torch.Tensor]:
     return {node: tensor for node, tensor in found.items() if not tensor.is_meta}
 
 
-def _can_run(node: fx.Node, given: Mapping[fx.Node, torch.Tensor]) -> bool:
-    return node in given if node.op != "call_function" else not draws_random_numbers(node)
+class _Values:
+    """Values of a trace on the CPU, of as many rows of the batch as there are that differ: of equal ones the first."""
 
+    def __init__(self, trace: Trace, nodes: set[fx.Node], given: Mapping[fx.Node, torch.Tensor]):
+        self.nodes, self.given, self.size = [n for n in trace.graph.nodes if n in nodes], given, batch_size(trace)
+        read = [given[n].cpu() for n in self.nodes if n.op == "placeholder" and self._row_dims(n) == [0]]
+        self.rows = _unlike(read) if read else torch.zeros(1, dtype=torch.long)
 
-@torch.no_grad()
-def _run(graph: fx.Graph, nodes: set[fx.Node], given: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, Any]:
-    """The values of these nodes, on the CPU."""
-    cpu, made = torch.device("cpu"), dict[fx.Node, Any]()
-    for node in graph.nodes:
-        if node in nodes and node in given:
-            made[node] = given[node].to(cpu)
-        elif node in nodes:
+    @torch.no_grad()
+    def of(self, last: fx.Node) -> torch.Tensor | None:
+        """One of them; None where it takes too much memory, or the rows of one value are not those of another."""
+        cpu, made = torch.device("cpu"), dict[fx.Node, Any]()
+        for node in self.nodes:
+            if node in self.given:
+                made[node] = self._of_rows(node, self.given[node].to(cpu))
+                continue
+            if self._elements(node) > _LARGEST:
+                return None
             args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
             args, kwargs = map_aggregate((args, kwargs), lambda a: cpu if isinstance(a, torch.device) else a)
-            made[node] = node.target(*args, **kwargs)
-    return made
+            try:
+                made[node] = self._of_rows(node, node.target(*args, **kwargs))
+            except RuntimeError:  # a size in its arguments is that of all rows
+                return None
+        found = made[last]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def _row_dims(self, node: fx.Node) -> list[int]:
+        """The dims of a value that count the rows of the batch and nothing else."""
+        atoms = facts(node)["atoms"] if is_tensor(node) else ()
+        return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
+
+    def _of_rows(self, node: fx.Node, made: Any) -> Any:
+        for dim in self._row_dims(node):
+            if made.size(dim) == self.size:
+                rows = self.rows if node.op == "placeholder" else torch.arange(len(self.rows))
+                made = made.index_select(dim, rows)
+        return made
+
+    def _elements(self, node: fx.Node) -> float:
+        share = (len(self.rows) / self.size) ** len(self._row_dims(node))
+        return share * max((_elements(made) for made in tuple_values(node)), default=0)
+
+
+def _unlike(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first of the rows of each kind, by all these values."""
+    together = torch.cat([value.flatten(1).double() for value in values], 1)
+    _, kinds = torch.unique(together, dim=0, return_inverse=True)
+    firsts = torch.full((int(kinds.max()) + 1,), len(kinds))
+    return firsts.scatter_reduce(0, kinds, torch.arange(len(kinds)), "amin").sort().values
+
+
+def _elements(made: Any) -> int:
+    """Elements of a tensor in memory."""
+    if not isinstance(made, torch.Tensor):
+        return 0
+    return math.prod(size for size, stride in zip(made.shape, made.stride(), strict=True) if stride)

@@ -10,21 +10,24 @@ from torch import Tensor, fx
 
 from autopart.ir.attention import Band, band_of
 from autopart.ir.masks import mask_graph, masks_of, of_positions, scores_of, with_bands
-from autopart.ir.program import Stage
+from autopart.ir.program import Program, Stage
+from autopart.runtime.comm.processes import Process
+from autopart.runtime.state.batch import stage_arguments
 
 Bands = tuple[tuple[str, Band], ...]
 """The masks of a stage that are bands, by their names."""
 
 
-@torch.no_grad()
-def told_of_positions(stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], device: torch.device) -> Stage:
+def told_of_positions(
+    stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
+) -> Stage:
     """The stage whose attention is told of the masks that are the same in every call, which it then makes no more."""
-    masks, graph = of_positions(stage)
-    if graph is None:
+    found, inputs, graph = of_positions(stage)
+    if not found:
         return stage
-    calls = masks_of(stage)
-    bands = {mask.name: _band(made, calls[mask]) for mask, made in zip(masks, bind(graph)(), strict=True)}
-    return with_bands(stage, bands, device)
+    microbatches = stage_arguments(program, inputs, bind(graph)(), process.coordinates)
+    bands = Masks(stage, bind, found).bands(microbatches)
+    return with_bands(stage, dict(set(bands[0]).intersection(*bands)), process.device)
 
 
 def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Band | None:
@@ -34,10 +37,12 @@ def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Band | None:
 
 
 class Masks:
-    """The masks of one stage. `bind`: makes a graph of the stage run on this rank."""
+    """The masks of one stage, or those `among` them. `bind`: makes a graph of the stage run on this rank."""
 
-    def __init__(self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule]):
-        self.calls = masks_of(stage)
+    def __init__(
+        self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], among: Sequence[fx.Node] | None = None
+    ):
+        self.calls = {mask: calls for mask, calls in masks_of(stage).items() if among is None or mask in among}
         self.make = bind(mask_graph(stage, list(self.calls))) if self.calls else None
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
