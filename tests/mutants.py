@@ -106,6 +106,17 @@ MUTANTS = [
            "heaviest = after", "stages"),
     Mutant("passes/choose/batch.py", '("S", "P", "R(grad P)", "R").index', '("R(grad P)", "P", "S", "R").index',
            "exact_lockstep expert_plan golden"),
+    # masks of attention
+    Mutant("autopart/ir/attention.py", "is_band &= (seen == seen[:1]).all()", "is_band &= True", "masks"),
+    Mutant("autopart/ir/attention.py", "(queries - before <= keys)", "(queries - before <= keys + 9)", "masks"),
+    Mutant("autopart/ir/attention.py", "(seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()",
+           "(seen | (mask <= torch.finfo(mask.dtype).min / 2)).any()", "masks"),
+    Mutant("autopart/ir/attention.py", "(beside <= at + after) & exists", "(beside <= at + after)", "masks"),
+    Mutant("autopart/ir/masks.py", "elif band == (queries - 1, 0) and queries == keys:",
+           "elif band[1] == 0 and queries == keys:", "masks"),
+    Mutant("autopart/ir/masks.py", "_replace(is_causal=True)", "_replace(is_causal=False)", "masks"),
+    Mutant("autopart/ir/masks.py", 'if facts(mask).get("needs_grad"):', "if False:", "masks"),
+    Mutant("runtime/state/masks.py", "key = tuple(id(arguments[name]) for name in self.reads)", "key = ()", "masks"),
     # schedules and time
     Mutant("autopart/ir/actions.py", "next(counts[action.kind])", "action.microbatch", "schedules timeline memory"),
     Mutant("autopart/ir/actions.py", "a._replace(joined=True)", "a", "schedules timeline simulate"),

@@ -222,6 +222,19 @@ def test_a_causal_mask_costs_what_the_causal_kernel_costs(mesh):
     assert made.memory == told.memory
 
 
+def test_causal_attention_takes_what_the_profile_says():
+    """Of the time of attention to all keys, where its products take that time."""
+
+    def long(made):
+        return Masked(made, repeated=False), {"x": torch.randn(1, 8192, HIDDEN)}
+
+    causal, whole = (
+        plan_of(run_of(partial(long, made)), "dp1", hardware="cpu-gloo").cost["parts_s"]["attention"]
+        for made in ("told", "given")
+    )
+    assert causal / whole == pytest.approx((8192 + 512) / (2 * 8192), rel=0.02)
+
+
 def test_a_mask_of_positions_is_looked_at_once():
     """Other calls neither make it nor hold it."""
     model, batch = of_positions("from positions")
