@@ -7,17 +7,16 @@ A model that is traced makes its masks as tensors, also a causal one. What a mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
 from autopart.ir.attention import Band, blocks_fit
 from autopart.ir.facts import cost_notes, facts
-from autopart.ir.graph import argument, draws_random_numbers, dropout_probability, operator_name, reads, shape, value
+from autopart.ir.graph import argument, draws_random_numbers, dropout_probability, operator_name, shape, value
 from autopart.ir.operators import autopart_ops, axis_of
 from autopart.ir.program import Program, Stage, StageGraph, StageInput
 
@@ -31,18 +30,15 @@ def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
     for node in stage.graph.graph.nodes:
         if (mask := mask_of(node)) is not None:
             found.setdefault(mask, []).append(node)
-    if not found:
-        return {}
-    graph = reads(stage.graph.graph)
-    return {mask: calls for mask, calls in found.items() if _is_of_inputs(mask, graph, stage)}
+    return {mask: calls for mask, calls in found.items() if _is_of_inputs(mask, stage)}
 
 
-def _is_of_inputs(mask: fx.Node, graph: nx.DiGraph, stage: Stage) -> bool:
+def _is_of_inputs(mask: fx.Node, stage: Stage) -> bool:
     """Whether a value without gradient is made of keyword inputs and buffers, by every rank for itself."""
     if facts(mask).get("needs_grad"):
         return False
     inputs = {stage_input.name for stage_input in stage.inputs}
-    for node in (mask, *nx.descendants(graph, mask)):
+    for node in _made_for([mask]):
         known = {"placeholder": node.target in inputs, "get_attr": node.target in stage.buffers}
         if not known.get(node.op, axis_of(node) is None and not draws_random_numbers(node)):
             return False
@@ -88,12 +84,12 @@ def of_positions(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.Grap
     made = dict(zip(stage.inputs, stage.prologue.graph.output_node().args[0], strict=False))
     of_nothing = {
         stage_input.name: stage_input for stage_input, value in made.items()
-        if isinstance(value, fx.Node) and not any(map(_is_given, _made_for([value], value.graph)))
+        if isinstance(value, fx.Node) and not any(map(_is_given, _made_for([value])))
     }  # fmt: skip
     found: list[fx.Node] = []
     read: dict[str, StageInput] = {}
     for mask in masks_of(stage):
-        names = [str(n.target) for n in _made_for([mask], mask.graph) if n.op != "call_function"]
+        names = [str(n.target) for n in _made_for([mask]) if n.op != "call_function"]
         if of_nothing.keys() >= set(names):
             found.append(mask)
             read |= {name: of_nothing[name] for name in names}
@@ -108,7 +104,7 @@ def _is_given(node: fx.Node) -> bool:
 def _part(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
     """The part of a graph that makes these values, of the inputs that it needs."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    needed = _made_for(values, module.graph)
+    needed = _made_for(values)
     for node in module.graph.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -116,44 +112,54 @@ def _part(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _made_for(values: Sequence[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """What these values are made of, they themselves included."""
-    edges = reads(graph)
-    return set(values).union(*(nx.descendants(edges, node) for node in values if node in edges))
+def _made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
+    """What these values are made of, they themselves included. (Masks are made of few: the graph is not looked at.)"""
+    found, todo = set[fx.Node](), list(values)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def with_bands(stage: Stage, bands: Mapping[str, Band | None], device: torch.device | None = None) -> Stage:
     """A stage whose attention is told these bands, {name of a mask: its band}, without the masks that nothing reads
     then, and without the inputs that they alone were made of. `device`: where it runs, if that is known."""
-    known = {mask: band for mask in masks_of(stage) if (band := bands.get(mask.name)) is not None}
-    if not known and not any(map(is_attention, stage.graph.graph.nodes)):
-        return stage
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(stage.graph.graph, copies))
+    known = {copies[mask]: band for mask in masks_of(stage) if (band := bands.get(mask.name)) is not None}
+    return _tell_all(replace(stage, graph=StageGraph(stage.graph, graph)), known, device)
+
+
+def as_traced(program: Program) -> Program:
+    """A program whose masks are what they were in the call that was traced (`passes/facts/masks.py`); its graphs are
+    written on."""
+    stages = []
+    for stage in program.stages:
+        known = {mask: band for mask in masks_of(stage) if (band := facts(mask).get("band")) is not None}
+        stages.append(_tell_all(stage, known))
+    return replace(program, stages=tuple(stages))
+
+
+def _tell_all(stage: Stage, known: Mapping[fx.Node, Band], device: torch.device | None = None) -> Stage:
+    """Let the attention of a stage know what its masks are; its graph is written on."""
+    graph, made_for = stage.graph.graph, _made_for(known)
     for mask, band in known.items():
-        for call in [user for user in copies[mask].users if mask_of(user) is copies[mask]]:
+        for call in [user for user in mask.users if mask_of(user) is mask]:
             _tell(call, band)
     for call in list(filter(is_attention, graph.nodes)):
         if argument(call, "is_causal"):
             facts(call)["cost"] = cost_notes(call)._replace(is_causal=True)
         if argument(call, "attn_mask") is None and _kernel_takes_groups(call, device):
             _group_heads(call)
-    _erase_unread(graph, {copies[node] for node in _made_for(list(known), stage.graph.graph)})
+    if not known:
+        return stage
+    _erase_unread(graph, made_for)
     left = {node.target for node in graph.find_nodes(op="placeholder")}
     is_read = [stage_input.name in left for stage_input in stage.inputs]
-    return replace(
-        stage, graph=StageGraph(stage.graph, graph), prologue=_with_outputs(stage.prologue, is_read),
-        inputs=tuple(i for i, read in zip(stage.inputs, is_read, strict=True) if read),
-    )  # fmt: skip
-
-
-def as_traced(program: Program) -> Program:
-    """A program whose masks are what they were in the call that was traced (`passes/facts/masks.py`)."""
-    stages = []
-    for stage in program.stages:
-        bands = {mask.name: facts(mask).get("band") for mask in masks_of(stage)}
-        stages.append(with_bands(stage, bands))
-    return replace(program, stages=tuple(stages))
+    inputs = tuple(i for i, read in zip(stage.inputs, is_read, strict=True) if read)
+    return replace(stage, inputs=inputs, prologue=_with_outputs(stage.prologue, is_read))
 
 
 def _tell(call: fx.Node, band: Band) -> None:
@@ -251,7 +257,7 @@ def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.Graph
     outputs: Any = graph.graph_copy(prologue.graph, {})
     graph.output((*(o for o, read in zip(outputs, is_read, strict=False) if read), *outputs[len(is_read) :]))
     unread = [made for made, read in zip(outputs, is_read, strict=False) if not read and isinstance(made, fx.Node)]
-    _erase_unread(graph, {node for node in _made_for(unread, graph) if not _is_given(node)})
+    _erase_unread(graph, {node for node in _made_for(unread) if not _is_given(node)})
     return fx.GraphModule(prologue, graph)
 
 
