@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401 - its code is written late
@@ -280,6 +280,11 @@ def runs_on_host(group: dist.ProcessGroup) -> bool:
 def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group has a backend for tensors on this kind of device."""
     return torch.device(device.type) in group._device_types
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds numbers, and not its form alone."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def fake_mode() -> AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ import zoo
 from dist import run_ranks
 from test_exact_processes import same_step
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from traced import plan_of, run_of, verified
 
 import autopart
@@ -182,6 +183,18 @@ def a_window():
     i, j = torch.arange(256)[:, None], torch.arange(256)[None]
     mask = ((j <= i) & (j > i - 20)).expand(2, 1, 256, 256).contiguous()
     return Masked().double(), {"x": torch.randn(2, 256, HIDDEN, dtype=torch.float64), "mask": mask}
+
+
+@pytest.mark.parametrize("where", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
+def test_inputs_without_values_leave_their_masks_as_they_are(where):
+    model, batch = masked("causal")
+    if isinstance(where, torch.device):
+        model = copy.deepcopy(model).to(where)
+    with where:
+        batch = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in batch.items()}
+    assert autopart.plan(model, "tp2", example_kwargs=batch).notes == (
+        "attention by the masks of this call: 2 with its mask as it is",
+    )
 
 
 def test_a_mask_that_is_learned_is_read():

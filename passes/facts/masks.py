@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from autopart.compat import has_values
 from autopart.ir.atoms import BATCH
 from autopart.ir.attention import Band, band_of
 from autopart.ir.facts import ACTIVE, DATA, INPUT, facts
@@ -73,7 +74,7 @@ def _given(trace: Trace) -> dict[fx.Node, torch.Tensor]:
     tensors = {**trace.buffers, **trace.constants}
     inputs = zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True)
     found = dict(inputs) | {n: tensors[n.target] for n in trace.graph.find_nodes(op="get_attr") if n.target in tensors}
-    return {node: tensor for node, tensor in found.items() if not tensor.is_meta}
+    return {node: tensor for node, tensor in found.items() if has_values(tensor)}
 
 
 class _Values:
@@ -98,7 +99,7 @@ class _Values:
             args, kwargs = map_aggregate((args, kwargs), lambda a: cpu if isinstance(a, torch.device) else a)
             try:
                 made[node] = self._of_rows(node, node.target(*args, **kwargs))
-            except RuntimeError:  # a size in its arguments is that of all rows
+            except (RuntimeError, IndexError):  # a number in its arguments is of all rows
                 return None
         found = made[last]
         assert isinstance(found, torch.Tensor)
