@@ -185,7 +185,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
-OPTIONAL = ("memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained")
+OPTIONAL = ("memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained", "causal_block")
 """What a profile may leave out."""
 
 

@@ -80,8 +80,8 @@ def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: 
     """What torch's one kernel makes, and its mask. The device's generator, from which that draws, is left as it was."""
     if not x.numel():
         return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would give `x` itself
-    seeds, salts = seed.reshape(-1).tolist(), () if salt is None else (salt,)
-    packed = struct.pack(f"<{2 + len(shard)}q", *seeds, *salts, *shard)
+    numbers = seed.tolist() if salt is None else (int(seed), salt)
+    packed = struct.pack(f"<{2 + len(shard)}q", *numbers, *shard)
     number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
     generator = _default_generator(x.device)
     before = generator.get_state()
