@@ -395,3 +395,15 @@ def test_layers_hold_parameters_alone():
     assert "compiles nothing" in told(pm.compile)
     pm.train().eval()
     pm.train(model.training).zero_grad()
+
+
+def test_gradients_that_no_ranks_sum_are_added_in_place():
+    """A step holds no second gradient of theirs, however many came before it."""
+    _, pm = made("dp1")
+    pm.step(**batch())
+    first = {name: (p.grad, p.grad.clone()) for name, p in pm.named_parameters()}
+    pm.step(**batch())
+    for name, parameter in pm.named_parameters():
+        grad, once = first[name]
+        assert parameter.grad is grad
+        torch.testing.assert_close(grad, 2 * once, rtol=1e-12, atol=1e-12)
