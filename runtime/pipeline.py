@@ -61,9 +61,10 @@ class StageModule(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.program, self.process, self.compiled, self.tensors = program, process, compile, tensors
-        self.stage = stage = told_of_positions(stage, program, process, self._bind)
+        stage, known = told_of_positions(stage, program, process, self._bind)
+        self.stage = stage
         self.prologue = self._bind(stage.prologue).forward  # not a submodule: it holds nothing that is trained
-        self.masks = Masks(stage, self._bind)
+        self.masks = Masks(stage, self._bind, known)
         self.written: Recent[_Written] = Recent(_MOST_WRITTEN)
         """The stage's graph as it is written for the bands that its masks are."""
         self.graph = self._written(()).graph

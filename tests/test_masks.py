@@ -258,6 +258,18 @@ def test_a_mask_of_positions_is_looked_at_once():
     assert [node.target for node in module.stage.prologue.graph.nodes if node.op == "call_function"] == []
 
 
+def test_masks_that_layers_make_alike_are_made_once(monkeypatch):
+    """Every layer of T5's decoder makes a mask of its own for what it reads of the encoder."""
+    looked_at = []
+    monkeypatch.setattr(masks, "band_of", lambda mask, *scores: looked_at.append(mask) or band_of(mask, *scores))
+    model, batch = zoo.t5(num_layers=4)
+    pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
+    pm.step(**batch)
+    assert len(looked_at) == 3  # the encoder's own, the decoder's own, and that between them
+    pm.step(**batch)
+    assert len(looked_at) == 3
+
+
 @pytest.mark.parametrize(("device", "dtype", "grouped"), [
     ("cpu", torch.float32, True), ("cuda", torch.float32, False), ("cuda", torch.bfloat16, True),
 ])  # fmt: skip

@@ -102,12 +102,16 @@ def _is_given(node: fx.Node) -> bool:
 
 
 def _part(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
-    """The part of a graph that makes these values, of the inputs that it needs."""
+    """The part of a graph that makes these values, of the inputs that it needs. What layers make alike is made once."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    alike: dict[Any, fx.Node] = {}
     needed = _made_for(values)
     for node in module.graph.nodes:
         if node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            made = graph.node_copy(node, copies.__getitem__)
+            copies[node] = alike.setdefault((made.op, made.target, repr(made.args), repr(made.kwargs)), made)
+            if copies[node] is not made:
+                graph.erase_node(made)
     graph.output(tuple(copies[made] for made in values))
     return fx.GraphModule(module, graph)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,17 @@ Bands = tuple[tuple[str, Band], ...]
 
 def told_of_positions(
     stage: Stage, program: Program, process: Process, bind: Callable[[fx.GraphModule], fx.GraphModule]
-) -> Stage:
-    """The stage whose attention is told of the masks that are the same in every call, which it then makes no more."""
+) -> tuple[Stage, frozenset[str]]:
+    """The stage whose attention is told of the masks that are the same in every call, which it then makes no more; and
+    the names of these masks, which need not be looked at again."""
     found, inputs, graph = of_positions(stage)
+    names = frozenset(mask.name for mask in found)
     if not found:
-        return stage
+        return stage, names
     microbatches = stage_arguments(program, inputs, bind(graph)(), process.coordinates)
-    bands = Masks(stage, bind, found).bands(microbatches)
-    return with_bands(stage, dict(set(bands[0]).intersection(*bands)), process.device)
+    others = {mask.name for mask in masks_of(stage)} - names
+    bands = Masks(stage, bind, others).bands(microbatches)
+    return with_bands(stage, dict(set(bands[0]).intersection(*bands)), process.device), names
 
 
 def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Band | None:
@@ -37,12 +40,10 @@ def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Band | None:
 
 
 class Masks:
-    """The masks of one stage, or those `among` them. `bind`: makes a graph of the stage run on this rank."""
+    """The masks of one stage, but those of the names `without`. `bind`: makes a graph of the stage run on this rank."""
 
-    def __init__(
-        self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], among: Sequence[fx.Node] | None = None
-    ):
-        self.calls = {mask: calls for mask, calls in masks_of(stage).items() if among is None or mask in among}
+    def __init__(self, stage: Stage, bind: Callable[[fx.GraphModule], fx.GraphModule], without: Collection[str] = ()):
+        self.calls = {mask: calls for mask, calls in masks_of(stage).items() if mask.name not in without}
         self.make = bind(mask_graph(stage, list(self.calls))) if self.calls else None
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
@@ -62,6 +63,11 @@ class Masks:
         if self.make is None:
             return ()
         made = self.make(**{name: arguments[name] for name in self.reads})
-        bands = [_band(mask, calls) for mask, calls in zip(made, self.calls.values(), strict=True)]
-        names = [mask.name for mask in self.calls]
-        return tuple((name, band) for name, band in zip(names, bands, strict=True) if band is not None)
+        known: dict[Any, Band | None] = {}
+        found = []
+        for (mask, calls), value in zip(self.calls.items(), made, strict=True):
+            key = id(value), frozenset(map(scores_of, calls))
+            if key not in known:
+                known[key] = _band(value, calls)
+            found.append((mask.name, known[key]))
+        return tuple((name, band) for name, band in found if band is not None)
