@@ -140,17 +140,17 @@ def test_verify_of_a_model_on_the_gpu(mesh):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_causal_mask_takes_no_more_than_the_kernel_of_the_module(dtype):
     """With fewer heads of keys too. In bfloat16 that is flash attention; no kernel writes all scores out."""
-    model, batch = zoo.llama(hidden=512, heads=8, kv_heads=2, rows=2, seq=2048, exact=False)
+    model, batch = zoo.llama(hidden=512, heads=8, kv_heads=2, rows=1, seq=4096, exact=False)
     model, batch = on_device(model.to(dtype), batch)
     pm = autopart.parallelize(copy.deepcopy(model), "dp1", example_kwargs=batch)
     pm.step(**batch)
     pm.zero_grad()
-    scores_bytes = 2 * 8 * 2048 * 2048 * dtype.itemsize
+    scores_bytes = 8 * 4096 * 4096 * dtype.itemsize
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         pm.step(**batch)
         torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < 8 * scores_bytes
+    assert torch.cuda.max_memory_allocated() - before < 2 * scores_bytes
     kernels = {event.key for event in profile.key_averages()}
     assert dtype == torch.float32 or any("flash" in name for name in kernels), sorted(kernels)
