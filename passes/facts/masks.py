@@ -21,7 +21,7 @@ from autopart.ir.masks import is_attention, mask_of, scores_of
 from autopart.passes.pipeline import driven
 from autopart.tracing.trace import Trace, batch_size
 
-_LARGEST = 2**27
+_LARGEST = 2**28
 """Elements beyond which a value is not made for a plan, which then takes the mask for one that kernels read."""
 
 
