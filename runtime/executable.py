@@ -172,7 +172,7 @@ class Executable:
         again, once. To all others autograd adds in place."""
         before = {
             parameter: parameter.grad for name, parameter in self.parameters.items()
-            if parameter.grad is not None and (name in self.summed or hooks.see(parameter))
+            if parameter.grad is not None and (name in self.summed or hooks.sees(parameter))
         }  # fmt: skip
         for parameter in before:
             parameter.grad = None

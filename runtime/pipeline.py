@@ -114,10 +114,10 @@ class StageModule(nn.Module):
         count = len(self.stage.inputs)
         arguments = stage_arguments(self.program, self.stage.inputs, values[:count], self.process.coordinates)
         self.bands = self.masks.bands(arguments)
-        graphs = [self._written(bands).names for bands in self.bands]
+        read = [self._written(bands).names for bands in self.bands]
         self.arguments = [
             {name: value for name, value in given.items() if name in names}
-            for given, names in zip(arguments, graphs, strict=True)
+            for given, names in zip(arguments, read, strict=True)
         ]
         self.prologue_updates, self.graph_updates = values[count:], []
 

@@ -219,6 +219,11 @@ def test_a_window_is_run_by_blocks():
     assert [stage_input.name for stage_input in stage.inputs] == ["x_0"]  # the mask is not even held
 
 
+def stage_modules(pm):
+    """The stages of all programs that a module runs on this rank."""
+    return [module for executable in pm._executables._entries.values() for module in executable.modules]
+
+
 def of_positions(made, repeated=True):
     torch.manual_seed(0)
     return Masked(made, repeated).double(), {"x": torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)}
@@ -253,7 +258,7 @@ def test_a_mask_of_positions_is_looked_at_once():
     model, batch = of_positions("from positions")
     pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
     torch.testing.assert_close(pm.step(**batch), model(**batch).detach(), rtol=1e-12, atol=0)
-    (module,) = [module for executable in pm._executables._entries.values() for module in executable.modules]
+    (module,) = stage_modules(pm)
     assert module.masks.make is None
     assert [node.target for node in module.stage.prologue.graph.nodes if node.op == "call_function"] == []
 
@@ -307,8 +312,7 @@ def alternating(mesh):
         pm.zero_grad()
         _, loss, grads = zoo.reference(model, call)
         same_step(pm, call, loss, grads)
-    modules = [module for executable in pm._executables._entries.values() for module in executable.modules]
-    return [len(module.written) for module in modules]
+    return [len(module.written) for module in stage_modules(pm)]
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])

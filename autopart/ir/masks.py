@@ -38,7 +38,7 @@ def _is_of_inputs(mask: fx.Node, stage: Stage) -> bool:
     if facts(mask).get("needs_grad"):
         return False
     inputs = {stage_input.name for stage_input in stage.inputs}
-    for node in _made_for([mask]):
+    for node in made_for([mask]):
         known = {"placeholder": node.target in inputs, "get_attr": node.target in stage.buffers}
         if not known.get(node.op, axis_of(node) is None and not draws_random_numbers(node)):
             return False
@@ -59,7 +59,7 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _hides_scores(node: fx.Node) -> bool:
-    """Whether a call is a `where` of values that have a gradient and of a number as low as there is."""
+    """Whether a call is a `where` of numbers and of one as low as there is."""
     if node.target is not torch.ops.aten.where.ScalarOther or len(shape(node)) < 2:
         return False
     return bool(value(node).is_floating_point() and node.args[2] <= torch.finfo(value(node).dtype).min / 2)
@@ -84,12 +84,12 @@ def of_positions(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.Grap
     made = dict(zip(stage.inputs, stage.prologue.graph.output_node().args[0], strict=False))
     of_nothing = {
         stage_input.name: stage_input for stage_input, value in made.items()
-        if isinstance(value, fx.Node) and not any(map(_is_given, _made_for([value])))
+        if isinstance(value, fx.Node) and not any(map(_is_given, made_for([value])))
     }  # fmt: skip
     found: list[fx.Node] = []
     read: dict[str, StageInput] = {}
     for mask in masks_of(stage):
-        names = [str(n.target) for n in _made_for([mask]) if n.op != "call_function"]
+        names = [str(n.target) for n in made_for([mask]) if n.op != "call_function"]
         if of_nothing.keys() >= set(names):
             found.append(mask)
             read |= {name: of_nothing[name] for name in names}
@@ -105,7 +105,7 @@ def _part(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
     """The part of a graph that makes these values, of the inputs that it needs. What layers make alike is made once."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     alike: dict[Any, fx.Node] = {}
-    needed = _made_for(values)
+    needed = made_for(values)
     for node in module.graph.nodes:
         if node in needed:
             made = graph.node_copy(node, copies.__getitem__)
@@ -116,7 +116,7 @@ def _part(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
+def made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
     """What these values are made of, they themselves included. (Masks are made of few: the graph is not looked at.)"""
     found, todo = set[fx.Node](), list(values)
     while todo:
@@ -148,7 +148,7 @@ def as_traced(program: Program) -> Program:
 
 def _tell_all(stage: Stage, known: Mapping[fx.Node, Band], device: torch.device | None = None) -> Stage:
     """Let the attention of a stage know what its masks are; its graph is written on."""
-    graph, made_for = stage.graph.graph, _made_for(known)
+    graph, of_masks = stage.graph.graph, made_for(known)
     for mask, band in known.items():
         for call in [user for user in mask.users if mask_of(user) is mask]:
             _tell(call, band)
@@ -159,7 +159,7 @@ def _tell_all(stage: Stage, known: Mapping[fx.Node, Band], device: torch.device 
             _group_heads(call)
     if not known:
         return stage
-    _erase_unread(graph, made_for)
+    _erase_unread(graph, of_masks)
     left = {node.target for node in graph.find_nodes(op="placeholder")}
     is_read = [stage_input.name in left for stage_input in stage.inputs]
     inputs = tuple(i for i, read in zip(stage.inputs, is_read, strict=True) if read)
@@ -261,7 +261,7 @@ def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.Graph
     outputs: Any = graph.graph_copy(prologue.graph, {})
     graph.output((*(o for o, read in zip(outputs, is_read, strict=False) if read), *outputs[len(is_read) :]))
     unread = [made for made, read in zip(outputs, is_read, strict=False) if not read and isinstance(made, fx.Node)]
-    _erase_unread(graph, {node for node in _made_for(unread) if not _is_given(node)})
+    _erase_unread(graph, {node for node in made_for(unread) if not _is_given(node)})
     return fx.GraphModule(prologue, graph)
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
@@ -16,8 +15,8 @@ from autopart.compat import has_values
 from autopart.ir.atoms import BATCH
 from autopart.ir.attention import Band, band_of
 from autopart.ir.facts import ACTIVE, DATA, INPUT, facts
-from autopart.ir.graph import argument, draws_random_numbers, is_tensor, reads, tuple_values
-from autopart.ir.masks import is_attention, mask_of, scores_of
+from autopart.ir.graph import argument, draws_random_numbers, is_tensor, tuple_values
+from autopart.ir.masks import is_attention, made_for, mask_of, scores_of
 from autopart.passes.pipeline import driven
 from autopart.tracing.trace import Trace, batch_size
 
@@ -39,10 +38,9 @@ def find_bands(trace: Trace) -> None:
         if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
         and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"]
     }  # fmt: skip
-    edges = reads(trace.graph) if calls else nx.DiGraph()
     given = _given(trace)
     for mask, call in calls.items():
-        nodes = {mask, *nx.descendants(edges, mask)}
+        nodes = made_for([mask])
         if all(node in given if node.op != "call_function" else not draws_random_numbers(node) for node in nodes):
             made = _Values(trace, nodes, given).of(mask)
             band = None if made is None else band_of(made, *scores_of(call))

@@ -109,7 +109,7 @@ class HeldHooks:
             gradient_hooks(parameter).clear()
             accumulation_hooks(parameter).clear()
 
-    def see(self, parameter: Tensor) -> bool:
+    def sees(self, parameter: Tensor) -> bool:
         """Whether a hook is to be given a parameter's gradient."""
         return any(parameter is seen for seen in self._parameters)
 
