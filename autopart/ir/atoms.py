@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import fx
@@ -13,6 +14,7 @@ from autopart.ir.pattern import Pattern
 
 BATCH, FEATURE, DATA_DIM = "batch", "feature", "data"
 """Kinds of atoms: rows of the batch, something of a weight, the rest."""
+_COUNTED = "counted by "
 
 
 class Atom(NamedTuple):
@@ -23,23 +25,36 @@ class Atom(NamedTuple):
 Atoms = tuple[Atom, ...]
 
 
+def counted_atoms(dims: Iterable[Atoms], selection: str) -> Atoms:
+    """What a dim of selected elements is made of: the dims of the mask, of which only rows of the batch may be cut."""
+    kind = _COUNTED + selection
+    return tuple(atom if atom.kind == BATCH else Atom(atom.size, kind) for dim in dims for atom in dim)
+
+
+def selections_in(atoms: Atoms) -> set[str]:
+    """The kinds of the atoms of which nobody knows how many there are."""
+    return {atom.kind for atom in atoms if atom.kind.startswith(_COUNTED)}
+
+
 def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
     """The atoms of every factor of a rule, from the inputs that have it; a weight's word counts over data's."""
     found: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
-            for factor, part in zip(dim, _cut(atoms, [pattern.sizes[f] for f in dim]), strict=True):
+            for factor, part in zip(dim, cut_atoms(atoms, [pattern.sizes[f] for f in dim]), strict=True):
                 if factor not in found or _rank(part) > _rank(found[factor]):
                     found[factor] = part
+                elif len(kinds := selections_in(part) | selections_in(found[factor])) > 1:
+                    found[factor] = (Atom(pattern.sizes[factor], min(kinds)),)  # of two selections: cut on no axis
     return found
 
 
 def _rank(atoms: Atoms) -> int:
     kinds = {atom.kind for atom in atoms}
-    return 2 if FEATURE in kinds else 1 if BATCH in kinds else 0
+    return 3 if selections_in(atoms) else 2 if FEATURE in kinds else 1 if BATCH in kinds else 0
 
 
-def _cut(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
+def cut_atoms(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
     """Cut a dim's atoms into the factors of a rule, e.g. one atom of 32 into 4 and 8."""
     if len(sizes) == 1:
         return [atoms]
@@ -58,5 +73,7 @@ def _cut(atoms: Atoms, sizes: list[int]) -> list[Atoms]:
             need //= take
             if atom.size > take:
                 rest.insert(0, Atom(atom.size // take, atom.kind))
+        if need == 1 and not part and rest and rest[0].size == 1:
+            part.append(rest.pop(0))
         parts.append(tuple(part) or (Atom(size, DATA_DIM),))
     return parts

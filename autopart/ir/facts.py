@@ -49,6 +49,7 @@ class Facts(TypedDict, total=False):
     parameter: bool  # of a placeholder: it stands for one
     repeated_template: tuple[int, int]  # of a block that was traced once: which block, and which of its calls
     repeated_block: int  # of a mark: which repetition of blocks stands here
+    counted: bool  # its size depends on values
 
     # Of the passes that normalise.
     named: str  # what `key` calls it, where it was written in place of another operator

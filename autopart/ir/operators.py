@@ -10,8 +10,8 @@ Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one pri
 
 `size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
 they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
-(`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`), or leave
-out what a mask hides (`window_attention` of `attention.py`).
+(`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`), leave out
+what a mask hides (`window_attention` of `attention.py`), or say where a mask is true (`positions` of `selection.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from autopart.ir import experts
+from autopart.ir import experts, selection
 from autopart.ir.attention import window_attention
 from autopart.ir.layout import CONVERSIONS
 
@@ -163,8 +163,8 @@ autopart_ops = torch.ops.autopart
 
 def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
-    local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention", *experts.OPERATORS]
-    return [*OPERATORS, "all_reduce_max", "axis_index", *local]
+    local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention"]
+    return [*OPERATORS, "all_reduce_max", "axis_index", *local, *experts.OPERATORS, *selection.OPERATORS]
 
 
 def operator_name(node: fx.Node) -> str | None:

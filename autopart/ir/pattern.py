@@ -11,6 +11,8 @@ from torch import fx
 Dim = tuple[str, ...]
 """The factors of one dim, outermost first; `()` for a dim of size 1 that is broadcast."""
 Dims = tuple[Dim, ...]
+SELECTED = "selected"
+"""A factor of size 1 that marks a dim of selected elements: of the others of the dim only some are there."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Pattern:
 
     `whole`: factors that may not be sharded. `linear`: sets of inputs that may all be partial sums together, the
     output then being one too. `lookup`: a factor that may be sharded only by a special local operator
-    (`embedding`, `cross_entropy_loss`). `joined`: factors that are concatenations, with the sizes of their sections
+    (`embedding`, `cross_entropy_loss`). `tied`: the inputs that are positions in a selection (`ir/selection.py`), of elements that lie on the same rank
+    when a factor is cut. `joined`: factors that are concatenations, with the sizes of their sections
     (`cat`, `split_with_sizes`): a dim of such a factor holds all sections or, if it is smaller, one of them. `local`:
     how the call is written for one rank (`passes/rules/local.py`), where it is not the traced one on local operands.
     """
@@ -32,6 +35,7 @@ class Pattern:
     lookup: str = ""
     flops: int = 0
     joined: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tied: frozenset[int] = frozenset()
     local: Callable[..., fx.Node | None] | None = field(default=None, compare=False)
 
     @cached_property
@@ -48,7 +52,7 @@ class Pattern:
     def key(self) -> tuple:
         """Equal for equal patterns, and hashable."""
         sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
-        return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, self.flops, joined
+        return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, self.flops, joined, self.tied
 
 
 def _dim_text(factors: tuple[str, ...]) -> str:

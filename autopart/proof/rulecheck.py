@@ -16,10 +16,10 @@ from autopart.ir.facts import DATA, facts
 from autopart.ir.graph import operators
 from autopart.ir.mesh import Mesh
 from autopart.passes.facts.analyze import annotate
-from autopart.passes.facts.strategies import strategies
+from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.passes.normalize import AS_TRACED, NORMALIZE
 from autopart.passes.pipeline import PassError, run_passes
-from autopart.passes.write.lower import ANY_KIND, lower
+from autopart.passes.write.lower import lower
 from autopart.proof.subject import relative, weights_like
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
 from autopart.runtime.lockstep import run_lockstep

@@ -15,10 +15,9 @@ from autopart.errors import RuleError
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.mesh import Mesh
-from autopart.passes.facts.strategies import strategies
+from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.passes.rules.notation import Rule, parse
 from autopart.passes.rules.registered import REGISTERED, call_text, contracted, has_rule
-from autopart.passes.write.lower import ANY_KIND
 from autopart.proof.candidates import candidates
 from autopart.proof.rulecheck import Proof
 from autopart.tracing.functions import NAMESPACE as FUNCTIONS

@@ -35,8 +35,7 @@ from autopart.ir.graph import DTYPE_NAMES, describe, format_value
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, shard
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.passes.facts.analyze import annotate
-from autopart.passes.facts.strategies import strategies
-from autopart.passes.write.lower import ANY_KIND
+from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.proof.subject import Arrangement, Subject
 from autopart.tracing.trace import Call, Trace
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
+from autopart.compat import TreeSpec, keeping_draws, leaves_with_names, many_elements
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, shape, source_text, spoken_name, value
+from autopart.tracing.counted import with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.entry import PREFIX, Entry, register_dataclasses
 from autopart.tracing.entry import call as call_model
@@ -227,6 +228,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     except Exception as error:  # torch.export raises many kinds; each is reported with the user's own line
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
+    with_known_sizes(traced.graph)
     traced = replace(traced, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
     return _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
@@ -305,13 +307,16 @@ def names_without_loss(names: tuple[str, ...]) -> tuple[str, ...]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch.export's warnings about itself, and without the graph it dumps on stderr when it fails."""
+    """Without torch.export's warnings about itself, and without the graph it dumps on stderr when it fails.
+
+    Sizes that depend on values are many (`many_elements`).
+    """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), redirect_stderr(dumped):
+        with warnings.catch_warnings(), redirect_stderr(dumped), many_elements():
             warnings.simplefilter("ignore", FutureWarning)
             yield
         sys.stderr.write(dumped.getvalue())

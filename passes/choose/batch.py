@@ -6,7 +6,8 @@ with partial gradients, so that all gradients of parameters end as partial sums,
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import operator
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,12 +17,12 @@ from autopart.errors import StageError
 from autopart.ir.atoms import BATCH
 from autopart.ir.decisions import Decisions, Strategy, over_rows
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
-from autopart.ir.graph import describe, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
+from autopart.ir.graph import describe, is_tensor, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, schedule_for
 from autopart.passes.choose.partition import check_batch
-from autopart.passes.facts.strategies import strategies
+from autopart.passes.facts.strategies import can_make_rows, selections_cut, strategies
 from autopart.plans.plan import Schedule
 from autopart.tracing.trace import Trace, batch_size
 
@@ -33,23 +34,63 @@ COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_a
 def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
     """The batch-axis strategy of every operator that depends on a parameter.
 
+    Elements that are selected of a rank's own rows cannot be brought together: ranks have different numbers of them.
+    Where something needs all of them, they are selected of all rows on every rank.
+
     Args:
         graph: annotated.
         num_shards: data-parallel ranks times microbatches.
     """
+    together: set[str] = set()
+    while True:
+        chosen = _choose(graph, num_shards, together)
+        needed = _needed_together(graph, chosen, num_shards) - together
+        if not needed:
+            return chosen
+        together |= needed
+
+
+def _choose(graph: fx.Graph, num_shards: int, together: Set[str]) -> dict[fx.Node, Strategy]:
+    """`choose_batch` with some selections made of all rows."""
     chosen: dict[fx.Node, Strategy] = {}
     whole: set[fx.Node] = set()  # values that an operator before has asked for whole, so that they are there
     known: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
     for node in operators(graph):
         if facts(node)["role"] in (ACTIVE, WEIGHT):
             options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
+            if together:
+                options = tuple([s for s in options if not _cuts(node, s, together)])
             given = tuple([(placement(s, chosen), size_bytes(s), s in whole) for s in sources])
-            key = id(options), given, facts(node)["for_buffers"]  # like nodes share their options
+            key = options if together else id(options), given, facts(node)["for_buffers"]
             if key not in known:
                 known[key] = options, min(options, key=lambda s: _price(node, s, chosen, whole))
             chosen[node] = known[key][1]
             whole.update([s for s, target in zip(sources, chosen[node].inputs, strict=True) if target.is_replicated])
     return chosen
+
+
+def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
+    """Whether a strategy cuts a dim of what is selected by one of these."""
+    parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
+    values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
+    values += [(part, strategy.outputs[source_of(part)[1]]) for part in parts]
+    return any(not selections_cut(made, place).isdisjoint(selections) for made, place in values)
+
+
+def _needed_together(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
+    """The selections of which something needs all elements at once."""
+    found: set[str] = set()
+    for node, strategy in chosen.items():
+        for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
+            at = placement(source, chosen)
+            if at is None:
+                found |= set() if can_make_rows(source, target, num_shards) else selections_cut(source, target)
+            elif at != target:
+                found |= selections_cut(source, at) | selections_cut(source, target)
+    for made in tensor_inputs(graph.output_node()):
+        at = placement(made, chosen)
+        found |= selections_cut(made, at) if at is not None else set()
+    return found
 
 
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:

@@ -11,6 +11,7 @@ from torch import fx
 from autopart.cost.flops import work
 from autopart.cost.stages import Partition, balance
 from autopart.errors import StageError
+from autopart.ir.atoms import selections_in
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.mesh import Mesh
@@ -52,7 +53,8 @@ def num_places(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
 
 
 def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
-    """Bytes that a cut before each operator would send; infinite where a value would cross that has no gradient."""
+    """Bytes that a cut before each operator would send; infinite where a value would cross that has no gradient, or no size that is
+    known before."""
     position = {node: i for i, node in enumerate(nodes)}
     last_use: dict[fx.Node, int] = {}
     values: dict[fx.Node, int] = {}
@@ -65,8 +67,8 @@ def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
     change = np.zeros(len(nodes) + 1)
     blocked = np.zeros(len(nodes) + 1)
     for used, made in values.items():
-        target = change if facts(used)["needs_grad"] else blocked
-        weight = size_bytes(used) if facts(used)["needs_grad"] else 1
+        can_cross = facts(used)["needs_grad"] and not any(map(selections_in, facts(used)["atoms"]))
+        target, weight = (change, size_bytes(used)) if can_cross else (blocked, 1)
         target[made + 1] += weight
         target[last_use[used] + 1] -= weight
     sent, stuck = np.cumsum(change), np.cumsum(blocked)

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autopart.errors import TraceError
-from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, factor_atoms
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, counted_atoms, factor_atoms, selections_in
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
     assign_keys,
@@ -38,7 +38,8 @@ from autopart.ir.graph import (
     value,
 )
 from autopart.ir.layout import Sections
-from autopart.ir.pattern import Pattern
+from autopart.ir.pattern import SELECTED, Pattern
+from autopart.ir.selection import is_counted, is_selection, positions_of
 from autopart.passes.facts.blocks import BlockPosition, places
 from autopart.passes.pipeline import driven
 from autopart.passes.rules import pattern_for
@@ -88,9 +89,20 @@ def annotate(trace: Trace) -> None:
         )
     for node in trace.graph.nodes:
         _offer_sections(node)
+    _leave_sizes_open(trace.graph)
     reads = _reads(trace.graph)
     _share_strategies(trace.graph, reads)
     _find_places(trace.graph, reads)
+
+
+def _leave_sizes_open(graph: fx.Graph) -> None:
+    """Let a view find out by itself how many selected elements there are."""
+    for node in graph.nodes:
+        if node.op == "call_function" and operator_name(node) in ("aten::reshape", "aten::expand"):
+            counted = [bool(selections_in(atoms)) for atoms in facts(node)["atoms"]]
+            if any(counted):
+                sizes = [-1 if is_open else size for size, is_open in zip(node.args[1], counted, strict=True)]
+                node.args = (node.args[0], sizes, *node.args[2:])
 
 
 def _note_host(graph: fx.Graph) -> None:
@@ -129,7 +141,8 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
             known[id(atoms)] = number(("atoms", atoms))
         if id(pattern) not in known:
             known[id(pattern)] = number(("pattern", pattern and pattern.key))
-        own = _shapes(node), facts(node)["needs_grad"], known[id(atoms)], _frozen(facts(node)["sections"])
+        own = (_shapes(node), facts(node)["needs_grad"], known[id(atoms)], _frozen(facts(node)["sections"]),
+               positions_of(node))  # fmt: skip
         values[node] = number((own, _frozen(facts(node)["offered"])))
         if node.op == "call_function":
             inputs = tuple([values[source] for source in tensor_inputs(node)])
@@ -233,8 +246,16 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
                 tuple(atom for f in dim for atom in factors.get(f) or _new_atom(pattern.sizes[f], batch, fresh))
                 for dim in dims
             ]
+            if is_selection(node):
+                atoms = [counted_atoms(atoms, node.name)]
+            if pattern.tied:
+                atoms = [atom if SELECTED in dim else _uncounted(atom) for atom, dim in zip(atoms, dims, strict=True)]
             found.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
     return found[0] if is_tensor(node) else tuple(found)
+
+
+def _uncounted(atoms: Atoms) -> Atoms:
+    return tuple(Atom(atom.size, DATA_DIM) if selections_in((atom,)) else atom for atom in atoms)
 
 
 def _write_atoms(graph: fx.Graph, batch: int) -> None:
@@ -308,10 +329,13 @@ def _resized(atoms: Atoms, size: int) -> Atoms:
     """Atoms of a section of a concatenated dim: the outermost shrinks."""
     if math.prod(a.size for a in atoms) == size:
         return atoms
-    return (Atom(size, atoms[0].kind if atoms else DATA_DIM),)
+    counted = min(selections_in(atoms), default="")
+    return (Atom(size, counted or (atoms[0].kind if atoms else DATA_DIM)),)
 
 
 def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...]:
+    if is_counted(node):
+        return tuple(counted_atoms([(Atom(size, DATA_DIM),)], node.name) for size in v.shape)
     kind = FEATURE if facts(node)["role"] == PARAMETER else DATA_DIM
     made_here = node.op == "placeholder" or (node.op == "call_function" and draws_random_numbers(node))
     inputs_batched = made_here or any(

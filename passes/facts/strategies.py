@@ -16,15 +16,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
 
-from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, factor_atoms
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, counted_atoms, factor_atoms, selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import DATA, INPUT, facts
-from autopart.ir.graph import is_tensor, tensor_inputs, tuple_values
+from autopart.ir.graph import draws_random_numbers, is_tensor, source_of, tensor_inputs, tuple_values
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
 from autopart.ir.pattern import Pattern
+from autopart.ir.selection import is_selection
+from autopart.passes.rules.selections import moves_rows
 
 TENSOR_KINDS = frozenset({FEATURE})
 ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
+ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
 """What may be cut on the tensor axis: features of weights; with sequence parallelism also positions."""
 
 
@@ -47,6 +50,31 @@ def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
     return [o for o in options if not any(d and place == P for d, place in zip(data, o.inputs, strict=True))]
 
 
+def selections_cut(node: fx.Node, place: Placement) -> set[str]:
+    """The selections whose elements a placement of a value cuts."""
+    return selections_in(facts(node)["atoms"][place.dim]) if place.is_shard else set()
+
+
+def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None:
+    """How a value of the inputs alone is made of its inputs' rows; None where it has to be made whole."""
+    source, index = source_of(node)
+    if source.op != "call_function" or draws_random_numbers(source) or not tensor_inputs(source):
+        return None
+    options = strategies(source, num_shards, ANY_KIND)
+    return next((option for option in options if option.outputs[index] == place), None)
+
+
+def can_make_rows(node: fx.Node, place: Placement, num_shards: int) -> bool:
+    """Whether a value of the inputs alone can be made as it is placed: whole values are cut, selections are not."""
+    if not selections_cut(node, place):
+        return True
+    strategy = rows_of(node, place, num_shards)
+    inputs = tensor_inputs(source_of(node)[0])
+    return strategy is not None and all(
+        can_make_rows(used, at, num_shards) for used, at in zip(inputs, strategy.inputs, strict=True)
+    )
+
+
 def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[Strategy]:
     sources = tensor_inputs(node)
     num_outputs = len(tuple_values(node))
@@ -66,12 +94,16 @@ def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[S
 
 def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset) -> Iterator[Strategy]:
     atoms = factor_atoms(node, pattern)
+    if is_selection(node):
+        atoms = {factor: counted_atoms([found], node.name) for factor, found in atoms.items()}
     for dims in pattern.outputs:  # a factor that only the output has (`expand`) carries the atoms made for it
         for dim, found in zip(dims, output_atoms(node), strict=True):
             if len(dim) == 1:
                 atoms.setdefault(dim[0], found)
         break
-    given, made = [n.meta["val"].shape for n in tensor_inputs(node)], [v.shape for v in tuple_values(node)]
+    sources = tensor_inputs(node)
+    given, made = [n.meta["val"].shape for n in sources], [v.shape for v in tuple_values(node)]
+    apart = _taken_apart(sources, pattern)
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
@@ -80,13 +112,24 @@ def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kind
                 continue  # a rank's rows of a table are known by the first one
             inputs = _places(pattern.inputs, given, factor, sections, pattern)
             outputs = _places(pattern.outputs, made, factor, sections, pattern)
-            if inputs is None or outputs is None:
+            if inputs is None or outputs is None or factor in apart:
+                continue
+            if any(p.is_shard and moves_rows(node, i, sources[i], pattern) for i, p in enumerate(inputs)):
                 continue
             yield Strategy(
                 tuple(p if p.is_shard else (R_GRAD_P if grad else R) for p, grad in zip(inputs, grads, strict=True)),
                 tuple(p if p.is_shard else _unsharded_output(pattern, factor) for p in outputs),
                 factor,
             )
+
+
+def _taken_apart(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
+    """The factors of dims of selected elements that a view splits: nobody knows whose element is where."""
+    if pattern.tied:
+        return set()
+    dims = [(dim, atoms) for dims, source in zip(pattern.inputs, sources, strict=True)
+            for dim, atoms in zip(dims, facts(source)["atoms"], strict=True)]  # fmt: skip
+    return {factor for dim, atoms in dims if len(dim) > 1 and selections_in(atoms) for factor in dim}
 
 
 def output_atoms(node: fx.Node) -> tuple:

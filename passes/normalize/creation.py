@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import argument, operator_name, shape, value
+from autopart.ir.selection import is_counted
 from autopart.passes.pipeline import on_calls
 
 from .new_calls import emit, replace
@@ -49,7 +50,7 @@ def plain_creation(graph: fx.Graph, node: fx.Node) -> None:
     """`x.new_zeros(shape)` and the like become `full`, which depends on no other value; what is not set yet is zero."""
     fill = _FILLED[operator_name(node)]
     fill = argument(node, "fill_value") if fill is None else fill
-    if isinstance(fill, fx.Node):
+    if isinstance(fill, fx.Node) or is_counted(node):
         return
     made = value(node)
     with graph.inserting_before(node):

@@ -11,6 +11,7 @@ from torch import fx
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
+from autopart.ir.selection import is_counted
 from autopart.passes.pipeline import on_calls
 
 from .new_calls import emit, replace
@@ -35,6 +36,8 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
     hand. New running statistics (Ioffe and Szegedy 2015, the variance unbiased) are computed from the same values.
     """
     name = operator_name(node)
+    if is_counted(node):  # of selected rows, whose number is not known: torch's own, on all of them
+        return
     with graph.inserting_before(node):
         if name == _EVAL:
             *tensors, momentum, eps = node.args

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -18,9 +19,12 @@ def names(count: int, prefix: str = "d") -> list[Dim]:
     return [(f"{prefix}{i}",) for i in range(count)]
 
 
-def pattern(node: fx.Node, inputs: Sequence, outputs: Sequence, whole: Sequence[str] = (), **options: Any) -> Pattern:
-    """The pattern of these factors, their sizes read from the shapes of the call."""
-    sizes: dict[str, int] = {}
+def pattern(
+    node: fx.Node, inputs: Sequence, outputs: Sequence, whole: Sequence[str] = (),
+    known: Mapping[str, int] = MappingProxyType({}), **options: Any,
+) -> Pattern:  # fmt: skip
+    """The pattern of these factors, their sizes read from the shapes of the call, but for those that are `known`."""
+    sizes = dict(known)
     shapes = [shape(n) for n in tensor_inputs(node)] + output_shapes(node)
     for dims, sizes_of in zip((*inputs, *outputs), shapes, strict=True):
         for dim, size in zip(dims, sizes_of, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,6 +12,7 @@ from autopart.ir.graph import argument, shape, tensor_inputs, value
 from autopart.ir.pattern import Dim, Pattern
 
 from .factors import UNARY_LINEAR, names, pattern
+from .selections import tie
 
 
 def gather(node: fx.Node) -> Pattern | None:
@@ -54,8 +56,9 @@ def index_select(node: fx.Node) -> Pattern | None:
     if not dims or not shape(node.args[2]):
         return None
     at = argument(node, "dim") % len(dims)
-    output = [("places",) if i == at else d for i, d in enumerate(dims)]
-    return pattern(node, [dims, [("places",)]], [output], [dims[at][0]], linear=UNARY_LINEAR)
+    dims, places, whole, tied = _along(node, dims, at, node.args[2])
+    output = [places if i == at else d for i, d in enumerate(dims)]
+    return pattern(node, [dims, [places]], [output], whole, linear=UNARY_LINEAR, **tied)
 
 
 def index_write(node: fx.Node) -> Pattern | None:
@@ -65,9 +68,20 @@ def index_write(node: fx.Node) -> Pattern | None:
     if not dims or not shape(inputs[1]):
         return None
     at = argument(node, "dim") % len(dims)
-    given = [[("places",) if i == at else d for i, d in enumerate(dims)] if shape(n) else [] for n in inputs[2:]]
+    dims, places, whole, tied = _along(node, dims, at, inputs[1])
+    given = [[places if i == at else d for i, d in enumerate(dims)] if shape(n) else [] for n in inputs[2:]]
     linear = ((0, 2),) if len(inputs) == 3 else ()
-    return pattern(node, [dims, [("places",)], *given], [dims], [dims[at][0], "places"], linear=linear)
+    whole = [*whole, "places"] if places == ("places",) else whole
+    return pattern(node, [dims, [places], *given], [dims], whole, linear=linear, **tied)
+
+
+def _along(node: fx.Node, dims: list[Dim], at: int, index: fx.Node) -> tuple[list[Dim], Dim, list[str], dict[str, Any]]:
+    """The factors of a tensor that is read or written along a dim, of the places, which stay whole, and options."""
+    tied = tie(shape(node.args[0]), {at: index})
+    if tied is None:
+        return dims, ("places",), [dims[at][0]], {}
+    dims = [tied.dims.get(i, d) for i, d in enumerate(dims)]
+    return dims, tied.selected, [], {"tied": frozenset({1}), "known": tied.sizes}
 
 
 def index(node: fx.Node) -> Pattern | None:
@@ -75,8 +89,8 @@ def index(node: fx.Node) -> Pattern | None:
     found = _places(node)
     if found is None:
         return None
-    dims, places, read, whole = found
-    return pattern(node, [dims, *places], [read], whole, linear=UNARY_LINEAR)
+    dims, places, read, whole, tied = found
+    return pattern(node, [dims, *places], [read], whole, linear=UNARY_LINEAR, **tied)
 
 
 def index_put(node: fx.Node) -> Pattern | None:
@@ -84,7 +98,7 @@ def index_put(node: fx.Node) -> Pattern | None:
     found = _places(node)
     if found is None:
         return None
-    dims, places, written, whole = found
+    dims, places, written, whole, tied = found
     sizes = shape(tensor_inputs(node)[-1])
     full = _index_shape(node)
     given = [
@@ -93,20 +107,22 @@ def index_put(node: fx.Node) -> Pattern | None:
             written[len(written) - len(sizes) :], sizes, full[len(full) - len(sizes) :], strict=True
         )
     ]
-    whole += [d[0] for own in places for d in own if d]
+    if not tied:
+        whole += [d[0] for own in places for d in own if d]
     last = len(places) + 1
-    return pattern(node, [dims, *places, given], [dims], whole, linear=((0, last),))
+    return pattern(node, [dims, *places, given], [dims], whole, linear=((0, last),), **tied)
 
 
-def _places(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str]] | None:
-    """Factors of the indexed tensor, of every index, and of what is read, and which stay whole."""
+def _places(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str], dict[str, Any]] | None:
+    """Factors of the indexed tensor, of every index, and of what is read, which stay whole, and options."""
     before = shape(node.args[0])
     given = {i: n for i, n in enumerate(node.args[1]) if n is not None}
     if not given or any(value(n).dtype in (torch.bool, torch.uint8) for n in given.values()):
         return None
     dims = names(len(before))
+    tied = tie(before, given)
     common = torch.broadcast_shapes(*(shape(n) for n in given.values()))
-    shared = names(len(common), "at")
+    shared = names(len(common), "at") if tied is None else [tied.selected]
     places = [
         [d if size == full else () for d, size, full in zip(shared[-len(own) :], own, common[-len(own) :], strict=True)]
         if (own := shape(n))
@@ -116,16 +132,21 @@ def _places(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[
     first, last = min(given), max(given)
     rest = [d for i, d in enumerate(dims) if i not in given]
     at = first if last - first + 1 == len(given) else 0  # places side by side stay where they are, else they come first
-    return dims, places, [*rest[:at], *shared, *rest[at:]], [dims[i][0] for i in given]
+    read = [*rest[:at], *shared, *rest[at:]]
+    if tied is None:
+        return dims, places, read, [dims[i][0] for i in given], {}
+    whole = [dims[i][0] for i in given if i not in tied.dims]
+    dims = [tied.dims.get(i, d) for i, d in enumerate(dims)]
+    return dims, places, read, whole, {"tied": frozenset(range(1, len(places) + 1)), "known": tied.sizes}
 
 
 def _index_shape(node: fx.Node) -> tuple[int, ...]:
     """The shape of what `index` with the arguments of this `index_put` would read."""
-    dims, places, read, _ = _places(node) or ([], [], [], [])
-    sizes = dict(zip((d[0] for d in dims), shape(node.args[0]), strict=True))
+    dims, places, read, *_ = _places(node) or ([], [], [])
+    sizes = dict(zip(dims, shape(node.args[0]), strict=True))
     for own, n in zip(places, [n for n in node.args[1] if n is not None], strict=True):
-        sizes |= {d[0]: size for d, size in zip(own, shape(n), strict=True) if d}
-    return tuple(sizes.get(d[0], 1) for d in read)
+        sizes |= {d: size for d, size in zip(own, shape(n), strict=True) if d}
+    return tuple(sizes.get(d, 1) for d in read)
 
 
 def searchsorted(node: fx.Node) -> Pattern | None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import value
+from autopart.ir.selection import positions_of
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ class Kinds:
         self._known: dict[Hashable, Any] = {}
 
     def once(self, node: fx.Node, find: Callable[[fx.Node], T]) -> T:
-        """What `find` gives for calls like this one; it may read operator, arguments, shapes and dtypes alone."""
+        """What `find` gives for calls like this one; it may read operator, arguments, shapes, dtypes and `positions_of` alone."""
         key = find, self.of(node)
         if key not in self._known:
             self._known[key] = find(node)
@@ -46,7 +47,7 @@ class Kinds:
 
     def _argument(self, argument: Any, places: dict[fx.Node, int]) -> Hashable:
         if isinstance(argument, fx.Node):
-            return places.setdefault(argument, len(places)), self.form(value(argument))
+            return places.setdefault(argument, len(places)), self.form(value(argument)), positions_of(argument)
         if isinstance(argument, (list, tuple)):
             return type(argument), *[self._argument(item, places) for item in argument]
         if isinstance(argument, dict):

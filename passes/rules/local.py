@@ -76,6 +76,7 @@ def shape_argument(call: LocalCall) -> fx.Node:
     """The second argument names the output's shape: the local one."""
     layout, full = call.output_layout(), shape(call.node)
     local = local_shape(full, layout, call.sizes)
+    local = [-1 if given == -1 else size for given, size in zip(call.node.args[1], local, strict=True)]
     for axis, place in layout.items():
         if place.is_shard and full[place.dim] % call.sizes[axis] and not place.sections:
             local[place.dim] = -1  # shards of unequal sizes

@@ -12,7 +12,7 @@ from torch import fx
 from autopart.ir.facts import CostNotes
 from autopart.ir.pattern import Pattern
 
-from . import dropout, equations, indexing, joins, lookups, norms, recurrent, reductions, views, windows
+from . import dropout, equations, indexing, joins, lookups, norms, recurrent, reductions, selections, views, windows
 from .conditions import (
     adds_to_itself,
     gradients_as_they_are,
@@ -179,6 +179,7 @@ SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::searchsorted": indexing.searchsorted,
     "aten::bucketize": indexing.searchsorted,
     "aten::isin": indexing.isin,
+    "autopart::positions": selections.positions,
     # recurrent layers
     "aten::lstm": recurrent.recurrent,
     "aten::gru": recurrent.recurrent,

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autopart.errors import InputError, OptionError
-from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE
+from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
@@ -48,7 +48,7 @@ from autopart.ir.program import (
 from autopart.passes.choose.recompute import region_marker
 from autopart.passes.choose.storage import stored_tensors
 from autopart.passes.dump import program_files
-from autopart.passes.facts.strategies import strategies
+from autopart.passes.facts.strategies import rows_of
 from autopart.passes.pipeline import driven
 from autopart.passes.rules import local_form
 from autopart.passes.rules.dropout import can_draw
@@ -61,9 +61,6 @@ aten = torch.ops.aten
 
 CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band")
 """The facts of a traced node that those written for it have too."""
-
-ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
-
 
 @driven(files=program_files)
 def lower(
@@ -316,20 +313,19 @@ class _Writer:
 
     def _rows(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
         """Compute only the rows asked for, where the operator's rule allows it."""
-        if node.op != "call_function" or node.target is operator.getitem or draws_random_numbers(node):
-            return None
         shards = math.prod(self.sizes[axis] for axis in self.row_axes)
-        options = [s for s in strategies(node, shards, ANY_KIND) if s.outputs == (batch,)]
-        if not options or not tensor_inputs(node):
+        strategy = rows_of(node, batch, shards)
+        if strategy is None:
             return None
-        strategy = options[0]
+        source, index = source_of(node)
         positions = iter(strategy.inputs)
 
         def local(used: fx.Node) -> fx.Node:
             return self.get(used, self.key(used, dict.fromkeys(self.row_axes, next(positions))), stage)
 
-        args, kwargs = fx.map_arg((node.args, node.kwargs), local)
-        return self._write_local(node, args, kwargs, dict.fromkeys(self.row_axes, strategy), stage)
+        args, kwargs = fx.map_arg((source.args, source.kwargs), local)
+        made = self._write_local(source, args, kwargs, dict.fromkeys(self.row_axes, strategy), stage)
+        return made if source is node else self.emitter(stage, node)(operator.getitem, made, index)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
         """A keyword input of the stage graph, computed whole by its prologue and cut by the runtime."""
@@ -397,6 +393,7 @@ class _Writer:
         cut = source if source.is_shard else target
         if not cut.is_shard:
             return emit(operation, made, axis)
+        assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
         size, sections = self._over_other_axes(node, current, axis, cut)
         return emit(operation, made, axis, cut.dim, size, list(sections))
 

@@ -1,0 +1,231 @@
+"""Sizes that depend on values, in a form that needs no value when the graph is planned.
+
+`torch.export` gives `torch.where(mask)`, `nonzero` and `x[mask]` a size that is not known (`u0`). Here every selection
+becomes `autopart::positions`, whose size in the trace is the most that there can be. What is made of it has the sizes
+that follow (`counted` in its facts), and a mean over it is a sum over the number there are. Numbers that depend on
+values become tensors (`numbers.py`).
+
+What is left with a size that nobody knows (`unique`, a slice up to a number) is for the caller to refuse.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopart.compat import Symbol, expression, is_operator, with_sizes
+from autopart.ir.facts import facts
+from autopart.ir.graph import argument, is_tensor, operator_name, shape, tensor_inputs, tuple_values, value
+from autopart.ir.selection import POSITIONS, is_counted
+from autopart.tracing.numbers import Numbers, added, is_number, is_open
+
+aten = torch.ops.aten
+
+_CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
+_VIEWS = {"view", "reshape", "_unsafe_view", "expand"}
+_FILLS = {"zeros": 0, "ones": 1, "full": None, "new_zeros": 0, "new_ones": 1, "new_full": None, "empty": 0,
+          "new_empty": 0}  # fmt: skip
+_BY_LABELS = {"aten::cross_entropy_loss", "aten::nll_loss_nd"}
+_NONE, _MEAN = 0, 1
+
+
+def with_known_sizes(graph: fx.Graph) -> None:
+    """Give every selection of a traced graph the most elements that it can have, and make numbers tensors.
+
+    Raises TraceError where a number that depends on values is used as what no tensor can be.
+    """
+    if any(is_open(made) for node in graph.nodes for made in tuple_values(node)):
+        _Rewriter(graph).run()
+
+
+class _Rewriter:
+    """Goes through a graph in order: what a node reads has its new value already."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.numbers = Numbers(graph, self._count)
+        self.traced: dict[fx.Node, Any] = {}  # values as torch gives them, with its symbols
+        self.sizes: dict[Symbol, int] = {}
+        self.masks: dict[Symbol, fx.Node] = {}
+        self.positions: dict[Hashable, fx.Node] = {}  # by what the mask is
+        self.keys: dict[fx.Node, Hashable] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and operator_name(node) not in _CHECKS and not is_number(node):
+                with self.graph.inserting_before(node):
+                    self._write(node)
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "call_function" and (operator_name(node) in _CHECKS or _is_unused_number(node)):
+                self.graph.erase_node(node)
+
+    def _write(self, node: fx.Node) -> None:
+        traced = value(node)
+        reads_counted = any(map(is_counted, node.all_input_nodes))
+        if not reads_counted and not any(map(is_number, tensor_inputs(node))) and not any(map(is_open, _tensors(traced))):
+            return
+        made = self._selection(node) or self._sized(node) or self._mean(node) or node
+        if made is node and any(map(is_number, tensor_inputs(node))):
+            made = self.numbers.call_with_tensors(node)
+        if made is node:
+            is_part = node.target is operator.getitem
+            node.meta["val"] = value(node.args[0])[node.args[1]] if is_part else with_sizes(traced, self.sizes)
+        else:
+            node.replace_all_uses_with(made)
+            self.graph.erase_node(node)
+        self.traced[made] = traced
+        facts(made)["counted"] = any(map(is_open, _tensors(traced)))
+
+    def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return added(self.graph, like, target, *args, **kwargs)
+
+    # Selections
+
+    def _selection(self, node: fx.Node) -> fx.Node | None:
+        """What `where(mask)`, `nonzero`, `x[mask]` and the like are of `positions`; None for anything else."""
+        name = operator_name(node)
+        if node.target is aten.where.default or name == "aten::nonzero_numpy":
+            return self._positions(node, node.args[0])
+        if name in ("aten::nonzero", "aten::argwhere"):
+            return self._call(node, aten.stack.default, self._places(node, node.args[0]), 1)
+        if name == "aten::masked_select":
+            both = self._call(node, aten.broadcast_tensors.default, list(node.args[:2]))
+            source, mask = (self._call(node, operator.getitem, both, i) for i in range(2))
+            return self._call(node, aten.index.Tensor, source, self._places(node, mask))
+        if name in ("aten::index", "aten::index_put") and any(map(_is_mask, node.args[1])):
+            places = [p for used in node.args[1] for p in (self._places(node, used) if _is_mask(used) else [used])]
+            return self._call(node, node.target, node.args[0], places, *node.args[2:], **node.kwargs)
+        return None
+
+    def _places(self, node: fx.Node, mask: fx.Node) -> list[fx.Node]:
+        """For every dim of a mask the indices of what it selects."""
+        found = self._positions(node, mask)
+        parts = {part.args[1]: part for part in found.users}
+        return [parts.get(i) or self._place(node, found, i) for i in range(len(shape(mask)))]
+
+    def _place(self, node: fx.Node, found: fx.Node, dim: int) -> fx.Node:
+        place = self._call(node, operator.getitem, found, dim)
+        facts(place)["counted"] = True
+        return place
+
+    def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
+        """Where a mask is true: found once for masks that are computed alike."""
+        key = self._key(mask)
+        if key not in self.positions:
+            chosen = mask if value(mask).dtype == torch.bool else self._call(node, aten.ne.Scalar, mask, 0)
+            self.positions[key] = self._call(node, POSITIONS, chosen)
+            facts(self.positions[key])["counted"] = True
+        found = self.positions[key]
+        for size in (size for made in _tensors(value(node)) for size in made.shape):
+            if isinstance(symbol := expression(size), Symbol) and symbol not in self.sizes:
+                self.sizes[symbol], self.masks[symbol] = value(mask).numel(), found.args[0]
+        return found
+
+    def _key(self, made: Any) -> Hashable:
+        """Equal for values that are computed alike."""
+        if isinstance(made, (list, tuple)):
+            return tuple(map(self._key, made))
+        if not isinstance(made, fx.Node) or made.op != "call_function":
+            return made
+        if made not in self.keys:
+            random = torch.Tag.nondeterministic_seeded in getattr(made.target, "tags", ())
+            named = tuple((name, self._key(passed)) for name, passed in made.kwargs.items())
+            self.keys[made] = made if random else (made.target, self._key(made.args), named)
+        return self.keys[made]
+
+    # Sizes
+
+    def _sized(self, node: fx.Node) -> fx.Node | None:
+        """What is given a size that is known now: of a view the size, a new tensor like another one of that size."""
+        name = operator_name(node).removeprefix("aten::")
+        if name in _VIEWS:
+            node.args = (node.args[0], fx.map_arg(node.args[1], self._known), *node.args[2:])
+            return None
+        if name not in _FILLS and name != "arange":
+            return None
+        symbols = [expression(size) for size in value(node).shape]
+        open_symbols = [symbol for symbol in symbols if isinstance(symbol, Symbol)]
+        if not open_symbols or any(s not in self.masks for s in open_symbols):
+            return None
+        like = self._of_sizes(node, symbols)
+        made = value(node)
+        if name == "arange":
+            start, step = argument(node, "start") or 0, argument(node, "step") or 1
+            if isinstance(start, fx.Node) or isinstance(step, fx.Node):
+                return None
+            ones = self._call(node, aten.ones_like.default, like, dtype=made.dtype)
+            counted = self._call(node, aten.sub.Tensor, self._call(node, aten.cumsum.default, ones, 0), 1)
+            return self._call(node, aten.add.Tensor, self._call(node, aten.mul.Tensor, counted, step), start)
+        fill = argument(node, "fill_value") if _FILLS[name] is None else _FILLS[name]
+        return self._call(node, aten.full_like.default, like, fill, dtype=made.dtype)
+
+    def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node:
+        """A tensor of sizes that are counts or known."""
+        like = None
+        for i, size in enumerate(sizes):
+            if not isinstance(size, Symbol):
+                continue
+            mask = self.masks[size]
+            column = self._places(node, mask)[0]
+            column = self._call(node, aten.reshape.default, column, [-1 if j == i else 1 for j in range(len(sizes))])
+            like = column if like is None else self._call(node, aten.add.Tensor, like, column)
+        whole = [-1 if isinstance(size, Symbol) else int(size) for size in sizes]
+        assert like is not None
+        return self._call(node, aten.expand.default, like, whole)
+
+    def _known(self, number: fx.Node) -> Any:
+        """A size that is a number in the trace as what it is at most; as it was where nobody knows."""
+        known = with_sizes(value(number), self.sizes)
+        return known if isinstance(known, int) else number
+
+    def _count(self, line: fx.Node, symbol: Symbol) -> fx.Node | None:
+        """How many elements a selection has, as a tensor."""
+        mask = self.masks.get(symbol)
+        return None if mask is None else self._call(line, aten.sum.default, mask)
+
+    # Means
+
+    def _mean(self, node: fx.Node) -> fx.Node | None:
+        """A mean over elements whose number depends on values, as a sum over the number."""
+        name = operator_name(node)
+        reduces = is_operator(node.target) and name not in _BY_LABELS and argument(node, "reduction") == _MEAN
+        if name != "aten::mean" and not reduces:
+            return None
+        source = node.args[0]
+        sizes = [expression(size) for size in self.traced.get(source, value(source)).shape]
+        if reduces:
+            names = [declared.name for declared in node.target._schema.arguments]
+            place = names.index("reduction")
+            args = [_NONE if i == place else given for i, given in enumerate(node.args)]
+            kwargs = {k: given for k, given in node.kwargs.items() if k != "reduction"}
+            kwargs |= {"reduction": _NONE} if len(args) <= place else {}
+            total = self._call(node, aten.sum.default, self._call(node, node.target, *args, **kwargs))
+        elif node.target is aten.mean.default:
+            total = self._call(node, aten.sum.default, source, **node.kwargs)
+        else:
+            dims = argument(node, "dim")
+            total = self._call(node, aten.sum.dim_IntList, *node.args, **node.kwargs)
+            sizes = [size for i, size in enumerate(sizes) if i in {d % len(sizes) for d in dims}] if dims else sizes
+        number = 1
+        for size in sizes:
+            number = number * size
+        if not any(isinstance(size, Symbol) or not isinstance(size, int) for size in sizes):
+            return None
+        count = self.numbers.size(number, node)
+        return self._call(node, aten.div.Tensor, total, count)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, fx.Node) and value(index).dtype in (torch.bool, torch.uint8)
+
+
+def _is_unused_number(node: fx.Node) -> bool:
+    return not node.users and is_number(node)
+
+
+def _tensors(made: Any) -> list[Tensor]:
+    return [leaf for leaf in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(leaf, Tensor)]
