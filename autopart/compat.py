@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401 - its code is written late
+from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -29,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 GRAD_MODE = torch._C._set_grad_enabled
@@ -478,11 +480,28 @@ def many_elements() -> Iterator[None]:
                 raise
             return known
 
+    divide: Any = vars(PythonReferenceAnalysis).get("int_truediv")  # it fails on what a graph is made of
     ShapeEnv.evaluate_expr = answer  # type: ignore[method-assign, assignment]
+    PythonReferenceAnalysis.int_truediv = staticmethod(operator.truediv)  # type: ignore[method-assign]
     try:
         yield
     finally:
         ShapeEnv.evaluate_expr = ask  # type: ignore[method-assign]
+        if divide is None:
+            del PythonReferenceAnalysis.int_truediv
+        else:
+            PythonReferenceAnalysis.int_truediv = divide
+
+
+@contextmanager
+def all_selected() -> Iterator[None]:
+    """Inside, a mask without values is taken to be true everywhere."""
+    before = shapes_config.meta_nonzero_assume_all_nonzero
+    shapes_config.meta_nonzero_assume_all_nonzero = True
+    try:
+        yield
+    finally:
+        shapes_config.meta_nonzero_assume_all_nonzero = before
 
 
 _MANY = 1_000_003

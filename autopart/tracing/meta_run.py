@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopart.compat import TorchDispatchMode, exporting, tree_map
+from autopart.compat import TorchDispatchMode, all_selected, exporting, tree_map
 
 _SMALL = 2**16
 """Entries of the largest tensor that is real."""
@@ -30,7 +30,7 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 @contextmanager
 def meta_run(device: torch.device) -> Iterator[None]:
     """Inside, operators on tensors of the meta device run as described above; these say that they are on `device`."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), _Forms(), _Placed(device):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), exporting(), all_selected(), _Forms(), _Placed(device):
         yield
 
 
