@@ -24,6 +24,7 @@ from autopart.passes.choose.recompute import recompute_notes
 from autopart.passes.choose.sizes import size_notes
 from autopart.passes.choose.unsharded import unsharded
 from autopart.passes.facts.masks import mask_notes
+from autopart.passes.facts.selections import selection_notes
 from autopart.plan_checks import identity_of
 from autopart.plans.plan import Explainer, Plan
 
@@ -50,7 +51,8 @@ def plan_of(
     traced, mesh, schedule, hardware = problem.trace, problem.mesh, problem.schedule, problem.hardware
     pinned = next(iter(problem.pinned.values()), FREE).operators
     own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, problem.zero),
-                 *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced))  # fmt: skip
+                 *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced),
+                 *selection_notes(traced))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": kind, **identity_of(traced.parameters), "mode": traced.mode}
     if traced.autocast:

@@ -33,6 +33,7 @@ from autopart.passes.choose.recompute import check_recompute, recompute_of_check
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.masks import find_bands
+from autopart.passes.facts.selections import share_selections
 from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
 from autopart.passes.pipeline import run_passes
 from autopart.passes.write.lower import lower
@@ -82,6 +83,7 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
     traced = with_gradients_checked(model, arguments, traced, find_loss(traced))
     annotate(traced)
     find_bands(traced)
+    share_selections(traced)
     return traced
 
 

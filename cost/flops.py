@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,8 @@ def work(node: fx.Node) -> float:
         return float(flops)
     if facts(node)["moves"]:
         return 0.0
-    return float(sum(v.numel() for v in tuple_values(node) if hasattr(v, "numel")))
+    share = math.prod(facts(node).get("shares", {}).values())
+    return share * sum(v.numel() for v in tuple_values(node) if hasattr(v, "numel"))
 
 
 def matrix_work(node: fx.Node) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections import Counter
@@ -67,7 +68,9 @@ def is_floating(node: fx.Node) -> bool:
 
 
 def size_bytes(node: fx.Node) -> int:
-    return value(node).numel() * value(node).element_size() if is_tensor(node) else 0
+    if not is_tensor(node):
+        return 0
+    return int(value(node).numel() * value(node).element_size() * math.prod(facts(node).get("shares", {}).values()))
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:

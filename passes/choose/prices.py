@@ -8,6 +8,7 @@ depends on its layout here, and is a part of that price: one programme chooses f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, field, replace
@@ -194,7 +195,8 @@ class Prices:
         if facts(node)["role"] == WEIGHT:
             return 0.0
         shares = [1 / self.num_shards if p.is_shard else 1 for p in option.outputs]
-        sizes = [v.numel() * v.element_size() for v in tuple_values(node)]
+        share = math.prod(facts(node).get("shares", {}).values())
+        sizes = [v.numel() * v.element_size() * share for v in tuple_values(node)]
         written = sum(size * share for size, share in zip(sizes, shares, strict=True)) / _row_shards(node, self.step)
         return self.step.microbatches * written / self.hardware.memory_bytes_per_s
 

@@ -38,14 +38,22 @@ def find_bands(trace: Trace) -> None:
         if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
         and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"]
     }  # fmt: skip
-    given = _given(trace)
     for mask, call in calls.items():
-        nodes = made_for([mask])
-        if all(node in given if node.op != "call_function" else not draws_random_numbers(node) for node in nodes):
-            made = _Values(trace, nodes, given).of(mask)
-            band = None if made is None else band_of(made, *scores_of(call))
-            if band is not None:
-                facts(mask)["band"] = band
+        made = values_in_call(trace, mask)
+        band = None if made is None else band_of(made, *scores_of(call))
+        if band is not None:
+            facts(mask)["band"] = band
+
+
+def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:
+    """A value that the inputs alone decide, in the traced call; of equal rows of the batch one, unless `all_rows`.
+
+    None where something that it is made of has no values, or is random or too large.
+    """
+    given, nodes = _given(trace), made_for([node])
+    if all(n in given if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
+        return _Values(trace, nodes, given, all_rows).of(node)
+    return None
 
 
 def mask_notes(trace: Trace) -> list[str]:
@@ -78,10 +86,11 @@ def _given(trace: Trace) -> dict[fx.Node, torch.Tensor]:
 class _Values:
     """Values of a trace on the CPU, of as many rows of the batch as there are that differ: of equal ones the first."""
 
-    def __init__(self, trace: Trace, nodes: set[fx.Node], given: Mapping[fx.Node, torch.Tensor]):
+    def __init__(self, trace: Trace, nodes: set[fx.Node], given: Mapping[fx.Node, torch.Tensor], all_rows: bool):
         self.nodes, self.given, self.size = [n for n in trace.graph.nodes if n in nodes], given, batch_size(trace)
         read = [given[n].cpu() for n in self.nodes if n.op == "placeholder" and self._row_dims(n) == [0]]
         self.rows = _unlike(read) if read else torch.zeros(1, dtype=torch.long)
+        self.rows = torch.arange(self.size) if all_rows else self.rows
 
     @torch.no_grad()
     def of(self, last: fx.Node) -> torch.Tensor | None:

@@ -188,6 +188,8 @@ class _Writer:
         full = value(origin)
         if isinstance(full, torch.Tensor):
             local = local_shape(full.shape, dict(layout), self.sizes)
+            for dim, share in facts(origin).get("shares", {}).items():
+                local[dim] = math.ceil(local[dim] * share)
             form = tuple(local), full.dtype
             if form not in self.empty:
                 self.empty[form] = torch.empty(local, dtype=full.dtype, device="meta")
