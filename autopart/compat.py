@@ -465,20 +465,29 @@ def symbolic_functions() -> dict[Any, str]:
     return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
 
 
+def free_symbols(size: Any) -> set[Symbol]:
+    """torch's symbols in a size."""
+    return getattr(expression(size), "free_symbols", set())
+
+
 @contextmanager
-def many_elements() -> Iterator[None]:
+def many_elements(may_assume: Callable[[types.FrameType], bool]) -> Iterator[None]:
     """Inside, torch's own code that asks a trace whether a size that depends on values is 0 or 1 is told that it is
-    not: kernels are right for such sizes too. Code of the model that asks is told, as ever, that nobody knows."""
+    not: kernels are right for such sizes too. Code of the model that asks whether it is 0 is told so where `may_assume`
+    of its frame, else that nobody knows."""
     ask = ShapeEnv.evaluate_expr
 
     def answer(env: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return ask(env, asked, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            known = sympy.sympify(asked).subs(dict.fromkeys(getattr(asked, "free_symbols", ()), _MANY))
-            if not _is_asked_by_torch() or known not in (sympy.true, sympy.false):
-                raise
-            return known
+            none, one, many = (asked.subs(dict.fromkeys(asked.free_symbols, n)) for n in (0, 1, _MANY))
+            frame = _asking_frame()
+            is_known = many in (sympy.true, sympy.false)
+            by_torch = frame is not None and "/torch/" in frame.f_code.co_filename
+            if is_known and (by_torch or (frame and none != one == many and may_assume(frame))):
+                return many
+            raise
 
     divide: Any = vars(PythonReferenceAnalysis).get("int_truediv")  # it fails on what a graph is made of
     ShapeEnv.evaluate_expr = answer  # type: ignore[method-assign, assignment]
@@ -509,9 +518,9 @@ _MANY = 1_000_003
 _ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
 
 
-def _is_asked_by_torch() -> bool:
-    """Whether the code that needs the answer is torch's."""
-    frame = sys._getframe(2)
+def _asking_frame() -> types.FrameType | None:
+    """The frame of the code that needs the answer."""
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and any(part in frame.f_code.co_filename for part in _ASKING):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and "/torch/" in frame.f_code.co_filename
+        frame = frame.f_back
+    return frame

@@ -187,7 +187,7 @@ SELECTING = {
     "masked_select": lambda m, x, ids: torch.masked_select(m.a(x), (ids > 1).unsqueeze(-1)).pow(2).mean(),
     "loss": lambda m, x, ids: F.mse_loss(m.b(m.a(x)[ids > 1]), x[ids > 1].detach()),
     "mean of a dim": lambda m, x, ids: m.a(x)[ids > 1].mean(0),
-    "mean by hand": lambda m, x, ids: m.a(x)[ids > 1].pow(2).sum() / len(x[ids > 1]) + m.a(x)[ids > 1].numel(),
+    "mean by hand": lambda m, x, ids: m.a(x)[ids > 1].pow(2).sum() / x[ids > 1].shape[0] + m.a(x)[ids > 1].numel(),
     "rows": lambda m, x, ids: m.b(m.a(x)[ids[:, 0] > 1]).pow(2).sum() / (ids[:, 0] > 1).sum().clamp(min=1),
     "norm": lambda m, x, ids: m.norm(m.a(x)[ids > 1]).pow(2).sum(),
     # what needs all that is selected at once: it is selected of all rows, on every rank
@@ -198,6 +198,45 @@ SELECTING = {
     "a view": lambda m, x, ids: m.b(m.a(x)[(ids < 9) & (torch.arange(TOKENS) < 3)].reshape(ROWS, -1, SIZE)),
     "positions as numbers": lambda m, x, ids: m.a(x).sum() * (ids.view(-1) > 1).nonzero().double().pow(2).sum(),
 }
+
+
+def skipped(m, x, ids):
+    h = m.a(x)
+    o = torch.zeros_like(h)
+    for i in range(5):
+        row, column = torch.where(ids == i)
+        if row.numel() == 0:
+            continue
+        o[row, column] = m.b(h[row, column])
+    for i in (1, 7):
+        row, column = torch.where(ids == i)
+        if row.shape[0] > 0:
+            o = o.index_put((row, column), m.c(h[row, column]), accumulate=True)
+    return o
+
+
+SELECTING["skipped"] = skipped
+
+
+def skipped_mean(m, x, ids):
+    h, loss = m.a(x), 0.0
+    for i in range(5):
+        row, column = torch.where(ids == i)
+        if row.numel() == 0:
+            continue
+        loss = loss + h[row, column].mean()  # here
+    return loss
+
+
+def skipped_number(m, x, ids):
+    h, number = m.a(x), 0
+    for i in range(5):
+        row, column = torch.where(ids == i)
+        if row.numel() > 0:
+            number += 1
+    return h * number
+
+
 NUMBERS = {
     "norm": lambda m, x, ids: m.a(x) * x.norm().item(),
     "of an activation": lambda m, x, ids: m.a(x) / m.a(x).abs().max().item(),
@@ -227,6 +266,8 @@ def test_other_selections_and_numbers_are_exact(name, mesh):
 REFUSED = {
     "end": (lambda m, x, ids: m.a(x)[:, : ids.max().item()].sum(), "'end' of slice is a number that the model computes"),
     "unique": (lambda m, x, ids: m.a(x).sum() * ids.unique().numel(), "a size that depends on values is used as a number"),
+    "mean": (skipped_mean, "this line skips an empty selection, and what it skips is not nothing"),
+    "number": (skipped_number, "Parts cannot be traced"),
     "unique rows": (lambda m, x, ids: m.a(x).sum() * ids.unique(), "Parts cannot be traced"),
 }
 

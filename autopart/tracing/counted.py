@@ -11,16 +11,17 @@ What is left with a size that nobody knows (`unique`, a slice up to a number) is
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autopart.compat import Symbol, expression, is_operator, with_sizes
+from autopart.compat import Symbol, expression, free_symbols, is_operator, with_sizes
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, is_tensor, operator_name, shape, tensor_inputs, tuple_values, value
 from autopart.ir.selection import POSITIONS, is_counted
+from autopart.tracing.emptiness import Assumption, check_nothing_done
 from autopart.tracing.numbers import Numbers, added, is_number, is_open
 
 aten = torch.ops.aten
@@ -33,13 +34,16 @@ _BY_LABELS = {"aten::cross_entropy_loss", "aten::nll_loss_nd"}
 _NONE, _MEAN = 0, 1
 
 
-def with_known_sizes(graph: fx.Graph) -> None:
+def with_known_sizes(graph: fx.Graph, assumed: Iterable[Assumption] = ()) -> None:
     """Give every selection of a traced graph the most elements that it can have, and make numbers tensors.
 
-    Raises TraceError where a number that depends on values is used as what no tensor can be.
+    `assumed`: lines of the model that were told that a selection is not empty.
+    Raises TraceError where a number that depends on values is used as what no tensor can be, or an assumption counts.
     """
     if any(is_open(made) for node in graph.nodes for made in tuple_values(node)):
-        _Rewriter(graph).run()
+        rewriter = _Rewriter(graph)
+        rewriter.run()
+        check_nothing_done(assumed, rewriter.selected(), rewriter.counts)
 
 
 class _Rewriter:
@@ -53,6 +57,7 @@ class _Rewriter:
         self.masks: dict[Symbol, fx.Node] = {}
         self.positions: dict[Hashable, fx.Node] = {}  # by what the mask is
         self.keys: dict[fx.Node, Hashable] = {}
+        self.counts: dict[fx.Node, fx.Node] = {}  # by selection, what tells how many elements it has
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -185,7 +190,19 @@ class _Rewriter:
     def _count(self, line: fx.Node, symbol: Symbol) -> fx.Node | None:
         """How many elements a selection has, as a tensor."""
         mask = self.masks.get(symbol)
-        return None if mask is None else self._call(line, aten.sum.default, mask)
+        if mask is None:
+            return None
+        self.counts[self.positions[self._key(mask)]] = line
+        return self._call(line, aten.sum.default, mask)
+
+    def selected(self) -> dict[fx.Node, set[fx.Node]]:
+        """Of every selection the values that have a dim of its elements."""
+        found: dict[fx.Node, set[fx.Node]] = {selection: set(selection.users) for selection in self.positions.values()}
+        for node, traced in self.traced.items():
+            symbols = {s for made in _tensors(traced) for size in made.shape for s in free_symbols(size)}
+            for symbol in symbols & self.masks.keys():
+                found[self.positions[self._key(self.masks[symbol])]].add(node)
+        return found
 
     # Means
 

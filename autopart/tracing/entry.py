@@ -17,6 +17,7 @@ from autopart.compat import Tracing, tree_flatten, tree_unflatten
 from autopart.errors import TraceError
 from autopart.tracing.checkpoints import OwnCheckpoints
 from autopart.tracing.eager_semantics import EagerSemantics
+from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.python_state import PythonState
 
@@ -37,7 +38,7 @@ class Entry(nn.Module):
         super().__init__()
         self.autocast = autocast or nullcontext()
         self.model, self.state, self.semantics = model, PythonState(model), EagerSemantics()
-        self.checkpoints = OwnCheckpoints(model)
+        self.checkpoints, self.assumptions = OwnCheckpoints(model), Assumptions(model)
         leaves, self.spec = tree_flatten(dict(arguments))
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]

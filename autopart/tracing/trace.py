@@ -25,6 +25,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, shape, source_text, spoken_name, value
 from autopart.tracing.counted import with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
+from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.entry import PREFIX, Entry, register_dataclasses
 from autopart.tracing.entry import call as call_model
 from autopart.tracing.exported import drop_checks, functional, inline_regions, name_outputs, own_graph
@@ -221,14 +222,15 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
             program = _exported(entry, example)
         check_draws(model, entry.state, program, lambda: _exported(entry, example))
         notes = check_attributes(model, entry.state, program, lambda: _exported(entry, example))
-        with _quiet(), keeping_draws():
+        with _quiet(entry.assumptions), keeping_draws():
             program = functional(program)
     except TraceError:
         raise
     except Exception as error:  # torch.export raises many kinds; each is reported with the user's own line
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
-    with_known_sizes(traced.graph)
+    with_known_sizes(traced.graph, entry.assumptions.made)
+    traced = replace(traced, notes=(*traced.notes, *entry.assumptions.notes()))
     traced = replace(traced, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
     return _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
@@ -258,7 +260,7 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
-    with torch.enable_grad(), no_autocast(), _quiet(), traceable(entry, entry.apply_function):
+    with torch.enable_grad(), no_autocast(), _quiet(entry.assumptions), traceable(entry, entry.apply_function):
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)
@@ -306,17 +308,17 @@ def names_without_loss(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(assumptions: Assumptions) -> Iterator[None]:
     """Without torch.export's warnings about itself, and without the graph it dumps on stderr when it fails.
 
-    Sizes that depend on values are many (`many_elements`).
+    Sizes that depend on values are many (`many_elements`), also for lines that only skip empty selections.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), redirect_stderr(dumped), many_elements():
+        with warnings.catch_warnings(), redirect_stderr(dumped), many_elements(assumptions.may_be_made):
             warnings.simplefilter("ignore", FutureWarning)
             yield
         sys.stderr.write(dumped.getvalue())

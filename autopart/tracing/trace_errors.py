@@ -69,7 +69,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
         return TraceError(f"{name} cannot be traced", why=why, where=where,
                           hint=_data_dependent_hint(frame, model))  # fmt: skip
     if "DynamicOutputShape" in type(error).__name__:
-        return shape_by_values(model, text.removeprefix("aten."), where, _module_path(frame, model), origin)
+        return shape_by_values(model, text.removeprefix("aten."), where, path_of_frame(frame, model), origin)
     for kind in _KINDS:
         found = re.search(kind.pattern, text)
         if found:
@@ -109,7 +109,7 @@ def _both_sides(path: str, model: nn.Module) -> str:
 
 
 def _data_dependent_hint(frame: FrameType | None, model: nn.Module) -> str:
-    path = _module_path(frame, model)
+    path = path_of_frame(frame, model)
     file = frame.f_code.co_filename if frame is not None else ""
     if "/transformers/" in file and "experts" in path:
         return 'experts_implementation="batched_mm" or "grouped_mm" when the model is made'
@@ -130,11 +130,11 @@ def _innermost(error: Exception) -> tuple[FrameType | None, int]:
 def _where(frame: FrameType | None, line: int, model: nn.Module) -> str:
     if frame is None:
         return ""
-    file, path = frame.f_code.co_filename, _module_path(frame, model)
+    file, path = frame.f_code.co_filename, path_of_frame(frame, model)
     return f"{file}:{line}: {linecache.getline(file, line).strip()}" + (f" ({path})" if path else "")
 
 
-def _module_path(frame: FrameType | None, model: nn.Module) -> str:
+def path_of_frame(frame: FrameType | None, model: nn.Module) -> str:
     """The path of the module whose code runs in a frame, or around it."""
     while frame is not None:
         module = frame.f_locals.get("self")

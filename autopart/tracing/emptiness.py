@@ -1,0 +1,109 @@
+"""Code that skips an empty selection: `if index.numel() == 0: continue`.
+
+A graph holds no such decision, and needs none where the skipped code does nothing to an empty selection: it is traced
+as if something were selected. That nothing is done is checked in two places. The skipped statements may only make and
+write tensors (`Assumptions.may_be_made`), and in the graph all that is made of the selection must end in writes to the
+selected places or in sums (`check_nothing_done`).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import NamedTuple
+
+from torch import fx, nn
+
+from autopart.errors import TraceError
+from autopart.ir.graph import module_path, operator_name, short_name, source_text
+from autopart.tracing.trace_errors import path_of_frame
+
+_NOTHING_IF_EMPTY = {"aten::index_put", "aten::index_add", "aten::index_copy", "aten::scatter_add", "aten::sum"}
+
+
+class Assumption(NamedTuple):
+    """A line that asked whether a selection is empty, and the path of the module whose code it is."""
+
+    where: str
+    path: str
+
+
+class Assumptions:
+    """The lines of a model that skip empty selections, while it is traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.made: dict[Assumption, None] = {}
+
+    def may_be_made(self, frame: FrameType) -> bool:
+        """Whether the line that runs in a frame only skips what makes and writes tensors; notes it."""
+        code = frame.f_code
+        try:
+            lines, first = inspect.getsourcelines(code)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, SyntaxError, TypeError):
+            return False
+        if not _only_skips(tree, frame.f_lineno - first + 1):
+            return False
+        where = f"{code.co_filename}:{frame.f_lineno}"
+        self.made[Assumption(where, path_of_frame(frame, self.model))] = None
+        return True
+
+    def notes(self) -> list[str]:
+        return [f"{where} skips an empty selection: the program runs it on no elements" for where, _ in self.made]
+
+
+def _only_skips(tree: ast.AST, line: int) -> bool:
+    for parent in ast.walk(tree):
+        for block in (getattr(parent, name, None) for name in ("body", "orelse")):
+            for i, statement in enumerate(block if isinstance(block, list) else ()):
+                if not isinstance(statement, ast.If) or not statement.lineno <= line <= statement.test.end_lineno:  # type: ignore[operator]
+                    continue
+                skips = len(statement.body) == 1 and isinstance(statement.body[0], (ast.Continue, ast.Pass))
+                skipped = block[i + 1 :] if skips else statement.body  # type: ignore[index]
+                return not statement.orelse and all(map(_makes_tensors, skipped))
+    return False
+
+
+def _makes_tensors(statement: ast.stmt) -> bool:
+    """Whether a statement holds no number or flag that would tell later that it has run."""
+    if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+        return statement.value is not None and any(isinstance(n, (ast.Call, ast.BinOp, ast.Subscript))
+                                                   for n in ast.walk(statement.value))  # fmt: skip
+    return isinstance(statement, (ast.Expr, ast.Pass))
+
+
+def check_nothing_done(
+    assumed: Iterable[Assumption], selected: Mapping[fx.Node, set[fx.Node]], counted: Mapping[fx.Node, fx.Node]
+) -> None:
+    """Raises TraceError where something is done with a selection that is assumed to have elements.
+
+    Args:
+        assumed: the lines.
+        selected: {selection: all values that have a dim of its elements}.
+        counted: {selection: what reads how many it has}.
+    """
+    for assumption in assumed:
+        own = [selection for selection in selected if module_path(selection) == assumption.path]
+        if not own:
+            raise TraceError(
+                "this line decides what to run by how many elements there are",
+                why="that depends on values, which a graph does not hold", where=assumption.where,
+                hint="a mask in place of a selection: torch.where(mask, x, 0)",
+            )  # fmt: skip
+        for selection in own:
+            reader = counted.get(selection)
+            values = selected[selection]
+            ends = (user for made in values for user in made.users if user not in values and user is not selection)
+            reader = reader or next((user for user in ends if operator_name(user) not in _NOTHING_IF_EMPTY), None)
+            if reader is None:
+                continue
+            raise TraceError(
+                "this line skips an empty selection, and what it skips is not nothing",
+                why=f"{short_name(reader)} of no elements would change the result ({source_text(reader)})",
+                where=assumption.where, hint="torch.where(count > 0, x, 0), or a sum in place of a mean",
+            )  # fmt: skip
+
