@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
-import sympy
 import torch
 import torch.distributed as dist
 from torch import fx
@@ -20,17 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401 - its code is written late
-from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 GRAD_MODE = torch._C._set_grad_enabled
@@ -434,93 +429,3 @@ def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: C
 
     state_dicts._gather_state_dict = gathered
     state_dicts._broadcast_state_dict = filled  # type: ignore[assignment]  # its arguments have other names
-
-
-Symbol = sympy.Symbol
-
-
-def expression(size: Any) -> Any:
-    """A size or number of a trace as sympy has it; a plain number as it is."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
-
-
-def with_sizes(made: Any, sizes: Mapping[Any, int]) -> Any:
-    """A value of a trace, as fake tensors, with these sizes in place of torch's symbols; others stay open."""
-    if isinstance(made, (tuple, list)):
-        return type(made)(with_sizes(part, sizes) for part in made)
-    if isinstance(made, torch.SymInt):
-        known = sympy.sympify(expression(made)).subs(sizes)
-        return int(known) if known.is_Integer else made
-    if not isinstance(made, torch.Tensor):
-        return made
-    shape, strides = ([with_sizes(size, sizes) for size in given] for given in (made.shape, made.stride()))
-    with made.fake_mode:  # type: ignore[attr-defined]
-        like = torch.empty_strided(shape, strides, dtype=made.dtype, device=made.device)
-    return like.requires_grad_(made.requires_grad) if made.is_leaf else like
-
-
-def symbolic_functions() -> dict[Any, str]:
-    """What torch writes in a graph for `math.sqrt` and the like of a number that is not known, by operator."""
-    names = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
-    return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
-
-
-def free_symbols(size: Any) -> set[Symbol]:
-    """torch's symbols in a size."""
-    return getattr(expression(size), "free_symbols", set())
-
-
-@contextmanager
-def many_elements(may_assume: Callable[[types.FrameType], bool]) -> Iterator[None]:
-    """Inside, torch's own code that asks a trace whether a size that depends on values is 0 or 1 is told that it is
-    not: kernels are right for such sizes too. Code of the model that asks whether it is 0 is told so where `may_assume`
-    of its frame, else that nobody knows."""
-    ask = ShapeEnv.evaluate_expr
-
-    def answer(env: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return ask(env, asked, *args, **kwargs)
-        except GuardOnDataDependentSymNode:
-            none, one, many = (asked.subs(dict.fromkeys(asked.free_symbols, n)) for n in (0, 1, _MANY))
-            frame = _asking_frame()
-            is_known = many in (sympy.true, sympy.false)
-            by_torch = frame is not None and "/torch/" in frame.f_code.co_filename
-            if is_known and (by_torch or (frame and none != one == many and may_assume(frame))):
-                return many
-            raise
-
-    divide: Any = vars(PythonReferenceAnalysis).get("int_truediv")  # it fails on what a graph is made of
-    ShapeEnv.evaluate_expr = answer  # type: ignore[method-assign, assignment]
-    PythonReferenceAnalysis.int_truediv = staticmethod(operator.truediv)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ShapeEnv.evaluate_expr = ask  # type: ignore[method-assign]
-        if divide is None:
-            del PythonReferenceAnalysis.int_truediv
-        else:
-            PythonReferenceAnalysis.int_truediv = divide
-
-
-@contextmanager
-def all_selected() -> Iterator[None]:
-    """Inside, a mask without values is taken to be true everywhere."""
-    before = shapes_config.meta_nonzero_assume_all_nonzero
-    shapes_config.meta_nonzero_assume_all_nonzero = True
-    try:
-        yield
-    finally:
-        shapes_config.meta_nonzero_assume_all_nonzero = before
-
-
-_MANY = 1_000_003
-"""A size of which no other size is a multiple."""
-_ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
-
-
-def _asking_frame() -> types.FrameType | None:
-    """The frame of the code that needs the answer."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and any(part in frame.f_code.co_filename for part in _ASKING):
-        frame = frame.f_back
-    return frame

@@ -231,7 +231,7 @@ def skipped_mean(m, x, ids):
 def skipped_number(m, x, ids):
     h, number = m.a(x), 0
     for i in range(5):
-        row, column = torch.where(ids == i)
+        (row,) = torch.where(ids.view(-1) == i)
         if row.numel() > 0:
             number += 1
     return h * number
@@ -264,8 +264,14 @@ def test_other_selections_and_numbers_are_exact(name, mesh):
 
 
 REFUSED = {
-    "end": (lambda m, x, ids: m.a(x)[:, : ids.max().item()].sum(), "'end' of slice is a number that the model computes"),
-    "unique": (lambda m, x, ids: m.a(x).sum() * ids.unique().numel(), "a size that depends on values is used as a number"),
+    "end": (
+        lambda m, x, ids: m.a(x)[:, : ids.max().item()].sum(),
+        "'end' of slice is a number that the model computes",
+    ),
+    "unique": (
+        lambda m, x, ids: m.a(x).sum() * ids.unique().numel(),
+        "a size that depends on values is used as a number",
+    ),
     "mean": (skipped_mean, "this line skips an empty selection, and what it skips is not nothing"),
     "number": (skipped_number, "Parts cannot be traced"),
     "unique rows": (lambda m, x, ids: m.a(x).sum() * ids.unique(), "Parts cannot be traced"),
@@ -285,7 +291,10 @@ def test_a_size_that_nobody_knows_is_refused_with_its_line(name):
 
 def trained(mesh, options):
     torch.manual_seed(0)
-    model, given = Model(RowsAdded).double(), {k: v.double() if v.is_floating_point() else v for k, v in batch(8).items()}
+    model, given = (
+        Model(RowsAdded).double(),
+        {k: v.double() if v.is_floating_point() else v for k, v in batch(8).items()},
+    )
     own = copy.deepcopy(model)
     pm = autopart.parallelize(model, mesh, example_kwargs=given, **options)
     optimizers = torch.optim.AdamW(pm.parameters(), 1e-2), torch.optim.AdamW(own.parameters(), 1e-2)

@@ -13,8 +13,7 @@ from torch import nn
 import autopart
 from autopart.errors import LayoutError
 from autopart.ir.layout import CONVERSIONS
-from autopart.passes.facts.strategies import strategies
-from autopart.passes.write.lower import ANY_KIND
+from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.proof.subgraph import Subgraph
 from autopart.proof.subject import weights_like
 from autopart.runtime.comm.lists import LIST_PRIMITIVES

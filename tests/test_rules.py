@@ -22,12 +22,11 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, operators, shape, tensor_inputs
 from autopart.ir.layout import Placement
 from autopart.ir.mesh import Mesh
-from autopart.passes.facts.strategies import strategies
+from autopart.passes.facts.strategies import ANY_KIND, strategies
 from autopart.passes.rules.factors import output_shapes
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.pointwise import POINTWISE
 from autopart.passes.rules.tables import LINES, SHAPED
-from autopart.passes.write.lower import ANY_KIND
 from autopart.proof.candidates import candidates
 from autopart.proof.rulecheck import Proof, backward
 from autopart.proof.subject import relative
@@ -105,7 +104,8 @@ def test_every_rule_has_a_sample():
     for sample in SAMPLES:
         nodes = operators(proof_of(sample).trace.graph)
         proven |= {operator_name(n) for n in nodes if facts(n)["pattern"] is not None}
-    assert set(RULES) - proven == set(), "no call of the samples uses these rules: add one, or remove the rule"
+    of_models = {"autopart::positions"}  # of unequal shards: proven with whole models, test_counted.py
+    assert set(RULES) - proven == of_models, "no call of the samples uses these rules: add one, or remove the rule"
 
 
 @pytest.mark.parametrize(("name", "rule", "text"), FORMS)

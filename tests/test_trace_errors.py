@@ -62,14 +62,9 @@ class Item(Base):
         return self.out(self.gate(x)[: int(mask.sum().item())])  # here
 
 
-class Selects(Base):
+class Unique(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)[mask[:, 0] > 0])  # here
-
-
-class NonZero(Base):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x).index_select(0, mask[:, 0].nonzero().flatten()))  # here
+        return self.out(self.gate(x)) * mask.unique().sum()  # here
 
 
 class Numpy(Base):
@@ -226,9 +221,7 @@ CASES: dict[Callable[[], nn.Module], str] = {
     IfInput: cannot(DECIDES + "the input mask", BRANCH),
     IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
     Item: cannot(DECIDES + "the input mask", BRANCH),
-    Selects: cannot("how much index gives depends on the values in a tensor; they come from the output of gate and the "
-                    "input mask", SELECT),
-    NonZero: cannot("how much nonzero gives depends on the values in a tensor; they come from the input mask", SELECT),
+    Unique: cannot("how much _unique2 gives depends on the values in a tensor; they come from the input mask", SELECT),
     Numpy: cannot("numpy computes outside of the graph", "the same in torch operations, or before the call"),
     WrongShape: other("{name} fails in its own forward, or in its trace",
                       "RuntimeError: shape '[3, -1]' is invalid for input of size 32", OWN),

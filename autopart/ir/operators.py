@@ -10,8 +10,9 @@ Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one pri
 
 `size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
 they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
-(`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`), leave out
-what a mask hides (`window_attention` of `attention.py`), or say where a mask is true (`positions` of `selection.py`).
+(`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`), leave
+out what a mask hides (`window_attention` of `attention.py`), or say where a mask is true (`positions` of
+`selection.py`).
 """
 
 from __future__ import annotations

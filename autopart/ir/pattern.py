@@ -21,10 +21,11 @@ class Pattern:
 
     `whole`: factors that may not be sharded. `linear`: sets of inputs that may all be partial sums together, the
     output then being one too. `lookup`: a factor that may be sharded only by a special local operator
-    (`embedding`, `cross_entropy_loss`). `tied`: the inputs that are positions in a selection (`ir/selection.py`), of elements that lie on the same rank
-    when a factor is cut. `joined`: factors that are concatenations, with the sizes of their sections
-    (`cat`, `split_with_sizes`): a dim of such a factor holds all sections or, if it is smaller, one of them. `local`:
-    how the call is written for one rank (`passes/rules/local.py`), where it is not the traced one on local operands.
+    (`embedding`, `cross_entropy_loss`). `tied`: the inputs that are positions in a selection (`ir/selection.py`), of
+    elements that lie on the same rank when a factor is cut. `joined`: factors that are concatenations, with the sizes
+    of their sections (`cat`, `split_with_sizes`): a dim of such a factor holds all sections or, if it is smaller, one
+    of them. `local`: how the call is written for one rank (`passes/rules/local.py`), where it is not the traced one
+    on local operands.
     """
 
     inputs: tuple[Dims, ...]

@@ -59,7 +59,15 @@ class Positions(NamedTuple):
     mask: tuple[int, ...]
 
 
-_MOVES = {"aten::reshape", "aten::view", "aten::unsqueeze", "aten::squeeze", "aten::clone", "aten::to", "aten::_to_copy"}
+_MOVES = {
+    "aten::reshape",
+    "aten::view",
+    "aten::unsqueeze",
+    "aten::squeeze",
+    "aten::clone",
+    "aten::to",
+    "aten::_to_copy",
+}
 
 
 def positions_of(node: fx.Node) -> Positions | None:

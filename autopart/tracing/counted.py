@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopart.compat import Symbol, expression, free_symbols, is_operator, with_sizes
+from autopart.compat import is_operator
+from autopart.compat_sizes import Symbol, expression, free_symbols, is_symbol, with_sizes
 from autopart.ir.facts import facts
-from autopart.ir.graph import argument, is_tensor, operator_name, shape, tensor_inputs, tuple_values, value
+from autopart.ir.graph import argument, operator_name, shape, tensor_inputs, tuple_values, value
 from autopart.ir.selection import POSITIONS, is_counted
 from autopart.tracing.emptiness import Assumption, check_nothing_done
 from autopart.tracing.numbers import Numbers, added, is_number, is_open
@@ -31,6 +32,8 @@ _VIEWS = {"view", "reshape", "_unsafe_view", "expand"}
 _FILLS = {"zeros": 0, "ones": 1, "full": None, "new_zeros": 0, "new_ones": 1, "new_full": None, "empty": 0,
           "new_empty": 0}  # fmt: skip
 _BY_LABELS = {"aten::cross_entropy_loss", "aten::nll_loss_nd"}
+_SELECTING = {"aten::where", "aten::nonzero", "aten::nonzero_numpy", "aten::argwhere", "aten::index",
+              "aten::masked_select"}  # fmt: skip
 _NONE, _MEAN = 0, 1
 
 
@@ -46,6 +49,12 @@ def with_known_sizes(graph: fx.Graph, assumed: Iterable[Assumption] = ()) -> Non
         check_nothing_done(assumed, rewriter.selected(), rewriter.counts)
 
 
+def selected_sizes(graph: fx.Graph) -> set[str]:
+    """torch's names of the sizes of all selections in a graph as it was traced."""
+    made = [node for node in graph.nodes if node.op == "call_function" and operator_name(node) in _SELECTING]
+    return {str(s) for node in made for t in _tensors(value(node)) for size in t.shape for s in free_symbols(size)}
+
+
 class _Rewriter:
     """Goes through a graph in order: what a node reads has its new value already."""
 
@@ -54,9 +63,10 @@ class _Rewriter:
         self.numbers = Numbers(graph, self._count)
         self.traced: dict[fx.Node, Any] = {}  # values as torch gives them, with its symbols
         self.sizes: dict[Symbol, int] = {}
-        self.masks: dict[Symbol, fx.Node] = {}
-        self.positions: dict[Hashable, fx.Node] = {}  # by what the mask is
-        self.keys: dict[fx.Node, Hashable] = {}
+        self.selections: dict[Symbol, fx.Node] = {}
+        self.positions: dict[int, fx.Node] = {}  # by the number of the mask
+        self.values: dict[Hashable, int] = {}  # what is computed alike has the same number
+        self.known: dict[fx.Node, int] = {}
         self.counts: dict[fx.Node, fx.Node] = {}  # by selection, what tells how many elements it has
 
     def run(self) -> None:
@@ -71,7 +81,11 @@ class _Rewriter:
     def _write(self, node: fx.Node) -> None:
         traced = value(node)
         reads_counted = any(map(is_counted, node.all_input_nodes))
-        if not reads_counted and not any(map(is_number, tensor_inputs(node))) and not any(map(is_open, _tensors(traced))):
+        if (
+            not reads_counted
+            and not any(map(is_number, tensor_inputs(node)))
+            and not any(map(is_open, _tensors(traced)))
+        ):
             return
         made = self._selection(node) or self._sized(node) or self._mean(node) or node
         if made is node and any(map(is_number, tensor_inputs(node))):
@@ -108,9 +122,11 @@ class _Rewriter:
 
     def _places(self, node: fx.Node, mask: fx.Node) -> list[fx.Node]:
         """For every dim of a mask the indices of what it selects."""
-        found = self._positions(node, mask)
+        return self._parts(node, self._positions(node, mask))
+
+    def _parts(self, node: fx.Node, found: fx.Node) -> list[fx.Node]:
         parts = {part.args[1]: part for part in found.users}
-        return [parts.get(i) or self._place(node, found, i) for i in range(len(shape(mask)))]
+        return [parts.get(i) or self._place(node, found, i) for i in range(len(shape(found.args[0])))]
 
     def _place(self, node: fx.Node, found: fx.Node, dim: int) -> fx.Node:
         place = self._call(node, operator.getitem, found, dim)
@@ -119,28 +135,43 @@ class _Rewriter:
 
     def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
         """Where a mask is true: found once for masks that are computed alike."""
-        key = self._key(mask)
-        if key not in self.positions:
+        number = self._number(mask)
+        if number not in self.positions:
             chosen = mask if value(mask).dtype == torch.bool else self._call(node, aten.ne.Scalar, mask, 0)
-            self.positions[key] = self._call(node, POSITIONS, chosen)
-            facts(self.positions[key])["counted"] = True
-        found = self.positions[key]
+            self.positions[number] = self._call(node, POSITIONS, chosen)
+            facts(self.positions[number])["counted"] = True
+        found = self.positions[number]
         for size in (size for made in _tensors(value(node)) for size in made.shape):
-            if isinstance(symbol := expression(size), Symbol) and symbol not in self.sizes:
-                self.sizes[symbol], self.masks[symbol] = value(mask).numel(), found.args[0]
+            if is_symbol(symbol := expression(size)) and symbol not in self.sizes:
+                self.sizes[symbol], self.selections[symbol] = value(mask).numel(), found
         return found
 
-    def _key(self, made: Any) -> Hashable:
-        """Equal for values that are computed alike."""
-        if isinstance(made, (list, tuple)):
-            return tuple(map(self._key, made))
-        if not isinstance(made, fx.Node) or made.op != "call_function":
-            return made
-        if made not in self.keys:
+    def _number(self, node: fx.Node) -> int:
+        """The same number for values that are computed alike."""
+        for made in self._made_of(node):
             random = torch.Tag.nondeterministic_seeded in getattr(made.target, "tags", ())
-            named = tuple((name, self._key(passed)) for name, passed in made.kwargs.items())
-            self.keys[made] = made if random else (made.target, self._key(made.args), named)
-        return self.keys[made]
+            key: Hashable = made
+            if made.op == "call_function" and not random:
+                key = made.target, self._told(made.args), self._told(tuple(made.kwargs.items()))
+            self.known[made] = self.values.setdefault(key, len(self.values))
+        return self.known[node]
+
+    def _made_of(self, node: fx.Node) -> list[fx.Node]:
+        """What a value is made of and has no number yet, in order."""
+        todo, found = [node], set[fx.Node]()
+        while todo:
+            made = todo.pop()
+            if made not in self.known and made not in found:
+                found.add(made)
+                todo += made.all_input_nodes if made.op == "call_function" else ()
+        return [made for made in self.graph.nodes if made in found]
+
+    def _told(self, given: Any) -> Hashable:
+        if isinstance(given, (list, tuple)):
+            return tuple(map(self._told, given))
+        if isinstance(given, fx.Node):
+            return "node", self.known[given]
+        return type(given), repr(given)
 
     # Sizes
 
@@ -153,8 +184,8 @@ class _Rewriter:
         if name not in _FILLS and name != "arange":
             return None
         symbols = [expression(size) for size in value(node).shape]
-        open_symbols = [symbol for symbol in symbols if isinstance(symbol, Symbol)]
-        if not open_symbols or any(s not in self.masks for s in open_symbols):
+        open_symbols = [symbol for symbol in symbols if is_symbol(symbol)]
+        if not open_symbols or any(s not in self.selections for s in open_symbols):
             return None
         like = self._of_sizes(node, symbols)
         made = value(node)
@@ -172,13 +203,12 @@ class _Rewriter:
         """A tensor of sizes that are counts or known."""
         like = None
         for i, size in enumerate(sizes):
-            if not isinstance(size, Symbol):
+            if not is_symbol(size):
                 continue
-            mask = self.masks[size]
-            column = self._places(node, mask)[0]
+            column = self._parts(node, self.selections[size])[0]
             column = self._call(node, aten.reshape.default, column, [-1 if j == i else 1 for j in range(len(sizes))])
             like = column if like is None else self._call(node, aten.add.Tensor, like, column)
-        whole = [-1 if isinstance(size, Symbol) else int(size) for size in sizes]
+        whole = [-1 if is_symbol(size) else int(size) for size in sizes]
         assert like is not None
         return self._call(node, aten.expand.default, like, whole)
 
@@ -189,19 +219,19 @@ class _Rewriter:
 
     def _count(self, line: fx.Node, symbol: Symbol) -> fx.Node | None:
         """How many elements a selection has, as a tensor."""
-        mask = self.masks.get(symbol)
-        if mask is None:
+        selection = self.selections.get(symbol)
+        if selection is None:
             return None
-        self.counts[self.positions[self._key(mask)]] = line
-        return self._call(line, aten.sum.default, mask)
+        self.counts[selection] = line
+        return self._call(line, aten.sum.default, selection.args[0])
 
     def selected(self) -> dict[fx.Node, set[fx.Node]]:
         """Of every selection the values that have a dim of its elements."""
         found: dict[fx.Node, set[fx.Node]] = {selection: set(selection.users) for selection in self.positions.values()}
         for node, traced in self.traced.items():
             symbols = {s for made in _tensors(traced) for size in made.shape for s in free_symbols(size)}
-            for symbol in symbols & self.masks.keys():
-                found[self.positions[self._key(self.masks[symbol])]].add(node)
+            for symbol in symbols & self.selections.keys():
+                found[self.selections[symbol]].add(node)
         return found
 
     # Means
@@ -230,7 +260,7 @@ class _Rewriter:
         number = 1
         for size in sizes:
             number = number * size
-        if not any(isinstance(size, Symbol) or not isinstance(size, int) for size in sizes):
+        if not any(is_symbol(size) or not isinstance(size, int) for size in sizes):
             return None
         count = self.numbers.size(number, node)
         return self._call(node, aten.div.Tensor, total, count)

@@ -25,10 +25,12 @@ _NOTHING_IF_EMPTY = {"aten::index_put", "aten::index_add", "aten::index_copy", "
 
 
 class Assumption(NamedTuple):
-    """A line that asked whether a selection is empty, and the path of the module whose code it is."""
+    """A line that asked whether a selection is empty, the path of the module whose code it is, and torch's names of
+    the sizes that it asked for."""
 
     where: str
     path: str
+    sizes: frozenset[str]
 
 
 class Assumptions:
@@ -38,7 +40,7 @@ class Assumptions:
         self.model = model
         self.made: dict[Assumption, None] = {}
 
-    def may_be_made(self, frame: FrameType) -> bool:
+    def may_be_made(self, frame: FrameType, sizes: set[str]) -> bool:
         """Whether the line that runs in a frame only skips what makes and writes tensors; notes it."""
         code = frame.f_code
         try:
@@ -49,11 +51,21 @@ class Assumptions:
         if not _only_skips(tree, frame.f_lineno - first + 1):
             return False
         where = f"{code.co_filename}:{frame.f_lineno}"
-        self.made[Assumption(where, path_of_frame(frame, self.model))] = None
+        self.made[Assumption(where, path_of_frame(frame, self.model), frozenset(sizes))] = None
         return True
 
     def notes(self) -> list[str]:
-        return [f"{where} skips an empty selection: the program runs it on no elements" for where, _ in self.made]
+        return [f"{where} skips an empty selection: the program runs it on no elements" for where in self.lines()]
+
+    def lines(self) -> list[str]:
+        return list(dict.fromkeys(assumption.where for assumption in self.made))
+
+    def of(self, selected: set[str]) -> list[Assumption]:
+        """Those made; raises TraceError where what was asked for is none of these sizes of selections."""
+        for assumption in self.made:
+            if not assumption.sizes <= selected:
+                raise _undecided(assumption)
+        return list(self.made)
 
 
 def _only_skips(tree: ast.AST, line: int) -> bool:
@@ -89,11 +101,7 @@ def check_nothing_done(
     for assumption in assumed:
         own = [selection for selection in selected if module_path(selection) == assumption.path]
         if not own:
-            raise TraceError(
-                "this line decides what to run by how many elements there are",
-                why="that depends on values, which a graph does not hold", where=assumption.where,
-                hint="a mask in place of a selection: torch.where(mask, x, 0)",
-            )  # fmt: skip
+            raise _undecided(assumption)
         for selection in own:
             reader = counted.get(selection)
             values = selected[selection]
@@ -107,3 +115,10 @@ def check_nothing_done(
                 where=assumption.where, hint="torch.where(count > 0, x, 0), or a sum in place of a mean",
             )  # fmt: skip
 
+
+def _undecided(assumption: Assumption) -> TraceError:
+    return TraceError(
+        "this line decides what to run by how many elements there are",
+        why="that depends on values, which a graph does not hold", where=assumption.where,
+        hint="a mask in place of a selection: torch.where(mask, x, 0)",
+    )  # fmt: skip

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopart.compat import TorchDispatchMode, all_selected, exporting, tree_map
+from autopart.compat import TorchDispatchMode, exporting, tree_map
+from autopart.compat_sizes import all_selected
 
 _SMALL = 2**16
 """Entries of the largest tensor that is real."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopart.compat import expression, is_operator, symbolic_functions
+from autopart.compat import is_operator
+from autopart.compat_sizes import expression, symbolic_functions
 from autopart.errors import TraceError
 from autopart.ir.graph import operator_name, short_name, source_text, tuple_values, value
 
@@ -46,9 +47,9 @@ def added(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any
     """Add a call before the insertion point, from the line that `like` is from, its value computed on fake tensors."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in like.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    near = [v for used in (*node.all_input_nodes, like) for v in tuple_values(used) if isinstance(v, Tensor)]
+    near = [v for used in (*node.all_input_nodes, like) for v in tuple_values(used)]
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
-    with near[0].fake_mode:
+    with next(v for v in near if isinstance(v, Tensor)).fake_mode:  # type: ignore[attr-defined]
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
 
@@ -204,5 +205,7 @@ def _fits(form: Any, given: Mapping[str, Any]) -> bool:
         return False
     missing = [a for a in declared.values() if a.name not in given and not a.has_default_value()]
     return not missing and all(
-        _takes_tensor(declared[name]) for name, passed in given.items() if _is_number(passed) or isinstance(passed, fx.Node)
+        _takes_tensor(declared[name])
+        for name, passed in given.items()
+        if _is_number(passed) or isinstance(passed, fx.Node)
     )

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopart.compat import TreeSpec, keeping_draws, leaves_with_names, many_elements
+from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
+from autopart.compat_sizes import many_elements
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, shape, source_text, spoken_name, value
-from autopart.tracing.counted import with_known_sizes
+from autopart.tracing.counted import selected_sizes, with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.entry import PREFIX, Entry, register_dataclasses
@@ -222,6 +223,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
             program = _exported(entry, example)
         check_draws(model, entry.state, program, lambda: _exported(entry, example))
         notes = check_attributes(model, entry.state, program, lambda: _exported(entry, example))
+        assumed = entry.assumptions.of(selected_sizes(program.graph))
         with _quiet(entry.assumptions), keeping_draws():
             program = functional(program)
     except TraceError:
@@ -229,7 +231,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     except Exception as error:  # torch.export raises many kinds; each is reported with the user's own line
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
-    with_known_sizes(traced.graph, entry.assumptions.made)
+    with_known_sizes(traced.graph, assumed)
     traced = replace(traced, notes=(*traced.notes, *entry.assumptions.notes()))
     traced = replace(traced, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)

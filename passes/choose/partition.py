@@ -53,8 +53,8 @@ def num_places(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:
 
 
 def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
-    """Bytes that a cut before each operator would send; infinite where a value would cross that has no gradient, or no size that is
-    known before."""
+    """Bytes that a cut before each operator would send; infinite where a value would cross that has no gradient, or no
+    size that is known before."""
     position = {node: i for i, node in enumerate(nodes)}
     last_use: dict[fx.Node, int] = {}
     values: dict[fx.Node, int] = {}

@@ -23,8 +23,8 @@ from autopart.passes.facts.masks import values_in_call
 from autopart.passes.pipeline import driven
 from autopart.tracing.trace import Trace
 
-_SAME = {"aten::_to_copy", "aten::to", "aten::ne", "aten::permute", "aten::transpose", "aten::reshape", "aten::unsqueeze",
-         "aten::squeeze", "aten::movedim"}  # fmt: skip
+_SAME = {"aten::_to_copy", "aten::to", "aten::ne", "aten::permute", "aten::transpose", "aten::reshape",
+         "aten::unsqueeze", "aten::squeeze", "aten::movedim"}  # fmt: skip
 _PARTS = {"aten::select", "aten::eq"}
 
 
@@ -52,13 +52,15 @@ def share_selections(trace: Trace) -> None:
         if node.op == "output" or not is_tensor(node):
             continue
         dims = {dim: selections_in(atoms) for dim, atoms in enumerate(facts(node)["atoms"])}
-        facts(node)["shares"] = {dim: min(kinds.get(kind, 1.0) for kind in found) for dim, found in dims.items() if found}
+        facts(node)["shares"] = {
+            dim: min(kinds.get(kind, 1.0) for kind in found) for dim, found in dims.items() if found
+        }
     known: dict[int, Pattern] = {}
     for node in trace.graph.nodes:
-        pattern = facts(node).get("pattern") if node.op == "call_function" else None
-        share = _share(node) if pattern is not None and pattern.flops else 1.0
-        if share < 1:
-            facts(node)["pattern"] = known.setdefault(id(pattern), replace(pattern, flops=round(pattern.flops * share)))
+        pattern = facts(node).get("pattern")
+        if pattern is not None and pattern.flops and (share := _share(node)) < 1:
+            counted = known.setdefault(id(pattern), replace(pattern, flops=round(pattern.flops * share)))
+            facts(node)["pattern"] = counted
 
 
 def selection_notes(trace: Trace) -> list[str]:
@@ -68,7 +70,8 @@ def selection_notes(trace: Trace) -> list[str]:
         for part in list(node.users)[:1] if part.target is operator.getitem
     )  # fmt: skip
     return [
-        f"{count} selection{'s' * (count > 1)} by values (a mask, nonzero) counted as {share * 100:.3g} % of the elements"
+        f"{count} selection{'s' * (count > 1)} by values (a mask, nonzero) counted as {share * 100:.3g} % of the "
+        "elements"
         for share, count in shares.items()
     ]
 

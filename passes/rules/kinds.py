@@ -25,7 +25,8 @@ class Kinds:
         self._known: dict[Hashable, Any] = {}
 
     def once(self, node: fx.Node, find: Callable[[fx.Node], T]) -> T:
-        """What `find` gives for calls like this one; it may read operator, arguments, shapes, dtypes and `positions_of` alone."""
+        """What `find` gives for calls like this one; it may read operator, arguments, shapes, dtypes and
+        `positions_of` alone."""
         key = find, self.of(node)
         if key not in self._known:
             self._known[key] = find(node)

@@ -1,7 +1,7 @@
 """Rules of what selects elements by a mask, and reads and writes them: rows stay on the rank that has them.
 
-A dim of selected elements is made of the mask's dims, `(m0 m1 selected)`, with what is not selected left out. Cut over rows, it is
-what a rank selects of its own rows, and their positions count from the rank's first row.
+A dim of selected elements is made of the mask's dims, `(m0 m1 selected)`, with what is not selected left out. Cut over
+rows, it is what a rank selects of its own rows, and their positions count from the rank's first row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from autopart.ir.pattern import SELECTED, Dim, Pattern
 from autopart.ir.selection import positions_of
 
 from .factors import names, pattern
+
 
 def positions(node: fx.Node) -> Pattern:
     """The dims of the mask are merged."""

@@ -62,6 +62,7 @@ aten = torch.ops.aten
 CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band")
 """The facts of a traced node that those written for it have too."""
 
+
 @driven(files=program_files)
 def lower(
     trace: Trace, decisions: Decisions, outputs: Sequence[Any], whole_outputs: bool, rng: Rng = "fast",

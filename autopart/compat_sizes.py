@@ -1,0 +1,114 @@
+"""Private parts of torch that have to do with sizes and numbers that depend on values, beside `compat.py`."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch.fx.experimental import _config as shapes_config
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+Symbol: TypeAlias = Any
+"""What torch calls a size that it does not know: a symbol of sympy's."""
+
+
+def is_symbol(size: Any) -> bool:
+    return isinstance(size, sympy.Symbol)
+
+
+def expression(size: Any) -> Any:
+    """A size or number of a trace as sympy has it; a plain number as it is."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def with_sizes(made: Any, sizes: Mapping[Any, int]) -> Any:
+    """A value of a trace, as fake tensors, with these sizes in place of torch's symbols; others stay open."""
+    if isinstance(made, (tuple, list)):
+        return type(made)(with_sizes(part, sizes) for part in made)
+    if isinstance(made, torch.SymInt):
+        known = sympy.sympify(expression(made)).subs(sizes)
+        return int(known) if known.is_Integer else made
+    if not isinstance(made, torch.Tensor):
+        return made
+    shape, strides = ([with_sizes(size, sizes) for size in given] for given in (made.shape, made.stride()))
+    with made.fake_mode:  # type: ignore[attr-defined]
+        like = torch.empty_strided(shape, strides, dtype=made.dtype, device=made.device)
+    return like.requires_grad_(made.requires_grad) if made.is_leaf else like
+
+
+def symbolic_functions() -> dict[Any, str]:
+    """What torch writes in a graph for `math.sqrt` and the like of a number that is not known, by operator."""
+    names = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")
+    return {getattr(torch, f"_sym_{name}"): name for name in names if hasattr(torch, f"_sym_{name}")}
+
+
+def free_symbols(size: Any) -> set[Symbol]:
+    """torch's symbols in a size."""
+    return getattr(expression(size), "free_symbols", set())
+
+
+@contextmanager
+def many_elements(may_assume: Callable[[types.FrameType, set[str]], bool]) -> Iterator[None]:
+    """Inside, torch's own code that asks a trace whether a size that depends on values is 0 or 1 is told that it is
+    not: kernels are right for such sizes too. Code of the model that asks whether it is 0 is told so where `may_assume`
+    of its frame and torch's names of the sizes, else that nobody knows."""
+    ask: Any = ShapeEnv.evaluate_expr
+
+    def answer(env: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return ask(env, asked, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            none, one, many = (asked.subs(dict.fromkeys(asked.free_symbols, n)) for n in (0, 1, _MANY))
+            frame = _asking_frame()
+            if frame is None or many not in (sympy.true, sympy.false) or not asked.free_symbols <= env.size_like:
+                raise
+            if "/torch/" in frame.f_code.co_filename:
+                return many
+            if none != one == many and may_assume(frame, set(map(str, asked.free_symbols))):
+                return many
+            raise
+
+    divide: Any = vars(PythonReferenceAnalysis).get("int_truediv")  # it fails on what a graph is made of
+    patched: Any = ShapeEnv
+    reference: Any = PythonReferenceAnalysis
+    patched.evaluate_expr = answer
+    reference.int_truediv = staticmethod(operator.truediv)
+    try:
+        yield
+    finally:
+        patched.evaluate_expr = ask
+        if divide is None:
+            del reference.int_truediv
+        else:
+            reference.int_truediv = divide
+
+
+@contextmanager
+def all_selected() -> Iterator[None]:
+    """Inside, a mask without values is taken to be true everywhere."""
+    before = shapes_config.meta_nonzero_assume_all_nonzero
+    shapes_config.meta_nonzero_assume_all_nonzero = True
+    try:
+        yield
+    finally:
+        shapes_config.meta_nonzero_assume_all_nonzero = before
+
+
+_MANY = 1_000_003
+"""A size of which no other size is a multiple."""
+_ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
+
+
+def _asking_frame() -> types.FrameType | None:
+    """The frame of the code that needs the answer."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and any(part in frame.f_code.co_filename for part in _ASKING):
+        frame = frame.f_back
+    return frame
