@@ -173,6 +173,18 @@ def edges(m, x, ids):
     return m.b(torch.zeros_like(h).index_add(0, kept[1], h[kept[0]]))
 
 
+def with_loops(m, x, ids):
+    """Edges without loops, then a loop for every node, and a weight for every edge (torch_geometric's GCN)."""
+    h = m.a(x.view(-1, SIZE))
+    nodes = torch.arange(ROWS * TOKENS)
+    edges = torch.stack([nodes, ids.view(-1) * 5])
+    edges = torch.cat([edges[:, edges[0] != edges[1]], torch.stack([nodes, nodes])], 1)
+    weight = torch.ones(edges.size(1), dtype=h.dtype)
+    weight = torch.where(edges[0] == edges[1], 2 * weight, weight)
+    weight[edges[1] == 5] = weight[edges[1] == 5] - 3
+    return torch.zeros_like(h).index_add(0, edges[1], weight.unsqueeze(-1) * m.b(h)[edges[0]])
+
+
 def of_known_sizes(m, x, ids):
     h = m.a(x)[ids > 1]
     return (torch.zeros(h.shape[0], SIZE).to(h) + m.b(h)).sum() + torch.arange(h.shape[0]).sum()
@@ -183,6 +195,7 @@ SELECTING = {
     "column": nonzero_column,
     "index_add": index_add,
     "edges": edges,
+    "loops": with_loops,
     "sizes": of_known_sizes,
     "masked_select": lambda m, x, ids: torch.masked_select(m.a(x), (ids > 1).unsqueeze(-1)).pow(2).mean(),
     "loss": lambda m, x, ids: F.mse_loss(m.b(m.a(x)[ids > 1]), x[ids > 1].detach()),

@@ -64,6 +64,7 @@ class _Rewriter:
         self.traced: dict[fx.Node, Any] = {}  # values as torch gives them, with its symbols
         self.sizes: dict[Symbol, int] = {}
         self.selections: dict[Symbol, fx.Node] = {}
+        self.sized: dict[Any, tuple[fx.Node, int]] = {}  # by an open size, a value and its dim of that size
         self.positions: dict[int, fx.Node] = {}  # by the number of the mask
         self.values: dict[Hashable, int] = {}  # what is computed alike has the same number
         self.known: dict[fx.Node, int] = {}
@@ -97,6 +98,11 @@ class _Rewriter:
             node.replace_all_uses_with(made)
             self.graph.erase_node(node)
         self.traced[made] = traced
+        if isinstance(traced, Tensor):
+            known = [isinstance(size, int) for size in traced.shape]
+            if known.count(False) == 1:
+                dim = known.index(False)
+                self.sized.setdefault(expression(traced.shape[dim]), (made, dim))
         facts(made)["counted"] = any(map(is_open, _tensors(traced)))
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -144,6 +150,7 @@ class _Rewriter:
         for size in (size for made in _tensors(value(node)) for size in made.shape):
             if is_symbol(symbol := expression(size)) and symbol not in self.sizes:
                 self.sizes[symbol], self.selections[symbol] = value(mask).numel(), found
+                self.sized[symbol] = self._parts(node, found)[0], 0
         return found
 
     def _number(self, node: fx.Node) -> int:
@@ -183,11 +190,10 @@ class _Rewriter:
             return None
         if name not in _FILLS and name != "arange":
             return None
-        symbols = [expression(size) for size in value(node).shape]
-        open_symbols = [symbol for symbol in symbols if is_symbol(symbol)]
-        if not open_symbols or any(s not in self.selections for s in open_symbols):
+        sizes = [expression(size) for size in value(node).shape]
+        like = self._of_sizes(node, sizes)
+        if like is None:
             return None
-        like = self._of_sizes(node, symbols)
         made = value(node)
         if name == "arange":
             start, step = argument(node, "start") or 0, argument(node, "step") or 1
@@ -199,18 +205,26 @@ class _Rewriter:
         fill = argument(node, "fill_value") if _FILLS[name] is None else _FILLS[name]
         return self._call(node, aten.full_like.default, like, fill, dtype=made.dtype)
 
-    def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node:
-        """A tensor of sizes that are counts or known."""
-        like = None
+    def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node | None:
+        """A tensor of sizes of which some are those of other values; None where all are known, or one is nowhere."""
+        is_open = [not isinstance(size, int) for size in sizes]
+        if not any(is_open) or any(of and size not in self.sized for of, size in zip(is_open, sizes, strict=True)):
+            return None
+        like: fx.Node | None = None
         for i, size in enumerate(sizes):
-            if not is_symbol(size):
-                continue
-            column = self._parts(node, self.selections[size])[0]
-            column = self._call(node, aten.reshape.default, column, [-1 if j == i else 1 for j in range(len(sizes))])
-            like = column if like is None else self._call(node, aten.add.Tensor, like, column)
-        whole = [-1 if is_symbol(size) else int(size) for size in sizes]
-        assert like is not None
+            if is_open[i]:
+                form = [-1 if j == i else 1 for j in range(len(sizes))]
+                column = self._call(node, aten.reshape.default, self._vector(node, *self.sized[size]), form)
+                like = column if like is None else self._call(node, aten.add.Tensor, like, column)
+        whole = [-1 if of else size for of, size in zip(is_open, sizes, strict=True)]
         return self._call(node, aten.expand.default, like, whole)
+
+    def _vector(self, line: fx.Node, made: fx.Node, dim: int) -> fx.Node:
+        """A tensor of one dim of a value, with the first of all others."""
+        vector = self._call(line, aten.detach.default, made)
+        for other in reversed([i for i in range(value(made).dim()) if i != dim]):
+            vector = self._call(line, aten.select.int, vector, other, 0)
+        return vector
 
     def _known(self, number: fx.Node) -> Any:
         """A size that is a number in the trace as what it is at most; as it was where nobody knows."""

@@ -249,12 +249,19 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
             if is_selection(node):
                 atoms = [counted_atoms(atoms, node.name)]
             if pattern.tied:
-                atoms = [atom if SELECTED in dim else _uncounted(atom) for atom, dim in zip(atoms, dims, strict=True)]
+                known = dict(zip(pattern.inputs[0], facts(tensor_inputs(node)[0])["atoms"], strict=True))
+                atoms = [
+                    atom if SELECTED in dim else _uncounted(atom, known.get(dim, ()))
+                    for atom, dim in zip(atoms, dims, strict=True)
+                ]
             found.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
     return found[0] if is_tensor(node) else tuple(found)
 
 
-def _uncounted(atoms: Atoms) -> Atoms:
+def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
+    """What a dim of all elements is made of, not of the selected ones; `before`: in the tensor that is written."""
+    if selections_in(before):
+        return before
     return tuple(Atom(atom.size, DATA_DIM) if selections_in((atom,)) else atom for atom in atoms)
 
 
