@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
 from autopart.ir.layout import Placement, local_shape
 from autopart.ir.operators import autopart_ops
@@ -76,7 +78,7 @@ def shape_argument(call: LocalCall) -> fx.Node:
     """The second argument names the output's shape: the local one."""
     layout, full = call.output_layout(), shape(call.node)
     local = local_shape(full, layout, call.sizes)
-    local = [-1 if given == -1 else size for given, size in zip(call.node.args[1], local, strict=True)]
+    local = [-1 if selections_in(atoms) else size for atoms, size in zip(facts(call.node)["atoms"], local, strict=True)]
     for axis, place in layout.items():
         if place.is_shard and full[place.dim] % call.sizes[axis] and not place.sections:
             local[place.dim] = -1  # shards of unequal sizes
