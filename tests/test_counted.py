@@ -13,7 +13,7 @@ import zoo
 from torch import Tensor, nn
 
 import autopart
-from autopart.errors import TraceError
+from autopart.errors import OptionError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.selection import is_selection
 from autopart.recipe import prepare
@@ -297,6 +297,22 @@ def test_a_size_that_nobody_knows_is_refused_with_its_line(name):
     with pytest.raises(TraceError) as caught:
         autopart.plan(Parts(forward), "tp2", example_args=inputs())
     assert str(caught.value).startswith(text) and "test_counted.py" in str(caught.value)
+
+
+def dropped(m, x, ids):
+    return torch.dropout(m.b(m.a(x)[ids > 1]), 0.5, m.training).sum()
+
+
+def test_dropout_of_selected_elements_draws_on_every_rank():
+    torch.manual_seed(0)
+    pm = autopart.parallelize(Parts(dropped), "dp1", example_args=inputs())
+    one, other = pm(*inputs()), pm(*inputs())
+    assert one.isfinite() and one != other
+    assert autopart.verify(Parts(dropped), "dp2", example_args=inputs(), rng="fast").ok
+    with pytest.raises(OptionError, match="how many numbers it draws depends on how many elements are selected"):
+        autopart.verify(Parts(dropped), "dp2", example_args=inputs())
+    with pytest.raises(TraceError, match="rand_like draws as many random numbers as there are selected elements"):
+        autopart.plan(Parts(lambda m, x, ids: torch.rand_like(m.a(x)[ids > 1])), "dp2", example_args=inputs())
 
 
 # --- Over processes ------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def positions(mask: Tensor) -> list[Tensor]:
     return list(torch.where(mask))
 
 
-def _most(mask: Tensor) -> list[Tensor]:
+def most_positions(mask: Tensor) -> list[Tensor]:
     return [mask.new_empty(mask.numel(), dtype=torch.int64) for _ in mask.shape]
 
 
@@ -32,7 +32,7 @@ def _define() -> torch.library.Library:
     library = torch.library.Library("autopart", "FRAGMENT")
     library.define("positions(Tensor mask) -> Tensor[]")
     library.impl("positions", positions, "CompositeExplicitAutograd")
-    torch.library.register_fake("autopart::positions", _most, lib=library)
+    torch.library.register_fake("autopart::positions", most_positions, lib=library)
     return library
 
 

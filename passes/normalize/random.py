@@ -13,9 +13,11 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
+from autopart.errors import TraceError
 from autopart.ir.facts import facts
-from autopart.ir.graph import argument, draws_random_numbers, operator_name, reads, value
+from autopart.ir.graph import argument, describe, draws_random_numbers, operator_name, reads, short_name, value
 from autopart.ir.operators import autopart_ops
+from autopart.ir.selection import is_counted
 
 from .new_calls import emit, getitem, replace
 
@@ -38,6 +40,12 @@ def draws_as_data(graph: fx.Graph) -> None:
         if node.op != "call_function" or not draws_random_numbers(node) or facts(node).get("reads_no_value"):
             continue
         name = operator_name(node)
+        if is_counted(node) and "dropout" not in name:
+            raise TraceError(
+                f"{short_name(node)} draws as many random numbers as there are selected elements",
+                why="how many that are depends on values, and ranks must draw the same ones",
+                where=describe(node), hint="draw for all elements, and select of what was drawn",
+            )  # fmt: skip
         with graph.inserting_before(node):
             if name in _SHAPE_ALONE or node.target is aten.bernoulli.p:
                 node.args = (template(graph, node, value(node.args[0])), *node.args[1:])
@@ -73,6 +81,8 @@ def noise_like(graph: fx.Graph, like: fx.Node, of: Tensor, p: float) -> fx.Node:
     """The noise (0 or 1 / (1 - p)) that dropout of a value like `of` draws: what it makes of ones."""
     noise = emit(graph, like, aten.dropout.default, _ones(graph, like, of), p, True)
     noise.meta.update(named="noise", reads_no_value=True)
+    if is_counted(like):
+        facts(noise)["inexact"] = "how many numbers it draws depends on how many elements are selected"
     return noise
 
 

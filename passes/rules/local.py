@@ -17,6 +17,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
 from autopart.ir.layout import Placement, local_shape
 from autopart.ir.operators import autopart_ops
+from autopart.ir.selection import most_positions
 
 aten = torch.ops.aten
 
@@ -66,6 +67,8 @@ def local_value(node: fx.Node) -> Any:
     first = value(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if not isinstance(first, torch.Tensor):
         return None
+    if node.target is aten.where.default:
+        return most_positions(first)
     if getattr(node.target, "namespace", "") == "aten":
         known = all(value(used) is not None for used in node.args if isinstance(used, fx.Node))
         return node.target(*fx.map_arg(node.args, value)) if known else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autopart.ir.atoms import BATCH, cut_atoms, selections_in
@@ -18,13 +19,21 @@ from autopart.ir.pattern import SELECTED, Dim, Pattern
 from autopart.ir.selection import positions_of
 
 from .factors import names, pattern
+from .local import LocalCall
+
+aten = torch.ops.aten
 
 
 def positions(node: fx.Node) -> Pattern:
     """The dims of the mask are merged."""
     dims = names(len(shape(node.args[0])), "m")
     merged = (*(f for (f,) in dims), SELECTED)
-    return pattern(node, [dims], [[merged]] * len(dims), known={SELECTED: 1})
+    return pattern(node, [dims], [[merged]] * len(dims), known={SELECTED: 1}, local=_where)
+
+
+def _where(call: LocalCall) -> fx.Node:
+    """torch's own operator, of which a compiler knows that nobody knows its size."""
+    return call.emit(aten.where.default, call.args[0])
 
 
 @dataclass(frozen=True)
