@@ -259,6 +259,7 @@ NUMBERS = {
     "filled": lambda m, x, ids: m.a(x) + torch.full((SIZE,), x.max().item()),
     "index": lambda m, x, ids: m.a(x) * x[0, ids[0, 0].item()].norm(),
     "of integers": lambda m, x, ids: m.a(x) * (ids * x.max().item()).unsqueeze(-1),
+    "float()": lambda m, x, ids: m.a(x) * (float(m.a(x).max()) + float("1") + float(isinstance(m.t.item(), float))),
     "listed": lambda m, x, ids: m.a(x) * sum(v.item() for v in m.a(x).flatten()[:3]),
 }
 

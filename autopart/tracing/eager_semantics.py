@@ -9,6 +9,7 @@ functional; and it cannot trace through `.data`. `EagerSemantics` writes both as
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import BatchNorm, InstanceNorm, redirected_functions, tree_flatten, tree_map
+from autopart.tracing.floats import Floats, ReadsFloat
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.known_values import UNKNOWN, KnownValues
 from autopart.tracing.trace_errors import Lost
@@ -54,6 +56,7 @@ class EagerSemantics(TorchFunctionMode):
         self.asked = ""  # what the tensor is made of whose values Python asked for last
         self.data = WeakIdKeyDictionary()  # what `.data` gave
         self.known = KnownValues()
+        self.floats = Floats()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -68,6 +71,8 @@ class EagerSemantics(TorchFunctionMode):
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)
+        if func is Tensor.__float__ and self.floats.may_be_added(sys._getframe(1)):
+            raise ReadsFloat
         output = self._run(TRACEABLE.get(func, func), args, kwargs)
         self.known.note((func, args, kwargs), tensors, output)
         for tensor in _tensors((output,)) if names else ():

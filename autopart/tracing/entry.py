@@ -69,7 +69,7 @@ class Entry(nn.Module):
         semantics = self.semantics if Tracing.current() is not None else nullcontext()
         hook = register_module_forward_hook(name_output)
         try:
-            with self.state, self.autocast, semantics, hook, self.checkpoints.watching():
+            with self.state, self.autocast, self.semantics.floats.given(), semantics, hook, self.checkpoints.watching():
                 output = call(self.model, tree_unflatten(leaves, self.spec))
         except BaseException:
             for module, buffers in before:

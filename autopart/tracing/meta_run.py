@@ -2,7 +2,7 @@
 
 Parameters and inputs are on the meta device, and say that they are where the model's are. What is made of numbers alone
 is real as long as it is small, so that Python can ask for its values. What a call gives is looked up where the same
-call was made before: torch takes long to work out a shape.
+call was made before: torch takes long to work out a shape. A number that depends on values is one.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class _Placed(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in (Tensor.item, Tensor.__float__) and _IS_META(args[0]):
+            return torch.ones((), dtype=args[0].dtype).item()
+        if func in (torch.masked_select, Tensor.masked_select):  # without a kernel there
+            source, mask = torch.broadcast_tensors(*args, *(kwargs or {}).values())
+            return source[mask]
         found = func(*args, **(kwargs or {}))
         if func == _DEVICE:
             return self.device if found.type == "meta" else found

@@ -30,6 +30,7 @@ from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.entry import PREFIX, Entry, register_dataclasses
 from autopart.tracing.entry import call as call_model
 from autopart.tracing.exported import drop_checks, functional, inline_regions, name_outputs, own_graph
+from autopart.tracing.floats import ReadsFloat
 from autopart.tracing.functions import name_functions
 from autopart.tracing.python_state import check_attributes, check_draws, check_hooks
 from autopart.tracing.repeated import NotAlike, Repeats
@@ -240,6 +241,14 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
 
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     """The exported program without regions, blocks that repeat traced once where they can be."""
+    while True:
+        try:
+            return _export_blocks(entry, example)
+        except ReadsFloat:  # another module of Python is known to call `float(tensor)`
+            continue
+
+
+def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     repeats = Repeats(entry.model, entry.semantics.known)
     if not repeats.blocks:
         return _exported(entry, example)
@@ -247,6 +256,8 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
         with repeats.watching():
             program = _exported(entry, example)
         repeats.expand(program.graph)
+    except ReadsFloat:
+        raise
     except Exception as error:  # of a repeat that is not one, or of the model itself: then the full trace has it too
         if not repeats.tried:
             raise
