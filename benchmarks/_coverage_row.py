@@ -59,7 +59,7 @@ def measure(name: str, meshes: list[str], report: Callable[[Row], None]) -> None
 
 
 def measure_by_others(name: str, meshes: list[str], report: Callable[[Row], None]) -> None:
-    """The same for a model that others wrote, as it is: in training mode, never run before, with its loss if it has one."""
+    """The same for a model that others wrote, as it is: in training mode, never run before, with its loss."""
 
     def build_run(row: Row, reached: Callable[[str], None]) -> VerificationRun:
         from by_others import build_case
@@ -68,10 +68,11 @@ def measure_by_others(name: str, meshes: list[str], report: Callable[[Row], None
         case = build_case(name)
         row["class"] = type(case.model).__name__
         arguments = bind_call(case.model, case.args, case.kwargs)
-        check_values(flatten_call(arguments))
-        row["parameters"] = sum(p.numel() for p in case.model.parameters())
         reached("trace")
-        return VerificationRun(case.model, arguments, case.loss_fn, case.target)
+        check_values(flatten_call(arguments))
+        run = VerificationRun(case.model, arguments, case.loss_fn, case.target)
+        row["parameters"] = sum(p.numel() for p in run.parameters.values())
+        return run
 
     fill_row(name, meshes, report, build_run)
 

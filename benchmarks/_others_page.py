@@ -115,4 +115,7 @@ def causes(rows: Rows, reason: Any) -> Iterable[tuple[str, str]]:
 
 
 def first_line(result: Row) -> str:
-    return (result.get("not_finite") or result.get("first", "")).partition("\n")[0][:160]
+    if "not_finite" in result:
+        return result["not_finite"].partition("\n")[0][:160]
+    worst = max(result.get("worst", {"": 0.0}).items(), key=lambda entry: entry[1])
+    return f"{worst[0]} is off by {worst[1]:.1g}"

@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class List:
-    """A list of models: how one is measured (a function of `_coverage_row`), on which meshes, and where its row is kept."""
+    """A list of models: the function of `_coverage_row` that measures one, on which meshes, and where rows are kept."""
 
     measure: str
     meshes: tuple[str, ...]

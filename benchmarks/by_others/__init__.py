@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from by_others import idioms, language, science, tables, vision
+
+from by_others import idioms, language, python_idioms, science, tables, vision
 from by_others.case import Case
 from by_others.torchvision_operators import import_torchvision
 
 MODELS: dict[str, Callable[[], Case]] = {
     **idioms.MODELS,
+    **python_idioms.MODELS,
     **vision.MODELS,
     **language.MODELS,
     **tables.MODELS,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROWS, LENGTH, VOCAB, CLASSES, WIDTH = 8, 12, 160, 12, 32
+ROWS, LENGTH, VOCAB, CLASSES, WIDTH, D = 8, 12, 160, 12, 32, 8
 
 
 @dataclass(frozen=True)
@@ -57,3 +57,27 @@ def tokens(length: int = LENGTH) -> Tensor:
 
 def states(length: int = LENGTH, width: int = WIDTH) -> Tensor:
     return torch.randn(ROWS, length, width)
+
+
+def written(forward: Callable[..., Any], *args: Any, **parts: Any) -> Case:
+    """A module with these parts and this forward, called with a batch of rows unless `args` say more."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, part in parts.items():
+                if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                    self.register_buffer(name, part)
+                else:
+                    setattr(self, name, part)
+
+    Net.forward = forward  # type: ignore[assignment]
+    return Case(Net(), args or (rows(),))
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, D)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(D, D)

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from by_others.case import CLASSES, LENGTH, ROWS, VOCAB, WIDTH, Case, predicts_tokens, squared, states, tokens
 from torch import Tensor, nn
+
+from by_others.case import CLASSES, LENGTH, ROWS, VOCAB, WIDTH, Case, predicts_tokens, squared, states, tokens
 
 X_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "plain": {},

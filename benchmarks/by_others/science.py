@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from by_others.case import CLASSES, ROWS, WIDTH, Case, images, squared, states
 from torch import Tensor, nn
+
+from by_others.case import CLASSES, ROWS, WIDTH, Case, images, squared, states
 
 NODES, EDGES = 16, 40
 
@@ -129,7 +130,13 @@ def e3nn_net() -> Case:
 def neural_operator(name: str) -> Case:
     from neuralop import models
 
-    sizes: dict[str, Any] = {"n_modes": (4, 4), "hidden_channels": 16, "in_channels": 2, "out_channels": 1, "n_layers": 2}
+    sizes: dict[str, Any] = {
+        "n_modes": (4, 4),
+        "hidden_channels": 16,
+        "in_channels": 2,
+        "out_channels": 1,
+        "n_layers": 2,
+    }
     if name == "UNO":
         sizes = {"in_channels": 2, "out_channels": 1, "hidden_channels": 16, "lifting_channels": 16, "n_layers": 3,
                  "projection_channels": 16, "uno_out_channels": [16, 16, 16], "uno_n_modes": [[4, 4]] * 3,
@@ -214,7 +221,9 @@ class Likelihood(nn.Module):
 def zuko_flow(name: str) -> Case:
     import zuko
 
-    flow = getattr(zuko.flows, name)(features=4, hidden_features=(16, 16), **({} if name == "CNF" else {"transforms": 2}))
+    flow = getattr(zuko.flows, name)(
+        features=4, hidden_features=(16, 16), **({} if name == "CNF" else {"transforms": 2})
+    )
     return Case(Likelihood(flow, lambda flow, x: flow().log_prob(x)), (torch.randn(ROWS, 4),))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from by_others.case import CLASSES, ROWS, VOCAB, WIDTH, Case, classified, squared, states
 from torch import Tensor, nn
+
+from by_others.case import CLASSES, ROWS, WIDTH, Case, classified, squared, states
 
 
 def tabnet(mask: str = "sparsemax") -> Case:
@@ -143,7 +144,8 @@ def chronos() -> Case:
     bolt = {"context_length": 16, "prediction_length": 4, "input_patch_size": 4, "input_patch_stride": 4,
             "quantiles": [0.1, 0.5, 0.9], "use_reg_token": True}  # fmt: skip
     config = T5Config(d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=2,
-                      chronos_config=bolt, is_encoder_decoder=True, pad_token_id=0, decoder_start_token_id=0)  # fmt: skip
+                      pad_token_id=0, decoder_start_token_id=0,
+                      chronos_config=bolt, is_encoder_decoder=True)  # fmt: skip
     call = {"context": torch.randn(ROWS, 16), "target": torch.randn(ROWS, 4)}
     return Case(ChronosBoltModelForForecasting(config), kwargs=call)
 
@@ -151,8 +153,9 @@ def chronos() -> Case:
 def gluonts_deepar() -> Case:
     from gluonts.torch.model.deepar.module import DeepARModel
 
-    model = DeepARModel(freq="D", context_length=6, prediction_length=3, num_feat_dynamic_real=1, num_feat_static_real=1,
-                        num_feat_static_cat=1, cardinality=[4], hidden_size=16, lags_seq=[1, 2])  # fmt: skip
+    model = DeepARModel(freq="D", context_length=6, prediction_length=3, num_feat_dynamic_real=1,
+                        num_feat_static_real=1, num_feat_static_cat=1, cardinality=[4], hidden_size=16,
+                        lags_seq=[1, 2])  # fmt: skip
     past, future = 6 + max(model.lags_seq), 3
 
     class Loss(nn.Module):
@@ -216,7 +219,10 @@ MODELS: dict[str, Callable[[], Case]] = {
         f"rtdl-num-embeddings: {name}": partial(numeric_embeddings, name)
         for name in ("PeriodicEmbeddings", "PiecewiseLinearEmbeddings")
     },
-    **{f"tab-transformer-pytorch: {name}": partial(tab_transformer, name) for name in ("TabTransformer", "FTTransformer")},
+    **{
+        f"tab-transformer-pytorch: {name}": partial(tab_transformer, name)
+        for name in ("TabTransformer", "FTTransformer")
+    },
     **{
         f"pytorch-forecasting: {name}": partial(forecasting_net, name)
         for name in ("GatedResidualNetwork", "InterpretableMultiHeadAttention", "LSTM")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 import torch
 
@@ -15,11 +16,11 @@ declared: list[torch.library.Library] = []
 
 
 def import_torchvision() -> None:
-    """Import it; where its operators are missing, declare those that it asks for. No model here calls them."""
-    if "torchvision" in sys.modules:
+    """Import it if it is installed; declare the operators that it asks for and lacks. No model here calls them."""
+    if "torchvision" in sys.modules or find_spec("torchvision") is None:
         return
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError:
         library = torch.library.Library("torchvision", "DEF")
         declared.append(library)

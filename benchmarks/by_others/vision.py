@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+
 from by_others.case import CLASSES, ROWS, VOCAB, Case, classified, images, squared
 
 VIT = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
@@ -15,9 +16,7 @@ SWIN = {"patch_size": 2, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4),
 TIMM: dict[str, dict[str, Any]] = {
     "resnet18": {"channels": (8, 16, 24, 32)},
     "resnetv2_50": {"layers": (1, 1, 1, 1), "channels": (16, 32, 48, 64), "stem_chs": 8},
-    "densenet121": {"growth_rate": 8, "block_config": (2, 2)},
     "efficientnet_lite0": {},
-    "ghostnet_050": {},
     "mobilenetv3_small_050": {},
     "regnetx_002": {},
     "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)},
@@ -29,10 +28,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "eva02_tiny_patch14_224": {"img_size": 32, **VIT},
     "swin_tiny_patch4_window7_224": {"img_size": 32, **SWIN},
     "swinv2_tiny_window8_256": {"img_size": 32, **SWIN},
-    "resmlp_12_224": {"img_size": 32},
-    "poolformerv2_s12": {},
     "cait_xxs24_224": {"img_size": 32, **VIT},
-    "crossvit_tiny_240": {"size": 240},
     "pvt_v2_b0": {},
     "edgenext_xx_small": {"depths": (1, 1, 2, 1), "dims": (16, 24, 32, 48), "size": 64},
     "mobilevit_xxs": {"size": 64},
@@ -40,14 +36,12 @@ TIMM: dict[str, dict[str, Any]] = {
     "maxvit_rmlp_pico_rw_256": {"img_size": 64, "size": 64},
     "sequencer2d_s": {"layers": (1, 1, 1, 1), "embed_dims": (16, 32, 32, 32), "hidden_sizes": (4, 8, 8, 8)},
     "visformer_tiny": {"img_size": 32, "init_channels": 8, "embed_dim": 32, "depth": 1, "num_heads": 2},
-    "hrnet_w18_small": {"size": 64},
     "levit_128s": {"img_size": 64, "size": 64},
     "xcit_nano_12_p8_224": {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4},
     "gcvit_xxtiny": {"img_size": 64, "size": 64},
     "mambaout_femto": {},
     "fastvit_t8": {"size": 64},
     "efficientvit_b0": {},
-    "rexnet_100": {},
     "res2net50_14w_8s": {"layers": (1, 1, 1, 1)},
     "inception_next_atto": {},
     "twins_svt_small": {"img_size": 64, "embed_dims": (16, 32, 32, 64), "depths": (1, 1, 1, 1), "size": 64},
@@ -153,13 +147,11 @@ def segmentation_model(name: str, encoder: str = "timm-mobilenetv3_small_minimal
 
 def open_clip_model(name: str) -> Case:
     import open_clip
-    from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
     from open_clip.coca_model import CoCa, MultimodalCfg
+    from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 
     vision = CLIPVisionCfg(layers=2, width=32, head_width=8, patch_size=8, image_size=32, output_tokens=name == "CoCa")
-    text = CLIPTextCfg(
-        context_length=12, vocab_size=VOCAB, width=32, heads=4, layers=2, output_tokens=name == "CoCa"
-    )
+    text = CLIPTextCfg(context_length=12, vocab_size=VOCAB, width=32, heads=4, layers=2, output_tokens=name == "CoCa")
     ids = torch.randint(1, VOCAB, (ROWS, 12))
     if name == "CoCa":
         decoder = MultimodalCfg(context_length=12, vocab_size=VOCAB, width=32, heads=4, layers=1)
@@ -184,7 +176,8 @@ def monai_unet(name: str) -> Case:
         "DynUNet": {"kernel_size": (3, 3, 3), "strides": (1, 2, 2), "upsample_kernel_size": (2, 2),
                     "filters": (8, 16, 32)},
         "UNETR": {"img_size": 32, "feature_size": 8, "hidden_size": 32, "mlp_dim": 64, "num_heads": 4},
-        "SwinUNETR": {"feature_size": 12, "window_size": 2, "num_heads": (1, 2, 2, 4), "norm_name": ("group", {"num_groups": 2})},
+        "SwinUNETR": {"feature_size": 12, "window_size": 2, "num_heads": (1, 2, 2, 4),
+                      "norm_name": ("group", {"num_groups": 2})},
     }  # fmt: skip
     model = getattr(nets, name)(spatial_dims=2, in_channels=1, out_channels=3, **sizes[name])
     loss = DiceCELoss(to_onehot_y=True, softmax=True)
@@ -318,7 +311,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "torchvision: LR-ASPP": torchvision_deeplab,
     **{
         f"segmentation-models-pytorch: {name}": partial(segmentation_model, name)
-        for name in ("Unet", "UnetPlusPlus", "FPN", "PSPNet", "DeepLabV3Plus", "Linknet", "MAnet")
+        for name in ("Unet", "FPN", "DeepLabV3Plus")
     },
     "segmentation-models-pytorch: Segformer": partial(segmentation_model, "Segformer", "mit_b0"),
     "open-clip-torch: CLIP": partial(open_clip_model, "CLIP"),
@@ -328,9 +321,7 @@ MODELS: dict[str, Callable[[], Case]] = {
         for name in ("UNet", "BasicUNet", "AttentionUnet", "SegResNet", "DynUNet", "UNETR", "SwinUNETR")
     },
     "monai: AutoencoderKL": monai_autoencoder,
-    **{
-        f"spandrel: {name}": partial(spandrel_model, name) for name in ("SwinIR", "RRDBNet", "NAFNet", "HAT")
-    },
+    **{f"spandrel: {name}": partial(spandrel_model, name) for name in ("SwinIR", "RRDBNet", "NAFNet", "HAT")},
     **{f"kornia: {name}": partial(kornia_model, name) for name in ("HardNet", "SOSNet", "augmentation")},
     "mlp-mixer-pytorch: MLPMixer": mlp_mixer,
     "perceiver-pytorch: Perceiver": perceiver,
@@ -342,6 +333,5 @@ MODELS: dict[str, Callable[[], Case]] = {
     "bottleneck-transformer-pytorch: BottleStack": bottleneck_transformer,
     "lambda-networks: LambdaLayer": lambda_layer,
     "x-metaformer: CAFormer": metaformer,
-    "ultralytics: YOLOv8n": partial(yolo, "yolov8n.yaml"),
     "ultralytics: YOLO11n": partial(yolo, "yolo11n.yaml"),
 }
