@@ -66,7 +66,7 @@ def exact_on(row: Row) -> str:
     if not was_traced(row):
         return "not traced"
     if is_exact(row):
-        return "all"
+        return "all four" if row.get("family") == BY_OTHERS else "all six"
     return "; ".join(mesh for mesh, found in row["meshes"].items() if found.get("exact")) or "none"
 
 
@@ -129,7 +129,8 @@ def page(rows: Rows, left_out: Mapping[str, str], others: Rows) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "diffusers", "peft"))
     parts = [
         "# Models",
-        f"Written by `python benchmarks/coverage.py --page` from `benchmarks/coverage.jsonl`: {packages}.",
+        f"Written by `python benchmarks/coverage.py --page` from `benchmarks/coverage.jsonl` and `by_others.jsonl`: "
+        f"{packages}.",
         "## Summary",
         families(rows),
         beside([row for row in rows.values() if is_listed(row)]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -101,17 +102,24 @@ def causes(rows: Rows, reason: Any) -> Iterable[tuple[str, str]]:
     """Why a model is not exact, and which, with the meshes where it is on others."""
     for name, row in rows.items():
         if "error" in row:
-            yield f"{outcome_of(row['error'])}: {reason(row['error'])}", name
+            yield f"{outcome_of(row['error'])}: {common(reason(row['error']))}", name
             continue
         found: dict[str, list[str]] = defaultdict(list)
         for mesh, result in row["meshes"].items():
             kind = on_mesh(result)
             if kind in ("refused", "crash"):
-                found[f"{kind}: {reason(result['error'])}"].append(mesh)
+                found[f"{kind}: {common(reason(result['error']))}"].append(mesh)
             elif kind != "exact":
                 found[f"{kind}: {first_line(result)}"].append(mesh)
         for cause, meshes in found.items():
             yield cause, name if len(meshes) == len(row["meshes"]) else f"{name} ({'; '.join(meshes)})"
+
+
+def common(text: str) -> str:
+    """A reason without what differs from model to model: operators, where a value comes from, symbols, addresses."""
+    text = re.sub(r"; they come from .*", "", text)
+    text = re.sub(r"how much \S+ gives", "how much an operator gives", text)
+    return re.sub(r"\bu\d+\b", "u", re.sub(r" at 0x\w+", "", text))
 
 
 def first_line(result: Row) -> str:

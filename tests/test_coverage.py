@@ -207,7 +207,7 @@ def test_what_falls_short_is_said():
     text = page.page(all_rows, {"other": "needs a library"}, {})
     assert "StageError: the batch cannot be cut: it mixes (1): bad (dp2)" in text
     assert "bmm (1): slow (30.0%)" in text and "`aten::topk` | 1" in text and "needs a library (1): other" in text
-    assert "| bad | C | tp2; tp4; pp2; pp2,tp2; dp2,pp2,tp2 |" in text and "| good | C | all |" in text
+    assert "| bad | C | tp2; tp4; pp2; pp2,tp2; dp2,pp2,tp2 |" in text and "| good | C | all six |" in text
 
 
 def test_an_interrupted_run_goes_on(tmp_path):

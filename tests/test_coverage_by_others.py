@@ -166,6 +166,9 @@ def test_the_page_says_what_is_not_exact_and_where():
         "- refused: StageError: the batch cannot be cut: it mixes (3): a: half (dp2), b: crash (dp2), plain: refused"
         in text
     )
+    assert page.common("how much index gives depends on u0; they come from the input x") == (
+        "how much an operator gives depends on u"
+    )
     assert "- crash: IndexError: list index out of range (1): b: crash (tp2)" in text
     assert "- wrong: a.weight is off by 0.1 (1): b: wrong (dp2,tp2)" in text
     assert "- time limit: TimeLimit: over 90 s in step tp2 (1): b: late" in text
