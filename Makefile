@@ -4,12 +4,15 @@ STAMP := .venv/.stamp
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all fuzz replay mutants check gpu-test bench golden-update
+.PHONY: help setup setup-models demo test test-all fuzz replay mutants check gpu-test bench golden-update
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## create .venv with autopart (editable) and the development tools
+
+setup-models: $(STAMP)  ## add the packages whose models `benchmarks/coverage.py --by-others` runs
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip install -qq --no-deps -r benchmarks/by_others/requirements.txt
 
 demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py

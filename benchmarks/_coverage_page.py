@@ -9,8 +9,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import _others_page as others_page
+
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 MESHES = ("tp2", "tp4", "pp2", "dp2", "pp2,tp2", "dp2,pp2,tp2")
+BY_OTHERS = "written by others"
 MOST = 0.9  # of the FLOPs
 Row = dict[str, Any]
 Rows = Mapping[str, Row]
@@ -43,7 +46,8 @@ PIPELINE = "`torch.distributed.pipelining.pipeline()` splits the model at its mi
 
 
 def is_exact(row: Row) -> bool:
-    return "error" not in row and all(row["meshes"].get(mesh, {}).get("exact") for mesh in MESHES)
+    meshes = others_page.OTHER_MESHES if row.get("family") == BY_OTHERS else MESHES
+    return "error" not in row and all(row["meshes"].get(mesh, {}).get("exact") for mesh in meshes)
 
 
 def was_traced(row: Row) -> bool:
@@ -62,8 +66,8 @@ def exact_on(row: Row) -> str:
     if not was_traced(row):
         return "not traced"
     if is_exact(row):
-        return "all six"
-    return "; ".join(mesh for mesh in MESHES if row["meshes"].get(mesh, {}).get("exact")) or "none"
+        return "all four" if row.get("family") == BY_OTHERS else "all six"
+    return "; ".join(mesh for mesh, found in row["meshes"].items() if found.get("exact")) or "none"
 
 
 def runs_whole(row: Row) -> str:
@@ -95,7 +99,7 @@ def table(rows: Rows) -> str:
 def summary(rows: Rows) -> str:
     counts = numbers(rows.values())
     return (
-        f"{counts['all']} architectures: {counts['traced']} traced, {counts['exact']} exact on all six meshes, "
+        f"{counts['all']} architectures: {counts['traced']} traced, {counts['exact']} exact on all meshes, "
         f"{counts['sharded']} of these with at least {MOST:.0%} of their FLOPs sharded under tp2"
     )
 
@@ -117,15 +121,16 @@ def percent(part: float | None) -> str:
 # The page
 
 
-def write_page(rows: Rows, left_out: Mapping[str, str]) -> None:
-    PAGE.write_text(page(rows, left_out))
+def write_page(rows: Rows, left_out: Mapping[str, str], others: Rows) -> None:
+    PAGE.write_text(page(rows, left_out, others))
 
 
-def page(rows: Rows, left_out: Mapping[str, str]) -> str:
+def page(rows: Rows, left_out: Mapping[str, str], others: Rows) -> str:
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "diffusers", "peft"))
     parts = [
         "# Models",
-        f"Written by `python benchmarks/coverage.py --page` from `benchmarks/coverage.jsonl`: {packages}.",
+        f"Written by `python benchmarks/coverage.py --page` from `benchmarks/coverage.jsonl` and `by_others.jsonl`: "
+        f"{packages}.",
         "## Summary",
         families(rows),
         beside([row for row in rows.values() if is_listed(row)]),
@@ -135,8 +140,21 @@ def page(rows: Rows, left_out: Mapping[str, str]) -> str:
         table_of(rows),
         "## Where something falls short",
         short(rows, left_out),
+        "## Models that others wrote",
+        "" if not others else by_others(others),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def by_others(rows: Rows) -> str:
+    parts = [
+        others_page.METHOD,
+        others_page.counts(rows),
+        grouped("What is not exact, by cause", others_page.causes(rows, reason)),
+        "### Model by model",
+        others_page.table(rows, percent),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
 def families(rows: Rows) -> str:

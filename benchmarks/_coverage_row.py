@@ -16,21 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _coverage_page import BY_OTHERS
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopart.cost.flops import flop_counter
-from autopart.errors import StageError
+from autopart.errors import AutopartError, StageError
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name
 from autopart.options import Options
 from autopart.proof.subject import Arrangement
 from autopart.proof.verify import VerificationRun
-from autopart.tracing.trace import bind_call
+from autopart.tracing.trace import bind_call, check_values, flatten_call
 
 FLOPS_MESH = "tp2"
 MICROBATCHES = {"pp2": 4, "pp2,tp2": 4, "dp2,pp2": 2, "dp2,pp2,tp2": 2}  # of 8 rows; the default would be one row each
 NEGLIGIBLE = 0.002
+NEWLINE = "\n"
 
 Row = dict[str, Any]
 
@@ -40,6 +42,45 @@ def measure(name: str, meshes: list[str], report: Callable[[Row], None]) -> None
 
     `step` is what it does or did last: build, forward, trace, then a mesh, then done.
     """
+
+    def build_run(row: Row, reached: Callable[[str], None]) -> VerificationRun:
+        from _architectures import ARCHITECTURES, build
+
+        row["family"], row["class"] = ARCHITECTURES[name]
+        model, inputs = build(name)
+        arguments = bind_call(model, (), inputs)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        reached("forward")
+        run_once(model, arguments)
+        reached("trace")
+        return VerificationRun(model, arguments)
+
+    fill_row(name, meshes, report, build_run)
+
+
+def measure_by_others(name: str, meshes: list[str], report: Callable[[Row], None]) -> None:
+    """The same for a model that others wrote, as it is: in training mode, never run before, with its loss."""
+
+    def build_run(row: Row, reached: Callable[[str], None]) -> VerificationRun:
+        from by_others import build_case
+
+        row["family"] = BY_OTHERS
+        case = build_case(name)
+        row["class"] = type(case.model).__name__
+        arguments = bind_call(case.model, case.args, case.kwargs)
+        reached("trace")
+        check_values(flatten_call(arguments))
+        run = VerificationRun(case.model, arguments, case.loss_fn, case.target)
+        row["parameters"] = sum(p.numel() for p in run.parameters.values())
+        return run
+
+    fill_row(name, meshes, report, build_run)
+
+
+def fill_row(
+    name: str, meshes: list[str], report: Callable[[Row], None],
+    build_run: Callable[[Row, Callable[[str], None]], VerificationRun],
+) -> None:  # fmt: skip
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     row: Row = {"name": name, "step": "build", "meshes": {}}
@@ -51,16 +92,7 @@ def measure(name: str, meshes: list[str], report: Callable[[Row], None]) -> None
 
     try:
         reached("build")
-        from _architectures import ARCHITECTURES, build
-
-        row["family"], row["class"] = ARCHITECTURES[name]
-        model, inputs = build(name)
-        arguments = bind_call(model, (), inputs)
-        row["parameters"] = sum(p.numel() for p in model.parameters())
-        reached("forward")
-        run_once(model, arguments)
-        reached("trace")
-        run = VerificationRun(model, arguments)
+        run = build_run(row, reached)
         row["trace_s"] = round(time.perf_counter() - start_s - row["time_s"], 2)
         row["operators"] = sum(n.op == "call_function" for n in run.traced.graph.nodes)
         row["no_rule"] = without_rule(run.traced.graph)
@@ -94,6 +126,28 @@ def measure_peers(name: str, meshes: list[str], report: Callable[[Row], None]) -
     report({"name": name, "step": "peers", "peers": peers(model, bind_call(model, (), inputs))})
 
 
+def measure_torch(name: str, meshes: list[str], report: Callable[[Row], None]) -> None:
+    """Reports what torch itself makes of a model that others wrote: `exact` where it runs, traces, compiles whole."""
+    from by_others import build_case
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ways: dict[str, Callable[[Any], Any]] = {
+        "runs": lambda case: case.model(*case.args, **case.kwargs),
+        "export": lambda case: torch.export.export(case.model, case.args, case.kwargs, strict=False),
+        "compile": lambda case: torch.compile(case.model, fullgraph=True, backend="eager")(*case.args, **case.kwargs),
+    }
+    answers: dict[str, str] = {}
+    for way, tried in ways.items():
+        case = build_case(name)
+        try:
+            tried(case)
+            answers[way] = "yes"
+        except Exception as error:  # whatever torch raises is the answer
+            answers[way] = f"{type(error).__name__}: {without_folders(str(error)).strip().partition(NEWLINE)[0][:200]}"
+        report({"name": name, "step": way, "torch": answers})
+
+
 def on_mesh(run: VerificationRun, mesh: str, row: Row) -> Row:
     """Whether the model is exact on a mesh; under `FLOPS_MESH` also what is sharded."""
     start_s = time.perf_counter()
@@ -103,6 +157,8 @@ def on_mesh(run: VerificationRun, mesh: str, row: Row) -> Row:
         result["microbatches"] = arrangement.decisions.microbatches
         found = run.check(arrangement)
         result |= {"exact": found.ok, "max_error": float(f"{found.max_error:.2g}")}
+        if found.not_finite is not None:
+            result["not_finite"] = str(found.not_finite)[:300]
         if not found.ok:
             worst = sorted(found.errors.items(), key=lambda e: -e[1])[:4]
             result |= {"first": str(found.first_mismatch)[:900], "worst": dict(worst)}
@@ -124,11 +180,12 @@ def arrange(run: VerificationRun, mesh: str) -> Arrangement:
         return run.arrange(mesh, options=Options(microbatches=1))
 
 
-def told(error: Exception) -> dict[str, str]:
-    """What a row keeps of an exception."""
+def told(error: Exception) -> Row:
+    """What a row keeps of an exception; `refused`: in autopart's words."""
     frames = traceback.extract_tb(error.__traceback__)[-5:]
     stack = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
-    return {"type": type(error).__name__, "text": without_folders(str(error))[:700], "stack": stack}
+    text = without_folders(str(error))[:700]
+    return {"type": type(error).__name__, "text": text, "stack": stack, "refused": isinstance(error, AutopartError)}
 
 
 def without_folders(text: str) -> str:

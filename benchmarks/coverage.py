@@ -1,10 +1,12 @@
-"""Which architectures partition exactly: every one of four transformers task families, and some others, in small.
+"""Which models partition exactly: every one of four transformers task families and some others, in small; with
+`--by-others` those of many packages that nobody here wrote, and ways of writing a model.
 
 Each model is built with random weights by one recipe (`_recipe.py`), traced once, and run forward and backward on six
 meshes in float64 against itself (`autopart.verify`, tolerance 1e-10). Each has a process of its own and a time limit.
-Results are kept in `coverage.jsonl`, a line per architecture: an interrupted run goes on where it was.
+Results are kept in `coverage.jsonl` (`by_others.jsonl`), a line per model: an interrupted run goes on where it was.
+A model whose package is not installed is left out.
 
-    python benchmarks/coverage.py [--quick] [--json] [--shard 1/4] [--only llama,t5] [--meshes tp2,tp4]
+    python benchmarks/coverage.py [--by-others] [--quick] [--json] [--shard 1/4] [--only llama,t5] [--meshes tp2,tp4]
                                   [--rerun-failed] [--rerun] [--page]
 
 `--page` only writes `docs/models.md` from the results. With `--json` the last line is one JSON object.
@@ -19,37 +21,59 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from _coverage_page import MESHES, is_exact, is_mostly_sharded, summary, table, write_page
+from _others_page import OTHER_MESHES
 
-RESULTS = Path(__file__).parent / "coverage.jsonl"
-TIME_LIMIT_S = 300
-QUICK = ("gpt2", "resnet")
+HERE = Path(__file__).parent
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class List:
+    """A list of models: the function of `_coverage_row` that measures one, on which meshes, and where rows are kept."""
+
+    measure: str
+    meshes: tuple[str, ...]
+    results: Path
+    quick: tuple[str, ...]
+    limit_s: float
+
+
+ARCHITECTURES = List("measure", MESHES, HERE / "coverage.jsonl", ("gpt2", "resnet"), 300)
+OTHERS = List("measure_by_others", OTHER_MESHES, HERE / "by_others.jsonl", ("diffusers: SD3",), 90)
 
 
 def main() -> None:
     arguments = parse()
-    results = Path(arguments.results) if arguments.results else RESULTS
+    listed = OTHERS if arguments.by_others else ARCHITECTURES
+    results = Path(arguments.results) if arguments.results else listed.results
+    arguments.meshes = arguments.meshes or list(listed.meshes)
     if arguments.quick:
         results = Path(tempfile.mkdtemp()) / "coverage.jsonl"
-        arguments.only = arguments.only or list(QUICK)
+        arguments.only = arguments.only or list(listed.quick)
     if arguments.page:
         from _architectures import LEFT_OUT
 
-        write_page(load(results), LEFT_OUT)
+        write_page(load(ARCHITECTURES.results), LEFT_OUT, load(OTHERS.results))
         return
     names = chosen(arguments)
     for name in names:
         row = load(results).get(name)
         meshes = open_meshes(row, arguments)
         if meshes:
-            row = merged(row, run(name, "measure", meshes))
+            row = merged(row, run(name, listed.measure, meshes, listed.limit_s))
+            if is_missing(row):
+                print(f"{name:<40} left out: {row['error']['text']}", flush=True)
+                continue
+            if arguments.by_others and not is_exact(row):
+                row["torch"] = run(name, "measure_torch", [], listed.limit_s).get("torch", {})
             print(line(row), flush=True)
         if arguments.peers and "peers" not in row:
-            row["peers"] = run(name, "measure_peers", []).get("peers")
+            row["peers"] = run(name, "measure_peers", [], listed.limit_s).get("peers")
             print(f"{name:<24} peers: {row['peers']}", flush=True)
         if meshes or arguments.peers:
             keep(results, row)
@@ -62,17 +86,18 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help=f"only {' and '.join(QUICK)}, results thrown away")
+    parser.add_argument("--by-others", action="store_true", help="the models of other packages instead")
+    parser.add_argument("--quick", action="store_true", help="only one or two models, results thrown away")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--only", type=lambda text: text.split(","), help="these architectures: llama,t5,...")
     parser.add_argument("--shard", default="1/1", help="the i-th of n parts of the list: i/n")
-    parser.add_argument("--meshes", type=split_meshes, default=list(MESHES), help="tp2;pp2,tp2;...")
+    parser.add_argument("--meshes", type=split_meshes, help="tp2;pp2,tp2;...")
     parser.add_argument(
         "--rerun-failed", action="store_true", help="again what is not exact on every mesh, or little sharded"
     )
     parser.add_argument("--rerun", action="store_true", help="again whatever the results hold")
     parser.add_argument("--peers", action="store_true", help="also what other tools give")
-    parser.add_argument("--results", help="another file than coverage.jsonl")
+    parser.add_argument("--results", help="another file than the list's own")
     parser.add_argument("--page", action="store_true", help="write docs/models.md from the results and stop")
     return parser.parse_args()
 
@@ -85,15 +110,20 @@ def split_meshes(text: str) -> list[str]:
 
 
 def chosen(arguments: argparse.Namespace) -> list[str]:
-    from _architectures import ARCHITECTURES
-
+    if arguments.by_others:
+        from by_others import MODELS as names
+    else:
+        from _architectures import ARCHITECTURES as names
     part, parts = map(int, arguments.shard.split("/"))
-    unknown = set(arguments.only or ()) - set(ARCHITECTURES)
+    unknown = set(arguments.only or ()) - set(names)
     if unknown:
-        sys.exit(f"no architecture is called {', '.join(sorted(unknown))}")
-    return [
-        n for i, n in enumerate(ARCHITECTURES) if i % parts == part - 1 and (not arguments.only or n in arguments.only)
-    ]
+        sys.exit(f"no model is called {', '.join(sorted(unknown))}")
+    return [n for i, n in enumerate(names) if i % parts == part - 1 and (not arguments.only or n in arguments.only)]
+
+
+def is_missing(row: Row) -> bool:
+    """Whether a model could not be built as its package is not installed."""
+    return row["step"] == "build" and row.get("error", {}).get("type") == "ModuleNotFoundError"
 
 
 def open_meshes(row: Row | None, arguments: argparse.Namespace) -> list[str]:
@@ -113,20 +143,20 @@ def merged(before: Row | None, row: Row) -> Row:
     return {**kept, **row, "meshes": meshes}
 
 
-def run(name: str, what: str, meshes: list[str]) -> Row:
+def run(name: str, what: str, meshes: list[str], limit_s: float) -> Row:
     """What the function `what` of `_coverage_row` reports last, from a process that is ended at the time limit."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["_coverage_row", "_architectures"])
+    context.set_forkserver_preload(["_coverage_row", "by_others" if "others" in what else "_architectures"])
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(what, name, meshes, send))
     process.start()
     send.close()
     row: Row = {"name": name, "step": "start", "meshes": {}}
-    end_s = time.monotonic() + TIME_LIMIT_S
+    end_s = time.monotonic() + limit_s
     try:
         while receive.poll(max(0.0, end_s - time.monotonic())):
             row = receive.recv()
-        row["error"] = {"type": "TimeLimit", "text": f"over {TIME_LIMIT_S} s in step {row['step']}", "stack": ""}
+        row["error"] = {"type": "TimeLimit", "text": f"over {limit_s:.0f} s in step {row['step']}", "stack": ""}
     except EOFError:  # it ended
         process.join()
         if process.exitcode:
@@ -161,7 +191,7 @@ def keep(path: Path, row: Row) -> None:
 def line(row: Row) -> str:
     wrong = [m for m, found in row["meshes"].items() if not found["exact"]]
     said = row.get("error", {}).get("text", "") or (f"not exact on {'; '.join(wrong)}" if wrong else "exact")
-    return f"{row['name']:<24} {row.get('time_s', 0):>6.1f} s  {said.splitlines()[0][:90]}"
+    return f"{row['name']:<40} {row.get('time_s', 0):>6.1f} s  {said.splitlines()[0][:90]}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,129 @@
+"""The models that others wrote as text: what partitions, what does not, and what torch itself makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = dict[str, Any]
+Rows = Mapping[str, Row]
+
+OTHER_MESHES = ("dp2", "tp2", "pp2", "dp2,tp2")
+OUTCOMES = ("wrong", "crash", "not finite", "time limit", "refused", "exact")
+"""Worst first: that of a model is its worst on any mesh."""
+IDIOMS = "plain"
+
+METHOD = """
+Models of packages that have nothing to do with autopart, and ways of writing a model that are harder to trace than most
+(`benchmarks/by_others/`; `make setup-models` installs the packages). Each is small, has random weights, is in training
+mode, and was never run before. It is checked by what `autopart.verify` does, on four meshes: dp2, tp2, pp2 and dp2,tp2.
+A pipeline takes the batch in four microbatches, or in one where rows of the batch are mixed.
+
+*Refused*: autopart says in its own words that it cannot. *Crash*: any other exception. *Wrong*: what the ranks compute
+differs from the model. *Not finite*: the model itself gives NaN. Where a model is not exact on every mesh, torch is
+asked too: whether `torch.export.export(strict=False)` traces it, and whether `torch.compile(fullgraph=True)` runs it.
+""".strip()
+
+
+def package(row: Row) -> str:
+    return row["name"].partition(":")[0]
+
+
+def outcomes(row: Row) -> dict[str, str]:
+    """By mesh. What fails before any mesh is asked fails on all."""
+    if "error" in row:
+        return dict.fromkeys(OTHER_MESHES, outcome_of(row["error"]))
+    return {mesh: on_mesh(found) for mesh, found in row["meshes"].items()}
+
+
+def on_mesh(found: Row) -> str:
+    if "error" in found and not found["exact"]:
+        return outcome_of(found["error"])
+    return "exact" if found["exact"] else "not finite" if "not_finite" in found else "wrong"
+
+
+def outcome_of(error: Row) -> str:
+    if error["type"] == "TimeLimit":
+        return "time limit"
+    return "refused" if error.get("refused") else "crash"
+
+
+def outcome(row: Row) -> str:
+    return min(outcomes(row).values(), key=OUTCOMES.index)
+
+
+def torch_takes(row: Row) -> bool:
+    """Whether torch.export traces the model or torch.compile runs it without a break; what is exact was traced."""
+    found = row.get("torch", {})
+    return outcome(row) == "exact" or "yes" in (found.get("export"), found.get("compile"))
+
+
+def counts(rows: Rows) -> str:
+    """How many of the packages' models and of the idioms come to what."""
+    groups: dict[bool, list[Row]] = {False: [], True: []}
+    for row in rows.values():
+        groups[package(row) == IDIOMS].append(row)
+    found = [Counter(map(outcome, group)) for group in groups.values()]
+    taken = [[row for row in group if torch_takes(row)] for group in groups.values()]
+    exact = [sum(outcome(row) == "exact" for row in group) for group in taken]
+    packages = len({package(row) for row in groups[False]})
+    lines = [
+        f"| | models of {packages} packages | ways of writing a model |",
+        "|---|---:|---:|",
+        f"| all | {len(groups[False])} | {len(groups[True])} |",
+        *(f"| {name} | {found[0][name]} | {found[1][name]} |" for name in reversed(OUTCOMES)),
+        f"| `torch.export` or a break-free `torch.compile` takes | {len(taken[0])} | {len(taken[1])} |",
+        f"| of these exact on all four meshes | {share(exact[0], taken[0])} | {share(exact[1], taken[1])} |",
+    ]
+    return "\n".join(lines)
+
+
+def share(part: int, whole: list[Row]) -> str:
+    return f"{part} ({part / len(whole):.0%})" if whole else "0"
+
+
+def table(rows: Rows, percent: Any) -> str:
+    lines = [
+        "| model | class | dp2 | tp2 | pp2 | dp2,tp2 | largest error | FLOPs sharded | torch.export | torch.compile |",
+        "|---|---|---|---|---|---|---:|---:|---|---|",
+    ]
+    for name, row in rows.items():
+        errors = [found["max_error"] for found in row["meshes"].values() if found.get("exact")]
+        cells = [name, row.get("class", ""), *(outcomes(row).get(mesh, "") for mesh in OTHER_MESHES)]
+        cells += [f"{max(errors):.0e}" if errors else "", percent((row.get("flops") or {}).get("share"))]
+        cells += [row.get("torch", {}).get(way, "").partition(":")[0] for way in ("export", "compile")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def causes(rows: Rows, reason: Any) -> Iterable[tuple[str, str]]:
+    """Why a model is not exact, and which, with the meshes where it is on others."""
+    for name, row in rows.items():
+        if "error" in row:
+            yield f"{outcome_of(row['error'])}: {common(reason(row['error']))}", name
+            continue
+        found: dict[str, list[str]] = defaultdict(list)
+        for mesh, result in row["meshes"].items():
+            kind = on_mesh(result)
+            if kind in ("refused", "crash"):
+                found[f"{kind}: {common(reason(result['error']))}"].append(mesh)
+            elif kind != "exact":
+                found[f"{kind}: {first_line(result)}"].append(mesh)
+        for cause, meshes in found.items():
+            yield cause, name if len(meshes) == len(row["meshes"]) else f"{name} ({'; '.join(meshes)})"
+
+
+def common(text: str) -> str:
+    """A reason without what differs from model to model: operators, where a value comes from, symbols, addresses."""
+    text = re.sub(r"; they come from .*", "", text)
+    text = re.sub(r"how much \S+ gives", "how much an operator gives", text)
+    return re.sub(r"\bu\d+\b", "u", re.sub(r" at 0x\w+", "", text))
+
+
+def first_line(result: Row) -> str:
+    if "not_finite" in result:
+        return result["not_finite"].partition("\n")[0][:160]
+    worst = max(result.get("worst", {"": 0.0}).items(), key=lambda entry: entry[1])
+    return f"{worst[0]} is off by {worst[1]:.1g}"

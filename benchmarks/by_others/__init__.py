@@ -1,0 +1,30 @@
+"""Models that nobody here wrote, each a small function that builds it with random weights and an example call.
+
+A package that is not installed is missed by its own models alone: every function imports what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from by_others import idioms, language, python_idioms, science, tables, vision
+from by_others.case import Case
+from by_others.torchvision_operators import import_torchvision
+
+MODELS: dict[str, Callable[[], Case]] = {
+    **idioms.MODELS,
+    **python_idioms.MODELS,
+    **vision.MODELS,
+    **language.MODELS,
+    **tables.MODELS,
+    **science.MODELS,
+}
+
+
+def build_case(name: str) -> Case:
+    """A model as its package makes it, in training mode and float32."""
+    torch.manual_seed(0)
+    import_torchvision()
+    return MODELS[name]()
