@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.errors import TraceError
+from autopart.tracing.caches import Caches
 
 _TORCH_OWN = {"_parameters", "_buffers", "_modules"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
@@ -26,7 +27,7 @@ whatever a forward decides by `random() < p`, it decides otherwise."""
 
 class PythonState:
     """Inside, what the model's forward writes to its modules' attributes is noted, and whether it draws random numbers
-    from Python or numpy; at the end it is undone."""
+    from Python or numpy; at the end it is undone, and tensors are gone from where else its code keeps some."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -34,6 +35,7 @@ class PythonState:
         """{attribute: what it shall be inside}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
         """{attribute: its value before and after}"""
+        self.caches = Caches(model)
         self.word: int | None = None
         """What the states of Python's and numpy's generators shall be filled with inside; None: as they are"""
         self.drawn = ""
@@ -41,6 +43,7 @@ class PythonState:
 
     def __enter__(self) -> PythonState:
         self.changed.clear()
+        self.caches.__enter__()
         self._before = {name: _copied(vars(module)) for name, module in self.model.named_modules()}
         self._random = random.getstate(), np.random.get_state(legacy=False)
         if self.word is not None:
@@ -57,6 +60,7 @@ class PythonState:
     ) -> None:
         for name, module in self.model.named_modules():
             self._restore(name, vars(module), self._before[name])
+        self.caches.__exit__()
         drawn = [name for name, before in self._started.items() if random_state()[name] != before]
         self.drawn = drawn[-1] if drawn else ""
         random.setstate(self._random[0])
@@ -115,10 +119,17 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value and in the containers that it consists of."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
 def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_holds_tensors, value))
-    return any(map(_holds_tensors, value.values())) if isinstance(value, dict) else isinstance(value, Tensor)
+    return any(True for _ in _tensors(value))
 
 
 def check_draws(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> None:
@@ -160,8 +171,9 @@ def check_attributes(model: nn.Module, state: PythonState, program: Any, again: 
     traces once more with what forward left there, and must give the same graph. Returns notes for the user.
     """
     name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
-    for attribute, (before, _) in changed.items():
-        if isinstance(before, Tensor) and any(constant is before for constant in program.constants.values()):
+    before = [(attribute, value) for attribute, (value, _) in changed.items()]
+    for attribute, value in [*before, *state.caches.replaced]:
+        if any(constant is tensor for tensor in _tensors(value) for constant in program.constants.values()):
             raise TraceError(
                 f"{name} keeps a tensor from one call to the next in '{attribute}'",
                 why="a program has the value that it had for the trace, and no place for the next",
