@@ -7,6 +7,7 @@ call was made before: torch takes long to work out a shape.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopart.compat import TorchDispatchMode, exporting, tree_map
+from autopart.tracing.checks import passing_answer
 
 _SMALL = 2**16
 """Entries of the largest tensor that is real."""
@@ -42,6 +44,11 @@ class _Placed(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if any(map(_IS_META, tensors)):
+            passing = passing_answer(func, tensors, sys._getframe(1))
+            if passing is not None:
+                return passing
         found = func(*args, **(kwargs or {}))
         if func == _DEVICE:
             return self.device if found.type == "meta" else found

@@ -227,7 +227,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     except Exception as error:  # torch.export raises many kinds; each is reported with the user's own line
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
-    traced = replace(traced, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
+    notes = (*traced.notes, *(f"a check of values is not in the program: {text}" for text in entry.semantics.passed))
+    traced = replace(traced, notes=notes, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
     return _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from autopart.errors import TraceError
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 
 
 class Lost(Exception):
@@ -123,7 +123,7 @@ def _innermost(error: Exception) -> tuple[FrameType | None, int]:
     frames = list(traceback.walk_tb(error.__traceback__))
     entry = str(Path(__file__).with_name("entry.py"))
     start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename == entry), len(frames))
-    own = [f for f in frames[start:] if not f[0].f_code.co_filename.startswith(_NOT_THE_USERS)]
+    own = [f for f in frames[start:] if not f[0].f_code.co_filename.startswith(NOT_THE_USERS)]
     return own[-1] if own else (None, 0)
 
 
