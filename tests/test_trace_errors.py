@@ -160,6 +160,46 @@ class DrawsInNumpy(Base):
         return self.out(self.gate(x)) * float(np.random.rand())
 
 
+class Scripted(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.jit.script(nn.Linear(SIZE, SIZE))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x))
+
+
+class Lazy(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.LazyLinear(SIZE)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x))
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.GRU(SIZE, SIZE, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = nn.utils.rnn.pack_padded_sequence(x[None], mask[:1, 0].long(), batch_first=True)  # here
+        return self.gate(rows)[1]
+
+
+class Transcribes(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        probabilities = self.out(self.gate(x))[:, None].log_softmax(-1)
+        lengths = torch.full((1,), ROWS), torch.full((1,), 2)
+        return nn.functional.ctc_loss(probabilities, mask[:1, :2].long(), *lengths)  # here
+
+
+class Casts(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out.to(torch.bfloat16)(self.gate(x).bfloat16())  # here
+
+
 class Ignores(Base):
     """Draws from both as layerdrop in eval mode does: nothing depends on it."""
 
@@ -265,6 +305,20 @@ CASES: dict[Callable[[], nn.Module], str] = {
     ModuleHook: other("'gate' has a backward hook",
                       "only the forward is traced; its gradients are computed without hooks of modules",
                       "remove it, or let the model be changed by it in forward()", ""),
+    Scripted: other("'gate' is a TorchScript module", "a trace follows Python, and it has none",
+                    "the nn.Module that it was scripted or traced from; compile=True compiles it", ""),
+    Lazy: other("'gate' is a LazyLinear that has no weights yet", "their shapes come with its first call",
+                "call the model once before: with torch.no_grad(): model(...)", ""),
+    Packs: other("pack_padded_sequence leaves as much of every row as its length says",
+                 "lengths are values, and a graph has sizes",
+                 "the padded rows themselves in the recurrent layer, and a mask over what comes behind the end of a "
+                 "row"),
+    Transcribes: other("F.ctc_loss makes tables that are as large as the lengths of its targets say",
+                       "lengths are values, and a graph has sizes",
+                       "a torch.library.custom_op of it, with register_autograd"),
+    Casts: other("forward() moves or casts a Linear",
+                 "it has weights on cpu in f32, and a trace cannot replace them",
+                 "module.to(torch.bfloat16) before the model is parallelized"),
     Cond: cannot("torch.cond, while_loop and the like hold parts of the model that cannot be cut",
                  "torch.where and plain operations, or parallelize the modules inside"),
     Differentiates: cannot("the forward differentiates inside (autograd.grad, backward), or reads a tensor that it "

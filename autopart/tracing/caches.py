@@ -22,8 +22,10 @@ _FOREIGN = frozenset({"torch", "torchgen", "numpy", "autopart"}) | sys.stdlib_mo
 """Packages whose own code keeps no tensors of a model: it is not looked through."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor)
 _CONTAINERS = (list, dict, set, deque)
+_TORCH_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+"""A module's own tensors: what forward assigns there is an output of the program."""
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: hooks, which `PythonState` restores, and its tensors and modules."""
+"""Attributes that every module has: hooks, which `PythonState` restores."""
 LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
@@ -116,7 +118,8 @@ class _Walk:
 
     def _follow(self, thing: Any) -> None:
         if isinstance(thing, nn.Module):
-            self._add(part for name, part in vars(thing).items() if name not in _OF_MODULES or part)
+            attributes = {name: part for name, part in vars(thing).items() if name not in _TORCH_OWN}
+            self._add(part for name, part in attributes.items() if name not in _OF_MODULES or part)
             self._add((type(thing),))
         elif isinstance(thing, types.FunctionType):
             self._follow_function(thing)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import BatchNorm, InstanceNorm, redirected_functions, tree_flatten, tree_map
+from autopart.ir.graph import DTYPE_NAMES
 from autopart.tracing.checks import check_text, passing_answer
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.known_values import UNKNOWN, KnownValues
@@ -40,6 +41,19 @@ _OF_METADATA = frozenset(
 """What reads nothing that depends on the grad mode, and gives no tensor."""
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+_SIZED_BY_VALUES = {
+    "_pack_padded_sequence": (
+        "pack_padded_sequence leaves as much of every row as its length says",
+        "lengths are values, and a graph has sizes",
+        "the padded rows themselves in the recurrent layer, and a mask over what comes behind the end of a row",
+    ),
+    "ctc_loss": (
+        "F.ctc_loss makes tables that are as large as the lengths of its targets say",
+        "lengths are values, and a graph has sizes",
+        "a torch.library.custom_op of it, with register_autograd",
+    ),
+}
+"""Functions of torch that cannot be traced: what, why, and what to try."""
 _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 
 
@@ -92,6 +106,8 @@ class EagerSemantics(TorchFunctionMode):
             alias = args[0].detach()
             self.data[alias] = None
             return alias
+        if getattr(func, "__name__", "") in _SIZED_BY_VALUES:
+            raise Lost(*_SIZED_BY_VALUES[func.__name__])
         if func == Tensor.register_hook and args[0].requires_grad:
             raise Lost(
                 "a tensor has a hook on its gradient",
@@ -199,12 +215,28 @@ def no_autocast() -> Iterator[None]:
 
 
 def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """`module.to(dtype)` in a forward: nothing where it has that dtype; export could not replace its parameters."""
-    given = [*args, *kwargs.values()]
-    floats = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() or t.is_complex()]
-    if len(given) == 1 and isinstance(given[0], torch.dtype) and all(t.dtype == given[0] for t in floats):
-        return module
-    return to(module, *args, **kwargs)
+    """`module.to(device, dtype)` in a forward: nothing where it is there and has that dtype; export could not replace
+    its parameters."""
+    options = {name: value for name, value in kwargs.items() if name not in ("non_blocking", "memory_format")}
+    given = [*args, *options.values()]
+    devices = [torch.device(value) for value in given if isinstance(value, (str, torch.device))]
+    dtypes = [value for value in given if isinstance(value, torch.dtype)]
+    if not given or len(devices) + len(dtypes) < len(given):
+        return to(module, *args, **kwargs)
+    for tensor in (*module.parameters(), *module.buffers()):
+        floats = tensor.is_floating_point() or tensor.is_complex()
+        if not all(_is_on(tensor, device) for device in devices) or (floats and any(tensor.dtype != d for d in dtypes)):
+            raise Lost(
+                f"forward() moves or casts a {type(module).__name__}",
+                f"it has weights on {tensor.device} in {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a trace "
+                "cannot replace them",
+                f"module.to({', '.join(str(value) for value in given)}) before the model is parallelized",
+            )
+    return module
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def ambient_autocast(device_type: str) -> torch.dtype | None:

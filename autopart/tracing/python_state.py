@@ -192,14 +192,3 @@ def check_attributes(model: nn.Module, state: PythonState, program: Any, again: 
         return ()
     written = ", ".join(list(changed)[:5]) + ", ..." * (len(changed) > 5)
     return (f"forward() also sets {written}: that happens in the trace only",)
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Raises TraceError for hooks on gradients, which a trace of the forward does not see."""
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise TraceError(
-                f"'{name or type(model).__name__}' has a backward hook",
-                why="only the forward is traced; its gradients are computed without hooks of modules",
-                hint="remove it, or let the model be changed by it in forward()",
-            )

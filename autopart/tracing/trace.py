@@ -28,7 +28,8 @@ from autopart.tracing.entry import PREFIX, Entry, register_dataclasses
 from autopart.tracing.entry import call as call_model
 from autopart.tracing.exported import drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.functions import name_functions
-from autopart.tracing.python_state import check_attributes, check_draws, check_hooks
+from autopart.tracing.model_checks import check_hooks, check_model
+from autopart.tracing.python_state import check_attributes, check_draws
 from autopart.tracing.repeated import NotAlike, Repeats
 from autopart.tracing.skeleton import without_values
 from autopart.tracing.trace_errors import shape_by_values, trace_error
@@ -140,11 +141,7 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 
     Raises InputError where the call does not fit the signature.
     """
-    if not isinstance(model, nn.Module):
-        raise TraceError(
-            f"a {type(model).__name__} is not a model", why="autopart partitions an nn.Module",
-            hint="an nn.Module whose forward calls it",
-        )  # fmt: skip
+    check_model(model)
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
