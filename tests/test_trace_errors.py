@@ -17,6 +17,10 @@ import transformers
 from torch import Tensor, nn
 
 import autopart
+from autopart.errors import TraceError
+from autopart.recipe import prepare
+from autopart.tracing.trace import bind_call
+from autopart.tracing.with_loss import WithLoss
 
 ROWS, SIZE = 8, 4
 DECIDES = "this line decides what to run by the values in a tensor, which a graph cannot hold; they come from "
@@ -361,6 +365,33 @@ def test_the_text_names_line_value_and_remedy(cls):
     assert told(model) == filled(CASES[cls], cls)
     for name, module in model.named_modules():
         assert vars(module) == before[name], f"the failed trace has left something in {name or 'the model'}"
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CASES if cls is not ReturnsCache], ids=lambda cls: cls.__name__)
+def test_the_text_is_the_same_with_a_loss_function(cls):
+    """The user knows nothing of how a loss function is put behind a model."""
+    model, call = cls(), {"x": torch.ones(ROWS, SIZE), "mask": torch.ones(ROWS, SIZE)}
+    with pytest.raises(TraceError) as error:
+        around = WithLoss(model, lambda output, target: (output - target).square().mean())
+        prepare(around, {"target": torch.zeros(()), "call": bind_call(model, (), call)})
+    assert f"TraceError: {error.value}" == filled(CASES[cls], cls)
+
+
+class LossDecides(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x))
+
+
+def deciding_loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean() if output.sum() > target.sum() else -output.mean()
+
+
+def test_a_loss_function_that_decides_is_told_what_by():
+    with pytest.raises(TraceError) as error:
+        batch = {"x": torch.ones(ROWS, SIZE), "mask": torch.ones(ROWS, SIZE)}
+        autopart.verify(LossDecides(), "dp2", example_kwargs=batch, loss_fn=deciding_loss, target=torch.ones(ROWS))
+    assert str(error.value).startswith("LossDecides cannot be traced")
+    assert "they come from the output of the model and the input target" in str(error.value)
 
 
 def test_draws_that_decide_nothing_are_no_fault():

@@ -53,10 +53,10 @@ from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, make_plan, prepare
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.tracing.caches import Caches
 from autopart.tracing.checkpoints import plain_checkpoints
-from autopart.tracing.entry import call
 from autopart.tracing.model_source import ModelSource
 from autopart.tracing.skeleton import copy_of
-from autopart.tracing.trace import Trace, WithLoss, bind_call, check_values, flatten_call
+from autopart.tracing.trace import Trace, bind_call, check_values, flatten_call
+from autopart.tracing.with_loss import WithLoss, call
 
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
 """How far a model that casts down may be from its trace in double precision."""

@@ -25,6 +25,7 @@ from autopart.tracing.entry import PREFIX, Entry
 from autopart.tracing.meta_run import meta_run
 from autopart.tracing.skeleton import without_values
 from autopart.tracing.trace import Trace, device_of_weights, flatten_call
+from autopart.tracing.with_loss import users_model
 
 _CUTS = "aten::detach", "aten::detach_copy"
 
@@ -93,7 +94,7 @@ def with_gradients_checked(
     tensors |= {f"input {n}": t for n, t in zip(traced.call.names, inputs, strict=True) if t.requires_grad}
     leaves |= {id(t): name for name, t in tensors.items()}
     eager = _Run(flat, leaves, tensors)
-    _compare(type(model).__name__, eager, traced, device, inputs, loss)
+    _compare(type(users_model(model)).__name__, eager, traced, device, inputs, loss)
     return replace(traced, checkpointed=entry.checkpoints.found or traced.checkpointed)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from autopart.errors import TraceError
 from autopart.tracing.caches import Caches
+from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_modules"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
@@ -30,7 +31,7 @@ class PythonState:
     from Python or numpy; at the end it is undone, and tensors are gone from where else its code keeps some."""
 
     def __init__(self, model: nn.Module):
-        self.model = model
+        self.modules = dict(users_modules(model))
         self.start: dict[str, Any] = {}
         """{attribute: what it shall be inside}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
@@ -44,7 +45,7 @@ class PythonState:
     def __enter__(self) -> PythonState:
         self.changed.clear()
         self.caches.__enter__()
-        self._before = {name: _copied(vars(module)) for name, module in self.model.named_modules()}
+        self._before = {name: _copied(vars(module)) for name, module in self.modules.items()}
         self._random = random.getstate(), np.random.get_state(legacy=False)
         if self.word is not None:
             random.setstate((3, (self.word,) * 624 + (0,), None))
@@ -52,13 +53,13 @@ class PythonState:
         self._started = random_state()
         for name, value in self.start.items():
             path, _, last = name.rpartition(".")
-            vars(self.model.get_submodule(path))[last] = value
+            vars(self.modules[path])[last] = value
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name, module in self.model.named_modules():
+        for name, module in self.modules.items():
             self._restore(name, vars(module), self._before[name])
         self.caches.__exit__()
         drawn = [name for name, before in self._started.items() if random_state()[name] != before]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autopart.errors import TraceError
+from autopart.tracing.with_loss import users_model, users_name
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 
@@ -58,6 +59,7 @@ _KINDS = (
 
 def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceError:
     """What to tell the user. `origin`: what the last value is made of that Python asked for."""
+    wrapped, model = model, users_model(model)
     name = type(model).__name__
     frame, line = _innermost(error)
     where = _where(frame, line, model)
@@ -73,7 +75,8 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     for kind in _KINDS:
         found = re.search(kind.pattern, text)
         if found:
-            why, hint = (part.format(**found.groupdict()) for part in (kind.why, kind.hint))
+            names = {key: users_name(wrapped, text) for key, text in found.groupdict().items()}
+            why, hint = (part.format(**names) for part in (kind.why, kind.hint))
             return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)
     first_line = text.splitlines()[0][:300] if text else ""
     why = f"{type(error).__name__}: {first_line}".rstrip(": ")
@@ -87,6 +90,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
 
 def shape_by_values(model: nn.Module, operator: str, where: str, path: str, origin: str) -> TraceError:
     """An operator whose output's shape depends on the values in a tensor."""
+    model = users_model(model)
     return TraceError(
         f"{type(model).__name__} cannot be traced",
         why=f"how much {operator} gives depends on the values in a tensor" + _from(origin),
