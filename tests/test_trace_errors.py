@@ -325,8 +325,9 @@ CASES: dict[Callable[[], nn.Module], str] = {
                  "module.to(torch.bfloat16) before the model is parallelized"),
     Cond: cannot("torch.cond, while_loop and the like hold parts of the model that cannot be cut",
                  "torch.where and plain operations, or parallelize the modules inside"),
-    Differentiates: cannot("the forward differentiates inside (autograd.grad, backward), or reads a tensor that it "
-                           "made before", "the gradient outside of the model, or written as operations", ""),
+    Differentiates: cannot("the forward differentiates inside (autograd.grad, backward, torch.func), or reads a "
+                           "tensor that it made before", "the gradient outside of the model, or written as operations",
+                           ""),
     ReturnsCache: cannot("it returns a test_trace_errors.Cache, in which autopart cannot look for tensors",
                          "return its tensors (of a cache: use_cache=False), or "
                          "torch.utils._pytree.register_pytree_node", ""),

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import BatchNorm, InstanceNorm, redirected_functions, tree_flatten, tree_map
+from autopart.errors import Refusal
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.tracing.checks import check_text, passing_answer
 from autopart.tracing.functions import apply_as_operator
@@ -107,16 +108,17 @@ class EagerSemantics(TorchFunctionMode):
             self.data[alias] = None
             return alias
         if getattr(func, "__name__", "") in _SIZED_BY_VALUES:
-            raise Lost(*_SIZED_BY_VALUES[func.__name__])
+            raise Lost(*_SIZED_BY_VALUES[func.__name__], Refusal.SIZE)
         if func == Tensor.register_hook and args[0].requires_grad:
             raise Lost(
                 "a tensor has a hook on its gradient",
                 "only the forward is traced; gradients are computed without hooks",
                 "the same change of the gradient by operations in forward()",
+                Refusal.HOOK,
             )
         if func == Tensor.detach_ and args[0].requires_grad:
             raise Lost("detach_() cuts a tensor off in place", "a trace loses that: what was made of it before would "
-                       "keep its gradient", "x = x.detach()")  # fmt: skip
+                       "keep its gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
         if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
             _check_unchanged(args[0], *args[1:], **kwargs)
         if func == _SET_DATA:
@@ -132,6 +134,7 @@ class EagerSemantics(TorchFunctionMode):
                     f"{func.__name__} writes in place to a value that has a gradient, without grad mode",
                     "its gradient would be that of the value before",
                     f"{func.__name__.rstrip('_')} in grad mode, or on value.detach().clone()",
+                    Refusal.WRITE,
                 )
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
@@ -155,6 +158,7 @@ def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> Non
             f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
             "a program has one answer for the whole call: whether it needs a gradient",
             "requires_grad_() outside of forward(), or weight.detach() in it",
+            Refusal.WRITE,
         )  # fmt: skip
 
 
@@ -231,6 +235,7 @@ def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
                 f"it has weights on {tensor.device} in {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a trace "
                 "cannot replace them",
                 f"module.to({', '.join(str(value) for value in given)}) before the model is parallelized",
+                Refusal.WRITE,
             )
     return module
 

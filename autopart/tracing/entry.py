@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat import Tracing, tree_flatten, tree_unflatten
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.tracing.checkpoints import OwnCheckpoints
 from autopart.tracing.eager_semantics import EagerSemantics
 from autopart.tracing.functions import apply_as_operator
@@ -97,6 +97,7 @@ def _write_assigned(module: nn.Module, before: Mapping[str, Tensor | None]) -> N
             was, now = ("None" if b is None else f"of shape {list(b.shape)}" for b in (buffer, new))
             raise TraceError(
                 f"{type(module).__name__} gives its buffer '{name}' another shape in its forward",
+                refusal=Refusal.STATE,
                 why=f"it was {was}, and is {now}",
                 hint="a buffer of the largest shape from the start, written in part",
             )

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat import tree_flatten
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, operator_name, source_text, value
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
@@ -183,5 +183,5 @@ def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> 
     if not lost:
         what = f"the trace of {name} gives a gradient to {told}"
         why = "the model itself gives none there"
-    return TraceError(what, why=why, where=source_text(readers[0]) if readers else "",
+    return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
                       hint="the same in plain operations, without Python that torch.export does not see")  # fmt: skip

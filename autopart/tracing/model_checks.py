@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 
 
 def check_model(model: Any) -> None:
@@ -22,12 +22,13 @@ def check_model(model: Any) -> None:
         name = f"'{path}'" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(
-                f"{name} is a TorchScript module", why="a trace follows Python, and it has none",
+                f"{name} is a TorchScript module", refusal=Refusal.PART, why="a trace follows Python, and it has none",
                 hint="the nn.Module that it was scripted or traced from; compile=True compiles it",
             )  # fmt: skip
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             raise TraceError(
                 f"{name} is a {type(module).__name__} that has no weights yet",
+                refusal=Refusal.PART,
                 why="their shapes come with its first call",
                 hint="call the model once before: with torch.no_grad(): model(...)",
             )
@@ -39,6 +40,7 @@ def check_hooks(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise TraceError(
                 f"'{name or type(model).__name__}' has a backward hook",
+                refusal=Refusal.HOOK,
                 why="only the forward is traced; its gradients are computed without hooks of modules",
                 hint="remove it, or let the model be changed by it in forward()",
             )

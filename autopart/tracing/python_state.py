@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.tracing.caches import Caches
 from autopart.tracing.with_loss import users_modules
 
@@ -149,6 +149,7 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
         if not same:
             raise TraceError(
                 f"{type(model).__name__} draws random numbers from {drawn} in its forward",
+                refusal=Refusal.RANDOM,
                 why="forward() runs once, for the trace: every step would use the numbers drawn there",
                 hint="torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors",
             )
@@ -177,6 +178,7 @@ def check_attributes(model: nn.Module, state: PythonState, program: Any, again: 
         if any(constant is tensor for tensor in _tensors(value) for constant in program.constants.values()):
             raise TraceError(
                 f"{name} keeps a tensor from one call to the next in '{attribute}'",
+                refusal=Refusal.STATE,
                 why="a program has the value that it had for the trace, and no place for the next",
                 hint=f"register_buffer('{attribute.rpartition('.')[2]}', ...)",
             )
@@ -186,6 +188,7 @@ def check_attributes(model: nn.Module, state: PythonState, program: Any, again: 
             shown = ", ".join(f"{n} = {value!r:.40}" for n, value in list(numbers.items())[:3])
             raise TraceError(
                 f"{name} computes something else in every call",
+                refusal=Refusal.STATE,
                 why=f"forward() leaves {shown} and decides by it",
                 hint="a tensor in a buffer (register_buffer), changed by tensor operations",
             )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.tracing.with_loss import users_model, users_name
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
@@ -22,36 +22,38 @@ NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.par
 class Lost(Exception):
     """Something in a forward that a trace would lose: reported with the line that was being run."""
 
-    def __init__(self, what: str, why: str, hint: str):
+    def __init__(self, what: str, why: str, hint: str, refusal: Refusal):
         super().__init__(what)
-        self.what, self.why, self.hint = what, why, hint
+        self.what, self.why, self.hint, self.refusal = what, why, hint, refusal
 
 
 class _Kind(NamedTuple):
     """What torch says (a regular expression), and what it means."""
 
+    refusal: Refusal
     pattern: str
     why: str
     hint: str
 
 
 _KINDS = (
-    _Kind(r"\.numpy\(\) is not supported|can't convert .* to numpy",
+    _Kind(Refusal.NUMPY, r"\.numpy\(\) is not supported|can't convert .* to numpy",
           "numpy computes outside of the graph", "the same in torch operations, or before the call"),
-    _Kind(r"a leaf Variable that requires grad is being used in an in-place|a view of a leaf Variable that requires",
+    _Kind(Refusal.WRITE, r"a (view of a )?leaf Variable that requires grad is being used in an in-place",
           "a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
-    _Kind(r"fake tensor in the exported program constant's list",
-          "the forward differentiates inside (autograd.grad, backward), or reads a tensor that it made before",
+    _Kind(Refusal.GRADIENT, r"fake tensor in the exported program constant's list|functorch tensor",
+          "the forward differentiates inside (autograd.grad, backward, torch.func), or reads a tensor that it made "
+          "before",
           "the gradient outside of the model, or written as operations"),
-    _Kind(r"Constant (?:model\.)?(?P<name>\S+) is mutated in the forward",
+    _Kind(Refusal.STATE, r"Constant (?:model\.)?(?P<name>\S+) is mutated in the forward",
           "the tensor '{name}' is written and is not a buffer", "register_buffer('{name}', ...)"),
-    _Kind(r"Please convert all Tensors to FakeTensors first",
+    _Kind(Refusal.FUNCTION, r"Please convert all Tensors to FakeTensors first",
           "an autograd.Function reads a tensor that is not among its arguments",
           "that tensor as an argument of apply()"),
-    _Kind(r"[Hh]igher.order op",
+    _Kind(Refusal.REGION, r"[Hh]igher.order op",
           "torch.cond, while_loop and the like hold parts of the model that cannot be cut",
           "torch.where and plain operations, or parallelize the modules inside"),
-    _Kind(r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
+    _Kind(Refusal.OUTPUT, r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
           "it returns a {name}, in which autopart cannot look for tensors",
           "return its tensors (of a cache: use_cache=False), or torch.utils._pytree.register_pytree_node"),
 )  # fmt: skip
@@ -64,11 +66,11 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     frame, line = _innermost(error)
     where = _where(frame, line, model)
     if isinstance(error, Lost):
-        return TraceError(error.what, why=error.why, where=where, hint=error.hint)
+        return TraceError(error.what, refusal=error.refusal, why=error.why, where=where, hint=error.hint)
     text = str(error).strip()
     if "DataDependent" in type(error).__name__ or "data-dependent" in text:
         why = "this line decides what to run by the values in a tensor, which a graph cannot hold" + _from(origin)
-        return TraceError(f"{name} cannot be traced", why=why, where=where,
+        return TraceError(f"{name} cannot be traced", refusal=Refusal.DECISION, why=why, where=where,
                           hint=_data_dependent_hint(frame, model))  # fmt: skip
     if "DynamicOutputShape" in type(error).__name__:
         return shape_by_values(model, text.removeprefix("aten."), where, _module_path(frame, model), origin)
@@ -77,7 +79,7 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
         if found:
             names = {key: users_name(wrapped, text) for key, text in found.groupdict().items()}
             why, hint = (part.format(**names) for part in (kind.why, kind.hint))
-            return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)
+            return TraceError(f"{name} cannot be traced", refusal=kind.refusal, why=why, where=where, hint=hint)
     first_line = text.splitlines()[0][:300] if text else ""
     why = f"{type(error).__name__}: {first_line}".rstrip(": ")
     if where:
@@ -93,6 +95,7 @@ def shape_by_values(model: nn.Module, operator: str, where: str, path: str, orig
     model = users_model(model)
     return TraceError(
         f"{type(model).__name__} cannot be traced",
+        refusal=Refusal.SIZE,
         why=f"how much {operator} gives depends on the values in a tensor" + _from(origin),
         where=where,
         hint="a mask in place of a selection: torch.where(mask, x, 0); or " + _both_sides(path, model),
