@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from autopart.ir import experts
+from autopart.ir import ctc, experts
 from autopart.ir.attention import window_attention
 from autopart.ir.layout import CONVERSIONS
 
@@ -163,8 +163,8 @@ autopart_ops = torch.ops.autopart
 
 def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
-    local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention", *experts.OPERATORS]
-    return [*OPERATORS, "all_reduce_max", "axis_index", *local]
+    local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention"]
+    return [*OPERATORS, "all_reduce_max", "axis_index", *local, *experts.OPERATORS, *ctc.OPERATORS]
 
 
 def operator_name(node: fx.Node) -> str | None:

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import BatchNorm, InstanceNorm, redirected_functions, tree_flatten, tree_map
 from autopart.errors import Refusal
+from autopart.ir.ctc import ctc_loss
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.tracing.checks import check_text, passing_answer
 from autopart.tracing.functions import apply_as_operator
@@ -49,9 +50,9 @@ _SIZED_BY_VALUES = {
         "the padded rows themselves in the recurrent layer, and a mask over what comes behind the end of a row",
     ),
     "ctc_loss": (
-        "F.ctc_loss makes tables that are as large as the lengths of its targets say",
+        "torch.ctc_loss makes tables that are as large as the lengths of its targets say",
         "lengths are values, and a graph has sizes",
-        "a torch.library.custom_op of it, with register_autograd",
+        "torch.nn.functional.ctc_loss, or nn.CTCLoss",
     ),
 }
 """Functions of torch that cannot be traced: what, why, and what to try."""
@@ -310,5 +311,26 @@ def _embedding_bag(
     return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
 
 
-TRACEABLE: Mapping[Any, Callable[..., Any]] = {F.embedding_bag: _embedding_bag}
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """The loss of all rows by an operator of our own: torch's makes tables as large as the values of the lengths."""
+    if log_probs.ndim == 2:
+        lengths = torch.as_tensor(input_lengths).reshape(1), torch.as_tensor(target_lengths).reshape(1)
+        row = _ctc_loss(log_probs.unsqueeze(1), targets.unsqueeze(0), *lengths, blank, reduction, zero_infinity)
+        return row.squeeze(0) if reduction == "none" else row
+    of_input, of_target = (torch.as_tensor(t, device=log_probs.device) for t in (input_lengths, target_lengths))
+    rows: Tensor = ctc_loss(log_probs, targets, of_input, of_target, blank, zero_infinity)
+    if reduction == "mean":
+        return (rows / of_target.clamp(min=1).to(rows.dtype)).mean()
+    return rows.sum() if reduction == "sum" else rows
+
+
+TRACEABLE: Mapping[Any, Callable[..., Any]] = {F.embedding_bag: _embedding_bag, F.ctc_loss: _ctc_loss}
 """Functions that a trace takes in another form."""

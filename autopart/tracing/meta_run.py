@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopart.compat import TorchDispatchMode, exporting, tree_map
 from autopart.tracing.checks import passing_answer
+from autopart.tracing.eager_semantics import TRACEABLE
 
 _SMALL = 2**16
 """Entries of the largest tensor that is real."""
@@ -49,7 +50,7 @@ class _Placed(TorchFunctionMode):
             passing = passing_answer(func, tensors, sys._getframe(1))
             if passing is not None:
                 return passing
-        found = func(*args, **(kwargs or {}))
+        found = TRACEABLE.get(func, func)(*args, **(kwargs or {}))
         if func == _DEVICE:
             return self.device if found.type == "meta" else found
         if func == _IS_META:
