@@ -8,6 +8,7 @@ functional; and it cannot trace through `.data`. `EagerSemantics` writes both as
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,6 +57,7 @@ _SIZED_BY_VALUES = {
     ),
 }
 """Functions of torch that cannot be traced: what, why, and what to try."""
+_CALL_OF_GRAD = inspect.signature(torch.autograd.grad)
 _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 
 
@@ -72,6 +74,7 @@ class EagerSemantics(TorchFunctionMode):
         self.asked = ""  # what the tensor is made of whose values Python asked for last
         self.data = WeakIdKeyDictionary()  # what `.data` gave
         self.known = KnownValues()
+        self.differentiates = False  # whether forward has called torch.autograd.grad
         self.passed: dict[str, None] = {}  # checks of values, as notes say them
 
     def __torch_function__(
@@ -127,6 +130,9 @@ class EagerSemantics(TorchFunctionMode):
         written = _written(func, args, kwargs)
         if written:
             self.known.forget(written)
+        self.differentiates |= func is torch.autograd.grad
+        if func is torch.autograd.grad and not _CALL_OF_GRAD.bind(*args, **kwargs).arguments.get("create_graph"):
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, func(*args, **kwargs))
         if torch.is_grad_enabled() and not any(t in self.data for t in written):
             return func(*args, **kwargs)
         for target in written:

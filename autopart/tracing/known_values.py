@@ -64,8 +64,8 @@ class KnownValues:
     def forget(self, written: Sequence[Tensor]) -> None:
         """These tensors are written: known ones in the same memory have other values from now on. What was computed of
         them before keeps its own."""
-        memory = {_memory(tensor) for tensor in written}
-        self.drop([tensor for tensor in self._made if None in memory or _memory(tensor) in memory])
+        memory = {memory_of(tensor) for tensor in written}
+        self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
         """Forget how these were made."""
@@ -107,9 +107,9 @@ def _real(value: Any, done: dict[int, Tensor]) -> Any:
     return tree_map(one, value)
 
 
-def _memory(tensor: Tensor) -> int | None:
+def memory_of(tensor: Tensor) -> int | None:
     """Equal for tensors in the same memory; None where torch does not say, as inside of `torch.func`."""
     try:
         return tensor.untyped_storage()._cdata
-    except NotImplementedError:
+    except (NotImplementedError, RuntimeError):  # sparse tensors have several
         return None

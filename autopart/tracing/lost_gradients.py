@@ -91,7 +91,8 @@ def with_gradients_checked(
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
         return replace(traced, notes=(*traced.notes, f"its gradients were not compared with the model's ({said})"))
     tensors = {name: stands_for[id(p)] for name, p in traced.parameters.items() if p.requires_grad}
-    tensors |= {f"input {n}": t for n, t in zip(traced.call.names, inputs, strict=True) if t.requires_grad}
+    wanted = traced.call.with_gradient
+    tensors |= {f"input {n}": t for n, t in zip(traced.call.names, inputs, strict=True) if n in wanted}
     leaves |= {id(t): name for name, t in tensors.items()}
     eager = _Run(flat, leaves, tensors)
     _compare(type(users_model(model)).__name__, eager, traced, device, inputs, loss)

@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from autopart.tracing.functions import name_functions
 from autopart.tracing.model_checks import check_hooks, check_model
 from autopart.tracing.python_state import check_attributes, check_draws
 from autopart.tracing.repeated import NotAlike, Repeats
+from autopart.tracing.saved_views import saved_views
 from autopart.tracing.skeleton import without_values
 from autopart.tracing.trace_errors import shape_by_values, trace_error
 from autopart.tracing.with_loss import WithLoss, users_input, users_model, users_name
@@ -42,17 +43,19 @@ _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tens
 class Call:
     """One call of the model, its arguments by name: tensors to feed, and options that the trace fixes.
 
-    Which tensors need gradients is part of what a trace is for, as their shapes and dtypes are.
+    Which tensors need gradients is part of what a trace is for, as their shapes and dtypes are: `gradients`, as it is
+    before the call. A forward may say of another input that it does, for a gradient that it takes itself.
     """
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     options: Mapping[str, Any]
+    gradients: tuple[bool, ...]
 
     @property
     def with_gradient(self) -> tuple[str, ...]:
         """The names of the tensors that need gradients."""
-        return tuple(name for name, tensor in zip(self.names, self.tensors, strict=True) if tensor.requires_grad)
+        return tuple(name for name, gradient in zip(self.names, self.gradients, strict=True) if gradient)
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,8 @@ def flatten_call(arguments: Mapping[str, Any]) -> Call:
     leaves = leaves_with_names(dict(arguments))
     tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
     options = {name: leaf for name, leaf in leaves if not isinstance(leaf, torch.Tensor)}
-    return Call(tuple(t for _, t in tensors), tuple(name for name, _ in tensors), options)
+    gradients = tuple(t.requires_grad for _, t in tensors)
+    return Call(tuple(t for _, t in tensors), tuple(name for name, _ in tensors), options, gradients)
 
 
 def check_values(call: Call) -> None:
@@ -214,17 +218,15 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     """The exported program without regions, blocks that repeat traced once where they can be."""
     repeats = Repeats(entry.model, entry.semantics.known)
-    if not repeats.blocks:
-        return _exported(entry, example)
     try:
         with repeats.watching():
             program = _exported(entry, example)
         repeats.expand(program.graph)
     except Exception as error:  # of a repeat that is not one, or of the model itself: then the full trace has it too
-        if not repeats.tried:
+        if not repeats.tried and not entry.semantics.differentiates:
             raise
         program = _exported(entry, example)
-        if not repeats.lost and not isinstance(error, NotAlike):
+        if repeats.tried and not repeats.lost and not isinstance(error, NotAlike):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
             warnings.warn(
                 f"the blocks of {type(users_model(entry.model)).__name__} that repeat were traced one by one, which "
@@ -235,7 +237,8 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
-    with torch.enable_grad(), no_autocast(), _quiet(), traceable(entry, entry.apply_function):
+    saved = saved_views() if entry.semantics.differentiates else nullcontext()
+    with torch.enable_grad(), no_autocast(), _quiet(), traceable(entry, entry.apply_function), saved:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)
