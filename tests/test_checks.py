@@ -68,6 +68,17 @@ def test_a_check_of_known_values_is_made():
         autopart.plan(Checked(checked.fails), "tp2", example_args=(torch.randn(4, 8),))
 
 
+def test_a_check_of_plain_numbers_is_made():
+    """As in the module that `torch.export` gives, which checks the sizes of its inputs."""
+    exported = torch.export.export(nn.Linear(8, 8), (torch.randn(4, 8),)).module()
+    result = autopart.verify(exported, "tp2", example_args=(torch.randn(4, 8),))
+    assert result.ok and not [note for note in result.notes if "check" in note]
+    with pytest.raises(TraceError, match="too small"):
+        autopart.plan(
+            Checked(lambda h: torch._assert(h.shape[0] > 9, "too small")), "tp2", example_args=(torch.ones(4, 8),)
+        )
+
+
 class Policy(nn.Module):
     """The loss of an actor: distributions check their arguments and what they are asked about."""
 

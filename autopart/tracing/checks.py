@@ -34,10 +34,10 @@ def passing_answer(func: Callable[..., Any], tensors: Sequence[Tensor], frame: F
     calls. `frame`: of the code that calls, or of a mode that is called on its behalf.
     """
     name = getattr(func, "__name__", "")
+    if not tensors or not (name in _ASKING | _CHECKING or (name == "item" and tensors[0].dtype == torch.bool)):
+        return None
     if name in _CHECKING:
         return True
-    if not tensors or not (name in _ASKING or (name == "item" and tensors[0].dtype == torch.bool)):
-        return None
     frame = _asking(frame)
     if frame is None or frame.f_lasti < 0:
         return None

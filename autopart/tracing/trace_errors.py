@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 import traceback
@@ -16,7 +17,7 @@ from torch import nn
 from autopart.errors import Refusal, TraceError
 from autopart.tracing.with_loss import users_model, users_name
 
-NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
 
 
 class Lost(Exception):
