@@ -149,6 +149,17 @@ class Tracing:
         whole.meta["val"] = [user.meta["val"] for user in whole.users]
         return cast(fx.Node, whole)
 
+    def tracked(self) -> list[torch.Tensor]:
+        """All tensors that are nodes of the trace, and still there."""
+        return list(self.tracer.tensor_tracker.keys())
+
+    def adopt(self, tensor: torch.Tensor, target: Any, base: torch.Tensor, *options: Any) -> None:
+        """Add a call of `base` that gives this tensor, which is no node as yet."""
+        name = target._schema.name.rpartition("::")[2]
+        with torch._C.DisableTorchFunction():
+            node = self.tracer.create_node("call_function", target, (self.node_of(base), *options), {}, name)
+            proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
+
     def counts(self) -> Any:
         """How often which module has run so far, and which run now."""
         tracer, scope = self.tracer, self.tracer.scope

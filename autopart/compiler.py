@@ -35,13 +35,12 @@ from autopart.tracing.skeleton import Source
 from autopart.tracing.trace import (
     Call,
     Trace,
-    WithLoss,
-    WithLossAndOutputs,
     batch_size,
     bind_call,
     check_values,
     flatten_call,
 )
+from autopart.tracing.with_loss import WithLoss, WithLossAndOutputs
 
 LossFn = Callable[..., Tensor]
 

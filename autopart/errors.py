@@ -5,6 +5,8 @@ All are `ValueError`s; `assert` is for our own mistakes.
 
 from __future__ import annotations
 
+from enum import Enum
+
 
 class AutopartError(ValueError):
     """A mistake in what was asked of autopart, reported in four parts: what, why, where, try.
@@ -28,8 +30,32 @@ class MeshError(AutopartError):
     """The mesh cannot be read, or does not fit the model, the batch or the processes there are."""
 
 
+class Refusal(Enum):
+    """Why a model that runs is refused: all the reasons there are. `docs/refusals.md` has an example of each, and the
+    way out."""
+
+    DECISION = "its Python decides what to run by the values in a tensor"
+    SIZE = "how large a tensor is depends on the values in another"
+    REGION = "an operator holds a part of the model, such as torch.cond"
+    NUMPY = "numpy computes with its tensors"
+    RANDOM = "its random numbers cannot be drawn by a program"
+    STATE = "it keeps something from one call to the next that is not a buffer"
+    WRITE = "it writes to a tensor in place where a program cannot"
+    HOOK = "a hook changes a gradient"
+    GRADIENT = "it differentiates inside, or a trace loses a gradient"
+    FUNCTION = "an autograd.Function of it is not a function of its tensors alone"
+    PART = "a part of it has no Python, or no shapes yet"
+    OUTPUT = "it returns an object in which no tensors can be found"
+
+
 class TraceError(AutopartError):
-    """The model could not be traced."""
+    """The model could not be traced. `refusal`: for which of the known reasons; None where its own call fails."""
+
+    def __init__(
+        self, what: str, *, refusal: Refusal | None = None, why: str = "", where: str = "", hint: str = ""
+    ):  # fmt: skip
+        super().__init__(what, why=why, where=where, hint=hint)
+        self.refusal = refusal
 
 
 class LayoutError(AutopartError):

@@ -41,12 +41,8 @@ from autopart.plan_figures import Draft, plan_of
 from autopart.plans.plan import Plan, Schedule
 from autopart.progress import phase
 from autopart.tracing.lost_gradients import with_gradients_checked
-from autopart.tracing.trace import (
-    Trace,
-    WithLoss,
-    batch_size,
-    trace,
-)
+from autopart.tracing.trace import Trace, batch_size, trace
+from autopart.tracing.with_loss import users_model
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
 LIFTED_HALF = "the model's casts to half precision (autocast) are computed in float64 here"
@@ -189,7 +185,7 @@ def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
 
 
 def class_of(model: nn.Module) -> str:
-    return type(model.model if isinstance(model, WithLoss) else model).__name__
+    return type(users_model(model)).__name__
 
 
 def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:

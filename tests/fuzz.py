@@ -382,7 +382,9 @@ class Drawing:
                 self.inputs.pop(node.target)
                 self.graph.erase_node(node)
         outputs = list(self.graph.output_node().args[0])
-        call = Call(tuple(self.inputs.values()), tuple(self.inputs), {})
+        call = Call(
+            tuple(self.inputs.values()), tuple(self.inputs), {}, tuple(t.requires_grad for t in self.inputs.values())
+        )
         used = {n.target for n in self.graph.find_nodes(op="get_attr")}
         weights = {name: weight for name, weight in self.weights.items() if name in used}
         trace = Trace(self.graph, call, weights, {}, {}, {}, tree_flatten(tuple(outputs))[1], (), "train")

@@ -204,6 +204,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "tp: nothing to split": (plan("tp2", Scale),
         "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter\n  try    "
         "leave tp out of the mesh; dp works for any model"),
+    "tp: runs whole": (plan("tp2", lambda: nn.LSTM(4, 4)),
+        "LayoutError: tp=2 divides no matrix product of the model\n  why    the sizes would divide, but every rank "
+        "runs lstm whole\n  where  lstm at rnn.py:{rnn_line}\n  try    leave tp out of the mesh; dp works for any "
+        "model"),
     "pp: too many stages": (skip("pp64"),
         "StageError: the model cannot be cut into 64 stages\n  why    it has 38 operators that depend on "
         "parameters, and 37 places to cut between them\n  try    pp=38 or less (pp times virtual_stages is the "
@@ -375,7 +379,7 @@ def expected_text(text: str) -> str:
 
     lines = {
         "{skip_line}": line_in(SkipMLP, "torch.tanh(layer"), "{skip_head_line}": line_in(SkipMLP, "self.head("),
-        "{counts_line}": line_in(Counts, "poisson"),
+        "{counts_line}": line_in(Counts, "poisson"), "{rnn_line}": line_in(nn.LSTM, "result = _VF.lstm("),
         "{leaky_line}": line_in(Leaky, "self.leak("),
         "{batch_norm_line}": line_in(nn.modules.batchnorm._BatchNorm, "return F.batch_norm("),
         "{contrast_line}": line_in(Contrast, "z @ z.t()"), "{linear_line}": line_in(Contrast, "self.linear(x)"),

@@ -53,14 +53,39 @@ def written() -> int:
     return 2 if made.max() > 5 else 3
 
 
+def written_through_a_view() -> int:
+    made = torch.arange(4)
+    made[1:].mul_(2)
+    return 2 if made.max() > 5 else 3
+
+
 def random_choice() -> int:
     return 2 if torch.zeros(8).bernoulli(0.5).sum() > 4 else 3
 
 
-@pytest.mark.parametrize("number", [written, random_choice])
+@pytest.mark.parametrize("number", [written, written_through_a_view, random_choice])
 def test_what_is_written_or_random_is_not_known(number):
     with pytest.raises(TraceError, match="decides what to run by the values in a tensor"):
         autopart.verify(Deciding(number), "tp2", example_args=(torch.randn(4, 16),))
+
+
+def written_elsewhere() -> float:
+    times, states = torch.linspace(0, 1, 3), torch.zeros(3, 4)
+    states[0] = 1.0
+    return 2.0 if times[1] > times[0] else 3.0
+
+
+def computed_before() -> float:
+    times = torch.arange(4)
+    largest = times.max()
+    times[0] = 9
+    return float(largest)
+
+
+@pytest.mark.parametrize(("number", "value"), [(written_elsewhere, 2.0), (computed_before, 3.0)])
+def test_a_write_makes_only_that_memory_unknown(number, value):
+    result = autopart.verify(model := Deciding(number), "tp2", example_args=(torch.randn(4, 16),))
+    assert result.ok and model.number() == value, result
 
 
 class Translator(nn.Module):

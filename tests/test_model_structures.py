@@ -424,3 +424,32 @@ def test_memory_of_another_value_is_not_read():
 
     with pytest.raises(autopart.AutopartError, match="as_strided reads memory that is not its input's own"):
         autopart.plan(Slice(False).double(), "tp2", example_kwargs={"x": torch.randn(4, 6, 8).double()})
+
+
+class Moves(nn.Module):
+    """Moves a part of itself to where its input is, which it is already, and calls a function of TorchScript."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scripted = torch.jit.script(squared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first.to(x.device)(x)
+        return self.scripted(self.second.to(device=x.device, dtype=h.dtype, non_blocking=True)(h)).mean()
+
+
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_moves_to_where_it_is(mesh):
+    result = autopart.verify(Moves(), mesh, example_args=(torch.randn(4, 8),))
+    assert result.ok and not any("compared" in note for note in result.notes), result
+
+
+def test_lazy_modules_after_their_first_call():
+    model, x = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()), torch.randn(4, 8)
+    model(x)
+    assert autopart.verify(model, "tp2", example_args=(x,)).ok

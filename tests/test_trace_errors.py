@@ -17,6 +17,10 @@ import transformers
 from torch import Tensor, nn
 
 import autopart
+from autopart.errors import TraceError
+from autopart.recipe import prepare
+from autopart.tracing.trace import bind_call
+from autopart.tracing.with_loss import WithLoss
 
 ROWS, SIZE = 8, 4
 DECIDES = "this line decides what to run by the values in a tensor, which a graph cannot hold; they come from "
@@ -155,6 +159,46 @@ class DrawsInNumpy(Base):
         return self.out(self.gate(x)) * float(np.random.rand())
 
 
+class Scripted(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.jit.script(nn.Linear(SIZE, SIZE))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x))
+
+
+class Lazy(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.LazyLinear(SIZE)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x))
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.GRU(SIZE, SIZE, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = nn.utils.rnn.pack_padded_sequence(x[None], mask[:1, 0].long(), batch_first=True)  # here
+        return self.gate(rows)[1]
+
+
+class Transcribes(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        probabilities = self.out(self.gate(x))[:, None].log_softmax(-1)
+        lengths = torch.full((1,), ROWS), torch.full((1,), 2)
+        return torch.ctc_loss(probabilities, mask[:1, :2].long(), *lengths, 0, 1, False)  # here
+
+
+class Casts(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out.to(torch.bfloat16)(self.gate(x).bfloat16())  # here
+
+
 class Ignores(Base):
     """Draws from both as layerdrop in eval mode does: nothing depends on it."""
 
@@ -191,9 +235,7 @@ class Cond(Base):
 
 class Differentiates(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(self.gate(x).sum(), x, create_graph=True)
-        return self.out(grad)
+        return self.out(torch.func.grad(lambda x: self.gate(x).square().sum())(x))
 
 
 class Cache:
@@ -258,10 +300,25 @@ CASES: dict[Callable[[], nn.Module], str] = {
     ModuleHook: other("'gate' has a backward hook",
                       "only the forward is traced; its gradients are computed without hooks of modules",
                       "remove it, or let the model be changed by it in forward()", ""),
+    Scripted: other("'gate' is a TorchScript module", "a trace follows Python, and it has none",
+                    "the nn.Module that it was scripted or traced from; compile=True compiles it", ""),
+    Lazy: other("'gate' is a LazyLinear that has no weights yet", "their shapes come with its first call",
+                "call the model once before: with torch.no_grad(): model(...)", ""),
+    Packs: other("pack_padded_sequence leaves as much of every row as its length says",
+                 "lengths are values, and a graph has sizes",
+                 "the padded rows themselves in the recurrent layer, and a mask over what comes behind the end of a "
+                 "row"),
+    Transcribes: other("torch.ctc_loss makes tables that are as large as the lengths of its targets say",
+                       "lengths are values, and a graph has sizes",
+                       "torch.nn.functional.ctc_loss, or nn.CTCLoss"),
+    Casts: other("forward() moves or casts a Linear",
+                 "it has weights on cpu in f32, and a trace cannot replace them",
+                 "module.to(torch.bfloat16) before the model is parallelized"),
     Cond: cannot("torch.cond, while_loop and the like hold parts of the model that cannot be cut",
                  "torch.where and plain operations, or parallelize the modules inside"),
-    Differentiates: cannot("the forward differentiates inside (autograd.grad, backward), or reads a tensor that it "
-                           "made before", "the gradient outside of the model, or written as operations", ""),
+    Differentiates: cannot("the forward differentiates inside (autograd.grad, backward, torch.func), or reads a "
+                           "tensor that it made before", "the gradient outside of the model, or written as operations",
+                           ""),
     ReturnsCache: cannot("it returns a test_trace_errors.Cache, in which autopart cannot look for tensors",
                          "return its tensors (of a cache: use_cache=False), or "
                          "torch.utils._pytree.register_pytree_node", ""),
@@ -300,6 +357,33 @@ def test_the_text_names_line_value_and_remedy(cls):
     assert told(model) == filled(CASES[cls], cls)
     for name, module in model.named_modules():
         assert vars(module) == before[name], f"the failed trace has left something in {name or 'the model'}"
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CASES if cls is not ReturnsCache], ids=lambda cls: cls.__name__)
+def test_the_text_is_the_same_with_a_loss_function(cls):
+    """The user knows nothing of how a loss function is put behind a model."""
+    model, call = cls(), {"x": torch.ones(ROWS, SIZE), "mask": torch.ones(ROWS, SIZE)}
+    with pytest.raises(TraceError) as error:
+        around = WithLoss(model, lambda output, target: (output - target).square().mean())
+        prepare(around, {"target": torch.zeros(()), "call": bind_call(model, (), call)})
+    assert f"TraceError: {error.value}" == filled(CASES[cls], cls)
+
+
+class LossDecides(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.gate(x))
+
+
+def deciding_loss(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean() if output.sum() > target.sum() else -output.mean()
+
+
+def test_a_loss_function_that_decides_is_told_what_by():
+    with pytest.raises(TraceError) as error:
+        batch = {"x": torch.ones(ROWS, SIZE), "mask": torch.ones(ROWS, SIZE)}
+        autopart.verify(LossDecides(), "dp2", example_kwargs=batch, loss_fn=deciding_loss, target=torch.ones(ROWS))
+    assert str(error.value).startswith("LossDecides cannot be traced")
+    assert "they come from the output of the model and the input target" in str(error.value)
 
 
 def test_draws_that_decide_nothing_are_no_fault():

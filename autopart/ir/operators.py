@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from autopart.ir import experts, selection
+from autopart.ir import ctc, experts, selection
 from autopart.ir.attention import window_attention
 from autopart.ir.layout import CONVERSIONS
 
@@ -165,7 +165,8 @@ autopart_ops = torch.ops.autopart
 def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
     local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention"]
-    return [*OPERATORS, "all_reduce_max", "axis_index", *local, *experts.OPERATORS, *selection.OPERATORS]
+    families = (experts, selection, ctc)
+    return [*OPERATORS, "all_reduce_max", "axis_index", *local, *(name for family in families for name in family.OPERATORS)]
 
 
 def operator_name(node: fx.Node) -> str | None:

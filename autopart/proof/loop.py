@@ -28,8 +28,8 @@ from autopart.runtime.saving.checkpoint import NO_PARAMETERS
 from autopart.runtime.state.gradients import sync_gradients_lockstep
 from autopart.runtime.state.state import settled
 from autopart.tracing.calls import call_key
-from autopart.tracing.entry import call
 from autopart.tracing.trace import Call, flatten_call
+from autopart.tracing.with_loss import call
 
 
 @dataclass(frozen=True)

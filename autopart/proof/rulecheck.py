@@ -54,7 +54,7 @@ def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     run_passes(graph, (*AS_TRACED, *NORMALIZE))
     _ask_for_every_section(graph)
     _, spec = tree_flatten(tuple(outputs))
-    trace = Trace(graph, Call((), (), {}), weights, {}, {}, {}, spec, (), "train")
+    trace = Trace(graph, Call((), (), {}, ()), weights, {}, {}, {}, spec, (), "train")
     annotate(trace)
     graph.eliminate_dead_code()  # the splits have asked
     return trace, weights

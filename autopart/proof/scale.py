@@ -39,6 +39,7 @@ from autopart.proof.estimate import (
 )
 from autopart.proof.smaller import LADDER, Changes, Divisors, is_scalable, smaller, smaller_call
 from autopart.recipe import prepare
+from autopart.tracing.skeleton import copy_of
 from autopart.tracing.trace import Trace, device_of_weights
 
 _COUNTS = re.compile(r"(num|n)_\w*(layer|block|depth)s?|depth|(layer|block)s?_(num|count)|num_layers")
@@ -432,7 +433,7 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
         dropped[path] = [i for i in range(len(container)) if i not in blocks]
         memo |= {id(container[i]): nn.Identity() for i in dropped[path]}  # copied instead of the block
         counts[len(container)] = len(blocks)
-    made = copy.deepcopy(model, memo)
+    made = copy_of(model, memo)
     for path, numbers in dropped.items():
         container = _blocks(made, path)
         for i in reversed(numbers):

@@ -170,7 +170,9 @@ class Builder:
     def subject(self, outputs: Sequence[fx.Node], loss: fx.Node | None = None) -> Subject:
         """The graph with these outputs."""
         self.graph.output(tuple(outputs))
-        call = Call(tuple(self.inputs.values()), tuple(self.inputs), {})
+        call = Call(
+            tuple(self.inputs.values()), tuple(self.inputs), {}, tuple(t.requires_grad for t in self.inputs.values())
+        )
         spec = tree_flatten(tuple(outputs))[1]
         return Subject(Trace(self.graph, call, self.weights, {}, {}, {}, spec, (), "train"), loss)
 

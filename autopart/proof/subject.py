@@ -147,7 +147,8 @@ class Subject:
     def differentiate(self, flat: list[Any], buffers: Mapping[str, Tensor]) -> Results:
         """The results of a run with these flat outputs and buffers: its gradients are taken, and left nowhere."""
         trained = {name: p for name, p in self.weights.items() if p.requires_grad}
-        inputs = [t for t in self.traced.call.tensors if t.requires_grad]
+        call = self.traced.call
+        inputs = [t for t, gradient in zip(call.tensors, call.gradients, strict=True) if gradient]
         found = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
         grads = {name: g for name, g in zip(trained, found, strict=False) if g is not None}
         names = self.traced.call.with_gradient

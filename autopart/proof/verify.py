@@ -11,7 +11,6 @@ rounding, and the partitioned program with the trace to 1e-10.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,10 +51,12 @@ from autopart.proof.subject import Arrangement, Results, Subject, Tamper, buffer
 from autopart.proof.training import MakeOptimizer, Training, read_training
 from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, make_plan, prepare
 from autopart.runtime.comm.stage_ranks import stage_style_of
+from autopart.tracing.caches import Caches
 from autopart.tracing.checkpoints import plain_checkpoints
-from autopart.tracing.entry import call
 from autopart.tracing.model_source import ModelSource
-from autopart.tracing.trace import Trace, WithLoss, bind_call, check_values, flatten_call
+from autopart.tracing.skeleton import copy_of
+from autopart.tracing.trace import Trace, bind_call, check_values, flatten_call
+from autopart.tracing.with_loss import WithLoss, call
 
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
 """How far a model that casts down may be from its trace in double precision."""
@@ -209,7 +210,7 @@ class VerificationRun:
         self.parameters = {name: p.to("meta") for name, p in model.named_parameters()}
         if self.scaled is None:
             check_weights(model)
-            self.base = deepcopy(model).double()
+            self.base = copy_of(model, {}).double()
         else:
             self.notes += self.scaled.notes
             self.base = self.scaled.model.double()
@@ -324,7 +325,7 @@ class VerificationRun:
     def _of_model(self, arguments: dict[str, Any]) -> Results:
         """What the model itself computes; notes the buffers that it changes unseen by the trace."""
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
-        with buffers_restored(self.base):
+        with buffers_restored(self.base), Caches(self.model):
             with one_seed(), plain_checkpoints():
                 flat = tree_flatten(call(self.model, arguments))[0]
             written = {name: self.base.get_buffer(name).detach().clone() for name in self.traced.buffer_updates}
@@ -341,16 +342,6 @@ class VerificationRun:
             return self._of_model(single)
         finally:
             self.base.double()
-
-
-def deepcopy(model: nn.Module) -> nn.Module:
-    """A copy of a model; also of one whose weights are computed (torch.nn.utils.weight_norm and the like)."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(model, memo)
 
 
 def _chosen(

@@ -18,13 +18,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat import other_checkpoints, redirected_functions
+from autopart.tracing.with_loss import users_modules
 
 
 class OwnCheckpoints:
     """Inside, `torch.utils.checkpoint` calls its function and no more; notes which modules it was called for."""
 
     def __init__(self, model: nn.Module):
-        self.paths = {module: path for path, module in model.named_modules()}
+        self.paths = {module: path for path, module in users_modules(model)}
         self.inside: set[str] = set()
         """Paths of the modules that ran in a checkpoint."""
         self.unnamed = False

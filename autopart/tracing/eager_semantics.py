@@ -8,6 +8,7 @@ functional; and it cannot trace through `.data`. `EagerSemantics` writes both as
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,10 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import BatchNorm, InstanceNorm, redirected_functions, tree_flatten, tree_map
+from autopart.errors import Refusal
+from autopart.ir.ctc import ctc_loss
+from autopart.ir.graph import DTYPE_NAMES
+from autopart.tracing.checks import check_text, passing_answer
 from autopart.tracing.floats import Floats, ReadsFloat
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.known_values import UNKNOWN, KnownValues
-from autopart.tracing.trace_errors import Lost
+from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
 
 _ASKING = frozenset(
     {"item", "tolist", "numpy", "nonzero", "unique", "masked_select"}
@@ -40,6 +45,20 @@ _OF_METADATA = frozenset(
 """What reads nothing that depends on the grad mode, and gives no tensor."""
 _DATA: Any = Tensor.data
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
+_SIZED_BY_VALUES = {
+    "_pack_padded_sequence": (
+        "pack_padded_sequence leaves as much of every row as its length says",
+        "lengths are values, and a graph has sizes",
+        "the padded rows themselves in the recurrent layer, and a mask over what comes behind the end of a row",
+    ),
+    "ctc_loss": (
+        "torch.ctc_loss makes tables that are as large as the lengths of its targets say",
+        "lengths are values, and a graph has sizes",
+        "torch.nn.functional.ctc_loss, or nn.CTCLoss",
+    ),
+}
+"""Functions of torch that cannot be traced: what, why, and what to try."""
+_CALL_OF_GRAD = inspect.signature(torch.autograd.grad)
 _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 
 
@@ -57,6 +76,8 @@ class EagerSemantics(TorchFunctionMode):
         self.data = WeakIdKeyDictionary()  # what `.data` gave
         self.known = KnownValues()
         self.floats = Floats()
+        self.differentiates = False  # whether forward has called torch.autograd.grad
+        self.passed: dict[str, None] = {}  # checks of values, as notes say them
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -68,6 +89,10 @@ class EagerSemantics(TorchFunctionMode):
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
+        passing = passing_answer(func, tensors, frame := sys._getframe(1))
+        if passing is not None:
+            self.passed[check_text(frame, NOT_THE_USERS)] = None
+            return passing
         names = tuple(dict.fromkeys(name for tensor in tensors for name in self.origins.get(tensor, ())))[:3]
         if getattr(func, "__name__", "") in _ASKING:
             self.asked = " and ".join(names)
@@ -90,22 +115,28 @@ class EagerSemantics(TorchFunctionMode):
             alias = args[0].detach()
             self.data[alias] = None
             return alias
+        if getattr(func, "__name__", "") in _SIZED_BY_VALUES:
+            raise Lost(*_SIZED_BY_VALUES[func.__name__], Refusal.SIZE)
         if func == Tensor.register_hook and args[0].requires_grad:
             raise Lost(
                 "a tensor has a hook on its gradient",
                 "only the forward is traced; gradients are computed without hooks",
                 "the same change of the gradient by operations in forward()",
+                Refusal.HOOK,
             )
         if func == Tensor.detach_ and args[0].requires_grad:
             raise Lost("detach_() cuts a tensor off in place", "a trace loses that: what was made of it before would "
-                       "keep its gradient", "x = x.detach()")  # fmt: skip
+                       "keep its gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
         if func in (Tensor.requires_grad_, _SET_REQUIRES_GRAD) and isinstance(args[0], nn.Parameter):
             _check_unchanged(args[0], *args[1:], **kwargs)
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
         written = _written(func, args, kwargs)
         if written:
-            self.known.forget()
+            self.known.forget(written)
+        self.differentiates |= func is torch.autograd.grad
+        if func is torch.autograd.grad and not _CALL_OF_GRAD.bind(*args, **kwargs).arguments.get("create_graph"):
+            return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, func(*args, **kwargs))
         if torch.is_grad_enabled() and not any(t in self.data for t in written):
             return func(*args, **kwargs)
         for target in written:
@@ -114,6 +145,7 @@ class EagerSemantics(TorchFunctionMode):
                     f"{func.__name__} writes in place to a value that has a gradient, without grad mode",
                     "its gradient would be that of the value before",
                     f"{func.__name__.rstrip('_')} in grad mode, or on value.detach().clone()",
+                    Refusal.WRITE,
                 )
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
@@ -137,6 +169,7 @@ def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> Non
             f"forward() {'unfreezes' if requires_grad else 'freezes'} a parameter",
             "a program has one answer for the whole call: whether it needs a gradient",
             "requires_grad_() outside of forward(), or weight.detach() in it",
+            Refusal.WRITE,
         )  # fmt: skip
 
 
@@ -197,12 +230,29 @@ def no_autocast() -> Iterator[None]:
 
 
 def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """`module.to(dtype)` in a forward: nothing where it has that dtype; export could not replace its parameters."""
-    given = [*args, *kwargs.values()]
-    floats = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() or t.is_complex()]
-    if len(given) == 1 and isinstance(given[0], torch.dtype) and all(t.dtype == given[0] for t in floats):
-        return module
-    return to(module, *args, **kwargs)
+    """`module.to(device, dtype)` in a forward: nothing where it is there and has that dtype; export could not replace
+    its parameters."""
+    options = {name: value for name, value in kwargs.items() if name not in ("non_blocking", "memory_format")}
+    given = [*args, *options.values()]
+    devices = [torch.device(value) for value in given if isinstance(value, (str, torch.device))]
+    dtypes = [value for value in given if isinstance(value, torch.dtype)]
+    if not given or len(devices) + len(dtypes) < len(given):
+        return to(module, *args, **kwargs)
+    for tensor in (*module.parameters(), *module.buffers()):
+        floats = tensor.is_floating_point() or tensor.is_complex()
+        if not all(_is_on(tensor, device) for device in devices) or (floats and any(tensor.dtype != d for d in dtypes)):
+            raise Lost(
+                f"forward() moves or casts a {type(module).__name__}",
+                f"it has weights on {tensor.device} in {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a trace "
+                "cannot replace them",
+                f"module.to({', '.join(str(value) for value in given)}) before the model is parallelized",
+                Refusal.WRITE,
+            )
+    return module
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def ambient_autocast(device_type: str) -> torch.dtype | None:
@@ -271,5 +321,26 @@ def _embedding_bag(
     return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
 
 
-TRACEABLE: Mapping[Any, Callable[..., Any]] = {F.embedding_bag: _embedding_bag}
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """The loss of all rows by an operator of our own: torch's makes tables as large as the values of the lengths."""
+    if log_probs.ndim == 2:
+        lengths = torch.as_tensor(input_lengths).reshape(1), torch.as_tensor(target_lengths).reshape(1)
+        row = _ctc_loss(log_probs.unsqueeze(1), targets.unsqueeze(0), *lengths, blank, reduction, zero_infinity)
+        return row.squeeze(0) if reduction == "none" else row
+    of_input, of_target = (torch.as_tensor(t, device=log_probs.device) for t in (input_lengths, target_lengths))
+    rows: Tensor = ctc_loss(log_probs, targets, of_input, of_target, blank, zero_infinity)
+    if reduction == "mean":
+        return (rows / of_target.clamp(min=1).to(rows.dtype)).mean()
+    return rows.sum() if reduction == "sum" else rows
+
+
+TRACEABLE: Mapping[Any, Callable[..., Any]] = {F.embedding_bag: _embedding_bag, F.ctc_loss: _ctc_loss}
 """Functions that a trace takes in another form."""

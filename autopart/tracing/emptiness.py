@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import module_path, operator_name, short_name, source_text
 from autopart.tracing.trace_errors import path_of_frame
 
@@ -110,7 +110,7 @@ def check_nothing_done(
             if reader is None:
                 continue
             raise TraceError(
-                "this line skips an empty selection, and what it skips is not nothing",
+                "this line skips an empty selection, and what it skips is not nothing", refusal=Refusal.DECISION,
                 why=f"{short_name(reader)} of no elements would change the result ({source_text(reader)})",
                 where=assumption.where, hint="torch.where(count > 0, x, 0), or a sum in place of a mean",
             )  # fmt: skip
@@ -118,7 +118,7 @@ def check_nothing_done(
 
 def _undecided(assumption: Assumption) -> TraceError:
     return TraceError(
-        "this line decides what to run by how many elements there are",
+        "this line decides what to run by how many elements there are", refusal=Refusal.DECISION,
         why="that depends on values, which a graph does not hold", where=assumption.where,
         hint="a mask in place of a selection: torch.where(mask, x, 0)",
     )  # fmt: skip

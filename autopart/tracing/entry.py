@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,12 +13,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat import Tracing, tree_flatten, tree_unflatten
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.tracing.checkpoints import OwnCheckpoints
 from autopart.tracing.eager_semantics import EagerSemantics
 from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.python_state import PythonState
+from autopart.tracing.with_loss import call, users_input, users_modules
 
 PREFIX = "model."
 """Before the names of the model's own parameters and modules in what `Entry` gives."""
@@ -42,10 +42,8 @@ class Entry(nn.Module):
         leaves, self.spec = tree_flatten(dict(arguments))
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        self.tensor_names: list[str] = []
-        for name in names:  # `pair.0` is not a name for an argument
-            plain = name.replace(".", "_")
-            self.tensor_names.append(plain if plain not in self.tensor_names else f"{plain}_{len(self.tensor_names)}")
+        self.spoken = [users_input(model, name) for name in names]
+        self.tensor_names = tensor_names(names)
 
     def apply_function(self, apply: Any, function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What `function.apply(*args, **kwargs)` is in a trace, for torch's own `apply`."""
@@ -54,13 +52,13 @@ class Entry(nn.Module):
         return apply_as_operator(apply, function, args, kwargs)
 
     def forward(self, **tensors: Tensor) -> Any:
-        for name, tensor in tensors.items():
-            self.semantics.named(tensor, f"the input {name}")
+        for name, spoken in zip(self.tensor_names, self.spoken, strict=True):
+            self.semantics.named(tensors[name], f"the input {spoken}")
         given = iter([tensors[name] for name in self.tensor_names])
         pairs = zip(self.options, self.is_tensor, strict=True)
         leaves = [next(given) if is_tensor else option for option, is_tensor in pairs]
         before = [(module, dict(module._buffers)) for module in self.model.modules()]
-        paths = {module: f"the output of {path}" for path, module in self.model.named_modules() if path}
+        paths = {module: f"the output of {path or 'the model'}" for path, module in users_modules(self.model)}
 
         def name_output(module: nn.Module, args: Any, output: Any) -> None:
             if module in paths:
@@ -81,6 +79,15 @@ class Entry(nn.Module):
         return output
 
 
+def tensor_names(names: Sequence[str]) -> list[str]:
+    """Names for arguments, one for each input: `pair.0` is none."""
+    plain: list[str] = []
+    for name in names:
+        new = name.replace(".", "_")
+        plain.append(new if new not in plain else f"{new}_{len(plain)}")
+    return plain
+
+
 def _write_assigned(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
     """Write what forward assigned to a buffer's name into the buffer: a trace sees writes, and no assignments."""
     for name, buffer in before.items():
@@ -91,27 +98,13 @@ def _write_assigned(module: nn.Module, before: Mapping[str, Tensor | None]) -> N
             was, now = ("None" if b is None else f"of shape {list(b.shape)}" for b in (buffer, new))
             raise TraceError(
                 f"{type(module).__name__} gives its buffer '{name}' another shape in its forward",
+                refusal=Refusal.STATE,
                 why=f"it was {was}, and is {now}",
                 hint="a buffer of the largest shape from the start, written in part",
             )
         with torch.no_grad():
             buffer.copy_(new)
         module._buffers[name] = buffer
-
-
-def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
-    """Call a model with its arguments by name, as `bind_call` gives them; by position where they have to be."""
-    signature = inspect.signature(model.forward).parameters
-    kinds = {name: parameter.kind for name, parameter in signature.items()}
-    rest = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL), None)
-    by_position: list[Any] = []
-    by_name = dict(arguments)
-    for name, kind in kinds.items():
-        before_rest = kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and rest in arguments
-        if name in by_name and (kind is inspect.Parameter.POSITIONAL_ONLY or before_rest):
-            by_position.append(by_name.pop(name))
-    by_position += by_name.pop(rest, ()) if rest is not None else ()
-    return model(*by_position, **by_name)
 
 
 def register_dataclasses(value: Any) -> None:

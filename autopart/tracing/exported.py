@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.export.graph_signature import OutputKind
 
 from autopart.compat import AUTOCAST, is_higher_order, is_operator
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, draws_random_numbers, is_floating, operator_name, source_text
 from autopart.tracing.entry import PREFIX
@@ -41,6 +41,7 @@ def functional(program: Any) -> Any:
         _tell_as_users_do(hidden)
         raise TraceError(
             "F.instance_norm is given running statistics to write",
+            refusal=Refusal.WRITE,
             why="torch hides that from a trace",
             where=source_text(hidden),
             hint="nn.InstanceNorm1d/2d/3d with track_running_stats=True",
@@ -64,6 +65,7 @@ def inline_regions(module: Any) -> None:
             _tell_as_users_do(node)
             raise TraceError(
                 f"{node.target} holds a part of the model that cannot be cut",
+                refusal=Refusal.REGION,
                 why="only no_grad and autocast regions can be",
                 where=source_text(node),
                 hint="torch.where and plain operations in its place, or parallelize the modules inside",
@@ -184,25 +186,28 @@ def own_frames(stack_trace: str) -> str:
     return "".join(own if any(f.startswith("  File ") for f in own) else frames)
 
 
-def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any) -> None:
-    """Leave the model's own outputs as the output node's first argument, new values of buffers as its second."""
+def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, own: Callable[[str], str]) -> None:
+    """Leave the model's own outputs as the output node's first argument, new values of buffers as its second.
+
+    `own`: from the name of a tensor in the exported program to the user's.
+    """
     output = graph.output_node()
-    own: list[Any] = []
+    kept: list[Any] = []
     updates: dict[str, fx.Node] = {}
     for spec, made in zip(specs, output.args[0], strict=True):
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            updates[spec.target.removeprefix(PREFIX)] = _detached(made)
+            updates[own(spec.target)] = _detached(made)
         elif spec.kind is OutputKind.USER_OUTPUT:
-            own.append(made)
+            kept.append(made)
         else:
-            target = spec.target.removeprefix(PREFIX)
             raise TraceError(
-                f"{type(model).__name__} writes to {_WRITTEN[spec.kind]} '{target}' in its forward",
+                f"{type(model).__name__} writes to {_WRITTEN[spec.kind]} '{own(spec.target)}' in its forward",
+                refusal=Refusal.WRITE,
                 why="only buffers can be written",
                 where=describe(made),
                 hint="do it outside forward()",
             )
-    output.args = (tuple(own), updates)
+    output.args = (tuple(kept), updates)
 
 
 def _detached(made: fx.Node) -> fx.Node:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from autopart.compat import is_operator, trace_apart, tree_flatten
+from autopart.errors import Refusal
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.tracing.python_state import random_state
@@ -183,7 +184,7 @@ def _check_plain(function: type, argument: Any) -> None:
 
 
 def _lost(function: type, why: str) -> Lost:
-    return Lost(f"{function.__qualname__} is an autograd.Function that cannot be traced", why, _HINT)
+    return Lost(f"{function.__qualname__} is an autograd.Function that cannot be traced", why, _HINT, Refusal.FUNCTION)
 
 
 def _a(value: Any) -> str:

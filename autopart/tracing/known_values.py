@@ -7,7 +7,8 @@ by functions like `torch.arange` from numbers alone, so it can be computed when 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,10 @@ Call = tuple[Callable[..., Any], tuple, Mapping[str, Any]]
 """A function, its arguments, and its keyword arguments."""
 
 
-class _Made(NamedTuple):
-    """The call that made a tensor, which is `place` of its outputs."""
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """The call that made a tensor, which is `place` of its outputs. In its arguments, other such calls stand for the
+    tensors that they made."""
 
     func: Callable[..., Any]
     args: Any
@@ -50,14 +53,19 @@ class KnownValues:
         name = getattr(func, "__name__", "")
         if not (all(t in self._made for t in inputs) if inputs else name in _MAKERS):
             return
-        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))  # a list may change later
+        args, kwargs = tree_map(self._recipe, (args, kwargs))
         for place, leaf in enumerate(tree_flatten(output)[0]):
             if isinstance(leaf, Tensor) and not any(leaf is t for t in inputs):
                 self._made[leaf] = _Made(func, args, kwargs, place)
 
-    def forget(self) -> None:
-        """A known tensor is written: others may lie in the same memory."""
-        self._made.clear()
+    def _recipe(self, leaf: Any) -> Any:
+        return self._made[leaf] if isinstance(leaf, Tensor) else leaf
+
+    def forget(self, written: Sequence[Tensor]) -> None:
+        """These tensors are written: known ones in the same memory have other values from now on. What was computed of
+        them before keeps its own."""
+        memory = {memory_of(tensor) for tensor in written}
+        self.drop([tensor for tensor in self._made if None in memory or memory_of(tensor) in memory])
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
         """Forget how these were made."""
@@ -72,7 +80,7 @@ class KnownValues:
             return UNKNOWN
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
-            real, options = self._real((args, kwargs), {})
+            real, options = _real(tree_map(self._recipe, (args, kwargs)), {})
             answer = func(*real, **options)
             is_random = not torch.equal(drawn, torch.get_rng_state())
         if not is_random:
@@ -80,20 +88,28 @@ class KnownValues:
         torch.set_rng_state(drawn)
         return UNKNOWN
 
-    def _real(self, value: Any, done: dict[int, Tensor]) -> Any:
-        """A call's arguments with real tensors, all on the CPU."""
 
-        def one(leaf: Any) -> Any:
-            if isinstance(leaf, torch.device):
-                return torch.device("cpu")
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) not in done:
-                made = self._made[leaf]
-                args, kwargs = self._real((made.args, made.kwargs), done)
-                if "device" in kwargs:
-                    kwargs = {**kwargs, "device": "cpu"}
-                done[id(leaf)] = tree_flatten(made.func(*args, **kwargs))[0][made.place]
-            return done[id(leaf)]
+def _real(value: Any, done: dict[int, Tensor]) -> Any:
+    """A call's arguments with real tensors, all on the CPU."""
 
-        return tree_map(one, value)
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        if not isinstance(leaf, _Made):
+            return leaf
+        if id(leaf) not in done:
+            args, kwargs = _real((leaf.args, leaf.kwargs), done)
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": "cpu"}
+            done[id(leaf)] = tree_flatten(leaf.func(*args, **kwargs))[0][leaf.place]
+        return done[id(leaf)]
+
+    return tree_map(one, value)
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """Equal for tensors in the same memory; None where torch does not say, as inside of `torch.func`."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors have several
+        return None

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat import tree_flatten
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import is_floating, operator_name, source_text, value
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
@@ -25,6 +25,7 @@ from autopart.tracing.entry import PREFIX, Entry
 from autopart.tracing.meta_run import meta_run
 from autopart.tracing.skeleton import without_values
 from autopart.tracing.trace import Trace, device_of_weights, flatten_call
+from autopart.tracing.with_loss import users_model
 
 _CUTS = "aten::detach", "aten::detach_copy"
 
@@ -90,10 +91,11 @@ def with_gradients_checked(
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
         return replace(traced, notes=(*traced.notes, f"its gradients were not compared with the model's ({said})"))
     tensors = {name: stands_for[id(p)] for name, p in traced.parameters.items() if p.requires_grad}
-    tensors |= {f"input {n}": t for n, t in zip(traced.call.names, inputs, strict=True) if t.requires_grad}
+    wanted = traced.call.with_gradient
+    tensors |= {f"input {n}": t for n, t in zip(traced.call.names, inputs, strict=True) if n in wanted}
     leaves |= {id(t): name for name, t in tensors.items()}
     eager = _Run(flat, leaves, tensors)
-    _compare(type(model).__name__, eager, traced, device, inputs, loss)
+    _compare(type(users_model(model)).__name__, eager, traced, device, inputs, loss)
     return replace(traced, checkpointed=entry.checkpoints.found or traced.checkpointed)
 
 
@@ -182,5 +184,5 @@ def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> 
     if not lost:
         what = f"the trace of {name} gives a gradient to {told}"
         why = "the model itself gives none there"
-    return TraceError(what, why=why, where=source_text(readers[0]) if readers else "",
+    return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
                       hint="the same in plain operations, without Python that torch.export does not see")  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from autopart.compat import is_operator
 from autopart.compat_sizes import expression, symbolic_functions
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import operator_name, short_name, source_text, tuple_values, value
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ class Numbers:
                 return made
         where = next(name for name, argument in given.items() if _is_number(argument))
         raise TraceError(
-            f"'{where}' of {short_name(node)} is a number that the model computes",
+            f"'{where}' of {short_name(node)} is a number that the model computes", refusal=Refusal.SIZE,
             why=f"it is known when the program runs, and {short_name(node)} takes no tensor there",
             where=source_text(node), hint="operations on the tensor itself, without .item()",
         )  # fmt: skip
@@ -140,6 +140,7 @@ class Numbers:
         else:
             raise TraceError(
                 f"{getattr(number.target, '__name__', name)} is called with a number that the model computes",
+                refusal=Refusal.SIZE,
                 why="no operator on tensors is known for it", where=source_text(number) or source_text(line),
                 hint="operations on the tensor itself, without .item()",
             )  # fmt: skip
@@ -157,7 +158,7 @@ class Numbers:
             return found
         if not (size.is_Add or size.is_Mul):
             raise TraceError(
-                "a size that depends on values is used as a number",
+                "a size that depends on values is used as a number", refusal=Refusal.SIZE,
                 why=f"it is {size}, of which no formula is known", where=source_text(line),
                 hint="the same number from the mask: mask.sum()",
             )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
+from autopart.tracing.caches import Caches
+from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_modules"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
@@ -26,14 +28,15 @@ whatever a forward decides by `random() < p`, it decides otherwise."""
 
 class PythonState:
     """Inside, what the model's forward writes to its modules' attributes is noted, and whether it draws random numbers
-    from Python or numpy; at the end it is undone."""
+    from Python or numpy; at the end it is undone, and tensors are gone from where else its code keeps some."""
 
     def __init__(self, model: nn.Module):
-        self.model = model
+        self.modules = dict(users_modules(model))
         self.start: dict[str, Any] = {}
         """{attribute: what it shall be inside}"""
         self.changed: dict[str, tuple[Any, Any]] = {}
         """{attribute: its value before and after}"""
+        self.caches = Caches(model)
         self.word: int | None = None
         """What the states of Python's and numpy's generators shall be filled with inside; None: as they are"""
         self.drawn = ""
@@ -41,7 +44,8 @@ class PythonState:
 
     def __enter__(self) -> PythonState:
         self.changed.clear()
-        self._before = {name: _copied(vars(module)) for name, module in self.model.named_modules()}
+        self.caches.__enter__()
+        self._before = {name: _copied(vars(module)) for name, module in self.modules.items()}
         self._random = random.getstate(), np.random.get_state(legacy=False)
         if self.word is not None:
             random.setstate((3, (self.word,) * 624 + (0,), None))
@@ -49,14 +53,15 @@ class PythonState:
         self._started = random_state()
         for name, value in self.start.items():
             path, _, last = name.rpartition(".")
-            vars(self.model.get_submodule(path))[last] = value
+            vars(self.modules[path])[last] = value
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name, module in self.model.named_modules():
+        for name, module in self.modules.items():
             self._restore(name, vars(module), self._before[name])
+        self.caches.__exit__()
         drawn = [name for name, before in self._started.items() if random_state()[name] != before]
         self.drawn = drawn[-1] if drawn else ""
         random.setstate(self._random[0])
@@ -115,10 +120,17 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value and in the containers that it consists of."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
 def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_holds_tensors, value))
-    return any(map(_holds_tensors, value.values())) if isinstance(value, dict) else isinstance(value, Tensor)
+    return any(True for _ in _tensors(value))
 
 
 def check_draws(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> None:
@@ -137,6 +149,7 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
         if not same:
             raise TraceError(
                 f"{type(model).__name__} draws random numbers from {drawn} in its forward",
+                refusal=Refusal.RANDOM,
                 why="forward() runs once, for the trace: every step would use the numbers drawn there",
                 hint="torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors",
             )
@@ -160,10 +173,12 @@ def check_attributes(model: nn.Module, state: PythonState, program: Any, again: 
     traces once more with what forward left there, and must give the same graph. Returns notes for the user.
     """
     name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
-    for attribute, (before, _) in changed.items():
-        if isinstance(before, Tensor) and any(constant is before for constant in program.constants.values()):
+    before = [(attribute, value) for attribute, (value, _) in changed.items()]
+    for attribute, value in [*before, *state.caches.replaced]:
+        if any(constant is tensor for tensor in _tensors(value) for constant in program.constants.values()):
             raise TraceError(
                 f"{name} keeps a tensor from one call to the next in '{attribute}'",
+                refusal=Refusal.STATE,
                 why="a program has the value that it had for the trace, and no place for the next",
                 hint=f"register_buffer('{attribute.rpartition('.')[2]}', ...)",
             )
@@ -173,6 +188,7 @@ def check_attributes(model: nn.Module, state: PythonState, program: Any, again: 
             shown = ", ".join(f"{n} = {value!r:.40}" for n, value in list(numbers.items())[:3])
             raise TraceError(
                 f"{name} computes something else in every call",
+                refusal=Refusal.STATE,
                 why=f"forward() leaves {shown} and decides by it",
                 hint="a tensor in a buffer (register_buffer), changed by tensor operations",
             )
@@ -180,14 +196,3 @@ def check_attributes(model: nn.Module, state: PythonState, program: Any, again: 
         return ()
     written = ", ".join(list(changed)[:5]) + ", ..." * (len(changed) > 5)
     return (f"forward() also sets {written}: that happens in the trace only",)
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Raises TraceError for hooks on gradients, which a trace of the forward does not see."""
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise TraceError(
-                f"'{name or type(model).__name__}' has a backward hook",
-                why="only the forward is traced; its gradients are computed without hooks of modules",
-                hint="remove it, or let the model be changed by it in forward()",
-            )

@@ -12,7 +12,7 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,6 +73,32 @@ def _as(tensor: Tensor, form: Tensor) -> Tensor:
     return twin
 
 
+def copy_of(model: nn.Module, shared: dict[int, Any]) -> nn.Module:
+    """A deep copy of a model in which `shared` stands for what has these ids.
+
+    What cannot be copied is the same in the copy: functions of TorchScript, locks, open files. Of a tensor that was
+    computed with a gradient, wherever the model keeps one, the copy has its values.
+    """
+    for thing in _reachable(model):
+        if _is_tensor(thing) and thing.requires_grad and not thing.is_leaf:
+            shared.setdefault(id(thing), thing.detach().clone())
+    try:
+        return copy.deepcopy(model, dict(shared))
+    except Exception:  # whatever the attributes of a user's modules make of a copy
+        for thing in reversed(list(_reachable(model))):  # what is inside another first
+            if not isinstance(thing, (nn.Module, Tensor, dict, list, tuple, set)) and not _can_be_copied(thing, shared):
+                shared.setdefault(id(thing), thing)
+        return copy.deepcopy(model, shared)
+
+
+def _can_be_copied(thing: Any, shared: Mapping[int, Any]) -> bool:
+    try:
+        copy.deepcopy(thing, dict(shared))
+    except Exception:  # as above
+        return False
+    return True
+
+
 def skeleton_of(model: nn.Module, cut: Collection[str]) -> nn.Module:
     """A copy of a model that shares its tensors, but for the parameters of some names, which have no memory.
 
@@ -80,7 +106,7 @@ def skeleton_of(model: nn.Module, cut: Collection[str]) -> nn.Module:
     """
     try:
         shared, originals = _twins(model, cut)
-        made = copy.deepcopy(model, shared)
+        made = copy_of(model, shared)
     except Exception as error:  # whatever the attributes of a user's modules make of a copy
         raise NoSkeleton(f"it cannot be copied ({type(error).__name__}: {str(error)[:100]})") from error
     if _named(made) != _named(model):

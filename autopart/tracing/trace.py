@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,15 +27,17 @@ from autopart.ir.graph import module_path, shape, source_text, spoken_name, valu
 from autopart.tracing.counted import selected_sizes, with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.emptiness import Assumptions
-from autopart.tracing.entry import PREFIX, Entry, register_dataclasses
-from autopart.tracing.entry import call as call_model
+from autopart.tracing.entry import PREFIX, Entry, register_dataclasses, tensor_names
 from autopart.tracing.exported import drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.floats import ReadsFloat
 from autopart.tracing.functions import name_functions
-from autopart.tracing.python_state import check_attributes, check_draws, check_hooks
+from autopart.tracing.model_checks import check_hooks, check_model
+from autopart.tracing.python_state import check_attributes, check_draws
 from autopart.tracing.repeated import NotAlike, Repeats
+from autopart.tracing.saved_views import saved_views
 from autopart.tracing.skeleton import without_values
 from autopart.tracing.trace_errors import shape_by_values, trace_error
+from autopart.tracing.with_loss import WithLoss, users_input, users_model, users_name
 
 _NO_CACHE = "use_cache"
 _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"
@@ -45,17 +47,19 @@ _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tens
 class Call:
     """One call of the model, its arguments by name: tensors to feed, and options that the trace fixes.
 
-    Which tensors need gradients is part of what a trace is for, as their shapes and dtypes are.
+    Which tensors need gradients is part of what a trace is for, as their shapes and dtypes are: `gradients`, as it is
+    before the call. A forward may say of another input that it does, for a gradient that it takes itself.
     """
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     options: Mapping[str, Any]
+    gradients: tuple[bool, ...]
 
     @property
     def with_gradient(self) -> tuple[str, ...]:
         """The names of the tensors that need gradients."""
-        return tuple(name for name, tensor in zip(self.names, self.tensors, strict=True) if tensor.requires_grad)
+        return tuple(name for name, gradient in zip(self.names, self.gradients, strict=True) if gradient)
 
 
 @dataclass(frozen=True)
@@ -120,35 +124,12 @@ def batch_size(trace: Trace) -> int:
     return max(sizes, key=sizes.count) if sizes else 1
 
 
-class WithLoss(nn.Module):
-    """A model that returns no loss, with the user's `loss_fn(output, target)` behind it."""
-
-    def __init__(self, model: nn.Module, loss_fn: Any):
-        super().__init__()
-        self.model, self.loss_fn = model, loss_fn
-
-    def forward(self, target: Any, call: dict[str, Any]) -> Any:
-        return self.loss_fn(call_model(self.model, call), target)
-
-
-class WithLossAndOutputs(WithLoss):
-    """The same, which returns the loss and the model's own outputs."""
-
-    def forward(self, target: Any, call: dict[str, Any]) -> Any:
-        outputs = call_model(self.model, call)
-        return self.loss_fn(outputs, target), outputs
-
-
 def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by name, in the order of the model's `forward`; those of `*args` in a tuple.
 
     Raises InputError where the call does not fit the signature.
     """
-    if not isinstance(model, nn.Module):
-        raise TraceError(
-            f"a {type(model).__name__} is not a model", why="autopart partitions an nn.Module",
-            hint="an nn.Module whose forward calls it",
-        )  # fmt: skip
+    check_model(model)
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -187,7 +168,8 @@ def flatten_call(arguments: Mapping[str, Any]) -> Call:
     leaves = leaves_with_names(dict(arguments))
     tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
     options = {name: leaf for name, leaf in leaves if not isinstance(leaf, torch.Tensor)}
-    return Call(tuple(t for _, t in tensors), tuple(name for name, _ in tensors), options)
+    gradients = tuple(t.requires_grad for _, t in tensors)
+    return Call(tuple(t for _, t in tensors), tuple(name for name, _ in tensors), options, gradients)
 
 
 def check_values(call: Call) -> None:
@@ -217,13 +199,13 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     dtype = ambient_autocast(device.type)
     entry = Entry(model, arguments, call.names, torch.autocast(device.type, dtype) if dtype is not None else None)
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
-    check_hooks(model)
+    check_hooks(users_model(model))
     try:
         program = _export(entry, example)
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
-        check_draws(model, entry.state, program, lambda: _exported(entry, example))
-        notes = check_attributes(model, entry.state, program, lambda: _exported(entry, example))
+        check_draws(users_model(model), entry.state, program, lambda: _exported(entry, example))
+        notes = check_attributes(users_model(model), entry.state, program, lambda: _exported(entry, example))
         assumed = entry.assumptions.of(selected_sizes(program.graph))
         with _quiet(entry.assumptions), keeping_draws():
             program = functional(program)
@@ -233,10 +215,11 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
     with_known_sizes(traced.graph, assumed)
-    traced = replace(traced, notes=(*traced.notes, *entry.assumptions.notes()))
-    traced = replace(traced, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
+    passed = [f"a check of values is not in the program: {text}" for text in entry.semantics.passed]
+    notes = (*traced.notes, *passed, *entry.assumptions.notes())
+    traced = replace(traced, notes=notes, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
-    return _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
+    return traced
 
 
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
@@ -250,8 +233,6 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 
 def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     repeats = Repeats(entry.model, entry.semantics.known)
-    if not repeats.blocks:
-        return _exported(entry, example)
     try:
         with repeats.watching():
             program = _exported(entry, example)
@@ -259,21 +240,23 @@ def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     except ReadsFloat:
         raise
     except Exception as error:  # of a repeat that is not one, or of the model itself: then the full trace has it too
-        if not repeats.tried:
+        if not repeats.tried and not entry.semantics.differentiates:
             raise
         program = _exported(entry, example)
-        if not repeats.lost and not isinstance(error, NotAlike):
+        if repeats.tried and not repeats.lost and not isinstance(error, NotAlike):
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
             warnings.warn(
-                f"the blocks of {type(entry.model).__name__} that repeat were traced one by one, which takes longer: "
-                f"{reason}. This is a fault of autopart, and changes no result.",
+                f"the blocks of {type(users_model(entry.model)).__name__} that repeat were traced one by one, which "
+                f"takes longer: {reason}. This is a fault of autopart, and changes no result.",
                 stacklevel=2,
             )
     return program
 
 
 def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
-    with torch.enable_grad(), no_autocast(), _quiet(entry.assumptions), traceable(entry, entry.apply_function):
+    saved = saved_views() if entry.semantics.differentiates else nullcontext()
+    quiet = _quiet(entry.assumptions)
+    with torch.enable_grad(), no_autocast(), quiet, traceable(entry, entry.apply_function), saved:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)
@@ -298,26 +281,31 @@ def _from_exported(
     model: nn.Module, program: Any, call: Call, arguments: Mapping[str, Any], notes: tuple[str, ...]
 ) -> Trace:
     signature = program.graph_signature
+
+    def own(name: str) -> str:
+        return users_name(model, name.removeprefix(PREFIX))
+
+    plain_names = tensor_names(call.names)
+    call = replace(call, names=tuple(users_input(model, name) for name in call.names))
     parameters, aliases = _parameter_names(model)
     constants = {f"_constant_{i}": program.constants[name] for i, name in enumerate(_lifted(program))}
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names |= dict(zip(signature.inputs_to_lifted_tensor_constants, constants, strict=True))
     first_name = {alias: name for name, others in aliases.items() for alias in others}
-    own_names = {node: target.removeprefix(PREFIX) for node, target in names.items()}
+    own_names = {node: own(target) for node, target in names.items()}
     attributes = {node: first_name.get(target, target) for node, target in own_names.items()}
     graph = own_graph(program.graph_module, attributes, signature.inputs_to_parameters, call)
-    name_outputs(model, graph, signature.output_specs)
+    if isinstance(model, WithLoss):
+        _mark_loss(model, graph)
+    inputs = dict(zip(plain_names, call.names, strict=True))
+    name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, own(target)))
     name_functions(graph)
     if arguments.get(_NO_CACHE) is False:
         notes = (f"traced with {_NO_CACHE}=False", *notes)
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    buffers = {users_name(model, name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
     mode = ("train" if model.training else "eval") + ("+input gradients" if call.with_gradient else "")
+    mode += "+loss" if isinstance(model, WithLoss) else ""
     return Trace(graph, call, parameters, aliases, buffers, constants, program.call_spec.out_spec, notes, mode)
-
-
-def names_without_loss(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The input names of a model under `WithLoss` as the user knows them."""
-    return tuple(name.removeprefix("call.") for name in names)
 
 
 @contextmanager
@@ -340,31 +328,12 @@ def _quiet(assumptions: Assumptions) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _without_loss_wrapper(traced: Trace) -> Trace:
-    """Names as the user's model has them, and operators of the loss marked (`loss`)."""
-    prefix = "model."
-
-    def own(name: str) -> str:
-        return name.removeprefix(prefix)
-
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            node.target = own(node.target)
-        if node.op == "output":
-            node.args = (node.args[0], {own(name): made for name, made in traced.buffer_updates.items()})
+def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
+    """Mark the operators of the loss function (`loss`), and name modules as the user's model has them."""
+    for node in graph.nodes:
         stack = facts(node).get("nn_module_stack") or {}
-        paths = [path for path, _ in stack.values()]
-        facts(node)["loss"] = not any(path == "model" or path.startswith(prefix) for path in paths)
-        named = {key: ("" if path == "model" else own(path), kind) for key, (path, kind) in stack.items()}
-        facts(node)["nn_module_stack"] = named
-    names = names_without_loss(traced.call.names)
-    return replace(
-        traced, call=replace(traced.call, names=names), mode=f"{traced.mode}+loss",
-        parameters={own(n): p for n, p in traced.parameters.items()},
-        aliases={own(n): tuple(map(own, others)) for n, others in traced.aliases.items()},
-        buffers={own(n): b for n, b in traced.buffers.items()},
-        checkpointed=tuple(path and own(f"{path}.").rstrip(".") for path in traced.checkpointed),
-    )  # fmt: skip
+        facts(node)["loss"] = not any(f"{path}.".startswith("model.") for path, _ in stack.values())
+        facts(node)["nn_module_stack"] = {key: (users_name(model, path), kind) for key, (path, kind) in stack.items()}
 
 
 def _lifted(program: Any) -> list[str]:
@@ -375,7 +344,7 @@ def _parameter_names(model: nn.Module) -> tuple[dict, dict]:
     """Parameters by the name `named_parameters()` gives, with the other names of tied ones."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), []).append(name)
-    parameters = dict(model.named_parameters())
+        by_id.setdefault(id(parameter), []).append(users_name(model, name))
+    parameters = {users_name(model, name): parameter for name, parameter in model.named_parameters()}
     aliases = {names[0]: tuple(names[1:]) for names in by_id.values() if len(names) > 1}
     return parameters, aliases

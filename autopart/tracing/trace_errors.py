@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 import traceback
@@ -13,44 +14,47 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
+from autopart.tracing.with_loss import users_model, users_name
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__, "<")
 
 
 class Lost(Exception):
     """Something in a forward that a trace would lose: reported with the line that was being run."""
 
-    def __init__(self, what: str, why: str, hint: str):
+    def __init__(self, what: str, why: str, hint: str, refusal: Refusal):
         super().__init__(what)
-        self.what, self.why, self.hint = what, why, hint
+        self.what, self.why, self.hint, self.refusal = what, why, hint, refusal
 
 
 class _Kind(NamedTuple):
     """What torch says (a regular expression), and what it means."""
 
+    refusal: Refusal
     pattern: str
     why: str
     hint: str
 
 
 _KINDS = (
-    _Kind(r"\.numpy\(\) is not supported|can't convert .* to numpy",
+    _Kind(Refusal.NUMPY, r"\.numpy\(\) is not supported|can't convert .* to numpy",
           "numpy computes outside of the graph", "the same in torch operations, or before the call"),
-    _Kind(r"a leaf Variable that requires grad is being used in an in-place|a view of a leaf Variable that requires",
+    _Kind(Refusal.WRITE, r"a (view of a )?leaf Variable that requires grad is being used in an in-place",
           "a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
-    _Kind(r"fake tensor in the exported program constant's list",
-          "the forward differentiates inside (autograd.grad, backward), or reads a tensor that it made before",
+    _Kind(Refusal.GRADIENT, r"fake tensor in the exported program constant's list|functorch tensor",
+          "the forward differentiates inside (autograd.grad, backward, torch.func), or reads a tensor that it made "
+          "before",
           "the gradient outside of the model, or written as operations"),
-    _Kind(r"Constant (?:model\.)?(?P<name>\S+) is mutated in the forward",
+    _Kind(Refusal.STATE, r"Constant (?:model\.)?(?P<name>\S+) is mutated in the forward",
           "the tensor '{name}' is written and is not a buffer", "register_buffer('{name}', ...)"),
-    _Kind(r"Please convert all Tensors to FakeTensors first",
+    _Kind(Refusal.FUNCTION, r"Please convert all Tensors to FakeTensors first",
           "an autograd.Function reads a tensor that is not among its arguments",
           "that tensor as an argument of apply()"),
-    _Kind(r"[Hh]igher.order op",
+    _Kind(Refusal.REGION, r"[Hh]igher.order op",
           "torch.cond, while_loop and the like hold parts of the model that cannot be cut",
           "torch.where and plain operations, or parallelize the modules inside"),
-    _Kind(r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
+    _Kind(Refusal.OUTPUT, r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
           "it returns a {name}, in which autopart cannot look for tensors",
           "return its tensors (of a cache: use_cache=False), or torch.utils._pytree.register_pytree_node"),
 )  # fmt: skip
@@ -58,23 +62,25 @@ _KINDS = (
 
 def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceError:
     """What to tell the user. `origin`: what the last value is made of that Python asked for."""
+    wrapped, model = model, users_model(model)
     name = type(model).__name__
     frame, line = _innermost(error)
     where = _where(frame, line, model)
     if isinstance(error, Lost):
-        return TraceError(error.what, why=error.why, where=where, hint=error.hint)
+        return TraceError(error.what, refusal=error.refusal, why=error.why, where=where, hint=error.hint)
     text = str(error).strip()
     if "DataDependent" in type(error).__name__ or "data-dependent" in text:
         why = "this line decides what to run by the values in a tensor, which a graph cannot hold" + _from(origin)
-        return TraceError(f"{name} cannot be traced", why=why, where=where,
+        return TraceError(f"{name} cannot be traced", refusal=Refusal.DECISION, why=why, where=where,
                           hint=_data_dependent_hint(frame, model))  # fmt: skip
     if "DynamicOutputShape" in type(error).__name__:
         return shape_by_values(model, text.removeprefix("aten."), where, path_of_frame(frame, model), origin)
     for kind in _KINDS:
         found = re.search(kind.pattern, text)
         if found:
-            why, hint = (part.format(**found.groupdict()) for part in (kind.why, kind.hint))
-            return TraceError(f"{name} cannot be traced", why=why, where=where, hint=hint)
+            names = {key: users_name(wrapped, text) for key, text in found.groupdict().items()}
+            why, hint = (part.format(**names) for part in (kind.why, kind.hint))
+            return TraceError(f"{name} cannot be traced", refusal=kind.refusal, why=why, where=where, hint=hint)
     first_line = text.splitlines()[0][:300] if text else ""
     why = f"{type(error).__name__}: {first_line}".rstrip(": ")
     if where:
@@ -87,8 +93,10 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
 
 def shape_by_values(model: nn.Module, operator: str, where: str, path: str, origin: str) -> TraceError:
     """An operator whose output's shape depends on the values in a tensor."""
+    model = users_model(model)
     return TraceError(
         f"{type(model).__name__} cannot be traced",
+        refusal=Refusal.SIZE,
         why=f"how much {operator} gives depends on the values in a tensor" + _from(origin),
         where=where,
         hint="a mask in place of a selection: torch.where(mask, x, 0); or " + _both_sides(path, model),
@@ -123,7 +131,7 @@ def _innermost(error: Exception) -> tuple[FrameType | None, int]:
     frames = list(traceback.walk_tb(error.__traceback__))
     entry = str(Path(__file__).with_name("entry.py"))
     start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename == entry), len(frames))
-    own = [f for f in frames[start:] if not f[0].f_code.co_filename.startswith(_NOT_THE_USERS)]
+    own = [f for f in frames[start:] if not f[0].f_code.co_filename.startswith(NOT_THE_USERS)]
     return own[-1] if own else (None, 0)
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from autopart.errors import LayoutError
 from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
-from autopart.ir.graph import active_operators, describe, shape, tensor_inputs
+from autopart.ir.graph import active_operators, describe, shape, spoken_name, tensor_inputs
 from autopart.ir.layout import Layout
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.batch import batch_strategies
@@ -123,6 +123,13 @@ def check_divides(
     divides = any(size % ranks == 0 for size in sizes) or not sizes  # none: weights that the model computes
     if divides and (pinned or any(chosen[axis][n].factor for n in products)):
         return
+    if divides:
+        kinds = list(dict.fromkeys(spoken_name(n) for n in products))
+        raise LayoutError(
+            f"{axis}={ranks} divides no matrix product of the model",
+            why=f"the sizes would divide, but every rank runs {' and '.join(kinds)} whole",
+            where=describe(products[0]), hint=f"{leave_out}; dp works for any model",
+        )  # fmt: skip
     fits = [t for t in range(2, max(sizes, default=1) + 1) if sum(s % t == 0 for s in sizes) * 2 > len(sizes)]
     raise LayoutError(
         f"{axis}={ranks} divides no weight of the model",

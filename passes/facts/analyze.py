@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, counted_atoms, factor_atoms, selections_in
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
@@ -207,6 +207,7 @@ def _note_draws(graph: fx.Graph) -> None:
         if draws and facts(node)["role"] != DATA:
             raise TraceError(
                 f"{short_name(node)} draws random numbers whose distribution the model computes",
+                refusal=Refusal.RANDOM,
                 why="ranks must draw the same ones, and no formula is known that separates the draw from the values",
                 where=describe(node), hint="draw them outside the model and pass them in",
             )  # fmt: skip

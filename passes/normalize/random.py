@@ -13,7 +13,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, describe, draws_random_numbers, operator_name, reads, short_name, value
 from autopart.ir.operators import autopart_ops
@@ -42,7 +42,7 @@ def draws_as_data(graph: fx.Graph) -> None:
         name = operator_name(node)
         if is_counted(node) and "dropout" not in name:
             raise TraceError(
-                f"{short_name(node)} draws as many random numbers as there are selected elements",
+                f"{short_name(node)} draws as many random numbers as there are selected elements", refusal=Refusal.RANDOM,
                 why="how many that are depends on values, and ranks must draw the same ones",
                 where=describe(node), hint="draw for all elements, and select of what was drawn",
             )  # fmt: skip

@@ -56,6 +56,7 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
             "n c ..., n c ..., c -> n ...",))),
     "aten::nll_loss_nd": Rule("n c ..., n ... -> n ...", whole="c", linear=((0,),), when=of_class_indices, also=(
         "n c ..., n ..., c -> n ...",)),
+    "autopart::ctc_loss": Rule("t n c, n s, n, n -> n", whole="t c s"),
     "aten::one_hot": Rule("... -> ... c", whole="c"),
     "autopart::drop": Rule("..., ... -> ...", local=dropout.drop),
     # sampling of images, complex numbers as pairs

@@ -107,5 +107,14 @@ SAMPLES = [
         }.items()
     ),
     call("triplet_margin_loss", x(6, 4), x(6, 4), x(6, 4)),
+    call(
+        "autopart::ctc_loss",
+        x(4, 6, 5, low=-3, high=-1),
+        ints(6, 3, below=4) + 1,
+        ints(6, below=1) + 4,
+        ints(6, below=2) + 1,
+        0,
+        True,
+    ),
     call("poisson_nll_loss", x(6, 4), x(6, 4), True, False, 1e-8, 1),
 ]

@@ -1,0 +1,261 @@
+"""Where a model's code keeps tensors beside its modules' attributes: globals, classes, closures, objects, containers
+and `functools.lru_cache`.
+
+A trace runs that code once, on tensors without values. What it would leave of them in such a place is taken out again,
+so that the user's model, and the next trace, find there what they left.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+_FOREIGN = frozenset({"torch", "torchgen", "numpy", "autopart"}) | sys.stdlib_module_names
+"""Packages whose own code keeps no tensors of a model: it is not looked through."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor)
+_CONTAINERS = (list, dict, set, deque)
+_TORCH_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+"""A module's own tensors: what forward assigns there is an output of the program."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has: hooks, which `PythonState` restores."""
+LruCache: Any = type(functools.lru_cache(lambda: None))
+
+
+class Kept(NamedTuple):
+    """A tensor that was in a place before a forward, and is not there after it: `name` says where."""
+
+    name: str
+    tensor: Tensor
+
+
+class Caches:
+    """Inside, a model's forward may keep tensors wherever its code keeps some; at the end they are gone from there.
+
+    Other values stay. `replaced`: what forward took out of such a place, or put another tensor for.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.replaced: list[Kept] = []
+
+    def __enter__(self) -> Caches:
+        self.replaced.clear()
+        self._before = [(place, _content(place)) for place in places_of(self.model)]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for place, before in self._before:
+            self._restore(place, before)
+        del self._before
+
+    def _restore(self, place: Any, before: Mapping[Any, Any]) -> None:
+        if isinstance(place, LruCache):
+            if place.cache_info().misses != before["misses"] and any(map(_holds_tensors, gc.get_referents(place))):
+                place.cache_clear()
+            return
+        now = _content(place)
+        changed = [key for key in {**before, **now} if before.get(key, now) is not now.get(key, before)]
+        if not any(_holds_tensors(now.get(key)) or _holds_tensors(before.get(key)) for key in changed):
+            return
+        for key in changed:
+            value = before.get(key)
+            if isinstance(value, Tensor):
+                self.replaced.append(Kept(f"{_name_of(place)}{key}", value))
+        _refill(place, before, changed)
+
+
+def places_of(model: nn.Module) -> list[Any]:
+    """Everything that forward can write to by the names in its code, and in the code that this calls: containers,
+    globals and attributes as dicts, classes, closures, caches of functions."""
+    return _Walk(model).places
+
+
+class _Walk:
+    """From a model to what its code may write to.
+
+    A method or an attribute of an object is looked at where code that was reached has its name: most of a library is
+    not what a forward runs.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.places: list[Any] = []
+        self._seen: dict[int, Any] = {}
+        self._names = {"forward"}
+        self._waiting: defaultdict[str, list[Any]] = defaultdict(list)
+        self._todo: list[Any] = []
+        self._add(model.modules())
+        while self._todo:
+            thing = self._todo.pop()
+            if _is_place(thing):
+                self.places.append(thing)
+            self._follow(thing)
+
+    def _add(self, things: Iterable[Any]) -> None:
+        for thing in things:
+            if id(thing) not in self._seen and not isinstance(thing, _PLAIN):
+                self._seen[id(thing)] = thing
+                self._todo.append(thing)
+
+    def _add_named(self, attributes: Mapping[str, Any]) -> None:
+        for name, value in attributes.items():
+            if name in self._names or (name.startswith("__") and isinstance(value, types.FunctionType)):
+                self._add((value,))
+            else:
+                self._waiting[name].append(value)
+
+    def _add_names(self, names: frozenset[str]) -> None:
+        for name in names - self._names:
+            self._names.add(name)
+            self._add(self._waiting.pop(name, ()))
+
+    def _follow(self, thing: Any) -> None:
+        if isinstance(thing, nn.Module):
+            attributes = {name: part for name, part in vars(thing).items() if name not in _TORCH_OWN}
+            self._add(part for name, part in attributes.items() if name not in _OF_MODULES or part)
+            self._add((type(thing),))
+        elif isinstance(thing, types.FunctionType):
+            self._follow_function(thing)
+        elif isinstance(thing, type):
+            if _is_own(thing):
+                self._add_named(vars(thing))
+                self._add(thing.__mro__[1:])
+        elif isinstance(thing, dict) and "__builtins__" in thing:
+            pass  # globals: what functions name of them
+        elif _is_own(type(thing)) and not isinstance(thing, types.ModuleType):
+            self._add((type(thing), getattr(thing, "__dict__", None)))
+        else:
+            self._add(_parts(thing))
+
+    def _follow_function(self, function: types.FunctionType) -> None:
+        """Its closure, defaults and attributes, and what its code names: globals, and what is in modules so named."""
+        if not _is_own(function):
+            return
+        names = _names(function.__code__)
+        self._add_names(names)
+        self._add((*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, vars(function)))
+        spaces = [function.__globals__]
+        for space in spaces:
+            self._add((space,))
+            for name in names & space.keys():
+                part = space[name]
+                if not isinstance(part, types.ModuleType):
+                    self._add((part,))
+                elif _is_own_name(part.__name__) and not any(vars(part) is s for s in spaces):
+                    spaces.append(vars(part))
+
+
+def _is_place(thing: Any) -> bool:
+    if isinstance(thing, type):
+        return _is_own(thing)
+    return isinstance(thing, (*_CONTAINERS, types.CellType, LruCache))
+
+
+def _is_own(thing: Any) -> bool:
+    """Whether a function or class is of the user or of a library that may hold models."""
+    return _is_own_name(getattr(thing, "__module__", None))
+
+
+def _is_own_name(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] not in _FOREIGN
+
+
+def _parts(thing: Any) -> Iterable[Any]:
+    """What an object consists of, or wraps."""
+    if isinstance(thing, dict):
+        return dict.values(thing)
+    if isinstance(thing, Mapping):
+        return (thing.__dict__,) if hasattr(thing, "__dict__") else ()
+    if isinstance(thing, (list, tuple, set, frozenset, deque)):
+        return thing
+    if isinstance(thing, types.CellType):
+        return _content(thing).values()
+    if isinstance(thing, types.MethodType):
+        return thing.__self__, thing.__func__
+    if isinstance(thing, (staticmethod, classmethod)):
+        return (thing.__func__,)
+    if isinstance(thing, property):
+        return thing.fget, thing.fset
+    if isinstance(thing, functools.cached_property):
+        return (thing.func,)
+    if isinstance(thing, functools.partial):
+        return thing.func, thing.args, thing.keywords
+    if isinstance(thing, LruCache):
+        return (thing.__wrapped__,)
+    return vars(thing).values() if _is_own(type(thing)) and hasattr(thing, "__dict__") else ()
+
+
+@functools.lru_cache(100_000)
+def _names(code: CodeType) -> frozenset[str]:
+    """The names that code, and the functions that it makes, read from elsewhere."""
+    inside = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
+    return frozenset(code.co_names).union(*inside)
+
+
+def _content(place: Any) -> dict[Any, Any]:
+    """What is in a place, by key."""
+    if isinstance(place, LruCache):
+        return {"misses": place.cache_info().misses}
+    if isinstance(place, type):
+        return dict(vars(place))
+    if isinstance(place, types.CellType):
+        try:
+            return {"": place.cell_contents}
+        except ValueError:  # a variable that is not set yet
+            return {}
+    if isinstance(place, dict):
+        return dict(dict.items(place))  # a class of its own may make an entry when it is asked for one
+    return {id(value): value for value in place} if isinstance(place, set) else dict(enumerate(place))
+
+
+def _refill(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None:
+    """Put back what was under these keys."""
+    if isinstance(place, (list, deque, set)):
+        fill: Callable[[Any], None] = place.update if isinstance(place, set) else place.extend
+        place.clear()
+        fill(before.values())
+    elif isinstance(place, types.CellType):
+        place.cell_contents = before.get("")
+    elif isinstance(place, OrderedDict):
+        place.clear()
+        place.update(before)
+    else:
+        _put_back(place, before, changed)
+
+
+def _put_back(place: Any, before: Mapping[Any, Any], changed: list[Any]) -> None:
+    for key in changed:
+        if isinstance(place, type):
+            setattr(place, key, before[key]) if key in before else delattr(place, key)
+        elif key in before:
+            place[key] = before[key]
+        else:
+            del place[key]
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a tensor is in a value, in whatever containers and objects it is made of."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, Tensor):
+            return True
+        if id(thing) in seen or isinstance(thing, (*_PLAIN, nn.Module, type, types.FunctionType, types.MethodType)):
+            continue
+        seen.add(id(thing))
+        todo += _parts(thing)
+    return False
+
+
+def _name_of(place: Any) -> str:
+    if isinstance(place, type):
+        return f"{place.__qualname__}."
+    return f"{place['__name__']}." if isinstance(place, dict) and "__name__" in place else ""

@@ -1,0 +1,107 @@
+"""Checks that a model makes of the values in a tensor: `assert`, and `if ...: raise`.
+
+They decide nothing that the model computes, so a trace passes them: a tensor that has no values there is said to be as
+the check wants it. Which answer that is, the source says, at the place where Python asks.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import linecache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ASKING = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
+"""What gives Python one truth value of tensors."""
+_CHECKING = frozenset({"_assert", "_assert_async"})
+"""Functions of torch that check one, and give nothing."""
+
+Place = tuple[int | None, int | None]
+"""Where an expression ends: line, and byte in that line."""
+
+
+def passing_answer(func: Callable[..., Any], tensors: Sequence[Tensor], frame: FrameType | None) -> bool | None:
+    """What a call that gives Python one truth value of tensors must give so that nothing is raised.
+
+    None where more hangs on the answer than whether an error is raised, where the source cannot be read, and for other
+    calls. `frame`: of the code that calls, or of a mode that is called on its behalf.
+    """
+    name = getattr(func, "__name__", "")
+    if not tensors or not (name in _ASKING | _CHECKING or (name == "item" and tensors[0].dtype == torch.bool)):
+        return None
+    if name in _CHECKING:
+        return True
+    frame = _asking(frame)
+    if frame is None or frame.f_lasti < 0:
+        return None
+    line, byte = _end_of_question(frame)
+    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    return _wanted(source).get((line, byte))
+
+
+def check_text(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
+    """What a note says of a check: `assert x.min() > 0 (model.py:12)`, by the line of the user's that led to it."""
+    frame = _asking(frame)
+    own = frame
+    while own is not None and own.f_code.co_filename.startswith(not_the_users):
+        own = own.f_back
+    told = own or frame
+    if told is None:
+        return ""
+    file, line = told.f_code.co_filename, told.f_lineno
+    return f"{linecache.getline(file, line).strip():.80} ({Path(file).name}:{line})"
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """The frame that asked: below it are modes that a call passes through."""
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame
+
+
+def _end_of_question(frame: FrameType) -> tuple[int | None, int | None]:
+    """Where the expression ends whose truth is asked for: a call that is running, or what a jump is about, which was
+    computed right before it."""
+    is_call = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL")
+    _, line, _, byte = list(frame.f_code.co_positions())[frame.f_lasti // 2 - (not is_call)]
+    return line, byte
+
+
+@functools.lru_cache(64)
+def _wanted(source: str) -> Mapping[Place, bool]:
+    """{where a part of a check's condition ends: the answer with which the check passes}."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return {}
+    return dict(_answers(tree))
+
+
+def _answers(tree: ast.AST) -> Iterator[tuple[Place, bool]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Assert):
+            yield from _parts(node.test, True)
+        elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise):
+            yield from _parts(node.test, False)
+        elif isinstance(node, ast.If) and node.orelse and isinstance(node.orelse[-1], ast.Raise):
+            yield from _parts(node.test, True)
+        if not (isinstance(node, ast.Try) and node.handlers):  # an error that is caught may be a decision
+            yield from _answers(node)
+
+
+def _parts(test: ast.expr, want: bool) -> Iterator[tuple[Place, bool]]:
+    """The parts of a condition that Python asks for one by one."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _parts(test.operand, not want)
+    elif isinstance(test, ast.BoolOp):
+        for part in test.values:
+            yield from _parts(part, want)
+    else:
+        yield (test.end_lineno, test.end_col_offset), want

@@ -1,0 +1,236 @@
+"""Tensors that a model's code keeps from one call to the next: a trace leaves none of its own there."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopart
+from autopart.compat import has_values
+from autopart.errors import TraceError
+from autopart.tracing.caches import places_of
+
+TABLE: dict[Any, Any] = {}
+ORDERED: OrderedDict[Any, Any] = OrderedDict()
+QUEUE: deque[Tensor] = deque(maxlen=1)
+MASK: Tensor | None = None
+
+
+@functools.lru_cache
+def cached(size: int) -> Tensor:
+    return torch.ones(size, size).tril()
+
+
+@functools.cache
+def cached_in_a_tuple(size: int) -> tuple[Tensor, int]:
+    return torch.ones(size, size).tril(), size
+
+
+def in_a_dict(model: nn.Module) -> Tensor:
+    if "mask" not in TABLE:
+        TABLE["mask"] = {"lower": torch.ones(8, 8).tril()}
+    return TABLE["mask"]["lower"]
+
+
+def in_an_ordered_dict(model: nn.Module) -> Tensor:
+    return ORDERED.setdefault(8, torch.ones(8, 8).tril())
+
+
+def in_a_queue(model: nn.Module) -> Tensor:
+    if not QUEUE:
+        QUEUE.append(torch.ones(8, 8).tril())
+    return QUEUE[0]
+
+
+def in_a_global(model: nn.Module) -> Tensor:
+    global MASK
+    if MASK is None:
+        MASK = torch.ones(8, 8).tril()
+    return MASK
+
+
+def in_a_default(model: nn.Module, kept: list[Tensor] = []) -> Tensor:  # noqa: B006 - as people write it
+    if not kept:
+        kept.append(torch.ones(8, 8).tril())
+    return kept[0]
+
+
+def at_a_function(model: nn.Module) -> Tensor:
+    if not hasattr(at_a_function, "mask"):
+        at_a_function.mask = torch.ones(8, 8).tril()
+    return at_a_function.mask
+
+
+def made_closure() -> Callable[[nn.Module], Tensor]:
+    mask = None
+
+    def in_a_closure(model: nn.Module) -> Tensor:
+        nonlocal mask
+        if mask is None:
+            mask = torch.ones(8, 8).tril()
+        return mask
+
+    return in_a_closure
+
+
+class Masks:
+    """A plain object with caches at its class and at itself."""
+
+    at_class: Tensor | None = None
+    by_size: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self) -> None:
+        self.own: Tensor | None = None
+
+    def of_object(self) -> Tensor:
+        if self.own is None:
+            self.own = torch.ones(8, 8).tril()
+        return self.own
+
+    @classmethod
+    def of_class(cls) -> Tensor:
+        if cls.at_class is None:
+            cls.at_class = torch.ones(8, 8).tril()
+        return cls.at_class
+
+    @functools.cached_property
+    def once(self) -> Tensor:
+        return torch.ones(8, 8).tril()
+
+
+MASKS = Masks()
+
+
+def in_a_table_of_a_class(model: nn.Module) -> Tensor:
+    if 8 not in Masks.by_size:
+        Masks.by_size[8] = torch.ones(8, 8).tril()
+    return Masks.by_size[8]
+
+
+def nested_in_an_attribute(model: Any) -> Tensor:
+    if not model.nested["masks"]:
+        model.nested["masks"].append(torch.ones(8, 8).tril())
+    return model.nested["masks"][0]
+
+
+KEPT: dict[str, Callable[[Any], Tensor]] = {
+    "lru_cache": lambda model: cached(8),
+    "cache, in a tuple": lambda model: cached_in_a_tuple(8)[0],
+    "method of the model": lambda model: model.cached_method(8),
+    "dict": in_a_dict,
+    "ordered dict": in_an_ordered_dict,
+    "queue": in_a_queue,
+    "global": in_a_global,
+    "default": in_a_default,
+    "function": at_a_function,
+    "closure": made_closure(),
+    "class": lambda model: Masks.of_class(),
+    "table of a class": in_a_table_of_a_class,
+    "object in a global": lambda model: MASKS.of_object(),
+    "object in the model": lambda model: model.masks.of_object(),
+    "cached property": lambda model: model.masks.once,
+    "nested": nested_in_an_attribute,
+}
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: Callable[[Any], Tensor]):
+        super().__init__()
+        self.linear, self.mask, self.masks = nn.Linear(8, 8), mask, Masks()
+        self.nested: dict[str, list[Tensor]] = {"masks": []}
+
+    @functools.lru_cache  # noqa: B019 - as people write it
+    def cached_method(self, size: int) -> Tensor:
+        return torch.ones(size, size).tril()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ self.mask(self).to(x)
+
+
+@pytest.mark.parametrize("place", KEPT)
+@pytest.mark.parametrize("filled_before", [False, True])
+def test_a_trace_leaves_no_tensor_behind(place, filled_before):
+    model, x = Masked(KEPT[place]), torch.randn(4, 8)
+    expected = model.linear(x) @ torch.ones(8, 8).tril()
+    if filled_before:
+        model(x)
+    autopart.plan(model, "dp2", example_args=(x,))
+    found = model(x)
+    assert has_values(found) and torch.equal(found, expected)
+    assert KEPT[place](model).dtype == torch.float32
+    result = autopart.verify(model, "dp2", example_args=(x,))
+    assert result.ok, result
+    assert torch.equal(model(x), expected)
+    assert KEPT[place](model).dtype == torch.float32
+
+
+def test_other_values_stay_where_the_forward_puts_them():
+    """A count of calls is no business of a trace, and a cache without tensors stays filled."""
+
+    @functools.lru_cache
+    def half(size: int) -> int:
+        return size // 2
+
+    model = Masked(lambda model: torch.ones(8, half(16)))
+    autopart.plan(model, "dp2", example_args=(torch.randn(4, 8),))
+    assert half.cache_info().currsize == 1
+
+
+STATE: dict[str, Tensor] = {"h": torch.zeros(8)}
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        STATE["h"] = self.linear(x).mean(0) + STATE["h"]
+        return STATE["h"]
+
+
+def test_a_tensor_that_the_next_call_reads_is_refused():
+    before = STATE["h"]
+    with pytest.raises(TraceError, match="Remembers keeps a tensor from one call to the next in 'h'"):
+        autopart.plan(Remembers(), "dp2", example_args=(torch.randn(4, 8),))
+    assert STATE["h"] is before
+
+
+class Heads(nn.Module):
+    """Keeps what it computed last, with its gradient, and things that cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.heads = nn.Linear(8, 8), [None]
+        self.lock, self.seen = threading.Lock(), {"heads": [torch.zeros(())]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.heads[0] = self.linear(x)
+        self.seen["heads"][0] = self.heads[0].sum()
+        return self.heads[0]
+
+
+def test_tensors_with_a_gradient_in_a_list():
+    model, x = Heads(), torch.randn(4, 8)
+    model(x)
+    kept = model.heads[0]
+    result = autopart.verify(model, "tp2", example_args=(x,))
+    assert result.ok, result
+    assert model.heads[0] is kept
+    module = autopart.parallelize(model, "dp1", example_args=(x,))
+    assert torch.equal(module(x), model(x))
+
+
+def test_only_what_forward_names_is_looked_at():
+    """Walking all that can be reached from a class of transformers takes a second; a trace looks several times."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    assert len(places_of(transformers.GPT2LMHeadModel(config))) < 10_000
