@@ -166,7 +166,13 @@ def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
     local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention"]
     families = (experts, selection, ctc)
-    return [*OPERATORS, "all_reduce_max", "axis_index", *local, *(name for family in families for name in family.OPERATORS)]
+    return [
+        *OPERATORS,
+        "all_reduce_max",
+        "axis_index",
+        *local,
+        *(name for family in families for name in family.OPERATORS),
+    ]
 
 
 def operator_name(node: fx.Node) -> str | None:

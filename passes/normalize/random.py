@@ -42,7 +42,8 @@ def draws_as_data(graph: fx.Graph) -> None:
         name = operator_name(node)
         if is_counted(node) and "dropout" not in name:
             raise TraceError(
-                f"{short_name(node)} draws as many random numbers as there are selected elements", refusal=Refusal.RANDOM,
+                f"{short_name(node)} draws as many random numbers as there are selected elements",
+                refusal=Refusal.RANDOM,
                 why="how many that are depends on values, and ranks must draw the same ones",
                 where=describe(node), hint="draw for all elements, and select of what was drawn",
             )  # fmt: skip
