@@ -135,7 +135,7 @@ class Pins:
 
 def _read(path: Path) -> tuple[Any, str]:
     if not path.exists():
-        raise OptionError(f"there are not pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
+        raise OptionError(f"there are no pins at {path}", hint=f"a JSON file like {FORM.removeprefix('pins=')}")
     text = read_text(path, "a file of pins", OptionError, f"a JSON file like {FORM.removeprefix('pins=')}")
     try:
         return json.loads(text), text
