@@ -48,7 +48,7 @@ from autopart.tracing.trace import (
 )
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
-LIFTED_HALF = "the model's casts to half precision (autocast) are computed in float64 here"
+LIFTED_HALF = "what the model computes in half precision (autocast, half weights) is computed in float64 here"
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def _without_collections() -> Iterator[None]:
 def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False) -> Trace:
     """Trace, normalise and annotate a model for a call.
 
-    `double`: compute in float64 even where the model casts down.
+    `double`: let the graph compute in float64, where the model casts down and where it is not in float64 itself.
     """
     check_folder()
     phase("tracing the model")
@@ -77,7 +77,8 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
     run_passes(traced.graph, AS_TRACED)
     (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
     if lifted:
-        traced = replace(traced, notes=(*traced.notes, LIFTED if lifted == {torch.float32} else LIFTED_HALF))
+        half = {torch.float16, torch.bfloat16} & lifted
+        traced = replace(traced, notes=(*traced.notes, LIFTED_HALF if half else LIFTED))
     run_passes(traced.graph, NORMALIZE)
     traced = with_gradients_checked(model, arguments, traced, find_loss(traced))
     annotate(traced)

@@ -10,7 +10,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopart
 from autopart.ir.graph import operator_name
-from autopart.proof.verify import NOT_DOUBLE
+from autopart.proof.reference import NOT_DOUBLE
 from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 

@@ -27,6 +27,8 @@ _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 type, dtype, whether enabled, whether casts are cached."""
 _FORMULAS = ("aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
 _OURS = ("<eval_with_key>", "/torch/overrides.py", str(Path(__file__).parent.parent))
+CONSTANT = "_constant_"
+"""What the names of tensors begin with that are written into the trace."""
 _WRITTEN = {OutputKind.PARAMETER_MUTATION: "its parameter", OutputKind.USER_INPUT_MUTATION: "its input"}
 
 
@@ -152,6 +154,7 @@ def own_graph(
         if node.name in attributes:
             values[node] = graph.get_attr(attributes[node.name])
             values[node].meta = {**node.meta, "parameter": node.name in parameters}
+            facts(values[node])["constant"] = attributes[node.name].startswith(CONSTANT)
         elif isinstance(node.meta.get("val"), torch.Tensor):
             values[node] = graph.node_copy(node)
             name, tensor = next(inputs)

@@ -26,7 +26,7 @@ from autopart.ir.graph import module_path, shape, source_text, spoken_name, valu
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.entry import PREFIX, Entry, register_dataclasses
 from autopart.tracing.entry import call as call_model
-from autopart.tracing.exported import drop_checks, functional, inline_regions, name_outputs, own_graph
+from autopart.tracing.exported import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.functions import name_functions
 from autopart.tracing.python_state import check_attributes, check_draws, check_hooks
 from autopart.tracing.repeated import NotAlike, Repeats
@@ -282,7 +282,7 @@ def _from_exported(
 ) -> Trace:
     signature = program.graph_signature
     parameters, aliases = _parameter_names(model)
-    constants = {f"_constant_{i}": program.constants[name] for i, name in enumerate(_lifted(program))}
+    constants = {f"{CONSTANT}{i}": program.constants[name] for i, name in enumerate(_lifted(program))}
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names |= dict(zip(signature.inputs_to_lifted_tensor_constants, constants, strict=True))
     first_name = {alias: name for name, others in aliases.items() for alias in others}

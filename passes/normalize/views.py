@@ -91,6 +91,8 @@ def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
 @on_calls("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
 def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
     """Every view that merges or splits dims becomes `reshape` with its full shape (a shard may not be viewable)."""
+    if node.target is aten.view.dtype:  # the bits of each number, read as another one
+        return
     if node.target is not aten.reshape.default or list(node.args[1]) != list(shape(node)):
         with graph.inserting_before(node):
             replace(node, emit(graph, node, aten.reshape.default, node.args[0], list(shape(node))))
