@@ -127,6 +127,19 @@ def test_a_fault_of_its_trace_is_found(kind):
     assert not found.ok and found.errors["trace against model"] == pytest.approx(0.1, rel=0.5)
 
 
+class Decided(HalfWeights):
+    """Rounding decides what counts: 1.001 is not above 1 in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (x.bfloat16() > 1))
+
+
+def test_what_rounding_decides_is_compared_as_it_is_rounded():
+    torch.manual_seed(0)
+    found = autopart.verify(Decided(), "tp2", example_args=(torch.full((8, WIDTH), 1.001),))
+    assert found.ok and LIFTED_HALF in found.notes, str(found)
+
+
 def distance(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 

@@ -108,8 +108,8 @@ def verify(
 ) -> Verification:  # fmt: skip
     """Run ALL ranks of the partitioned model in this process, forward and backward, and compare with the model.
 
-    No process group is needed; where the model runs in float64, a copy of it does. What it draws in the mode it is in (dropout when
-    training) is drawn from one seed on both sides.
+    No process group is needed. A copy of the model runs in float64, or as it is where it cannot. What it draws in the
+    mode it is in (dropout when training) is drawn from one seed on both sides.
 
     Args:
         model, mesh, example_args, example_kwargs, plan: as `parallelize`; nothing is compiled here.
