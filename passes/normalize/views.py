@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, value
+from autopart.ir.graph import argument, is_floating, is_tensor, operator_name, shape, value
 from autopart.passes.pipeline import on_calls
 
 from .new_calls import emit, getitem, replace
@@ -86,6 +86,27 @@ def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
             target = aten.reshape.default if reshapes else aten.expand.default
             source = emit(graph, node, target, source, list(shape(node)))
         replace(node, source)
+
+
+@on_calls("aten::slice_scatter", "aten::select_scatter")
+def complex_writes(graph: fx.Graph, node: fx.Node) -> None:
+    """A part of a complex tensor is overwritten by `index_copy`, which torch can differentiate."""
+    if not value(node).is_complex():
+        return
+    source, dim = node.args[1], argument(node, "dim") % len(shape(node))
+    places = range(shape(node)[dim])
+    with graph.inserting_before(node):
+        if operator_name(node) == "aten::slice_scatter":
+            places = places[slice(*(argument(node, name) for name in ("start", "end", "step")))]
+        else:
+            start = places[argument(node, "index")]
+            places = range(start, start + 1)
+            source = emit(graph, node, aten.unsqueeze.default, source, dim)
+        device = value(node).device
+        index = emit(
+            graph, node, aten.arange.start_step, places.start, places.stop, places.step, dtype=torch.int64, device=device
+        )  # fmt: skip
+        replace(node, emit(graph, node, aten.index_copy.default, node.args[0], dim, index, source))
 
 
 @on_calls("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
