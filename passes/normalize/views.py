@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -65,10 +67,10 @@ def positional_arguments(graph: fx.Graph) -> None:
         if node.op != "call_function" or schema is None or not node.kwargs:
             continue
         args, kwargs = list(node.args), dict(node.kwargs)
-        positional = [argument for argument in schema.arguments if not argument.kwarg_only]
-        last = max((i for i, argument in enumerate(positional) if argument.name in kwargs), default=-1)
-        for argument in positional[len(args) : last + 1]:
-            args.append(kwargs.pop(argument.name, argument.default_value))
+        positional = [declared for declared in schema.arguments if not declared.kwarg_only]
+        last = max((i for i, declared in enumerate(positional) if declared.name in kwargs), default=-1)
+        for declared in positional[len(args) : last + 1]:
+            args.append(kwargs.pop(declared.name, declared.default_value))
         node.args, node.kwargs = tuple(args), kwargs
 
 
@@ -102,10 +104,8 @@ def complex_writes(graph: fx.Graph, node: fx.Node) -> None:
             start = places[argument(node, "index")]
             places = range(start, start + 1)
             source = emit(graph, node, aten.unsqueeze.default, source, dim)
-        device = value(node).device
-        index = emit(
-            graph, node, aten.arange.start_step, places.start, places.stop, places.step, dtype=torch.int64, device=device
-        )  # fmt: skip
+        options: dict[str, Any] = {"dtype": torch.int64, "device": value(node).device}
+        index = emit(graph, node, aten.arange.start_step, places.start, places.stop, places.step, **options)
         replace(node, emit(graph, node, aten.index_copy.default, node.args[0], dim, index, source))
 
 
