@@ -67,6 +67,11 @@ def is_floating(node: fx.Node) -> bool:
     return is_tensor(node) and (value(node).is_floating_point() or value(node).is_complex())
 
 
+def is_sparse(node: fx.Node) -> bool:
+    """Whether a value holds only the entries that are not zero."""
+    return is_tensor(node) and value(node).layout is not torch.strided
+
+
 def size_bytes(node: fx.Node) -> int:
     return value(node).numel() * value(node).element_size() if is_tensor(node) else 0
 

@@ -337,7 +337,7 @@ def relative(found: Tensor, expected: Tensor, scale: float | None = None) -> flo
         return float("inf")
     if not expected.numel():
         return 0.0
-    found, expected = found.detach(), expected.detach()
+    found, expected = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (found, expected))
     if found.is_complex() and expected.is_complex():
         found, expected = (torch.view_as_real(t.resolve_conj()) for t in (found, expected))
     if not expected.is_floating_point():

@@ -49,6 +49,7 @@ from autopart.proof.training import MakeOptimizer, Training, read_training
 from autopart.recipe import make_plan, prepare
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.tracing.model_source import ModelSource
+from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace import Trace, WithLoss, bind_call, check_values, flatten_call
 
 
@@ -198,6 +199,7 @@ class VerificationRun:
         self.parameters = {name: p.to("meta") for name, p in model.named_parameters()}
         if self.scaled is None:
             check_weights(model)
+        check_layouts(model, {})
         check_trained(model)
         self.source = model if self.scaled is None else self.scaled.model
         self.target, self.has_loss_fn = target, loss_fn is not None

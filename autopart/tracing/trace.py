@@ -31,6 +31,7 @@ from autopart.tracing.functions import name_functions
 from autopart.tracing.python_state import check_attributes, check_draws, check_hooks
 from autopart.tracing.repeated import NotAlike, Repeats
 from autopart.tracing.skeleton import without_values
+from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace_errors import shape_by_values, trace_error
 
 _NO_CACHE = "use_cache"
@@ -214,6 +215,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     entry = Entry(model, arguments, call.names, torch.autocast(device.type, dtype) if dtype is not None else None)
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
     check_hooks(model)
+    check_layouts(model, dict(zip(call.names, call.tensors, strict=True)))
     try:
         program = _export(entry, example)
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
