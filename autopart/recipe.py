@@ -73,6 +73,7 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
     check_folder()
     phase("tracing the model")
     traced = trace(model, arguments)
+    traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
     phase("finding out what may be cut")
     run_passes(traced.graph, AS_TRACED)
     (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
@@ -84,6 +85,16 @@ def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False
     annotate(traced)
     find_bands(traced)
     return traced
+
+
+def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
+    """A note of the tables whose sparse gradients are dense here."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+    names = [f"'{name}'" for name, parameter in traced.parameters.items() if id(parameter) in tables]
+    if not names:
+        return []
+    few = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+    return [f"sparse=True is not kept: the gradient of {few} is dense, for optimizers that take one (not SparseAdam)"]
 
 
 @_without_collections()

@@ -202,8 +202,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: tp=3 divides no weight of the model\n  why    the weights of its matrix products have dims 32, "
         "64\n  where  linear at zoo.py:{skip_line} (layers.0)\n  try    tp=2, 4, 8, 16, 32"),
     "tp: nothing to split": (plan("tp2", Scale),
-        "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter\n  try    "
-        "leave tp out of the mesh; dp works for any model"),
+        "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter, and no "
+        "table of embeddings that can be cut\n  try    leave tp out of the mesh; dp works for any model"),
     "pp: too many stages": (skip("pp64"),
         "StageError: the model cannot be cut into 64 stages\n  why    it has 38 operators that depend on "
         "parameters, and 37 places to cut between them\n  try    pp=38 or less (pp times virtual_stages is the "

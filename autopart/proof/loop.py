@@ -58,6 +58,9 @@ class _OneDevice:
     def backward(self, subject: Subject, arguments: Mapping[str, Any]) -> _Outcome:
         loss = subject.seed(self._forward(subject, arguments))
         self.scaler.scale(loss).backward()
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
         scale = self.scaler.get_scale()
         self.scaler.unscale_(self.optimizer)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]

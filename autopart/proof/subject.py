@@ -149,7 +149,8 @@ class Subject:
         trained = {name: p for name, p in self.weights.items() if p.requires_grad}
         inputs = [t for t in self.traced.call.tensors if t.requires_grad]
         found = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
-        grads = {name: g for name, g in zip(trained, found, strict=False) if g is not None}
+        pairs = zip(trained, found, strict=False)
+        grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
         names = self.traced.call.with_gradient
         input_grads = {n: g for n, g in zip(names, found[len(trained) :], strict=True) if g is not None}
         # Copies: an output may be a buffer.

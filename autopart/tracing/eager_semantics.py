@@ -250,10 +250,11 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags of one size as rows of a table, summed: torch's own operator hides which rows belong to which bag."""
+    """Bags of one size as rows of a table, summed: torch's own operator hides which rows belong to which bag. The
+    table's gradient is dense."""
     if input.ndim != 2 or max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean"):
         return F.embedding_bag(
-            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, False, per_sample_weights,
             include_last_offset, padding_idx,
         )  # fmt: skip
     rows = F.embedding(input, weight)
@@ -266,5 +267,18 @@ def _embedding_bag(
     return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
 
 
-TRACEABLE: Mapping[Any, Callable[..., Any]] = {F.embedding_bag: _embedding_bag}
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of a table whose gradient is dense, also where a sparse one is asked for: ranks add up dense ones."""
+    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+
+
+TRACEABLE: Mapping[Any, Callable[..., Any]] = {F.embedding: _embedding, F.embedding_bag: _embedding_bag}
 """Functions that a trace takes in another form."""
