@@ -28,8 +28,6 @@ class Words(nn.Module):
 DENSE = (
     "sparse=True is not kept: the gradient of 'table.weight' is dense, for optimizers that take one (not SparseAdam)"
 )
-    "sparse=True is not kept: the gradient of 'table.weight' is dense, for optimizers that take one (not SparseAdam)"
-)
 
 
 @pytest.mark.whole
