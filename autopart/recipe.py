@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -65,14 +65,17 @@ def _without_collections() -> Iterator[None]:
 
 
 @_without_collections()
-def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False) -> Trace:
+def prepare(
+    model: nn.Module, arguments: Mapping[str, Any], double: bool = False, written: Collection[str] = ()
+) -> Trace:  # fmt: skip
     """Trace, normalise and annotate a model for a call.
 
+    `written`: frozen parameters that another call writes.
     `double`: let the graph compute in float64, where the model casts down and where it is not in float64 itself.
     """
     check_folder()
     phase("tracing the model")
-    traced = trace(model, arguments)
+    traced = trace(model, arguments, written)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
     phase("finding out what may be cut")
     run_passes(traced.graph, AS_TRACED)

@@ -221,7 +221,7 @@ def other(what: str, why: str, hint: str, where: str = "{file}:{line}: {text}") 
 
 
 DRAW_OUTSIDE = "torch.nn.functional.dropout, or draw them outside the model and pass them in as tensors"
-BUFFERS_ONLY = "only buffers can be written"
+BUFFERS_ONLY = "only buffers and frozen parameters can be written"
 CASES: dict[Callable[[], nn.Module], str] = {
     IfInput: cannot(DECIDES + "the input mask", BRANCH),
     IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
@@ -234,8 +234,9 @@ CASES: dict[Callable[[], nn.Module], str] = {
                       "RuntimeError: shape '[3, -1]' is invalid for input of size 32", OWN),
     WrongKey: other("{name} fails in its own forward, or in its trace", "KeyError: 'y'", OWN),
     WritesWeight: cannot("a weight is written in place", "w = w + ..., or the change after optimizer.step()"),
-    WritesWeightWithoutGrad: other("{name} writes to its parameter 'gate.weight' in its forward", BUFFERS_ONLY,
-                                   "do it outside forward()", "clamp at test_trace_errors.py:{line}"),
+    WritesWeightWithoutGrad: other(
+        "{name} writes to its parameter 'gate.weight' in its forward", f"{BUFFERS_ONLY}, and this one is trained",
+        "do it outside forward(), after the optimizer's step", "clamp at test_trace_errors.py:{line}"),
     WritesInput: other("{name} writes to its input 'mask' in its forward", BUFFERS_ONLY, "do it outside forward()",
                        "mul at test_trace_errors.py:{line}"),
     WritesWithoutGrad: other("mul_ writes in place to a value that has a gradient, without grad mode",

@@ -83,8 +83,8 @@ class _OneDevice:
 
     def buffer(self, name: str) -> Tensor:
         """As the last forward has left it."""
-        base, traced = self.reference.base, self.reference.traced
-        return base.get_buffer(name) if self.reference.is_double else traced.buffers[name]
+        reference = self.reference
+        return reference.buffer(name) if reference.is_double else reference.traced.buffers[name]
 
     def update(self) -> None:
         self.scaler.step(self.optimizer)
@@ -139,7 +139,8 @@ class _AllRanks:
         new_buffers: dict[int, dict[str, Tensor]] = {}
         subject = Subject(replace(subject.traced, buffers=self.buffers), subject.loss, subject.random_seed)
         results = subject.lockstep(self.program, self.shards, stage_style, new_buffers=new_buffers)
-        self.new_buffers: Mapping[int, Mapping[str, Tensor]] = new_buffers
+        # Copies: what a buffer becomes may be a weight, which the optimizer changes.
+        self.new_buffers = {rank: {name: v.clone() for name, v in new.items()} for rank, new in new_buffers.items()}
         seeds, scales = subject.seeds(self.program, results), {rank: s.value for rank, s in self.scales.items()}
         scale = scales[min(results)]  # the loss is where the last stage is
         torch.autograd.backward([seed * scale for seed in seeds])

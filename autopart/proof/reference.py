@@ -103,6 +103,13 @@ class Reference:
         """The arguments of a call of the trace."""
         return dict(tree_map(_to_double, dict(arguments)))
 
+    def buffer(self, name: str) -> Tensor:
+        """A buffer of the copy, or a frozen parameter that it writes, as the last forward has left it."""
+        module, _, last = name.rpartition(".")
+        holder = self.base.get_submodule(module)
+        found = holder._buffers.get(last)
+        return holder.get_parameter(last) if found is None else found
+
     @property
     def is_lifted(self) -> bool:
         """Whether the trace computes in a higher precision than the copy."""
@@ -133,12 +140,11 @@ class Reference:
     def _of_model(self, subject: Subject) -> Results:
         """What the copy itself computes, its gradients too."""
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
-        with buffers_restored(self.base):
+        with buffers_restored(self.base, subject.traced.written):
             with one_seed(), plain_checkpoints():
                 flat = tree_flatten(call(self.model, self.arguments))[0]
-            updates = subject.traced.buffer_updates
-            written = {name: self.base.get_buffer(name).detach().clone() for name in updates}
-            changed = {name for name, value in before.items() if relative(self.base.get_buffer(name), value) > 0}
+            written = {name: self.buffer(name).detach().clone() for name in subject.traced.buffer_updates}
+            changed = {name for name, value in before.items() if relative(self.buffer(name), value) > 0}
             own = subject.differentiate(flat, written)
         self.lost = changed - set(written)
         return own

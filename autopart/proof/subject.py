@@ -7,7 +7,7 @@ their random numbers from one seed, as `rng="exact"` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +84,9 @@ class Results:
 
 
 @contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """What the model writes to its buffers inside is undone."""
+def buffers_restored(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
+    """What the model writes to its buffers inside is undone, and to the parameters `written`."""
+    parameters = [(p, p.detach().clone()) for p in map(model.get_parameter, written)]
     before = [(module, name, buffer, buffer.clone()) for module in model.modules()
               for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
     try:
@@ -94,6 +95,8 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in before:
                 module._buffers[name] = buffer.copy_(value)
+            for parameter, value in parameters:
+                parameter.copy_(value)
 
 
 @contextmanager

@@ -204,6 +204,7 @@ class VerificationRun:
         self.source = model if self.scaled is None else self.scaled.model
         self.target, self.has_loss_fn = target, loss_fn is not None
         self.reference = Reference(self.source, self.taken(arguments, target), loss_fn, rng)
+        self.parameters = {n: p for n, p in self.parameters.items() if n not in self.traced.written}
         self.notes = [*(self.scaled.notes if self.scaled is not None else ()), *self.reference.notes]
 
     @property

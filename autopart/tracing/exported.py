@@ -188,23 +188,26 @@ def own_frames(stack_trace: str) -> str:
 
 
 def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any) -> None:
-    """Leave the model's own outputs as the output node's first argument, new values of buffers as its second."""
+    """Leave the model's own outputs as the output node's first argument, new values of buffers and of frozen
+    parameters as its second."""
     output = graph.output_node()
     own: list[Any] = []
     updates: dict[str, fx.Node] = {}
     for spec, made in zip(specs, output.args[0], strict=True):
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            updates[spec.target.removeprefix(PREFIX)] = _detached(made)
+        target = spec.target and spec.target.removeprefix(PREFIX)
+        is_trained = spec.kind is OutputKind.PARAMETER_MUTATION and model.get_parameter(target).requires_grad
+        if spec.kind is OutputKind.BUFFER_MUTATION or (spec.kind is OutputKind.PARAMETER_MUTATION and not is_trained):
+            updates[target] = _detached(made)
         elif spec.kind is OutputKind.USER_OUTPUT:
             own.append(made)
         else:
-            target = spec.target.removeprefix(PREFIX)
+            why, hint = "only buffers and frozen parameters can be written", "do it outside forward()"
+            if is_trained:
+                why, hint = f"{why}, and this one is trained", f"{hint}, after the optimizer's step"
             raise TraceError(
                 f"{type(model).__name__} writes to {_WRITTEN[spec.kind]} '{target}' in its forward",
-                why="only buffers can be written",
-                where=describe(made),
-                hint="do it outside forward()",
-            )
+                why=why, where=describe(made), hint=hint,
+            )  # fmt: skip
     output.args = (tuple(own), updates)
 
 

@@ -11,7 +11,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,6 +67,7 @@ class Trace:
     `autocast`: the dtype of the `torch.autocast` that the model was called in, "" outside of one.
     `checkpointed`: paths of the modules that the model runs under `torch.utils.checkpoint`, "" for itself; None: of
     functions that hold no module.
+    `written`: those of the buffers that are frozen parameters of the model.
     """
 
     graph: fx.Graph
@@ -80,6 +81,7 @@ class Trace:
     mode: str
     checkpointed: tuple[str | None, ...] = ()
     autocast: str = ""
+    written: frozenset[str] = frozenset()
 
     def without_values(self) -> Trace:
         """The same, with parameters that hold no memory."""
@@ -197,12 +199,13 @@ def check_values(call: Call) -> None:
             )  # fmt: skip
 
 
-def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
+def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[str] = ()) -> Trace:
     """Trace `model(**arguments)`.
 
     Args:
         model: any module; its parameters may be on `meta`.
         arguments: the call by name, from `bind_call`.
+        written: frozen parameters that another call writes, and which are buffers of this one too.
     Raises:
         TraceError: the model cannot be traced, with the user's line and what to try.
     """
@@ -231,7 +234,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
     traced = replace(traced, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
-    return _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
+    traced = _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
+    return _with_buffers(traced, {*written, *traced.buffer_updates} & traced.parameters.keys())
 
 
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
@@ -347,6 +351,15 @@ def _without_loss_wrapper(traced: Trace) -> Trace:
         buffers={own(n): b for n, b in traced.buffers.items()},
         checkpointed=tuple(path and own(f"{path}.").rstrip(".") for path in traced.checkpointed),
     )  # fmt: skip
+
+
+def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
+    """The trace with the frozen parameters that are written among its buffers: every rank holds them whole."""
+    for node in traced.graph.find_nodes(op="get_attr"):
+        facts(node)["parameter"] = bool(facts(node).get("parameter")) and node.target not in written
+    parameters = {name: p for name, p in traced.parameters.items() if name not in written}
+    buffers = {name: traced.parameters[name] for name in traced.parameters if name in written}
+    return replace(traced, parameters=parameters, buffers={**traced.buffers, **buffers}, written=frozenset(buffers))
 
 
 def _lifted(program: Any) -> list[str]:
