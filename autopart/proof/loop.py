@@ -31,6 +31,7 @@ from autopart.runtime.state.state import settled
 from autopart.tracing.calls import call_key
 from autopart.tracing.entry import call
 from autopart.tracing.trace import flatten_call
+from autopart.tracing.weight_updates import update_weights
 
 
 @dataclass
@@ -75,6 +76,8 @@ class _OneDevice:
         if not self.reference.is_lifted:
             with one_seed(subject.random_seed):
                 return tree_flatten(call(self.reference.model, dict(arguments)))[0]
+        update_weights(subject.traced.parameters, subject.traced.weight_updates)
+        subject = Subject(replace(subject.traced, weight_updates={}), subject.loss, subject.random_seed)
         values = subject.values()
         with torch.no_grad():
             for name, node in subject.traced.buffer_updates.items():
@@ -285,9 +288,9 @@ def _step(
     compared.optimizer = one.optimizer
     compared.tensors("weight", ranks.shards, one.parameters, FLOOR)
     for key in _state_keys(one):
-        whole = {name: one.optimizer.state.get(p, {}).get(key) for name, p in one.parameters.items()}
+        whole = {name: _entry(one.optimizer, p, key) for name, p in one.parameters.items()}
         parts = {
-            rank: {name: ranks.optimizers[rank].state.get(p, {}).get(key) for name, p in local.items()}
+            rank: {name: _entry(ranks.optimizers[rank], p, key) for name, p in local.items()}
             for rank, local in ranks.shards.items()
         }
         compared.tensors("state", parts, whole, GRAD_FLOOR**2, suffix=f" {key}")
@@ -306,6 +309,12 @@ def _step(
 def _factor(norm: Tensor, training: Training) -> float:
     """What clipping multiplies gradients by."""
     return 1.0 if training.max_norm is None else min(1.0, training.max_norm / (float(norm) + 1e-6))
+
+
+def _entry(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Tensor | None:
+    """What an optimizer keeps for every entry of a parameter."""
+    kept = optimizer.state.get(parameter, {}).get(key)
+    return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
 
 
 def _state_keys(one: _OneDevice) -> list[str]:

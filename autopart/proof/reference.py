@@ -140,12 +140,12 @@ class Reference:
     def _of_model(self, subject: Subject) -> Results:
         """What the copy itself computes, its gradients too."""
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
-        with buffers_restored(self.base, subject.traced.written):
+        with buffers_restored(self.base, {*subject.traced.written, *subject.traced.weight_updates}):
             with one_seed(), plain_checkpoints():
                 flat = tree_flatten(call(self.model, self.arguments))[0]
             written = {name: self.buffer(name).detach().clone() for name in subject.traced.buffer_updates}
             changed = {name for name, value in before.items() if relative(self.buffer(name), value) > 0}
-            own = subject.differentiate(flat, written)
+            own = subject.differentiate(flat, written, subject.traced.parameters)
         self.lost = changed - set(written)
         return own
 

@@ -107,13 +107,20 @@ def one_seed(seed: int = SEED) -> Iterator[None]:
         yield
 
 
+def _updated(parameter: Tensor, change: fx.GraphModule | None) -> Tensor:
+    """A parameter as the graph reads it: itself, or a leaf with the value that it changes to before."""
+    if change is None:
+        return parameter
+    return change(parameter.detach()).clone().requires_grad_(parameter.requires_grad)
+
+
 class Subject:
     """A traced graph whose `parameters` have values. Where it has a `loss`, that is differentiated; else a fixed
     weighting of all outputs. `random_seed`: where the random numbers of its runs begin."""
 
     def __init__(self, traced: Trace, loss: fx.Node | None = None, random_seed: int = SEED):
         self.traced, self.loss, self.random_seed = traced, loss, random_seed
-        self.weights = traced.parameters
+        self.weights = {name: _updated(p, traced.weight_updates.get(name)) for name, p in traced.parameters.items()}
         self.outputs = list(traced.graph.output_node().args[0])
 
     # Whole
@@ -147,9 +154,12 @@ class Subject:
         buffers = {name: values[node] for name, node in self.traced.buffer_updates.items()}
         return self.differentiate(self.flat_outputs(values), buffers)
 
-    def differentiate(self, flat: list[Any], buffers: Mapping[str, Tensor]) -> Results:
-        """The results of a run with these flat outputs and buffers: its gradients are taken, and left nowhere."""
-        trained = {name: p for name, p in self.weights.items() if p.requires_grad}
+    def differentiate(
+        self, flat: list[Any], buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
+    ) -> Results:
+        """The results of a run with these flat outputs and buffers: its gradients are taken, and left nowhere.
+        `weights`: of the run, where it is not one of the graph."""
+        trained = {name: p for name, p in (weights or self.weights).items() if p.requires_grad}
         inputs = [t for t in self.traced.call.tensors if t.requires_grad]
         found = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
         pairs = zip(trained, found, strict=False)
@@ -185,10 +195,11 @@ class Subject:
                     continue
                 place = tuple(at[axis] for axis, _ in cuts)
                 if place not in parts:
-                    parts[place] = self.weights[name].detach()
+                    parts[place] = self.traced.parameters[name].detach()
                     for axis, cut in cuts:
                         parts[place] = cut.take(parts[place], at[axis])
-                part = parts[place].clone() if trained or tamper is not None else parts[place]
+                changes = trained or tamper is not None or name in program.weight_updates
+                part = parts[place].clone() if changes else parts[place]
                 local[name] = nn.Parameter(part, requires_grad=self.weights[name].requires_grad)
         if tamper is not None:
             tamper(program, shards)

@@ -29,7 +29,6 @@ _FORMULAS = ("aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alph
 _OURS = ("<eval_with_key>", "/torch/overrides.py", str(Path(__file__).parent.parent))
 CONSTANT = "_constant_"
 """What the names of tensors begin with that are written into the trace."""
-_WRITTEN = {OutputKind.PARAMETER_MUTATION: "its parameter", OutputKind.USER_INPUT_MUTATION: "its input"}
 
 
 def functional(program: Any) -> Any:
@@ -188,26 +187,23 @@ def own_frames(stack_trace: str) -> str:
 
 
 def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any) -> None:
-    """Leave the model's own outputs as the output node's first argument, new values of buffers and of frozen
+    """Leave the model's own outputs as the output node's first argument, new values of buffers and
     parameters as its second."""
     output = graph.output_node()
     own: list[Any] = []
     updates: dict[str, fx.Node] = {}
     for spec, made in zip(specs, output.args[0], strict=True):
-        target = spec.target and spec.target.removeprefix(PREFIX)
-        is_trained = spec.kind is OutputKind.PARAMETER_MUTATION and model.get_parameter(target).requires_grad
-        if spec.kind is OutputKind.BUFFER_MUTATION or (spec.kind is OutputKind.PARAMETER_MUTATION and not is_trained):
-            updates[target] = _detached(made)
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
+            updates[spec.target.removeprefix(PREFIX)] = _detached(made)
         elif spec.kind is OutputKind.USER_OUTPUT:
             own.append(made)
         else:
-            why, hint = "only buffers and frozen parameters can be written", "do it outside forward()"
-            if is_trained:
-                why, hint = f"{why}, and this one is trained", f"{hint}, after the optimizer's step"
             raise TraceError(
-                f"{type(model).__name__} writes to {_WRITTEN[spec.kind]} '{target}' in its forward",
-                why=why, where=describe(made), hint=hint,
-            )  # fmt: skip
+                f"{type(model).__name__} writes to its input '{spec.target}' in its forward",
+                why="only buffers and parameters can be written",
+                where=describe(made),
+                hint="do it outside forward()",
+            )
     output.args = (tuple(own), updates)
 
 

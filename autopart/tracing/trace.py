@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from autopart.tracing.repeated import NotAlike, Repeats
 from autopart.tracing.skeleton import without_values
 from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace_errors import shape_by_values, trace_error
+from autopart.tracing.weight_updates import WeightUpdates, with_weight_updates
 
 _NO_CACHE = "use_cache"
 _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"
@@ -67,7 +68,8 @@ class Trace:
     `autocast`: the dtype of the `torch.autocast` that the model was called in, "" outside of one.
     `checkpointed`: paths of the modules that the model runs under `torch.utils.checkpoint`, "" for itself; None: of
     functions that hold no module.
-    `written`: those of the buffers that are frozen parameters of the model.
+    `written`: those of the buffers that are frozen parameters of the model. `weight_updates`: how trained parameters
+    change before the graph runs.
     """
 
     graph: fx.Graph
@@ -82,6 +84,7 @@ class Trace:
     checkpointed: tuple[str | None, ...] = ()
     autocast: str = ""
     written: frozenset[str] = frozenset()
+    weight_updates: WeightUpdates = field(default_factory=dict)
 
     def without_values(self) -> Trace:
         """The same, with parameters that hold no memory."""
@@ -235,7 +238,9 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     traced = replace(traced, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
     traced = _without_loss_wrapper(traced) if isinstance(model, WithLoss) else traced
-    return _with_buffers(traced, {*written, *traced.buffer_updates} & traced.parameters.keys())
+    frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
+    traced = _with_buffers(traced, {*written, *traced.buffer_updates} & frozen)
+    return with_weight_updates(traced, type(model.model if isinstance(model, WithLoss) else model).__name__)
 
 
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
