@@ -25,6 +25,50 @@ class Words(nn.Module):
         return self.out(self.table(ids)).square().mean()
 
 
+class Bags(nn.Module):
+    """Bags of all sizes, one after the other; one is empty."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.table, self.out = nn.EmbeddingBag(ROWS, WIDTH, **options), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+        return self.out(self.table(ids, offsets, weights)).tanh()
+
+
+STARTS = torch.tensor([0, 3, 3, 4])
+BAGS: dict[str, tuple] = {
+    "sum": ({"mode": "sum"}, STARTS),
+    "mean": ({}, STARTS),
+    "padding": ({"padding_idx": 5}, STARTS),
+    "summed padding": ({"mode": "sum", "padding_idx": -1}, STARTS),
+    "ends": ({"include_last_offset": True}, torch.tensor([0, 3, 3, 6])),
+    "largest": ({"mode": "max"}, STARTS),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("name", BAGS)
+def test_bags_one_after_the_other(name, mesh):
+    torch.manual_seed(0)
+    options, offsets = BAGS[name]
+    found = autopart.verify(Bags(**options), mesh, example_args=(tokens(8), offsets))
+    assert found.ok and found.max_error < 1e-10 and not found.notes, str(found)
+
+
+def test_weighted_bags():
+    torch.manual_seed(0)
+    weights = torch.rand(8, requires_grad=True)
+    found = autopart.verify(Bags(mode="sum"), "tp2", example_args=(tokens(8), STARTS, weights))
+    assert found.ok and found.max_error < 1e-10 and "input weights" in found.errors, str(found)
+
+
+def test_the_table_of_bags_is_cut():
+    places = autopart.plan(Bags(), "tp2", example_args=(tokens(8), STARTS)).parameters
+    assert places["table.weight"] == {"tp": "S(0)"}
+
+
 DENSE = (
     "sparse=True is not kept: the gradient of 'table.weight' is dense, for optimizers that take one (not SparseAdam)"
 )
