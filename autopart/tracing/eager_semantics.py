@@ -250,8 +250,8 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags as rows of a table, added up: torch's own operator hides which rows belong to which bag. The table's gradient
-    is dense."""
+    """Bags as rows of a table, added up: torch's own operator hides which rows belong to which bag. The gradient of the
+    table is dense."""
     if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean"):
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, False, per_sample_weights,
