@@ -69,6 +69,13 @@ def keeping_draws() -> Any:
     return inductor_config.patch(fallback_random=True)
 
 
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor; of a sparse one those of the entries it holds, and of their places."""
+    if not tensor.is_sparse:
+        return tensor.nbytes
+    return tensor._indices().nbytes + tensor._values().nbytes
+
+
 @functools.cache
 def _decompositions() -> Mapping[Any, Callable[..., Any]]:
     return cast(Mapping[Any, Callable[..., Any]], torch.export.default_decompositions())

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from autopart.compat import tree_map
 from autopart.cost.count.footprint import walked
 from autopart.cost.count.rank_memory import memory_of
-from autopart.errors import InputError, PlanError
+from autopart.errors import InputError, PlanError, TraceError
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import format_value
 from autopart.ir.masks import as_traced
@@ -74,6 +74,7 @@ class Compiler:
         self._example: _Traced | None = None
         self._last: _Traced | None = None
         self._decided: dict[str, OnAxes] = {}
+        self.written: frozenset[str] = frozenset()
         self._num_traces, self._trace_s = 0, 0.0
         self._random = torch.Generator()
         if plan is not None:
@@ -170,7 +171,8 @@ class Compiler:
         with _mode(self.model, training):
             around = WithLossAndOutputs if with_outputs else WithLoss
             model = self.model if loss_fn is None else around(self.model, loss_fn).train(training)
-            traced = prepare(model, arguments).without_values()
+            traced = prepare(model, arguments, written=self.written).without_values()
+        self._check_written(traced)
         if self._plan is None:
             self._plan = make_plan(model, traced, self.mesh, self.options)
             warn_of_memory(self._plan)
@@ -183,6 +185,17 @@ class Compiler:
         if decisions.copied:
             warn_of_copies(batch_size(traced), self.mesh)
         return _Traced(traced, decisions, loss_fn, with_outputs)
+
+    def _check_written(self, traced: Trace) -> None:
+        """Raises TraceError where a call is the first to write a frozen parameter, of which ranks may hold parts."""
+        late = [name for name in sorted(traced.written - self.written) if self._num_traces]
+        self.written |= traced.written
+        if late:
+            raise TraceError(
+                f"this call of {type(self.model).__name__} writes to its frozen parameter '{late[0]}'",
+                why="calls before it did not, and by these it is stored as what is only read",
+                hint="parallelize(model, mesh, example_kwargs=batch) with a call that writes it, in train mode",
+            )
 
     def _write(self, traced: _Traced, purpose: str) -> Program:
         if purpose not in traced.programs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,7 @@ from autopart.tracing.trace import Trace, batch_size, trace
 from autopart.tracing.with_loss import users_model
 
 LIFTED = "the model's casts to lower precision (a loss or norm in float32) are computed in float64 here"
-LIFTED_HALF = "the model's casts to half precision (autocast) are computed in float64 here"
+LIFTED_HALF = "what the model computes in half precision (autocast, half weights) is computed in float64 here"
 
 
 @contextmanager
@@ -62,25 +62,40 @@ def _without_collections() -> Iterator[None]:
 
 
 @_without_collections()
-def prepare(model: nn.Module, arguments: Mapping[str, Any], double: bool = False) -> Trace:
+def prepare(
+    model: nn.Module, arguments: Mapping[str, Any], double: bool = False, written: Collection[str] = ()
+) -> Trace:  # fmt: skip
     """Trace, normalise and annotate a model for a call.
 
-    `double`: compute in float64 even where the model casts down.
+    `written`: frozen parameters that another call writes.
+    `double`: let the graph compute in float64, where the model casts down and where it is not in float64 itself.
     """
     check_folder()
     phase("tracing the model")
-    traced = trace(model, arguments)
+    traced = trace(model, arguments, written)
+    traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
     phase("finding out what may be cut")
     run_passes(traced.graph, AS_TRACED)
     (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
     if lifted:
-        traced = replace(traced, notes=(*traced.notes, LIFTED if lifted == {torch.float32} else LIFTED_HALF))
+        half = {torch.float16, torch.bfloat16} & lifted
+        traced = replace(traced, notes=(*traced.notes, LIFTED_HALF if half else LIFTED))
     run_passes(traced.graph, NORMALIZE)
     traced = with_gradients_checked(model, arguments, traced, find_loss(traced))
     annotate(traced)
     find_bands(traced)
     share_selections(traced)
     return traced
+
+
+def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
+    """A note of the tables whose sparse gradients are dense here."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+    names = [f"'{name}'" for name, parameter in traced.parameters.items() if id(parameter) in tables]
+    if not names:
+        return []
+    few = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+    return [f"sparse=True is not kept: the gradient of {few} is dense, for optimizers that take one (not SparseAdam)"]
 
 
 @_without_collections()

@@ -25,6 +25,7 @@ from autopart.runtime.state.buffers import write_buffers
 from autopart.runtime.state.gradients import connect_tied, summed_names, sync_gradients, synchronised
 from autopart.runtime.state.state import broadcast_from
 from autopart.tracing.eager_semantics import no_autocast
+from autopart.tracing.weight_updates import update_weights
 
 
 class Executable:
@@ -160,6 +161,7 @@ class Executable:
                 module.load(here)
         if self._sends:
             comparison.finish_comparison()
+        update_weights(self.parameters, self.program.weight_updates)
         try:
             yield
         finally:

@@ -32,6 +32,7 @@ from autopart.runtime.state.batch import stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
 from autopart.runtime.state.masks import Masks
 from autopart.runtime.state.recompute import run_again
+from autopart.tracing.weight_updates import update_weights
 
 PerRank = dict[int, Any]
 """A value of a stage: {rank: the rank's local value}, over the ranks that run the stage."""
@@ -55,7 +56,8 @@ def run_lockstep(
 ) -> dict[int, list[tuple[Any, ...]]]:
     """Runs every rank, stage and microbatch of `program` on the global `inputs`.
 
-    `parameters`: {rank: {name: local tensor}}, as `state.shard_parameters` makes them; `buffers`: {name: tensor}, the
+    `parameters`: {rank: {name: local tensor}}, as `state.shard_parameters` makes them (those that the model writes
+    change); `buffers`: {name: tensor}, the
     same on every rank; `inputs`: in `program.input_names` order; `primitives`: `LIST_PRIMITIVES`, or others in their
     place. Returns {rank: one tuple of outputs per microbatch}
     for the ranks of the last stage. Differentiable; without grad mode each value is freed after its last use.
@@ -64,6 +66,8 @@ def run_lockstep(
     Example: `torch.autograd.backward([out[0] for mbs in run_lockstep(...).values() for out in mbs])` leaves every
     rank's gradient of a program whose only output is the loss.
     """
+    for local in parameters.values():
+        update_weights(local, program.weight_updates)
     device = _device_of(inputs, parameters)
     inputs = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
     runs = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +63,10 @@ class ProgramSource(Protocol):
 
     def ready(self) -> Program | None:
         """A program that was traced when the module was made, if any."""
+
+    @property
+    def written(self) -> Collection[str]:
+        """The frozen parameters that calls write: buffers of the module."""
 
     def agreed(self) -> Mapping[str, str]:
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
@@ -445,7 +449,8 @@ class ParallelModule(Idioms):
             self.register_parameter(NO_PARAMETERS, nothing)
             settle_empty(nothing, self._process)
         persistent = set(model.state_dict(keep_vars=True))
-        for name, buffer in model.named_buffers(remove_duplicate=False):
+        written = [(name, model.get_parameter(name)) for name in sorted(self._compiler.written)]
+        for name, buffer in (*model.named_buffers(remove_duplicate=False), *written):
             if name not in self._local_buffers and not buffer.is_meta:
                 if id(buffer) not in self._copies:
                     self._copies[id(buffer)] = buffer.detach().to(self._process.device, copy=True)

@@ -197,9 +197,9 @@ def test_a_batch_on_the_host_is_moved_to_the_model_that_is_verified():
     run = VerificationRun(model, batch)
     found = scale.placed({**batch, "flag": 3}, torch.device("meta"))
     assert found["x"].device.type == "meta" and found["flag"] == 3
-    run.base = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=Elsewhere())]))
+    run.source = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=Elsewhere())]))
     with pytest.raises(TypeError, match="Elsewhere"):  # where the weights are is where the batch is asked to go
-        run.in_double(batch, None)
+        run.taken(batch, None)
 
 
 class Elsewhere:

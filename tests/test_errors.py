@@ -202,8 +202,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "LayoutError: tp=3 divides no weight of the model\n  why    the weights of its matrix products have dims 32, "
         "64\n  where  linear at zoo.py:{skip_line} (layers.0)\n  try    tp=2, 4, 8, 16, 32"),
     "tp: nothing to split": (plan("tp2", Scale),
-        "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter\n  try    "
-        "leave tp out of the mesh; dp works for any model"),
+        "LayoutError: tp=2 has nothing to split\n  why    the model has no matrix product with a parameter, and no "
+        "table of embeddings that can be cut\n  try    leave tp out of the mesh; dp works for any model"),
     "tp: runs whole": (plan("tp2", lambda: nn.LSTM(4, 4)),
         "LayoutError: tp=2 divides no matrix product of the model\n  why    the sizes would divide, but every rank "
         "runs lstm whole\n  where  lstm at rnn.py:{rnn_line}\n  try    leave tp out of the mesh; dp works for any "

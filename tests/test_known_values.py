@@ -131,12 +131,6 @@ def test_embedding_bags(options, mesh):
     assert found.ok, found.first_mismatch
 
 
-def test_bags_of_unequal_sizes_run_whole():
-    offsets = torch.tensor([0, 2, 5, 8])
-    found = autopart.verify(Bags(), "tp2", example_args=(torch.randint(32, (9,)), torch.randint(4, (4,)), offsets))
-    assert found.ok, found.first_mismatch
-
-
 def test_the_table_of_bags_is_sharded():
     traced = prepare(model := Bags(), bind_call(model, (torch.randint(32, (4, 6)), torch.randint(4, (4,))), {}))
     assert "aten::embedding" in {operator_name(n) for n in traced.graph.nodes if n.op == "call_function"}

@@ -10,7 +10,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopart
 from autopart.ir.graph import operator_name
-from autopart.proof.verify import NOT_DOUBLE
+from autopart.proof.reference import NOT_DOUBLE
 from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
@@ -123,3 +123,25 @@ class SequenceFirst(nn.Module):
 def test_rows_of_the_batch_are_followed(kind, mesh, microbatches):
     ids = torch.randint(12, (8, 5), generator=torch.Generator().manual_seed(0))
     assert autopart.verify(kind().double(), mesh, example_args=(ids,), microbatches=microbatches).ok
+
+
+class LowPass(nn.Module):
+    """Writes to parts of complex tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.inner(x))
+        kept = torch.zeros_like(spectrum)
+        kept[:, :3:2] = spectrum[:, :3:2] * 2
+        kept[:, -1] = spectrum[:, 1]
+        return torch.fft.irfft(kept, n=WIDTH)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+def test_writes_to_a_part_of_a_complex_tensor(mesh):
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    found = autopart.verify(LowPass(), mesh, example_args=(x,))
+    assert found.ok and found.max_error < 1e-10 and not found.notes, str(found)

@@ -22,9 +22,10 @@ from autopart.ir.program import StoredTensor
 from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.batch import fit_rows
+from autopart.passes.choose.codec import decode
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Schedule
-from autopart.proof.verify import VerificationRun
+from autopart.recipe import prepare
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.state.state import settled, shard_parameters
 from autopart.tracing.calls import MANY_CALLS, Recent, call_key
@@ -328,8 +329,8 @@ def test_ids_and_lengths_beyond_a_cut_table_fail_as_in_the_whole_one(tokens_, se
     model, batch = zoo.gpt2(num_layers=1)
     plan = autopart.plan(model, "tp2", example_kwargs=batch)
     assert plan.parameters["transformer.wpe.weight"]["tp"] == "S(0)"
-    run = VerificationRun(model, bind_call(model, (), {"input_ids": torch.full((8, seq), tokens_)}))
-    program = lower(run.traced, run.arrange("tp2", plan).decisions, list(run.traced.graph.output_node().args[0]), True)
-    local = {rank: shard_parameters(run.base, program, program.mesh.coordinates(rank)) for rank in range(2)}
+    traced = prepare(model, bind_call(model, (), {"input_ids": torch.full((8, seq), tokens_)}))
+    program = lower(traced, decode(traced, plan, Mesh.parse("tp2")), list(traced.graph.output_node().args[0]), True)
+    local = {rank: shard_parameters(model, program, program.mesh.coordinates(rank)) for rank in range(2)}
     with pytest.raises(IndexError):
-        run_lockstep(program, local, dict(run.base.named_buffers()), run.traced.call.tensors)
+        run_lockstep(program, local, dict(model.named_buffers()), traced.call.tensors)

@@ -53,6 +53,14 @@ def cache(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([x.new_empty(0), x @ w], dim=0)
 
 
+def overwritten(x: Tensor, w: Tensor) -> Tensor:
+    """A spectrum of which a part is written."""
+    spectrum = torch.fft.rfft(x @ w)
+    spectrum[:, 1:3] = 0
+    spectrum[:, -1] = spectrum[:, 0]
+    return torch.fft.irfft(spectrum, n=6)
+
+
 def labels(x: Tensor) -> Tensor:
     return (x[:, 0] > 0).long()
 
@@ -68,6 +76,7 @@ SAMPLES: dict[str, Callable[[], nn.Module]] = {
     "positional_arguments": lambda: Sample(lambda x, w: (x @ w).sum(1, keepdim=True)),
     "exact_squeeze": lambda: Sample(lambda x, w: (x @ w).unsqueeze(1).squeeze()),
     "plain_copies": lambda: Sample(lambda x, w: (x @ w).view(-1).view_as(x).type_as(x) + aten.copy.default(x, w[:4])),
+    "complex_writes": lambda: Sample(overwritten),
     "drop_no_ops": lambda: Sample(lambda x, w: F.dropout((x @ w).clone().to(torch.float64), 0.0)),
     "plain_broadcasts": lambda: Sample(lambda x, w: torch.broadcast_tensors(x @ w, w[0])[1]),
     "no_empty_parts": lambda: Sample(cache),

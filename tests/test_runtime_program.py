@@ -184,6 +184,7 @@ class HandCompiler:
     """The Compiler protocol over hand-made programs."""
 
     plan = "a plan"
+    written = ()
 
     def __init__(self, model, mesh, microbatches, traced=True):
         self.model, self.mesh, self.microbatches, self.traced = model, mesh, microbatches, traced

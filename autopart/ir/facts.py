@@ -47,6 +47,7 @@ class Facts(TypedDict, total=False):
     input_name: str  # of a placeholder: of the model's input
     input_grad: bool  # of a placeholder: the caller's tensor needs a gradient
     parameter: bool  # of a placeholder: it stands for one
+    constant: bool  # of what is no input: a tensor written into the trace
     repeated_template: tuple[int, int]  # of a block that was traced once: which block, and which of its calls
     repeated_block: int  # of a mark: which repetition of blocks stands here
     counted: bool  # its size depends on values

@@ -19,6 +19,7 @@ from autopart.ir.names import pattern_of as pattern_of
 
 DTYPE_NAMES = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.complex128: "c128", torch.complex64: "c64",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
 }  # fmt: skip
 
@@ -65,6 +66,11 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 def is_floating(node: fx.Node) -> bool:
     return is_tensor(node) and (value(node).is_floating_point() or value(node).is_complex())
+
+
+def is_sparse(node: fx.Node) -> bool:
+    """Whether a value holds only the entries that are not zero."""
+    return is_tensor(node) and value(node).layout is not torch.strided
 
 
 def size_bytes(node: fx.Node) -> int:

@@ -16,7 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -202,6 +202,8 @@ class Program:
     """Where the draws in the prologues take their numbers from; None: there are none."""
     label_count: LabelCount | str | None = None
     """Of a training step: what its loss is divided by, or why that is not a number of labels."""
+    weight_updates: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+    """How ranks change their part of these parameters before the stages run."""
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:

@@ -58,7 +58,7 @@ def candidates(node: fx.Node) -> Iterator[Possibility]:
     they are and (one at a time, or a list of them together) scaled to a shard.
     """
     values = [value(source) for source in tensor_inputs(node)]
-    if not values or not all(isinstance(v, Tensor) for v in values):
+    if not values or not all(isinstance(v, Tensor) and not v.is_sparse for v in values):  # which is never cut
         return
     even = _Trial(node, values, (HALVES,))
     other = _Trial(node, [_shuffled(v, i) for i, v in enumerate(values)], UNEVEN)

@@ -19,30 +19,19 @@ from autopart.compat import tree_flatten
 from autopart.ir.program import Program
 from autopart.passes.choose.codec import decided_by, decode
 from autopart.progress import phase
+from autopart.proof.reference import Reference
 from autopart.proof.steps import Compared, StepReport
 from autopart.proof.subject import FLOOR, GRAD_FLOOR, SEED, Arrangement, Subject, buffers_restored, one_seed, whole_loss
 from autopart.proof.training import SCALER_DEFAULTS, Named, Training, check_optimizer
-from autopart.recipe import find_loss, prepare
+from autopart.recipe import find_loss
 from autopart.runtime.loop.norms import grad_norm_lockstep
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS
 from autopart.runtime.state.gradients import sync_gradients_lockstep
 from autopart.runtime.state.state import settled
 from autopart.tracing.calls import call_key
-from autopart.tracing.trace import Call, flatten_call
+from autopart.tracing.trace import flatten_call
+from autopart.tracing.weight_updates import update_weights
 from autopart.tracing.with_loss import call
-
-
-@dataclass(frozen=True)
-class StepModel:
-    """The model under verification, in float64.
-
-    `model`: what is called; `base`: without a loss function around it. `as_traced`: one device runs the trace, since
-    the model itself casts down.
-    """
-
-    model: nn.Module
-    base: nn.Module
-    as_traced: bool
 
 
 @dataclass
@@ -56,11 +45,12 @@ class _Outcome:
 
 
 class _OneDevice:
-    """The model itself, trained as its users train it: torch's own scaler, clipping and optimizer."""
+    """The model itself, trained as its users train it: torch's own scaler, clipping and optimizer. Where the model
+    does not compute in float64, its trace."""
 
-    def __init__(self, model: StepModel, training: Training):
-        self.model, self.training = model, training
-        self.parameters = dict(model.base.named_parameters())
+    def __init__(self, reference: Reference, training: Training):
+        self.reference, self.training = reference, training
+        self.parameters: dict[str, Any] = dict(reference.traced.parameters)
         self.optimizer = training.optimizer(list(self.parameters.items()))
         check_optimizer(self.optimizer)
         settings = {"enabled": False} if training.scaler is None else dict(training.scaler)
@@ -69,6 +59,9 @@ class _OneDevice:
     def backward(self, subject: Subject, arguments: Mapping[str, Any]) -> _Outcome:
         loss = subject.seed(self._forward(subject, arguments))
         self.scaler.scale(loss).backward()
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
         scale = self.scaler.get_scale()
         self.scaler.unscale_(self.optimizer)
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
@@ -80,14 +73,21 @@ class _OneDevice:
         return _Outcome({0: loss.detach()}, {0: norm}, {0: scale}, {0: self.scaler.is_enabled() and not finite})
 
     def _forward(self, subject: Subject, arguments: Mapping[str, Any]) -> list[Any]:
-        if not self.model.as_traced:
+        if not self.reference.is_lifted:
             with one_seed(subject.random_seed):
-                return tree_flatten(call(self.model.model, dict(arguments)))[0]
+                return tree_flatten(call(self.reference.model, dict(arguments)))[0]
+        update_weights(subject.traced.parameters, subject.traced.weight_updates)
+        subject = Subject(replace(subject.traced, weight_updates={}), subject.loss, subject.random_seed)
         values = subject.values()
         with torch.no_grad():
             for name, node in subject.traced.buffer_updates.items():
                 subject.traced.buffers[name].copy_(values[node])
         return subject.flat_outputs(values)
+
+    def buffer(self, name: str) -> Tensor:
+        """As the last forward has left it."""
+        reference = self.reference
+        return reference.buffer(name) if reference.is_double else reference.traced.buffers[name]
 
     def update(self) -> None:
         self.scaler.step(self.optimizer)
@@ -142,7 +142,8 @@ class _AllRanks:
         new_buffers: dict[int, dict[str, Tensor]] = {}
         subject = Subject(replace(subject.traced, buffers=self.buffers), subject.loss, subject.random_seed)
         results = subject.lockstep(self.program, self.shards, stage_style, new_buffers=new_buffers)
-        self.new_buffers: Mapping[int, Mapping[str, Tensor]] = new_buffers
+        # Copies: what a buffer becomes may be a weight, which the optimizer changes.
+        self.new_buffers = {rank: {name: v.clone() for name, v in new.items()} for rank, new in new_buffers.items()}
         seeds, scales = subject.seeds(self.program, results), {rank: s.value for rank, s in self.scales.items()}
         scale = scales[min(results)]  # the loss is where the last stage is
         torch.autograd.backward([seed * scale for seed in seeds])
@@ -197,17 +198,15 @@ def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: made.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
 
 
-def train(
-    model: StepModel, subject: Subject, arrangement: Arrangement, training: Training, tolerance: float
-) -> list[StepReport]:
-    """Runs the steps on both sides, up to the first that differs. Weights and buffers of the model are as before then.
+def train(reference: Reference, arrangement: Arrangement, training: Training, tolerance: float) -> list[StepReport]:
+    """Runs the steps on both sides, up to the first that differs. Weights and buffers of the copy are as before then.
 
-    `subject`: of the example. A batch of other shapes is traced anew, and follows the same plan.
+    `reference`: of the example. A batch of other shapes is traced anew, and follows the same plan.
     """
     reports: list[StepReport] = []
-    with _as_before(model.base):
-        one, ranks = _OneDevice(model, training), _AllRanks(subject, arrangement, training)
-        calls = _Calls(model, subject, arrangement, training)
+    with _as_before(reference):
+        one, ranks = _OneDevice(reference, training), _AllRanks(reference.subject, arrangement, training)
+        calls = _Calls(reference, arrangement, training)
         rounding: dict[str, Tensor] = {}
         for step in range(1, training.steps + 1):
             phase(f"training step {step} of {training.steps}")
@@ -221,47 +220,48 @@ def train(
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
+def _as_before(reference: Reference) -> Iterator[None]:
     """What is written to weights and buffers inside is undone, and gradients are gone."""
-    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    traced = reference.traced
+    before = [(t, t.detach().clone()) for t in (*traced.parameters.values(), *traced.buffers.values())]
     try:
-        with buffers_restored(model):
+        with buffers_restored(reference.base):
             yield
     finally:
         with torch.no_grad():
-            for parameter, value in weights:
-                parameter.copy_(value)
-                parameter.grad = None
+            for tensor, value in before:
+                tensor.copy_(value)
+                tensor.grad = None
 
 
 class _Calls:
     """The trace and the program of each batch; those of the same shapes and options share them."""
 
-    def __init__(self, model: StepModel, example: Subject, arrangement: Arrangement, training: Training):
-        self.model, self.example, self.arrangement, self.training = model, example, arrangement, training
-        self.first = example.step(arrangement.decisions)
+    def __init__(self, reference: Reference, arrangement: Arrangement, training: Training):
+        self.reference, self.arrangement, self.training = reference, arrangement, training
+        self.first = reference.subject.step(arrangement.decisions)
         self.known: dict[Hashable, tuple[Subject, Program]] = {
-            self._key(training.example, example.traced.call): (example, self.first)
+            self._key(training.example): (reference.subject, self.first)
         }
 
     def of(self, step: int) -> tuple[Subject, Program]:
         """The subject and the program of a step, with its own inputs and random numbers."""
         arguments = self.training.batch(step)
-        call = flatten_call(arguments)
-        key = self._key(arguments, call)
+        key = self._key(arguments)
         if key not in self.known:
             self.known[key] = self._traced(arguments)
         subject, program = self.known[key]
+        call = replace(subject.traced.call, tensors=flatten_call(self.reference.in_double(arguments)).tensors)
         return Subject(replace(subject.traced, call=call), subject.loss, SEED + step), program
 
-    def _key(self, arguments: Mapping[str, Any], call: Call) -> Hashable:
-        return call_key(arguments, call, self.model.model.training, None)
+    def _key(self, arguments: Mapping[str, Any]) -> Hashable:
+        return call_key(arguments, flatten_call(arguments), self.reference.model.training, None)
 
     def _traced(self, arguments: Mapping[str, Any]) -> tuple[Subject, Program]:
         """As the runtime's compiler does it: by the same plan, with parameters where they are."""
         assert self.arrangement.plan is not None
-        traced = prepare(self.model.model, arguments, double=True)
-        decided = decided_by(self.example.traced, self.arrangement.decisions)
+        traced = self.reference.trace(arguments)
+        decided = decided_by(self.reference.traced, self.arrangement.decisions)
         decisions = decode(traced, self.arrangement.plan, self.arrangement.decisions.mesh, decided)
         subject = Subject(traced, find_loss(traced))
         program = subject.step(decisions)
@@ -288,15 +288,15 @@ def _step(
     compared.optimizer = one.optimizer
     compared.tensors("weight", ranks.shards, one.parameters, FLOOR)
     for key in _state_keys(one):
-        whole = {name: one.optimizer.state.get(p, {}).get(key) for name, p in one.parameters.items()}
+        whole = {name: _entry(one.optimizer, p, key) for name, p in one.parameters.items()}
         parts = {
-            rank: {name: ranks.optimizers[rank].state.get(p, {}).get(key) for name, p in local.items()}
+            rank: {name: _entry(ranks.optimizers[rank], p, key) for name, p in local.items()}
             for rank, local in ranks.shards.items()
         }
         compared.tensors("state", parts, whole, GRAD_FLOOR**2, suffix=f" {key}")
     for rank, new in ranks.new_buffers.items():
         for name, value in new.items():
-            compared.buffer(name, rank, value, one.model.base.get_buffer(name))
+            compared.buffer(name, rank, value, one.buffer(name))
     one.zero_grad()
     ranks.zero_grad()
     return StepReport(
@@ -309,6 +309,12 @@ def _step(
 def _factor(norm: Tensor, training: Training) -> float:
     """What clipping multiplies gradients by."""
     return 1.0 if training.max_norm is None else min(1.0, training.max_norm / (float(norm) + 1e-6))
+
+
+def _entry(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Tensor | None:
+    """What an optimizer keeps for every entry of a parameter."""
+    kept = optimizer.state.get(parameter, {}).get(key)
+    return kept if isinstance(kept, Tensor) and kept.shape == parameter.shape else None
 
 
 def _state_keys(one: _OneDevice) -> list[str]:

@@ -7,7 +7,7 @@ their random numbers from one seed, as `rng="exact"` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +84,9 @@ class Results:
 
 
 @contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """What the model writes to its buffers inside is undone."""
+def buffers_restored(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
+    """What the model writes to its buffers inside is undone, and to the parameters `written`."""
+    parameters = [(p, p.detach().clone()) for p in map(model.get_parameter, written)]
     before = [(module, name, buffer, buffer.clone()) for module in model.modules()
               for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
     try:
@@ -94,6 +95,8 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, value in before:
                 module._buffers[name] = buffer.copy_(value)
+            for parameter, value in parameters:
+                parameter.copy_(value)
 
 
 @contextmanager
@@ -104,13 +107,20 @@ def one_seed(seed: int = SEED) -> Iterator[None]:
         yield
 
 
+def _updated(parameter: Tensor, change: fx.GraphModule | None) -> Tensor:
+    """A parameter as the graph reads it: itself, or a leaf with the value that it changes to before."""
+    if change is None:
+        return parameter
+    return change(parameter.detach()).clone().requires_grad_(parameter.requires_grad)
+
+
 class Subject:
     """A traced graph whose `parameters` have values. Where it has a `loss`, that is differentiated; else a fixed
     weighting of all outputs. `random_seed`: where the random numbers of its runs begin."""
 
     def __init__(self, traced: Trace, loss: fx.Node | None = None, random_seed: int = SEED):
         self.traced, self.loss, self.random_seed = traced, loss, random_seed
-        self.weights = traced.parameters
+        self.weights = {name: _updated(p, traced.weight_updates.get(name)) for name, p in traced.parameters.items()}
         self.outputs = list(traced.graph.output_node().args[0])
 
     # Whole
@@ -144,13 +154,17 @@ class Subject:
         buffers = {name: values[node] for name, node in self.traced.buffer_updates.items()}
         return self.differentiate(self.flat_outputs(values), buffers)
 
-    def differentiate(self, flat: list[Any], buffers: Mapping[str, Tensor]) -> Results:
-        """The results of a run with these flat outputs and buffers: its gradients are taken, and left nowhere."""
-        trained = {name: p for name, p in self.weights.items() if p.requires_grad}
+    def differentiate(
+        self, flat: list[Any], buffers: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
+    ) -> Results:
+        """The results of a run with these flat outputs and buffers: its gradients are taken, and left nowhere.
+        `weights`: of the run, where it is not one of the graph."""
+        trained = {name: p for name, p in (weights or self.weights).items() if p.requires_grad}
         call = self.traced.call
         inputs = [t for t, gradient in zip(call.tensors, call.gradients, strict=True) if gradient]
         found = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
-        grads = {name: g for name, g in zip(trained, found, strict=False) if g is not None}
+        pairs = zip(trained, found, strict=False)
+        grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
         names = self.traced.call.with_gradient
         input_grads = {n: g for n, g in zip(names, found[len(trained) :], strict=True) if g is not None}
         # Copies: an output may be a buffer.
@@ -182,10 +196,11 @@ class Subject:
                     continue
                 place = tuple(at[axis] for axis, _ in cuts)
                 if place not in parts:
-                    parts[place] = self.weights[name].detach()
+                    parts[place] = self.traced.parameters[name].detach()
                     for axis, cut in cuts:
                         parts[place] = cut.take(parts[place], at[axis])
-                part = parts[place].clone() if trained or tamper is not None else parts[place]
+                changes = trained or tamper is not None or name in program.weight_updates
+                part = parts[place].clone() if changes else parts[place]
                 local[name] = nn.Parameter(part, requires_grad=self.weights[name].requires_grad)
         if tamper is not None:
             tamper(program, shards)
@@ -338,7 +353,7 @@ def relative(found: Tensor, expected: Tensor, scale: float | None = None) -> flo
         return float("inf")
     if not expected.numel():
         return 0.0
-    found, expected = found.detach(), expected.detach()
+    found, expected = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (found, expected))
     if found.is_complex() and expected.is_complex():
         found, expected = (torch.view_as_real(t.resolve_conj()) for t in (found, expected))
     if not expected.is_floating_point():

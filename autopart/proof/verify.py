@@ -5,24 +5,20 @@ outputs, every gradient and every buffer that is written. Where they differ it c
 first that is wrong.
 
 A model that computes in float32 inside (transformers' losses and RMS norms) cannot be matched to 1e-10 by any other
-order of additions. Such casts are lifted to float64 in the trace; the trace is then compared with the model to float32
-rounding, and the partitioned program with the trace to 1e-10.
+order of additions. Its trace is then computed in float64; the trace is compared with the model to the model's own
+rounding, and the partitioned program with the trace to 1e-10 (`reference.py` says what that proves).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
-from autopart.compat import tree_flatten, tree_map
 from autopart.errors import InputError, OptionError, RuntimeSetupError
-from autopart.ir.graph import draws_random_numbers
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Rng
 from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
@@ -30,9 +26,10 @@ from autopart.passes.choose.codec import decode
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
 from autopart.plans.plan import Plan
 from autopart.progress import phase
-from autopart.proof.finite import NotFinite, explain, infinite, not_finite
+from autopart.proof.finite import NotFinite, infinite
 from autopart.proof.localize import BROKEN, Mismatch, first_mismatch
-from autopart.proof.loop import StepModel, train
+from autopart.proof.loop import train
+from autopart.proof.reference import Reference
 from autopart.proof.scale import (
     ONE_PASS,
     ScaledCopy,
@@ -47,20 +44,14 @@ from autopart.proof.scale import (
 from autopart.proof.shrink import smallest_failing
 from autopart.proof.steps import StepMismatch, StepReport
 from autopart.proof.subgraph import Subgraph
-from autopart.proof.subject import Arrangement, Results, Subject, Tamper, buffers_restored, one_seed, relative
+from autopart.proof.subject import Arrangement, Subject, Tamper
 from autopart.proof.training import MakeOptimizer, Training, read_training
-from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, make_plan, prepare
+from autopart.recipe import make_plan, prepare
 from autopart.runtime.comm.stage_ranks import stage_style_of
-from autopart.tracing.caches import Caches
-from autopart.tracing.checkpoints import plain_checkpoints
 from autopart.tracing.model_source import ModelSource
-from autopart.tracing.skeleton import copy_of
+from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace import Trace, bind_call, check_values, flatten_call
-from autopart.tracing.with_loss import WithLoss, call
-
-FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
-"""How far a model that casts down may be from its trace in double precision."""
-NOT_DOUBLE = "the model has kernels without float64: it runs in float32, its trace and the program in float64"
+from autopart.tracing.with_loss import WithLoss
 
 
 @dataclass(frozen=True)
@@ -119,8 +110,8 @@ def verify(
 ) -> Verification:  # fmt: skip
     """Run ALL ranks of the partitioned model in this process, forward and backward, and compare with the model.
 
-    No process group is needed; the model is copied to float64. What it draws in the mode it is in (dropout when
-    training) is drawn from one seed on both sides.
+    No process group is needed. A copy of the model runs in float64, or as it is where it cannot. What it draws in the
+    mode it is in (dropout when training) is drawn from one seed on both sides.
 
     Args:
         model, mesh, example_args, example_kwargs, plan: as `parallelize`; nothing is compiled here.
@@ -203,37 +194,50 @@ class VerificationRun:
         self, model: nn.Module, arguments: dict[str, Any], loss_fn: Any = None, target: Any = None,
         scaled: bool | str | ScaledCopy | None = False, rng: Rng = "exact",
     ):  # fmt: skip
-        self.notes: list[str] = []
         if isinstance(scaled, (bool, str)):
             (scaled,) = _chosen(model, arguments, scaled, ONE_PASS)
         self.scaled = scaled.with_weights() if scaled is not None else None
         self.parameters = {name: p.to("meta") for name, p in model.named_parameters()}
         if self.scaled is None:
             check_weights(model)
-            self.base = copy_of(model, {}).double()
-        else:
-            self.notes += self.scaled.notes
-            self.base = self.scaled.model.double()
+        check_layouts(model, {})
         check_trained(model)
-        self.model = self.base
+        self.source = model if self.scaled is None else self.scaled.model
         self.target, self.has_loss_fn = target, loss_fn is not None
-        if loss_fn is not None:
-            self.model = WithLoss(self.base, loss_fn).train(model.training)
-        self.arguments = arguments = self.in_double(arguments, target)
-        phase("tracing the model")
-        self.traced = prepare(self.model, arguments, double=True)
-        if rng == "fast" and _is_random(self.traced):
-            self.notes.append("dropout is off: compared in eval mode")
-            self.model.eval()
-            self.traced = prepare(self.model, arguments, double=True)
-        self.notes += self.traced.notes
-        self.subject = Subject(self.traced, find_loss(self.traced))
+        self.reference = Reference(self.source, self.taken(arguments, target), loss_fn, rng)
+        self.parameters = {n: p for n, p in self.parameters.items() if n not in self.traced.written}
+        self.notes = [*(self.scaled.notes if self.scaled is not None else ()), *self.reference.notes]
 
-    def in_double(self, arguments: Mapping[str, Any], target: Any) -> dict[str, Any]:
-        """The arguments of a call of the user's model as those of a call of this run's."""
+    @property
+    def model(self) -> nn.Module:
+        """The copy, with the loss function behind it."""
+        return self.reference.model
+
+    @property
+    def base(self) -> nn.Module:
+        """The copy alone."""
+        return self.reference.base
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the call of the copy."""
+        return self.reference.arguments
+
+    @property
+    def traced(self) -> Trace:
+        """In float64."""
+        return self.reference.traced
+
+    @property
+    def subject(self) -> Subject:
+        """The trace, to be run whole or cut."""
+        return self.reference.subject
+
+    def taken(self, arguments: Mapping[str, Any], target: Any) -> dict[str, Any]:
+        """The arguments of a call of the user's model as those of a call of the copy."""
         taken = self.scaled.arguments(arguments) if self.scaled is not None else dict(arguments)
         taken = {"target": target, "call": taken} if self.has_loss_fn else taken
-        return dict(tree_map(_double, placed(taken, device_of(self.base))))
+        return placed(taken, device_of(self.source))
 
     def arrange(
         self, mesh: Any, plan: Plan | None = None, options: Options | None = None, tamper: Tamper | None = None
@@ -258,11 +262,8 @@ class VerificationRun:
     ) -> Verification:  # fmt: skip
         """Run the program of an arrangement on all ranks, and compare; where all is well its training steps too."""
         phase("running the model on one device")
-        expected, apart, bad = self._expected
+        expected, errors, bad = self.reference.expected, dict(self.reference.errors), self.reference.not_finite
         phase(f"running all {arrangement.decisions.mesh.num_ranks} ranks")
-        allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
-        errors = {"trace against model": apart} if apart > allowed else {}
-        errors |= {f"buffer {name}": float("inf") for name in self.lost}
         failure: Exception | None = None
         try:
             errors |= self.subject.errors(arrangement, expected)
@@ -291,10 +292,10 @@ class VerificationRun:
         if not found.ok:
             return replace(found, notes=(*found.notes, "no training step was run: one pass is not right already"))
         targets = training.targets or (self.target,) * len(training.batches)
-        batches = tuple(self.in_double(b, target) for b, target in zip(training.batches, targets, strict=True))
+        pairs = zip(training.batches, targets, strict=True)
+        batches = tuple(self.reference.converted(self.taken(batch, target)) for batch, target in pairs)
         training = replace(training, example=self.arguments, batches=batches)
-        as_traced = bool({LIFTED, LIFTED_HALF, NOT_DOUBLE} & set(self.notes))
-        reports = train(StepModel(self.model, self.base, as_traced), self.subject, arrangement, training, tolerance)
+        reports = train(self.reference, arrangement, training, tolerance)
         errors = {f"step {r.step} {name}": error for r in reports for name, error in r.errors.items()}
         first = reports[-1].first
         worst = max([found.max_error, *errors.values()])
@@ -305,43 +306,6 @@ class VerificationRun:
             found, ok=first is None, max_error=worst, first_mismatch=first, errors={**found.errors, **errors},
             steps=tuple(reports), notes=(*found.notes, *([note] if rounding else [])),
         )  # fmt: skip
-
-    @cached_property
-    def _expected(self) -> tuple[Results, float, NotFinite | None]:
-        """What the program must compute, how far the trace is from the model where that is not the same, and what of
-        the model is not finite."""
-        try:
-            own = self._of_model(self.arguments)
-        except (RuntimeError, NotImplementedError):
-            own = self._of_model_in_float32()
-            self.notes.append(NOT_DOUBLE)
-        values = not_finite(self.subject, own)
-        bad = explain(self.subject, values) if values else None
-        if not {LIFTED, LIFTED_HALF, NOT_DOUBLE} & set(self.notes):
-            return own, 0.0, bad
-        traced = self.subject.expected()
-        return traced, traced.distance(own), bad
-
-    def _of_model(self, arguments: dict[str, Any]) -> Results:
-        """What the model itself computes; notes the buffers that it changes unseen by the trace."""
-        before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
-        with buffers_restored(self.base), Caches(self.model):
-            with one_seed(), plain_checkpoints():
-                flat = tree_flatten(call(self.model, arguments))[0]
-            written = {name: self.base.get_buffer(name).detach().clone() for name in self.traced.buffer_updates}
-            changed = {name for name, value in before.items() if relative(self.base.get_buffer(name), value) > 0}
-            own = self.subject.differentiate(flat, written)
-        self.lost = changed - set(written)
-        return own
-
-    def _of_model_in_float32(self) -> Results:
-        """For a model with kernels that know no float64. Raises what the model raises in float32 too."""
-        single = tree_map(lambda leaf: _cast(leaf, torch.float32), self.arguments)
-        self.base.float()
-        try:
-            return self._of_model(single)
-        finally:
-            self.base.double()
 
 
 def _chosen(
@@ -401,17 +365,3 @@ def check_trained(model: nn.Module) -> None:
             why="verify() compares gradients",
             hint="requires_grad_() on what is trained",
         )
-
-
-def _is_random(traced: Trace) -> bool:
-    return any(draws_random_numbers(n) for n in traced.graph.nodes if n.op == "call_function")
-
-
-def _double(leaf: Any) -> Any:
-    return _cast(leaf, torch.float64)
-
-
-def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-        return leaf
-    return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)

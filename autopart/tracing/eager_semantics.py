@@ -305,19 +305,25 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags of one size as rows of a table, summed: torch's own operator hides which rows belong to which bag."""
-    if input.ndim != 2 or max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean"):
+    """Bags as rows of a table, added up: torch's own operator hides which rows belong to which bag. The gradient of the
+    table is dense."""
+    if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean"):
         return F.embedding_bag(
-            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, False, per_sample_weights,
             include_last_offset, padding_idx,
         )  # fmt: skip
     rows = F.embedding(input, weight)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
+    counts = torch.ones_like(input)
+    if padding_idx is not None:
+        counts = input != padding_idx % len(weight)
+        rows = rows * counts.unsqueeze(-1)
+    if offsets is not None:
+        return _bags(rows, counts, offsets[:-1] if include_last_offset else offsets, mode)
     if padding_idx is None:
         return rows.sum(1) if mode == "sum" else rows.mean(1)
-    counts = input != padding_idx % len(weight)
-    total = (rows * counts.unsqueeze(-1)).sum(1)
+    total = rows.sum(1)
     return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
 
 
@@ -342,5 +348,34 @@ def _ctc_loss(
     return rows.sum() if reduction == "sum" else rows
 
 
-TRACEABLE: Mapping[Any, Callable[..., Any]] = {F.embedding_bag: _embedding_bag, F.ctc_loss: _ctc_loss}
+def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
+    """Bags that lie one after the other, from their starts: every row is added to the bag that it is in. `counted`:
+    whether a row counts for a mean."""
+    places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
+    bag = torch.searchsorted(starts, places, right=True) - 1
+    total = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
+    if mode == "sum":
+        return total
+    counts = torch.zeros_like(starts).index_add(0, bag, counted.to(starts.dtype))
+    return total / counts.clamp(min=1).unsqueeze(-1)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of a table whose gradient is dense, also where a sparse one is asked for: ranks add up dense ones."""
+    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+
+
+TRACEABLE: Mapping[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
+    F.ctc_loss: _ctc_loss,
+}
 """Functions that a trace takes in another form."""

@@ -27,7 +27,8 @@ _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 type, dtype, whether enabled, whether casts are cached."""
 _FORMULAS = ("aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
 _OURS = ("<eval_with_key>", "/torch/overrides.py", str(Path(__file__).parent.parent))
-_WRITTEN = {OutputKind.PARAMETER_MUTATION: "its parameter", OutputKind.USER_INPUT_MUTATION: "its input"}
+CONSTANT = "_constant_"
+"""What the names of tensors begin with that are written into the trace."""
 
 
 def functional(program: Any) -> Any:
@@ -154,6 +155,7 @@ def own_graph(
         if node.name in attributes:
             values[node] = graph.get_attr(attributes[node.name])
             values[node].meta = {**node.meta, "parameter": node.name in parameters}
+            facts(values[node])["constant"] = attributes[node.name].startswith(CONSTANT)
         elif isinstance(node.meta.get("val"), torch.Tensor):
             values[node] = graph.node_copy(node)
             name, tensor = next(inputs)
@@ -187,7 +189,8 @@ def own_frames(stack_trace: str) -> str:
 
 
 def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, own: Callable[[str], str]) -> None:
-    """Leave the model's own outputs as the output node's first argument, new values of buffers as its second.
+    """Leave the model's own outputs as the output node's first argument, new values of buffers and
+    parameters as its second.
 
     `own`: from the name of a tensor in the exported program to the user's.
     """
@@ -195,15 +198,15 @@ def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, own: Callable[[s
     kept: list[Any] = []
     updates: dict[str, fx.Node] = {}
     for spec, made in zip(specs, output.args[0], strict=True):
-        if spec.kind is OutputKind.BUFFER_MUTATION:
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             updates[own(spec.target)] = _detached(made)
         elif spec.kind is OutputKind.USER_OUTPUT:
             kept.append(made)
         else:
             raise TraceError(
-                f"{type(model).__name__} writes to {_WRITTEN[spec.kind]} '{own(spec.target)}' in its forward",
+                f"{type(model).__name__} writes to its input '{own(spec.target)}' in its forward",
                 refusal=Refusal.WRITE,
-                why="only buffers can be written",
+                why="only buffers and parameters can be written",
                 where=describe(made),
                 hint="do it outside forward()",
             )

@@ -165,11 +165,15 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
 
 
 def _graph_run(traced: Trace, eager: _Run, device: torch.device, inputs: Sequence[Tensor]) -> _Run:
-    """The trace's graph, run as the model was."""
+    """The trace's graph, run as the model was; in the precision of the graph, which may be another."""
     others = {**traced.buffers, **traced.constants, **traced.parameters}
+    dtypes = {n.target: value(n).dtype for n in traced.graph.find_nodes(op="get_attr")}
     with no_autocast(), meta_run(device):
         tensors = {name: without_values(t) for name, t in others.items() if name not in eager.tensors}
-        values = traced.values(inputs, {**tensors, **eager.tensors})
+        tensors = {name: t.to(dtypes.get(name, t.dtype)) for name, t in (tensors | dict(eager.tensors)).items()}
+        nodes = traced.graph.find_nodes(op="placeholder")
+        given = [t.to(value(n).dtype) for t, n in zip(inputs, nodes, strict=True)]
+        values = traced.values(given, tensors)
     outputs = traced.graph.output_node().args[0]
     flat = [values[o] if isinstance(o, fx.Node) else o for o in outputs]
     return _Run(flat, eager.leaves, eager.tensors)

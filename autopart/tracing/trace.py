@@ -11,9 +11,9 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from autopart.tracing.counted import selected_sizes, with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.entry import PREFIX, Entry, register_dataclasses, tensor_names
-from autopart.tracing.exported import drop_checks, functional, inline_regions, name_outputs, own_graph
+from autopart.tracing.exported import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.floats import ReadsFloat
 from autopart.tracing.functions import name_functions
 from autopart.tracing.model_checks import check_hooks, check_model
@@ -36,7 +36,9 @@ from autopart.tracing.python_state import check_attributes, check_draws
 from autopart.tracing.repeated import NotAlike, Repeats
 from autopart.tracing.saved_views import saved_views
 from autopart.tracing.skeleton import without_values
+from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace_errors import shape_by_values, trace_error
+from autopart.tracing.weight_updates import WeightUpdates, with_weight_updates
 from autopart.tracing.with_loss import WithLoss, users_input, users_model, users_name
 
 _NO_CACHE = "use_cache"
@@ -74,6 +76,8 @@ class Trace:
     `autocast`: the dtype of the `torch.autocast` that the model was called in, "" outside of one.
     `checkpointed`: paths of the modules that the model runs under `torch.utils.checkpoint`, "" for itself; None: of
     functions that hold no module.
+    `written`: those of the buffers that are frozen parameters of the model. `weight_updates`: how trained parameters
+    change before the graph runs.
     """
 
     graph: fx.Graph
@@ -87,6 +91,8 @@ class Trace:
     mode: str
     checkpointed: tuple[str | None, ...] = ()
     autocast: str = ""
+    written: frozenset[str] = frozenset()
+    weight_updates: WeightUpdates = field(default_factory=dict)
 
     def without_values(self) -> Trace:
         """The same, with parameters that hold no memory."""
@@ -182,12 +188,13 @@ def check_values(call: Call) -> None:
             )  # fmt: skip
 
 
-def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
+def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[str] = ()) -> Trace:
     """Trace `model(**arguments)`.
 
     Args:
         model: any module; its parameters may be on `meta`.
         arguments: the call by name, from `bind_call`.
+        written: frozen parameters that another call writes, and which are buffers of this one too.
     Raises:
         TraceError: the model cannot be traced, with the user's line and what to try.
     """
@@ -200,6 +207,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     entry = Entry(model, arguments, call.names, torch.autocast(device.type, dtype) if dtype is not None else None)
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
     check_hooks(users_model(model))
+    check_layouts(users_model(model), dict(zip(call.names, call.tensors, strict=True)))
     try:
         program = _export(entry, example)
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
@@ -219,7 +227,9 @@ def trace(model: nn.Module, arguments: Mapping[str, Any]) -> Trace:
     notes = (*traced.notes, *passed, *entry.assumptions.notes())
     traced = replace(traced, notes=notes, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
-    return traced
+    frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
+    traced = _with_buffers(traced, {*written, *traced.buffer_updates} & frozen)
+    return with_weight_updates(traced, type(users_model(model)).__name__)
 
 
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
@@ -288,7 +298,7 @@ def _from_exported(
     plain_names = tensor_names(call.names)
     call = replace(call, names=tuple(users_input(model, name) for name in call.names))
     parameters, aliases = _parameter_names(model)
-    constants = {f"_constant_{i}": program.constants[name] for i, name in enumerate(_lifted(program))}
+    constants = {f"{CONSTANT}{i}": program.constants[name] for i, name in enumerate(_lifted(program))}
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names |= dict(zip(signature.inputs_to_lifted_tensor_constants, constants, strict=True))
     first_name = {alias: name for name, others in aliases.items() for alias in others}
@@ -334,6 +344,15 @@ def _mark_loss(model: WithLoss, graph: fx.Graph) -> None:
         stack = facts(node).get("nn_module_stack") or {}
         facts(node)["loss"] = not any(f"{path}.".startswith("model.") for path, _ in stack.values())
         facts(node)["nn_module_stack"] = {key: (users_name(model, path), kind) for key, (path, kind) in stack.items()}
+
+
+def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
+    """The trace with the frozen parameters that are written among its buffers: every rank holds them whole."""
+    for node in traced.graph.find_nodes(op="get_attr"):
+        facts(node)["parameter"] = bool(facts(node).get("parameter")) and node.target not in written
+    parameters = {name: p for name, p in traced.parameters.items() if name not in written}
+    buffers = {name: traced.parameters[name] for name in traced.parameters if name in written}
+    return replace(traced, parameters=parameters, buffers={**traced.buffers, **buffers}, written=frozenset(buffers))
 
 
 def _lifted(program: Any) -> list[str]:

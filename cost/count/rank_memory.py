@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from autopart.compat import stored_bytes
 from autopart.cost.count.footprint import StageMemory, Walk, stage_memory
 from autopart.cost.memory import BUCKET_BYTES, OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
@@ -68,7 +69,7 @@ def local_bytes(trace: Trace, program: Program, stored: StoredTensor) -> int:
 
 def _buffer_bytes(trace: Trace) -> int:
     """Every rank holds every buffer; one that has two names once."""
-    return sum(buffer.nbytes for buffer in {id(buffer): buffer for buffer in trace.buffers.values()}.values())
+    return sum(stored_bytes(buffer) for buffer in {id(buffer): buffer for buffer in trace.buffers.values()}.values())
 
 
 def _input_bytes(trace: Trace) -> int:

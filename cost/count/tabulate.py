@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from autopart.compat import stored_bytes
 from autopart.cost.count.counting import Counted, counted
 from autopart.cost.count.footprint import (
     Memory,
@@ -72,7 +73,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     }  # fmt: skip
     order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
     flops = sum(matrix_work(n) * _copies(facts(n).get("key", ""), blocks) for n in active_operators(trace.graph))
-    buffers = {id(buffer): buffer.nbytes * _copies(name, blocks) for name, buffer in trace.buffers.items()}
+    buffers = {id(buffer): stored_bytes(buffer) * _copies(name, blocks) for name, buffer in trace.buffers.items()}
     batch = batch_size(trace)
     return Table(
         tuple(rows), tuple(order), parameters, batch // (program.row_ranks * program.microbatches), tokens(trace),

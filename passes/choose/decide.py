@@ -15,6 +15,7 @@ from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import active_operators, describe, shape, spoken_name, tensor_inputs
 from autopart.ir.layout import Layout
 from autopart.ir.mesh import Mesh
+from autopart.ir.pattern import Pattern
 from autopart.passes.choose.batch import batch_strategies
 from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.pins import Pinned, solve_pinned
@@ -94,6 +95,13 @@ def stages_from_cuts(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
     return {node: sum(cut <= i for cut in cuts) for i, node in enumerate(active_operators(trace.graph))}
 
 
+def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
+    """Whether a call looks up rows of a weight, of which every rank has some."""
+    pattern: Pattern | None = facts(node)["pattern"]
+    reads_weight = any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
+    return pattern is not None and reads_weight and strategy.factor is not None and strategy.factor == pattern.lookup
+
+
 def check_divides(
     trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool = False
 ) -> None:
@@ -106,9 +114,12 @@ def check_divides(
         n for n in active_operators(trace.graph) if facts(n)["pattern"] is not None and facts(n)["pattern"].flops
     ]
     ranks, leave_out = mesh.size(axis), f"leave {axis} out of the mesh"
+    if not products and any(_cuts_table(n, chosen[axis][n]) for n in active_operators(trace.graph)):
+        return
     if not products:
         raise LayoutError(
-            f"{axis}={ranks} has nothing to split", why="the model has no matrix product with a parameter",
+            f"{axis}={ranks} has nothing to split", 
+            why="the model has no matrix product with a parameter, and no table of embeddings that can be cut",
             hint=f"{leave_out}; dp works for any model",
         )  # fmt: skip
     sizes = sorted(

@@ -18,6 +18,7 @@ from .random import draws_as_data
 from .recurrent import explicit_recurrent_dropout
 from .statistics import batch_statistics
 from .views import (
+    complex_writes,
     drop_no_ops,
     exact_squeeze,
     explicit_repeats,
@@ -39,6 +40,7 @@ _FORMS = (
     one_reshape,
     exact_squeeze,
     plain_copies,
+    complex_writes,
     drop_no_ops,
     plain_broadcasts,
     no_empty_parts,

@@ -1,4 +1,4 @@
-"""Let a float64 copy of a model compute in float64 throughout."""
+"""Let the graph of a model compute in float64 throughout."""
 
 from __future__ import annotations
 
@@ -7,49 +7,94 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.ir.graph import is_floating, value
+from autopart.ir.facts import facts
+from autopart.ir.graph import draws_random_numbers, is_floating, value
 
-from .new_calls import emit, fake_call
+from .new_calls import emit, fake_call, fake_mode
 
-_LOWER = (torch.float32, torch.float16, torch.bfloat16)
+_DOUBLE = {
+    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
+"""Of every precision that is lifted, what it becomes."""
 
 
 def in_double(graph: fx.Graph) -> set[torch.dtype]:
-    """Let a float64 model compute in float64 throughout: casts of floating values to a lower precision (losses and
-    norms that work in float32) keep float64. Returns the precisions that were lifted."""
-    lifted: set[torch.dtype] = set()
+    """Let a model compute in float64 throughout, whatever precision it was traced in: its inputs, weights and buffers
+    are taken to be float64, and casts of what is made of them to a lower precision (losses and norms that work in
+    float32, autocast) keep float64. What is made from nothing (`zeros`, positions, constants, random numbers) is made
+    as it was traced, and cast where it meets a value of the same precision that was lifted. Returns the precisions
+    that were lifted, but for that of float32 weights."""
     traced = {node: value(node).dtype for node in graph.nodes if is_floating(node)}
+    lifted: set[torch.dtype] = set()
+    changed: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if any(is_floating(n) and value(n).dtype == torch.float64 for n in node.all_input_nodes):
-            args = fx.node.map_aggregate(node.args, _doubled)
-            kwargs = fx.node.map_aggregate(node.kwargs, _doubled)
-            fx.node.map_aggregate((node.args, node.kwargs), lambda a: lifted.add(a) if _is_lower(a) else None)
-            node.args, node.kwargs = args, kwargs
-            _lift_others(node, traced)
-        if lifted:
-            node.meta["val"] = fake_call(node.target, node.args, node.kwargs, node.all_input_nodes)
-    return lifted
+        if node.op in ("placeholder", "get_attr"):
+            if traced.get(node) in _DOUBLE and not facts(node).get("constant"):
+                _lift_value(node)
+                changed.add(node)
+        elif node.op == "call_function":
+            given = node.args, node.kwargs
+            if node.target is torch.ops.aten.view.dtype or draws_random_numbers(node):  # of bits, and not of values
+                _keep_operands(node, traced)
+            elif any(is_floating(n) and value(n).dtype in _DOUBLE.values() for n in node.all_input_nodes):
+                lifted |= _lift_casts(node)
+                _lift_others(node, traced)
+            if given != (node.args, node.kwargs) or not changed.isdisjoint(node.all_input_nodes):
+                node.meta["val"] = fake_call(node.target, node.args, node.kwargs, node.all_input_nodes)
+                changed.add(node)
+    return lifted | {traced[node] for node in changed if traced.get(node) in (torch.float16, torch.bfloat16)}
 
 
-def _doubled(argument: Any) -> Any:
-    return torch.float64 if _is_lower(argument) else argument
+def _lift_value(node: fx.Node) -> None:
+    """Let an input or a weight be float64."""
+    made = value(node)
+    with fake_mode([node]), torch.no_grad():
+        lifted = made.detach().to(_DOUBLE[made.dtype])
+    node.meta["val"] = lifted.requires_grad_(made.requires_grad)
 
 
-def _is_lower(argument: Any) -> bool:
-    return isinstance(argument, torch.dtype) and argument in _LOWER
+def _lift_casts(node: fx.Node) -> set[torch.dtype]:
+    """Let a call make float64 where it is asked for less; what it was asked for."""
+    asked: set[torch.dtype] = set()
+
+    def lift(argument: Any) -> Any:
+        if isinstance(argument, torch.dtype) and argument in _DOUBLE:
+            asked.add(argument)
+            return _DOUBLE[argument]
+        return argument
+
+    args, kwargs = (fx.node.map_aggregate(given, lift) for given in (node.args, node.kwargs))
+    if asked:
+        node.args, node.kwargs = args, kwargs
+    return asked
+
+
+def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
+    """Let a call read its operands in the precision in which it was traced."""
+    for operand in node.all_input_nodes:
+        if operand in traced and value(operand).dtype != traced[operand]:
+            with node.graph.inserting_before(node):
+                lowered = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, traced[operand])
+            traced[lowered] = traced[operand]
+            node.replace_input_with(operand, lowered)
 
 
 def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
     """Operands of one precision stay of one: what was made in float32 from nothing (`zeros`, `eye`, positions) is cast
     where it meets a lifted value."""
     operands = [n for n in node.all_input_nodes if is_floating(n)]
-    if len({traced[n] for n in operands}) > 1:
+    if len({_real(traced[n]) for n in operands}) > 1:
         return
     for operand in operands:
-        if value(operand).dtype in _LOWER:
+        if value(operand).dtype in _DOUBLE:
             with node.graph.inserting_before(node):
-                lifted = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, torch.float64)
+                double = _DOUBLE[value(operand).dtype]
+                lifted = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, double)
             traced[lifted] = traced[operand]
             node.replace_input_with(operand, lifted)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    """The precision of the real and imaginary parts."""
+    return dtype.to_real() if dtype.is_complex else dtype

@@ -8,7 +8,16 @@ import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import argument, dropout_probability, is_tensor, operator_name, shape, short_name, value
+from autopart.ir.graph import (
+    argument,
+    dropout_probability,
+    is_sparse,
+    is_tensor,
+    operator_name,
+    shape,
+    short_name,
+    value,
+)
 from autopart.passes.pipeline import on_calls
 from autopart.passes.rules.equations import read_equation
 
@@ -21,24 +30,34 @@ aten = torch.ops.aten
 _PRODUCTS = {"addmm": "mm", "baddbmm": "bmm", "addbmm": "bmm", "addmv": "matmul", "mv": "matmul", "dot": "matmul"}
 
 
-@on_calls("aten::bilinear", *(f"aten::{name}" for name in _PRODUCTS))
+@on_calls("aten::bilinear", "aten::mm", "aten::matmul", *(f"aten::{name}" for name in _PRODUCTS))
 def plain_products(graph: fx.Graph, node: fx.Node) -> None:
     """`beta * bias + alpha * product` in one call becomes its parts; `mv` and `dot` become `matmul`, `bilinear` an
-    `einsum`. A plain `addmm` is left to `one_linear`."""
+    `einsum`, a product of a sparse matrix `_sparse_mm`. A plain `addmm` is left to `one_linear`."""
     name = short_name(node)
     with graph.inserting_before(node):
-        if name == "bilinear":
+        if name in ("mm", "matmul"):
+            if _is_sparse_product(node):
+                replace(node, emit(graph, node, aten._sparse_mm.default, *node.args))
+        elif name == "bilinear":
             replace(node, _bilinear(graph, node))
         elif name in ("mv", "dot"):
             replace(node, emit(graph, node, aten.matmul.default, *node.args))
-        elif name != "addmm" or argument(node, "beta") != 1 or argument(node, "alpha") != 1:
+        elif name != "addmm" or is_sparse(node.args[1]) or argument(node, "beta") != 1 or argument(node, "alpha") != 1:
             replace(node, _scaled_sum(graph, node, name))
+
+
+def _is_sparse_product(node: fx.Node) -> bool:
+    """Whether a call multiplies a sparse matrix by a matrix that is not."""
+    left, right = node.args
+    return is_sparse(left) and not is_sparse(right) and len(shape(left)) == len(shape(right)) == 2
 
 
 def _scaled_sum(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
     bias, *factors = node.args
     beta, alpha = argument(node, "beta"), argument(node, "alpha")
-    product = emit(graph, node, getattr(aten, _PRODUCTS[name]).default, *factors)
+    target = aten._sparse_mm if is_sparse(factors[0]) else getattr(aten, _PRODUCTS[name])
+    product = emit(graph, node, target.default, *factors)
     if name == "addbmm":
         product = emit(graph, node, aten.sum.dim_IntList, product, [0])
     if alpha != 1:
@@ -65,7 +84,7 @@ def one_linear(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         name = short_name(node) if node.op == "call_function" else ""
         with graph.inserting_before(node):
-            if name == "mm":
+            if name == "mm" and not any(is_sparse(n) for n in node.args):
                 _matrix_product(graph, node, *node.args)
             elif name == "addmm":
                 _matrix_product(graph, node, *node.args[1:], node.args[0])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, value
+from autopart.ir.graph import argument, is_floating, is_tensor, operator_name, shape, value
 from autopart.passes.pipeline import on_calls
 
 from .new_calls import emit, getitem, replace
@@ -65,10 +67,10 @@ def positional_arguments(graph: fx.Graph) -> None:
         if node.op != "call_function" or schema is None or not node.kwargs:
             continue
         args, kwargs = list(node.args), dict(node.kwargs)
-        positional = [argument for argument in schema.arguments if not argument.kwarg_only]
-        last = max((i for i, argument in enumerate(positional) if argument.name in kwargs), default=-1)
-        for argument in positional[len(args) : last + 1]:
-            args.append(kwargs.pop(argument.name, argument.default_value))
+        positional = [declared for declared in schema.arguments if not declared.kwarg_only]
+        last = max((i for i, declared in enumerate(positional) if declared.name in kwargs), default=-1)
+        for declared in positional[len(args) : last + 1]:
+            args.append(kwargs.pop(declared.name, declared.default_value))
         node.args, node.kwargs = tuple(args), kwargs
 
 
@@ -88,9 +90,30 @@ def plain_copies(graph: fx.Graph, node: fx.Node) -> None:
         replace(node, source)
 
 
+@on_calls("aten::slice_scatter", "aten::select_scatter")
+def complex_writes(graph: fx.Graph, node: fx.Node) -> None:
+    """A part of a complex tensor is overwritten by `index_copy`, which torch can differentiate."""
+    if not value(node).is_complex():
+        return
+    source, dim = node.args[1], argument(node, "dim") % len(shape(node))
+    places = range(shape(node)[dim])
+    with graph.inserting_before(node):
+        if operator_name(node) == "aten::slice_scatter":
+            places = places[slice(*(argument(node, name) for name in ("start", "end", "step")))]
+        else:
+            start = places[argument(node, "index")]
+            places = range(start, start + 1)
+            source = emit(graph, node, aten.unsqueeze.default, source, dim)
+        options: dict[str, Any] = {"dtype": torch.int64, "device": value(node).device}
+        index = emit(graph, node, aten.arange.start_step, places.start, places.stop, places.step, **options)
+        replace(node, emit(graph, node, aten.index_copy.default, node.args[0], dim, index, source))
+
+
 @on_calls("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten")
 def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
     """Every view that merges or splits dims becomes `reshape` with its full shape (a shard may not be viewable)."""
+    if node.target is aten.view.dtype:  # the bits of each number, read as another one
+        return
     if node.target is not aten.reshape.default or list(node.args[1]) != list(shape(node)):
         with graph.inserting_before(node):
             replace(node, emit(graph, node, aten.reshape.default, node.args[0], list(shape(node))))

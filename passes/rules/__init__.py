@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import is_floating, is_tensor, operator_name, shape, tensor_inputs
+from autopart.ir.graph import is_floating, is_sparse, is_tensor, operator_name, shape, tensor_inputs
 from autopart.ir.pattern import Pattern
 
 from .factors import output_shapes
@@ -15,7 +15,7 @@ from .local import LocalForm
 from .notation import Rule
 from .pointwise import POINTWISE, is_tagged_pointwise, pointwise
 from .registered import REGISTERED, has_rule
-from .tables import LINES, SHAPED, WITHOUT_RULE
+from .tables import LINES, OF_SPARSE, SHAPED, WITHOUT_RULE
 
 __all__ = ["Rule", "has_rule", "local_form", "pattern_for"]
 
@@ -26,6 +26,8 @@ def pattern_for(node: fx.Node) -> Pattern | None:
     if not inputs or not all(is_tensor(n) for n in inputs):
         return None
     name = operator_name(node)
+    if any(is_sparse(n) for n in (node, *inputs)) and name not in OF_SPARSE:
+        return None
     if name in SHAPED:
         shaped = SHAPED[name](node)
         if shaped is not None or name not in POINTWISE:

@@ -46,6 +46,8 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
             "b (g r) q d, b g k d, b g k e, q k -> b (g r) q e")),
         Rule("... q d, ... k d, ... k e -> ... q e", whole="d k q", matmul=_ATTENTION, also=(
             "b (g r) q d, b g k d, b g k e -> b (g r) q e",))),
+    # the sparse matrix is whole
+    "aten::_sparse_mm": Rule("m k, k n -> m n", whole="m k", linear=((1,),)),
     # tables and classes; embeddings are cut by rows, as the head that is tied to them
     "aten::embedding": Rule("v h, ... -> ... h", whole="h", linear=((0,),), lookup="v", when=gradients_as_they_are,
         local=lookups.embedding),
@@ -195,6 +197,9 @@ LOSS_REDUCTIONS: dict[str, int] = {
     "aten::binary_cross_entropy_with_logits": 4,
 }  # fmt: skip
 """Losses with a `reduction` argument, and its position: 0 none, 1 mean (the default), 2 sum."""
+
+OF_SPARSE = {"aten::_sparse_mm"}
+"""Operators whose rules hold for sparse tensors: the only ones."""
 
 WITHOUT_RULE: dict[str, LocalForm] = {"aten::as_strided": views.as_strided}
 """Local forms of operators that have no rule."""

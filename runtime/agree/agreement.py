@@ -77,6 +77,8 @@ def program_text(program: Program) -> str:
     for stage in program.stages:
         for graph in (stage.prologue, stage.graph):
             lines += [f"stage {stage.index}: {node.format_node()}" for node in graph.graph.nodes if node.op != "output"]
+    for name, change in program.weight_updates.items():
+        lines += [f"{name}: {node.format_node()}" for node in change.graph.nodes if node.op == "call_function"]
     text = "\n".join(lines)
     for index in range(torch.cuda.device_count()):
         text = text.replace(f"cuda:{index}", "cuda")

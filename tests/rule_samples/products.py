@@ -1,8 +1,9 @@
 """Calls of matrix products, attention, convolutions and pooling."""
 
-from .sample import bools, call, ints, x
+from .sample import bools, call, data, ints, x
 
 SAMPLES = [
+    call("_sparse_mm", data(4, 6).to_sparse(), x(6, 8)),
     call("linear", x(2, 6, 4), x(12, 4)),
     call("linear", x(6, 4), x(12, 4), x(12)),
     call("linear", x(4), x(6, 4)),

@@ -1,0 +1,194 @@
+"""What the partitioned program is compared with: a model on one device, and its trace in float64.
+
+There are two ways, and a verification takes the first that works:
+
+1. **The model in float64.** A copy is converted to float64 and run, and it is traced as it is then. The program is
+   compared with the copy itself to 1e-10. Where the copy casts down inside (a loss in float32), the casts are lifted
+   in the trace; then the program is compared with the trace to 1e-10, and the trace with the copy to float32 rounding.
+2. **The model in its own precision.** Some models do not run in float64: they make `torch.zeros(...)` and add to it,
+   hold weights in bfloat16 beside others, enter autocast inside, keep tensors of float32 in a cache, or call a kernel
+   that has no float64. Such a copy is run and traced in the precision that it has, and the graph is then converted to
+   float64 (`passes/normalize/precision.py`). The program is compared with that graph to 1e-10, and the graph with the
+   model to the rounding of the precision that the model computes in. Where rounding decides more than that (which
+   units of a ReLU are on, which expert is chosen), the graph is compared with the model before it is converted.
+
+So both ways can fail: a fault of the program (a lost sum, a wrong shard) shows at 1e-10, against a graph that is not
+partitioned; and a fault of the graph (a lost operator, a wrong constant) shows at the model's own precision, against
+Python code that no part of autopart has touched. What the second comparison cannot see is a fault of the trace that
+changes every result by less than the model's own rounding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.compat import tree_flatten, tree_map
+from autopart.errors import TraceError
+from autopart.ir.graph import draws_random_numbers
+from autopart.ir.program import Rng
+from autopart.passes.pipeline import PassError
+from autopart.progress import phase
+from autopart.proof.finite import NotFinite, explain, not_finite
+from autopart.proof.subject import Results, Subject, buffers_restored, one_seed, relative
+from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, prepare
+from autopart.tracing.caches import Caches
+from autopart.tracing.checkpoints import plain_checkpoints
+from autopart.tracing.skeleton import copy_of
+from autopart.tracing.trace import Trace
+from autopart.tracing.with_loss import WithLoss, call
+
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
+"""How far a model that computes in float32, or in half precision, may be from its trace in double precision."""
+NOT_DOUBLE = "the model does not run in float64: it runs in its own precision, its trace and the program in float64"
+NO_DROPOUT = "dropout is off: compared in eval mode"
+_DOUBLE = {False: torch.float64, True: torch.complex128}
+_SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+_CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
+"""What models raise that do not run in float64."""
+
+
+class Reference:
+    """A copy of a model, traced and run for a call.
+
+    `source`: the model, which stays as it is. `arguments`: of the call. `loss_fn`: as `verify`.
+
+    `model`: the copy, with the loss function behind it; `base`: without. `arguments`: of the call, in the precision of
+    the copy. `traced`: its trace, whose graph, weights, buffers and inputs are float64. `is_double`: so is the copy;
+    then the trace has its weights and buffers. `lost`: the buffers that the model changes unseen by the trace.
+    """
+
+    def __init__(self, source: nn.Module, arguments: Mapping[str, Any], loss_fn: Any, rng: Rng):
+        self.rng, self.loss_fn, self.training = rng, loss_fn, source.training
+        try:
+            self._use(in_double(copy_of(source, {})), arguments, is_double=True)
+        except PassError:
+            raise
+        except _CANNOT:
+            self._use(_in_single(copy_of(source, {})), arguments, is_double=False)
+
+    def _use(self, base: nn.Module, arguments: Mapping[str, Any], is_double: bool) -> None:
+        """Trace and run a copy. Raises what the model raises."""
+        self.base, self.is_double, self.notes = base, is_double, [] if is_double else [NOT_DOUBLE]
+        self.model = base if self.loss_fn is None else WithLoss(base, self.loss_fn).train(self.training)
+        self.arguments = self.converted(arguments)
+        phase("tracing the model")
+        traced = prepare(self.model, self.arguments, double=True)
+        if self.rng == "fast" and any(draws_random_numbers(n) for n in traced.graph.nodes if n.op == "call_function"):
+            self.notes.append(NO_DROPOUT)
+            self.model.eval()
+            traced = prepare(self.model, self.arguments, double=True)
+        self.notes += [note for note in traced.notes if is_double or note != LIFTED]
+        phase("running the model on one device")
+        self.of_model = self._of_model(Subject(traced, find_loss(traced)))
+        self.traced = traced if is_double else _doubled(traced)
+        self.subject = Subject(self.traced, find_loss(self.traced))
+
+    def converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, in the precision that the copy takes."""
+        return dict(tree_map(_to_double if self.is_double else _to_single, dict(arguments)))
+
+    def trace(self, arguments: Mapping[str, Any]) -> Trace:
+        """The trace of another call, with the weights and buffers of this one's."""
+        traced = prepare(self.model, arguments, double=True)
+        if self.is_double:
+            return traced
+        return replace(_doubled(traced), parameters=self.traced.parameters, buffers=self.traced.buffers)
+
+    def in_double(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call of the trace."""
+        return dict(tree_map(_to_double, dict(arguments)))
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer of the copy, or a frozen parameter that it writes, as the last forward has left it."""
+        module, _, last = name.rpartition(".")
+        holder = self.base.get_submodule(module)
+        found = holder._buffers.get(last)
+        return holder.get_parameter(last) if found is None else found
+
+    @property
+    def is_lifted(self) -> bool:
+        """Whether the trace computes in a higher precision than the copy."""
+        return not self.is_double or not {LIFTED, LIFTED_HALF}.isdisjoint(self.notes)
+
+    @cached_property
+    def expected(self) -> Results:
+        """What the program must compute."""
+        return self.subject.expected() if self.is_lifted else self.of_model
+
+    @cached_property
+    def errors(self) -> dict[str, float]:
+        """How far the trace is from the model, where that is more than rounding makes it."""
+        apart = self.expected.distance(self.of_model) if self.is_lifted else 0.0
+        allowed = HALF_TOLERANCE if LIFTED_HALF in self.notes else FLOAT32_TOLERANCE
+        if apart > allowed:
+            as_traced = prepare(self.model, self.arguments)
+            apart = Subject(as_traced, find_loss(as_traced)).expected().distance(self.of_model)
+        errors = {"trace against model": apart} if apart > allowed else {}
+        return errors | {f"buffer {name}": float("inf") for name in self.lost}
+
+    @cached_property
+    def not_finite(self) -> NotFinite | None:
+        """What of the model is infinite, or not a number."""
+        values = not_finite(self.subject, self.of_model)
+        return explain(self.subject, values) if values else None
+
+    def _of_model(self, subject: Subject) -> Results:
+        """What the copy itself computes, its gradients too."""
+        before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
+        with buffers_restored(self.base, {*subject.traced.written, *subject.traced.weight_updates}), Caches(self.model):
+            with one_seed(), plain_checkpoints():
+                flat = tree_flatten(call(self.model, self.arguments))[0]
+            written = {name: self.buffer(name).detach().clone() for name in subject.traced.buffer_updates}
+            changed = {name for name, value in before.items() if relative(self.buffer(name), value) > 0}
+            own = subject.differentiate(flat, written, subject.traced.parameters)
+        self.lost = changed - set(written)
+        return own
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """The same model, its weights and buffers in float64."""
+    model.double()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_complex():  # which `double()` leaves as they are
+            tensor.data = tensor.data.to(torch.complex128)
+    return model
+
+
+def _in_single(model: nn.Module) -> nn.Module:
+    """The same model, what is float64 in float32: it does not run in float64."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(_SINGLE.get(tensor.dtype, tensor.dtype))
+    return model
+
+
+def _doubled(traced: Trace) -> Trace:
+    """A trace in float64 with its tensors, which are copies then. A tensor with two names stays one."""
+    made: dict[int, Tensor] = {}
+
+    def double(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: made.setdefault(id(t), _to_double(t)) for name, t in tensors.items()}
+
+    parameters = {name: nn.Parameter(_to_double(p), p.requires_grad) for name, p in traced.parameters.items()}
+    tensors = tuple(_to_double(tensor) for tensor in traced.call.tensors)
+    call_ = replace(traced.call, tensors=tensors)
+    return replace(traced, call=call_, parameters=parameters, buffers=double(traced.buffers))
+
+
+def _to_double(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf
+    return _cast(leaf, _DOUBLE[leaf.is_complex()])
+
+
+def _to_single(leaf: Any) -> Any:
+    return _cast(leaf, _SINGLE.get(leaf.dtype, leaf.dtype)) if isinstance(leaf, Tensor) else leaf
+
+
+def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)

@@ -1,0 +1,29 @@
+"""Which sparse tensors a model may have: buffers, which every rank holds whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from autopart.errors import TraceError
+
+
+def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Raises TraceError for a sparse tensor that no rank can be given: an input, and a buffer in compressed form."""
+    for name, tensor in inputs.items():
+        if tensor.layout is not torch.strided:
+            raise TraceError(
+                f"the input '{name}' is a sparse tensor", why="inputs are cut into rows of the batch, and it cannot be",
+                hint=f"a buffer of the model (register_buffer), which every rank holds whole; or {name}.to_dense()",
+            )  # fmt: skip
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout not in (torch.strided, torch.sparse_coo) or (tensor.is_sparse and tensor.requires_grad):
+            layout = str(tensor.layout).removeprefix("torch.")
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise TraceError(
+                f"the {kind} '{name}' of {type(model).__name__} has the layout {layout}",
+                why="of sparse tensors, a buffer in coordinates (sparse_coo) can be traced",
+                hint=f"register_buffer('{name.rpartition('.')[2]}', tensor.to_sparse_coo()), or to_dense()",
+            )  # fmt: skip
