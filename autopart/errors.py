@@ -44,7 +44,7 @@ class Refusal(Enum):
     HOOK = "a hook changes a gradient"
     GRADIENT = "it differentiates inside, or a trace loses a gradient"
     FUNCTION = "an autograd.Function of it is not a function of its tensors alone"
-    PART = "a part of it has no Python, or no shapes yet"
+    PART = "a part of it has no Python, no shapes yet, or no dense values"
     OUTPUT = "it returns an object in which no tensors can be found"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 
 
 def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
@@ -15,7 +15,7 @@ def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     for name, tensor in inputs.items():
         if tensor.layout is not torch.strided:
             raise TraceError(
-                f"the input '{name}' is a sparse tensor", why="inputs are cut into rows of the batch, and it cannot be",
+                f"the input '{name}' is a sparse tensor", refusal=Refusal.PART, why="inputs are cut into rows of the batch, and it cannot be",
                 hint=f"a buffer of the model (register_buffer), which every rank holds whole; or {name}.to_dense()",
             )  # fmt: skip
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -23,7 +23,7 @@ def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
             layout = str(tensor.layout).removeprefix("torch.")
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise TraceError(
-                f"the {kind} '{name}' of {type(model).__name__} has the layout {layout}",
+                f"the {kind} '{name}' of {type(model).__name__} has the layout {layout}", refusal=Refusal.PART,
                 why="of sparse tensors, a buffer in coordinates (sparse_coo) can be traced",
                 hint=f"register_buffer('{name.rpartition('.')[2]}', tensor.to_sparse_coo()), or to_dense()",
             )  # fmt: skip

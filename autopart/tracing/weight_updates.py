@@ -15,7 +15,7 @@ import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 
-from autopart.errors import TraceError
+from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import describe, draws_random_numbers, operator_name, reads, shape
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def _taken_out(graph: fx.Graph, parameter: str, made: fx.Node, name: str) -> fx.
             "it reads more than the parameter's own elements, one by one" if elsewhere else "the old value is read too"
         )
         raise TraceError(
-            f"{name} writes to its trained parameter '{parameter}' in its forward", why=why, where=describe(made),
+            f"{name} writes to its trained parameter '{parameter}' in its forward", refusal=Refusal.WRITE, why=why,
+            where=describe(made),
             hint="do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read",
         )  # fmt: skip
     own, values = fx.Graph(), {}
