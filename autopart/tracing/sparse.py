@@ -15,7 +15,8 @@ def check_layouts(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     for name, tensor in inputs.items():
         if tensor.layout is not torch.strided:
             raise TraceError(
-                f"the input '{name}' is a sparse tensor", refusal=Refusal.PART, why="inputs are cut into rows of the batch, and it cannot be",
+                f"the input '{name}' is a sparse tensor", refusal=Refusal.PART,
+                why="inputs are cut into rows of the batch, and it cannot be",
                 hint=f"a buffer of the model (register_buffer), which every rank holds whole; or {name}.to_dense()",
             )  # fmt: skip
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
