@@ -103,13 +103,10 @@ def tab_transformer(name: str) -> Case:
 
 
 def forecasting_net(name: str) -> Case:
-    from pytorch_forecasting.models.nn.rnn import LSTM
     from pytorch_forecasting.models.temporal_fusion_transformer import sub_modules
 
     if name == "GatedResidualNetwork":
         return squared(sub_modules.GatedResidualNetwork(WIDTH, 64, WIDTH, dropout=0.1), states())
-    if name == "LSTM":
-        return Case(LSTM(WIDTH, 16, batch_first=True), (states(),))
     model = sub_modules.InterpretableMultiHeadAttention(n_head=4, d_model=WIDTH, dropout=0.0)
     return Case(model, (states(), states(), states()))
 
@@ -225,7 +222,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     },
     **{
         f"pytorch-forecasting: {name}": partial(forecasting_net, name)
-        for name in ("GatedResidualNetwork", "InterpretableMultiHeadAttention", "LSTM")
+        for name in ("GatedResidualNetwork", "InterpretableMultiHeadAttention")
     },
     "pytorch-forecasting: SeriesDecomposition": dlinear,
     "iTransformer: iTransformer": i_transformer,

@@ -155,7 +155,10 @@ def open_clip_model(name: str) -> Case:
     ids = torch.randint(1, VOCAB, (ROWS, 12))
     if name == "CoCa":
         decoder = MultimodalCfg(context_length=12, vocab_size=VOCAB, width=32, heads=4, layers=1)
-        return Case(CoCa(32, decoder, text, vision), (images(32), ids))
+        model = CoCa(32, decoder, text, vision)
+        for projection in (model.text.text_projection, model.text_decoder.text_projection):
+            torch.nn.init.normal_(projection)  # it leaves them as the memory was
+        return Case(model, (images(32), ids))
     loss = open_clip.ClipLoss() if name == "CLIP" else None
     return Case(CLIP(32, vision, text), (images(32), ids), loss_fn=_contrast(loss), target=torch.zeros(ROWS))
 
