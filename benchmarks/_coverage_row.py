@@ -184,13 +184,14 @@ def told(error: Exception) -> Row:
     """What a row keeps of an exception; `refused`: in autopart's words."""
     frames = traceback.extract_tb(error.__traceback__)[-5:]
     stack = " < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(frames))
-    text = without_folders(str(error))[:700]
+    text = re.sub(r" at 0x[0-9a-f]+", "", without_folders(str(error)))[:700]
     return {"type": type(error).__name__, "text": text, "stack": stack, "refused": isinstance(error, AutopartError)}
 
 
 def without_folders(text: str) -> str:
     """A text without the folders of this machine: a module's path begins at its package, others are file names."""
     text = re.sub(r"(?<![\w.])/(?:[^\s'\"/]+/)*site-packages/", "", text)
+    text = re.sub(r"(?<=\()(?:[\w.@+-]+/)+(?=autopart/)", "", text)  # torch names ours from some folder above
     return re.sub(r"(?<![\w.:/>)\]-])/(?:[\w.+@~-]+/)+(?=[\w.+-])", "", text)
 
 

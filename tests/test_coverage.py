@@ -175,12 +175,13 @@ def test_errors_name_no_folder_of_the_machine():
     """Else the results would differ from machine to machine."""
     text = (
         "in /opt/me/.venv/lib/python3.11/site-packages/torch/nn/functional.py:12, '/home/me/autopart/proof/verify.py' "
-        "(/tmp/x/data.json) of layers.0/linear, /mul and and/or; https://pytorch.org/docs/stable"
+        "(/tmp/x/data.json) of layers.0/linear, /mul and and/or; https://pytorch.org/docs/stable "
+        "(me/autopart/autopart/proof/finite.py:72)"
     )
     told = rows.told(ValueError(text))["text"]
     assert told == (
         "in torch/nn/functional.py:12, 'verify.py' "
-        "(data.json) of layers.0/linear, /mul and and/or; https://pytorch.org/docs/stable"
+        "(data.json) of layers.0/linear, /mul and and/or; https://pytorch.org/docs/stable (autopart/proof/finite.py:72)"
     )
 
 
