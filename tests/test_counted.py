@@ -232,13 +232,22 @@ SELECTING["skipped"] = skipped
 
 
 def skipped_mean(m, x, ids):
-    h, loss = m.a(x), 0.0
+    h = m.a(x).clone()
     for i in range(5):
         row, column = torch.where(ids == i)
         if row.numel() == 0:
             continue
-        loss = loss + h[row, column].mean()  # here
-    return loss
+        h[row, column] = h[row, column] - h[row, column].mean()
+    return h
+
+
+def skipped_layer(m, x, ids):
+    h = m.a(x)
+    row, column = torch.where(ids == 7)
+    if row.numel() > 0:
+        h = m.b(h)
+        h[row, column] = 0
+    return h
 
 
 def skipped_number(m, x, ids):
@@ -287,6 +296,7 @@ REFUSED = {
         "a size that depends on values is used as a number",
     ),
     "mean": (skipped_mean, "this line skips an empty selection, and what it skips is not nothing"),
+    "layer": (skipped_layer, "Parts cannot be traced"),
     "number": (skipped_number, "Parts cannot be traced"),
     "unique rows": (lambda m, x, ids: m.a(x).sum() * ids.unique(), "Parts cannot be traced"),
 }

@@ -325,7 +325,7 @@ def test_all_choices_for_a_trace_are_in_its_folder(tmp_path):
     (folder,) = folders(tmp_path)
     names = [text.partition("{")[0] for *_, text in listed(folder) if " of " not in text]
     assert names[names.index("annotate") :] == [
-        "annotate", "find_bands", "decide", "choose_parts", "lower", "decode", "lower",
+        "annotate", "find_bands", "share_selections", "decide", "choose_parts", "lower", "decode", "lower",
     ]  # fmt: skip
 
 
@@ -400,7 +400,7 @@ def test_the_dump_in_the_documentation(tmp_path):
     with environment(dump=tmp_path):
         exec(compile(code, "mlp.py", "exec"), {"__name__": "mlp"})
     (folder,) = folders(tmp_path)
-    assert (folder / "54-lower" / "stage0.txt").read_text() == program
+    assert (folder / "55-lower" / "stage0.txt").read_text() == program
     assert without_times((folder / "22-one_linear.diff").read_text()) == without_times(diff)
     for line in listing.splitlines():
         assert line == "..." or without_times(line) in without_times(passes_text(folder)).splitlines()

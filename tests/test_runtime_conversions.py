@@ -214,6 +214,9 @@ def test_every_operator_is_tried():
         "expert_linear",
         "expert_outer",
         "window_attention",
+        "positions",
+        "ctc_loss",
+        "ctc_loss_grad",
     }
     assert set(all_operators()) == set(OPERATORS) | others
 

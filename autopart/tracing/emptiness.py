@@ -1,9 +1,9 @@
 """Code that skips an empty selection: `if index.numel() == 0: continue`.
 
 A graph holds no such decision, and needs none where the skipped code does nothing to an empty selection: it is traced
-as if something were selected. That nothing is done is checked in two places. The skipped statements may only make and
-write tensors (`Assumptions.may_be_made`), and in the graph all that is made of the selection must end in writes to the
-selected places or in sums (`check_nothing_done`).
+as if something were selected. That nothing is done is checked in two places. The skipped statements may only write to
+the places that the condition asks about, and make what they alone read (`Assumptions.may_be_made`); and in the graph
+all that is made of the selection must end in such writes (`check_nothing_done`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import NamedTuple
 
@@ -21,7 +21,9 @@ from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import module_path, operator_name, short_name, source_text
 from autopart.tracing.trace_errors import path_of_frame
 
-_NOTHING_IF_EMPTY = {"aten::index_put", "aten::index_add", "aten::index_copy", "aten::scatter_add", "aten::sum"}
+_NOTHING_IF_EMPTY = {"aten::index_put", "aten::index_add", "aten::index_copy", "aten::scatter_add"}
+_OUT_OF_PLACE = {"index_add", "index_put", "index_copy"}
+_IN_PLACE = {f"{name}_" for name in _OUT_OF_PLACE}
 
 
 class Assumption(NamedTuple):
@@ -41,7 +43,7 @@ class Assumptions:
         self.made: dict[Assumption, None] = {}
 
     def may_be_made(self, frame: FrameType, sizes: set[str]) -> bool:
-        """Whether the line that runs in a frame only skips what makes and writes tensors; notes it."""
+        """Whether the line that runs in a frame only skips writes to what it asks about; notes it."""
         code = frame.f_code
         try:
             lines, first = inspect.getsourcelines(code)
@@ -69,23 +71,53 @@ class Assumptions:
 
 
 def _only_skips(tree: ast.AST, line: int) -> bool:
+    """Whether the `if` at a line skips nothing but writes to the places that its condition asks about."""
     for parent in ast.walk(tree):
-        for block in (getattr(parent, name, None) for name in ("body", "orelse")):
-            for i, statement in enumerate(block if isinstance(block, list) else ()):
-                if not isinstance(statement, ast.If) or not statement.lineno <= line <= statement.test.end_lineno:  # type: ignore[operator]
-                    continue
-                skips = len(statement.body) == 1 and isinstance(statement.body[0], (ast.Continue, ast.Pass))
-                skipped = block[i + 1 :] if skips else statement.body  # type: ignore[index]
-                return not statement.orelse and all(map(_makes_tensors, skipped))
+        for block in (getattr(parent, name, ()) for name in ("body", "orelse")):
+            for i, statement in enumerate(block if isinstance(block, list) else []):
+                if isinstance(statement, ast.If) and statement.lineno <= line <= (statement.test.end_lineno or 0):
+                    skips = len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue)
+                    skipped = block[i + 1 :] if skips else statement.body
+                    return not statement.orelse and _write_selected(skipped, _names(statement.test), tree)
     return False
 
 
-def _makes_tensors(statement: ast.stmt) -> bool:
-    """Whether a statement holds no number or flag that would tell later that it has run."""
-    if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
-        return statement.value is not None and any(isinstance(n, (ast.Call, ast.BinOp, ast.Subscript))
-                                                   for n in ast.walk(statement.value))  # fmt: skip
-    return isinstance(statement, (ast.Expr, ast.Pass))
+def _write_selected(statements: Sequence[ast.stmt], selected: set[str], tree: ast.AST) -> bool:
+    """Whether statements do nothing where the tensors of these names are empty: they write to places that these say,
+    and make what nothing else reads."""
+    inside = {id(node) for statement in statements for node in ast.walk(statement)}
+    read_later = {node.id for node in ast.walk(tree)
+                  if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside}  # fmt: skip
+    return all(_writes_selected(statement, selected, read_later) for statement in statements)
+
+
+def _writes_selected(statement: ast.stmt, selected: set[str], read_later: set[str]) -> bool:
+    if isinstance(statement, ast.Expr):  # y.index_add_(0, index, x)
+        return _indexes(statement.value, _IN_PLACE, selected)
+    if not isinstance(statement, (ast.Assign, ast.AugAssign)):
+        return False
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    for target in targets:
+        if isinstance(target, ast.Subscript):  # y[index] = x
+            if not _names(target.slice) & selected:
+                return False
+        elif _names(target) & read_later or not isinstance(target, (ast.Name, ast.Tuple)):
+            same = isinstance(target, ast.Name) and isinstance(statement, ast.Assign)  # y = y.index_add(0, index, x)
+            if not same or not _indexes(statement.value, _OUT_OF_PLACE, selected, of=_names(target)):
+                return False
+    return True
+
+
+def _indexes(value: ast.expr, methods: set[str], selected: set[str], of: set[str] | None = None) -> bool:
+    """Whether an expression is a call of a method that writes at the places of these names; `of`: whose method."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or value.func.attr not in methods:
+        return False
+    written = isinstance(value.func.value, ast.Name) and (of is None or value.func.value.id in of)
+    return written and any(_names(argument) & selected for argument in value.args)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
 
 
 def check_nothing_done(
