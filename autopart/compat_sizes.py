@@ -25,7 +25,10 @@ def is_symbol(size: Any) -> bool:
 
 def expression(size: Any) -> Any:
     """A size or number of a trace as sympy has it; a plain number as it is."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return size
+    known = size.node.expr  # with what torch has found out since
+    return int(known) if isinstance(size, torch.SymInt) and known.is_Integer else known
 
 
 def with_sizes(made: Any, sizes: Mapping[Any, int]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -315,3 +316,28 @@ def test_tracing_leaves_model_and_inputs_alone():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
     assert model.training
+
+
+class Table(nn.Module):
+    """Parameters that are kept in a dictionary too, and read there (as in ncps); a buffer likewise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(16, 16)), nn.Linear(16, 8)
+        self.register_buffer("scale", torch.rand(16))
+        self.table = {"weight": self.weight, "scale": [self.scale]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x @ self.table["weight"]).tanh() * self.table["scale"][0])
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2"])
+def test_parameters_that_are_read_from_a_dictionary_are_parameters(mesh):
+    torch.manual_seed(0)
+    x = torch.randn(4, 16)
+    model = Table()
+    pm = autopart.parallelize(copy.deepcopy(model), "dp1", example_args=(x,))
+    pm.step(x, loss_fn=lambda output, target: output.square().sum(), target=x)
+    model(x).square().sum().backward()
+    torch.testing.assert_close(pm.full_grads()["weight"], model.weight.grad)
+    assert autopart.verify(Table(), mesh, example_args=(x,)).ok

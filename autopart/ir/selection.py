@@ -11,26 +11,27 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import is_tensor, operator_name, shape, source_of, value
 
 
-def positions(mask: Tensor) -> list[Tensor]:
+def positions(mask: Tensor, number: int | None = None) -> list[Tensor]:
     """Where a mask is true.
 
     Args:
         mask: bool, of any shape with at least one dim.
+        number: how many elements are true, where that is known.
     Returns:
         For each dim of the mask an int64 tensor [selected]: the indices of the true elements in the order of memory,
-        as `torch.where(mask)` gives them. In a trace `selected` is the number of elements of the mask, the most that
-        there can be.
+        as `torch.where(mask)` gives them. In a trace `selected` is `number`, or that of the mask's elements, the most
+        that there can be.
     """
     return list(torch.where(mask))
 
 
-def most_positions(mask: Tensor) -> list[Tensor]:
-    return [mask.new_empty(mask.numel(), dtype=torch.int64) for _ in mask.shape]
+def most_positions(mask: Tensor, number: int | None = None) -> list[Tensor]:
+    return [mask.new_empty(mask.numel() if number is None else number, dtype=torch.int64) for _ in mask.shape]
 
 
 def _define() -> torch.library.Library:
     library = torch.library.Library("autopart", "FRAGMENT")
-    library.define("positions(Tensor mask) -> Tensor[]")
+    library.define("positions(Tensor mask, int? number=None) -> Tensor[]")
     library.impl("positions", positions, "CompositeExplicitAutograd")
     torch.library.register_fake("autopart::positions", most_positions, lib=library)
     return library
@@ -42,8 +43,8 @@ POSITIONS = torch.ops.autopart.positions.default
 
 
 def is_selection(node: fx.Node) -> bool:
-    """Whether a node says where a mask is true."""
-    return node.target is POSITIONS
+    """Whether a node says where a mask is true, and nobody knows for how many elements it is."""
+    return node.target is POSITIONS and len(node.args) == 1
 
 
 def is_counted(node: fx.Node) -> bool:

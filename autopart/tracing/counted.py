@@ -43,7 +43,7 @@ def with_known_sizes(graph: fx.Graph, assumed: Iterable[Assumption] = ()) -> Non
     `assumed`: lines of the model that were told that a selection is not empty.
     Raises TraceError where a number that depends on values is used as what no tensor can be, or an assumption counts.
     """
-    if any(is_open(made) for node in graph.nodes for made in tuple_values(node)):
+    if any(_selects(node) or any(map(is_open, tuple_values(node))) for node in graph.nodes):
         rewriter = _Rewriter(graph)
         rewriter.run()
         check_nothing_done(assumed, rewriter.selected(), rewriter.counts)
@@ -65,7 +65,8 @@ class _Rewriter:
         self.sizes: dict[Symbol, int] = {}
         self.selections: dict[Symbol, fx.Node] = {}
         self.sized: dict[Any, tuple[fx.Node, int]] = {}  # by an open size, a value and its dim of that size
-        self.positions: dict[int, fx.Node] = {}  # by the number of the mask
+        self.positions: dict[tuple[int, tuple[int, ...]], fx.Node] = {}
+        """By the mask, and how many elements it selects where that is known"""
         self.values: dict[Hashable, int] = {}  # what is computed alike has the same number
         self.known: dict[fx.Node, int] = {}
         self.counts: dict[fx.Node, fx.Node] = {}  # by selection, what tells how many elements it has
@@ -83,9 +84,10 @@ class _Rewriter:
         traced = value(node)
         reads_counted = any(map(is_counted, node.all_input_nodes))
         if (
-            not reads_counted
+            not _selects(node)
+            and not reads_counted
             and not any(map(is_number, tensor_inputs(node)))
-            and not any(map(is_open, _tensors(traced)))
+            and all(isinstance(size, int) for made in _tensors(traced) for size in made.shape)
         ):
             return
         made = self._selection(node) or self._sized(node) or self._mean(node) or node
@@ -99,7 +101,7 @@ class _Rewriter:
             self.graph.erase_node(node)
         self.traced[made] = traced
         if isinstance(traced, Tensor):
-            known = [isinstance(size, int) for size in traced.shape]
+            known = [isinstance(expression(size), int) for size in traced.shape]
             if known.count(False) == 1:
                 dim = known.index(False)
                 self.sized.setdefault(expression(traced.shape[dim]), (made, dim))
@@ -141,17 +143,30 @@ class _Rewriter:
 
     def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
         """Where a mask is true: found once for masks that are computed alike."""
-        number = self._number(mask)
-        if number not in self.positions:
+        size = self._selected(node, mask)
+        known = (size,) if isinstance(size, int) else ()
+        key = self._number(mask), known
+        if key not in self.positions:
             chosen = mask if value(mask).dtype == torch.bool else self._call(node, aten.ne.Scalar, mask, 0)
-            self.positions[number] = self._call(node, POSITIONS, chosen)
-            facts(self.positions[number])["counted"] = True
-        found = self.positions[number]
-        for size in (size for made in _tensors(value(node)) for size in made.shape):
-            if is_symbol(symbol := expression(size)) and symbol not in self.sizes:
-                self.sizes[symbol], self.selections[symbol] = value(mask).numel(), found
-                self.sized[symbol] = self._parts(node, found)[0], 0
+            self.positions[key] = self._call(node, POSITIONS, chosen, *known)
+            facts(self.positions[key])["counted"] = not known
+        found = self.positions[key]
+        if is_symbol(size) and size not in self.sizes:
+            self.sizes[size], self.selections[size] = value(mask).numel(), found
+            self.sized[size] = self._parts(node, found)[0], 0
         return found
+
+    def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
+        """How many elements a mask selects in a call, as torch has it: a symbol, or a number where that is known."""
+        made = _tensors(value(node))[0].shape
+        if operator_name(node) == "aten::index_put":
+            return next((known[0] for number, known in self.positions if number == self._number(mask) and known), None)
+        if operator_name(node) != "aten::index":
+            return expression(made[0])
+        before = node.args[1].index(mask)
+        alone = [index for index in node.args[1] if index is not None] == [mask]
+        opened = [size for size in map(expression, made) if not isinstance(size, int)]
+        return expression(made[before]) if alone else opened[0] if opened else made[0]
 
     def _number(self, node: fx.Node) -> int:
         """The same number for values that are computed alike."""
@@ -278,6 +293,16 @@ class _Rewriter:
             return None
         count = self.numbers.size(number, node)
         return self._call(node, aten.div.Tensor, total, count)
+
+
+def _selects(node: fx.Node) -> bool:
+    """Whether a call gives what a mask selects."""
+    if node.op != "call_function":
+        return False
+    masks = operator_name(node) == "aten::index" and any(map(_is_mask, node.args[1]))
+    return (
+        masks or node.target is aten.where.default or operator_name(node) in _SELECTING - {"aten::where", "aten::index"}
+    )
 
 
 def _is_mask(index: Any) -> bool:

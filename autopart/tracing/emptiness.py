@@ -86,8 +86,8 @@ def _write_selected(statements: Sequence[ast.stmt], selected: set[str], tree: as
     """Whether statements do nothing where the tensors of these names are empty: they write to places that these say,
     and make what nothing else reads."""
     inside = {id(node) for statement in statements for node in ast.walk(statement)}
-    read_later = {node.id for node in ast.walk(tree)
-                  if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside}  # fmt: skip
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in inside]
+    read_later = {name.id for name in names if isinstance(name.ctx, ast.Load)}
     return all(_writes_selected(statement, selected, read_later) for statement in statements)
 
 

@@ -151,9 +151,12 @@ def own_graph(
     nodes, inputs stay placeholders."""
     graph, inputs = fx.Graph(), iter(zip(call.names, call.tensors, strict=True))
     values: dict[fx.Node, Any] = {}
+    known: dict[str, fx.Node] = {}
     for node in module.graph.find_nodes(op="placeholder"):
-        if node.name in attributes:
-            values[node] = graph.get_attr(attributes[node.name])
+        if node.name in attributes and node.name not in parameters and attributes[node.name] in known:
+            values[node] = known[attributes[node.name]]  # a constant that is a parameter
+        elif node.name in attributes:
+            values[node] = known[attributes[node.name]] = graph.get_attr(attributes[node.name])
             values[node].meta = {**node.meta, "parameter": node.name in parameters}
             facts(values[node])["constant"] = attributes[node.name].startswith(CONSTANT)
         elif isinstance(node.meta.get("val"), torch.Tensor):

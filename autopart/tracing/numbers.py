@@ -34,7 +34,7 @@ _IN_FLOAT = {operator.truediv, torch.sym_float, *symbolic_functions()}
 def is_open(made: Any) -> bool:
     """Whether a value is a number, or has a size, that is not known before the program runs."""
     if isinstance(made, Tensor):
-        return not all(isinstance(size, int) for size in made.shape)
+        return not all(isinstance(expression(size), int) for size in made.shape)
     return isinstance(made, _OPEN)
 
 

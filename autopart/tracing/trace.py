@@ -301,6 +301,9 @@ def _from_exported(
     constants = {f"{CONSTANT}{i}": program.constants[name] for i, name in enumerate(_lifted(program))}
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     names |= dict(zip(signature.inputs_to_lifted_tensor_constants, constants, strict=True))
+    kept = _kept_elsewhere(model, constants)
+    names = {node: kept.get(name, name) for node, name in names.items()}
+    constants = {name: constant for name, constant in constants.items() if name not in kept}
     first_name = {alias: name for name, others in aliases.items() for alias in others}
     own_names = {node: own(target) for node, target in names.items()}
     attributes = {node: first_name.get(target, target) for node, target in own_names.items()}
@@ -353,6 +356,20 @@ def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
     parameters = {name: p for name, p in traced.parameters.items() if name not in written}
     buffers = {name: traced.parameters[name] for name in traced.parameters if name in written}
     return replace(traced, parameters=parameters, buffers={**traced.buffers, **buffers}, written=frozenset(buffers))
+
+
+def _kept_elsewhere(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The constants that are a parameter or buffer, which the model also keeps in a list or dictionary and reads there:
+    their names as such."""
+    own = {_place(t): f"{PREFIX}{name}" for name, t in (*model.named_buffers(), *model.named_parameters())}
+    return {name: own[_place(t)] for name, t in constants.items() if _place(t) in own}
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    """Where in memory a tensor is, also one without values."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _lifted(program: Any) -> list[str]:

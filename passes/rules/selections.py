@@ -16,7 +16,7 @@ from autopart.ir.atoms import BATCH, cut_atoms, selections_in
 from autopart.ir.facts import facts
 from autopart.ir.graph import shape
 from autopart.ir.pattern import SELECTED, Dim, Pattern
-from autopart.ir.selection import positions_of
+from autopart.ir.selection import is_selection, positions_of
 
 from .factors import names, pattern
 from .local import LocalCall
@@ -24,8 +24,10 @@ from .local import LocalCall
 aten = torch.ops.aten
 
 
-def positions(node: fx.Node) -> Pattern:
-    """The dims of the mask are merged."""
+def positions(node: fx.Node) -> Pattern | None:
+    """The dims of the mask are merged; a selection of a known number is made of all rows."""
+    if not is_selection(node):
+        return None
     dims = names(len(shape(node.args[0])), "m")
     merged = (*(f for (f,) in dims), SELECTED)
     return pattern(node, [dims], [[merged]] * len(dims), known={SELECTED: 1}, local=_where)
