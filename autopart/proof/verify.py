@@ -29,6 +29,7 @@ from autopart.ir.program import Rng
 from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
 from autopart.passes.choose.codec import decode
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
+from autopart.plans.headline import whole_rows, whole_text
 from autopart.plans.plan import Plan
 from autopart.progress import phase
 from autopart.proof.finite import NotFinite, explain, infinite, not_finite
@@ -59,6 +60,8 @@ from autopart.tracing.trace import Trace, WithLoss, bind_call, check_values, fla
 
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
 """How far a model that casts down may be from its trace in double precision."""
+MOST_WHOLE = 3
+"""How many kinds of operators that run whole are named."""
 NOT_DOUBLE = "the model has kernels without float64: it runs in float32, its trace and the program in float64"
 
 
@@ -275,6 +278,7 @@ class VerificationRun:
             smallest = smallest_failing(self.subject, arrangement, tolerance, first, failure is not None)
         notes = [
             *self.notes,
+            *_whole_notes(arrangement.plan),
             *(f"{name} {text}, as they should" for name, text in infinite(self.subject, expected).items()),
         ]
         found = Verification(
@@ -341,6 +345,15 @@ class VerificationRun:
             return self._of_model(single)
         finally:
             self.base.double()
+
+
+def _whole_notes(plan: Plan | None) -> list[str]:
+    """A line on what runs whole on every rank, where something does."""
+    if plan is None or not plan.unsharded:
+        return []
+    rows = whole_rows(plan, plan.cost.get("forward_flops", 0))
+    rest = [f"{len(rows) - MOST_WHOLE} more kinds of operators"] * (len(rows) > MOST_WHOLE)
+    return ["run whole: " + "; ".join([*map(whole_text, rows[:MOST_WHOLE]), *rest])]
 
 
 def deepcopy(model: nn.Module) -> nn.Module:
