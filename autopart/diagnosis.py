@@ -30,8 +30,15 @@ MESHES = ("tp2", "dp2", "pp2")
 MOST_WHOLE, MOST_NOTES = 4, 2
 """How many kinds of operators that run whole, and how many notes, a mesh gets lines for."""
 
+NEGLIGIBLE = 0.005
+"""A share of the matrix work that gets no words."""
+
+GUESSED = ", guessed from the shapes: autopart.check_rule proves or refutes it"
+"""What is said of a rule to try."""
+
 
 def versions() -> dict[str, str]:
+    """What the page is of."""
     return {"autopart": autopart.__version__, "torch": torch.__version__, "Python": platform.python_version()}
 
 
@@ -75,8 +82,8 @@ class Outcome:
         if rest:
             yield f"  whole  {sum(row['count'] for row in rest)} more, of {len(rest)} kinds: see autopart explain"
         if self.change:
-            yield f"  try    {self.change}"
-        yield from (f"  note   {note}" for note in self.notes[:MOST_NOTES])
+            yield f"  try    {self.change}{GUESSED * self.change.startswith('autopart.rule')}"
+        yield from _note_lines(self.notes)
 
 
 @dataclass(frozen=True)
@@ -111,10 +118,9 @@ class Diagnosis:
         if self.refused:
             found = [f"it is refused: {self.refused}"]
         else:
-            found = [
-                f"it is traced: {self.num_operators} operators, {quantity(self.matrix_flops, 'FLOP')} of matrix work"
-            ]
-            found += [f"  note   {note}" for note in self.notes[:MOST_NOTES]]
+            operators = f"{self.num_operators} operator{'s' * (self.num_operators != 1)}"
+            found = [f"it is traced: {operators}, {quantity(self.matrix_flops, 'FLOP')} of matrix work"]
+            found += _note_lines(self.notes)
         last = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         parts = ["\n".join(head), "\n".join(found), "\n".join(map(str, self.meshes)), last]
         return wrapped("\n\n".join(part for part in parts if part))
@@ -130,7 +136,7 @@ def doctor(
 
     Args:
         model, example_args, example_kwargs: as `plan`.
-        mesh: as `plan`; without one `tp2`, `dp2` and `pp2` are tried, each alone.
+        mesh: axes and their sizes, as `plan`; without it `tp2`, `dp2` and `pp2` are tried, each alone.
         loss_fn, target: for a model that returns no loss, as `verify`.
     Raises InputError where the example does not fit the model; what the model itself meets is in the page.
 
@@ -165,15 +171,29 @@ def _outcome(model: nn.Module, trace: Trace, flops: int, mesh: Mesh) -> Outcome:
         return Outcome(str(mesh), str(error))
     loads = [stage["flops"] for stage in plan.stages]
     rows = whole_rows(plan, flops)
+    shares = divided(trace, decode(trace, plan, mesh))
+    notes = [note for note in plan.notes if note not in trace.notes]
+    listed = sum(row["share"] for row in rows)
+    for axis in mesh.along("rows"):
+        rest = 1 - listed - shares.get(axis, 1.0)
+        if rest >= NEGLIGIBLE:
+            notes.insert(0, f"{100 * rest:.3g} % of the matrix work is not over rows that {axis} can cut: it is of "
+                         "weights alone, or takes all rows")  # fmt: skip
     return Outcome(
         str(mesh),
-        divided={axis: round(share, 6) for axis, share in divided(trace, decode(trace, plan, mesh)).items()},
+        divided={axis: round(share, 6) for axis, share in shares.items()},
         num_stages=len(loads),
         heaviest_stage=round(max(loads) / (sum(loads) or 1), 6),
         whole=rows,
         change=next((row["try"] for row in rows if "try" in row), ""),
-        notes=tuple(note for note in plan.notes if note not in trace.notes),
+        notes=tuple(notes),
     )
+
+
+def _note_lines(notes: Sequence[str]) -> Iterator[str]:
+    yield from (f"  note   {note}" for note in notes[:MOST_NOTES])
+    if len(notes) > MOST_NOTES:
+        yield f"  note   {len(notes) - MOST_NOTES} more: see autopart explain"
 
 
 def _text(tensor: Tensor) -> str:

@@ -17,6 +17,7 @@ import autopart
 from autopart import machine
 from autopart.cli import main
 from autopart.console import WIDTH, wrapped
+from autopart.diagnosis import Outcome
 from autopart.errors import InputError
 
 
@@ -232,7 +233,8 @@ def test_operators_without_a_rule():
         "  whole  2 autopart_test::scaled_mm in products.d, 2.56 kB in and out: it has no sharding rule",
         "  whole  2 autopart_test::scaled_mm in products.c, 2.18 kB in and out: it has no sharding rule",
         "  whole  4 more, of 2 kinds: see autopart explain",
-        '  try    autopart.rule("autopart_test::scaled_mm", "b a, a c -> b c", sum="a")',
+        '  try    autopart.rule("autopart_test::scaled_mm", "b a, a c -> b c", sum="a"), guessed from the '
+        "shapes: autopart.check_rule proves or refutes it",
     ]
 
 
@@ -245,12 +247,35 @@ def test_a_loss_of_ones_own():
 
 def test_a_model_without_matrix_work():
     found = autopart.doctor(nn.LayerNorm(8), "dp2", example_args=(torch.randn(8, 8),))
+    assert "it is traced: 1 operator, 0 FLOP of matrix work\n" in str(found)
     assert str(found.meshes[0]) == "dp2 works: there is no matrix work"
 
 
+def test_matrix_work_of_weights_alone():
+    class Merged(Small):
+        def forward(self, x):
+            return (x @ (self.up.weight.T @ self.down.weight.T)).square().mean()
+
+    found = autopart.doctor(Merged(8, 8), "dp2", example_args=(torch.randn(8, 8),))
+    assert str(found.meshes[0]) == (
+        "dp2 works: dp divides 50 % of the matrix work\n"
+        "  note   50 % of the matrix work is not over rows that dp can cut: it is of weights alone, or takes all rows"
+    )
+
+
+def test_notes_beyond_the_first_are_counted():
+    said = str(Outcome("dp2", divided={"dp": 1.0}, notes=("one", "two", "three", "four")))
+    assert said.splitlines()[1:] == ["  note   one", "  note   two", "  note   2 more: see autopart explain"]
+
+
 def test_a_page_needs_an_example():
-    with pytest.raises(InputError, match="needs an example call"):
+    with pytest.raises(InputError) as raised:
         autopart.doctor(nn.Linear(8, 8))
+    assert str(raised.value) == (
+        "doctor() needs an example call\n"
+        "  why    the model is traced on it\n"
+        "  try    doctor(model, example_kwargs={'input_ids': ids, 'labels': labels})"
+    )
 
 
 @pytest.mark.large
