@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autopart.api import parallelize, plan
     from autopart.cost.simulate import Simulation, simulate
     from autopart.cost.symbolic import crossover
+    from autopart.diagnosis import Diagnosis, doctor
     from autopart.errors import AutopartError
     from autopart.ir.mesh import Mesh
     from autopart.plans.plan import Plan
@@ -30,17 +31,19 @@ if TYPE_CHECKING:
     from autopart.tuning.search import search
 
 __all__ = [
-    "AutopartError", "BlockSearch", "Calibration", "GradScaler", "Mesh", "ParallelModule", "Plan", "RuleCheck",
-    "Simulation", "Verification", "calibrate", "check_rule", "crossover", "parallelize", "pins_from", "plan", "rule",
-    "search", "search_blocks", "simulate", "verify",
+    "AutopartError", "BlockSearch", "Calibration", "Diagnosis", "GradScaler", "Mesh", "ParallelModule", "Plan",
+    "RuleCheck", "Simulation", "Verification", "calibrate", "check_rule", "crossover", "doctor", "parallelize",
+    "pins_from", "plan", "rule", "search", "search_blocks", "simulate", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _MODULE_OF = {
     "AutopartError": "errors", "BlockSearch": "tuning.block_search", "Calibration": "tuning.calibrate",
-    "GradScaler": "runtime.loop.scaler", "Mesh": "ir.mesh", "ParallelModule": "runtime.module", "Plan": "plans.plan",
-    "RuleCheck": "proof.rules", "Simulation": "cost.simulate", "Verification": "proof.verify",
-    "calibrate": "tuning.calibrate", "check_rule": "proof.rules", "crossover": "cost.symbolic", "parallelize": "api",
+    "Diagnosis": "diagnosis", "GradScaler": "runtime.loop.scaler", "Mesh": "ir.mesh",
+    "ParallelModule": "runtime.module", "Plan": "plans.plan", "RuleCheck": "proof.rules",
+    "Simulation": "cost.simulate", "Verification": "proof.verify",
+    "calibrate": "tuning.calibrate", "check_rule": "proof.rules", "crossover": "cost.symbolic", "doctor": "diagnosis",
+    "parallelize": "api",
     "pins_from": "show.formats", "plan": "api", "rule": "proof.rules", "search": "tuning.search",
     "search_blocks": "tuning.block_search", "simulate": "cost.simulate", "verify": "proof.verify",
 }  # fmt: skip

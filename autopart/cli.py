@@ -1,8 +1,8 @@
 """The command line, also `python -m autopart`.
 
 A model is named `--model package.module:callable` or `--hf-config gpt2`. Exit codes: 0 done, 1 a difference was found
-(`verify`, `diff`) or something is missing (`doctor`), 2 a mistake in what was asked, reported without a traceback. Each
-command imports what it needs: help, and what only reads plans, do without torch.
+(`verify`, `diff`), or something is missing or refused (`doctor`), 2 a mistake in what was asked, reported without a
+traceback. Each command imports what it needs: help, and what only reads plans, do without torch.
 """
 
 from __future__ import annotations
@@ -314,18 +314,40 @@ def calibrate(out: str | None, name: str | None, base: str | None, quick: bool, 
 
 
 @main.command()
+@click.argument("name", required=False, metavar="[MODULE:CALLABLE]")
+@MODEL
+@META
+@MESH
 @JSON
 @told
-def doctor(as_json: bool) -> None:
-    """Look at what autopart needs on this machine: versions, backends, devices; exit code 1 if something is missing.
+def doctor(name: str | None, as_json: bool, **options: Any) -> None:
+    """Say on one page what autopart makes of a model, to be pasted into an issue; exit code 1 if something is refused.
+
+    The page says whether the model is traced, and on each mesh (tp2, dp2 and pp2, or the one that --mesh names) what is
+    divided, what runs whole and why, and what would help. MODULE:CALLABLE is what --model takes. Without a model:
+    versions, backends and devices of this machine; exit code 1 if something is missing.
 
     \b
     Example:
+      autopart doctor my_models:small_gpt
       autopart doctor
     """
-    from autopart.doctor import as_data, findings, table
+    if name is not None and options["model"]:
+        raise OptionError("two models are named", hint=f"autopart doctor {name}")
+    options["model"] = name or options["model"]
+    if options["model"] is None and options["hf_config"] is None:
+        from autopart.machine import as_data, findings, table
 
-    found = findings()
-    tell(as_json, as_data(found), table(found))
-    if not all(finding.ok for finding in found):
+        found = findings()
+        tell(as_json, as_data(found), table(found))
+        if not all(finding.ok for finding in found):
+            raise click.exceptions.Exit(1)
+        return
+    asked = Asked(options)
+    source = asked.source(meta=options["model"] is None)
+    from autopart.diagnosis import doctor as diagnose
+
+    page = diagnose(source.model, options["mesh"], example_kwargs=source.example)
+    tell(as_json, page.as_data(), str(page))
+    if not page.ok:
         raise click.exceptions.Exit(1)

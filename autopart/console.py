@@ -20,6 +20,9 @@ Command = Callable[..., Any]
 WIDTH = 80
 """Columns of help and of errors."""
 
+LABELS = ("  why    ", "  where  ", "  try    ", "  whole  ", "  note   ")
+"""How lines begin that go on under their text, not under their label."""
+
 MISTAKE = 2
 """The exit code where what was asked cannot be."""
 
@@ -58,7 +61,7 @@ def wrapped(text: str, width: int = WIDTH) -> str:
 
 def _wrapped_line(line: str, width: int) -> str:
     spaces = len(line) - len(line.lstrip())
-    is_labelled = line.startswith(("  why    ", "  where  ", "  try    "))
+    is_labelled = line.startswith(LABELS)
     indent = " " * (9 if is_labelled else spaces + 2)
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 

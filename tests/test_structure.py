@@ -18,7 +18,7 @@ PACKAGE = ROOT / "autopart"
 
 # A folder is a layer. Files directly in autopart/ are the base, except these.
 RECIPE = ("compiler", "recipe", "options", "plan_checks", "plan_figures")
-FRONT = ("__init__", "__main__", "api", "cli", "cli_options", "cli_run", "doctor")
+FRONT = ("__init__", "__main__", "api", "cli", "cli_options", "cli_run", "diagnosis", "machine")
 BELOW = {
     "base": (),
     "ir": ("base",),

@@ -145,7 +145,8 @@ def test_matrix_work_that_tp_cannot_divide_is_listed():
     (row,) = made.unsharded
     assert (row["operator"], row["where"], row["why"]) == ("aten::linear", "odd", "tp=2 divides none of n=3, k=3")
     assert row["flops"] == 2 * 8 * 3 * 3
-    assert "try" not in row
+    assert row["try"] == "a size that 2 divides: n=4 or k=4"
+    assert "autopart.check_rule" not in made.explain()
 
 
 # --- with a rule ---------------------------------------------------------------------------------------------------

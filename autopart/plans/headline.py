@@ -87,6 +87,28 @@ def fit_text(plan: Plan) -> str:
     return f"{said}: {'it fits' if fit else 'IT DOES NOT FIT'}, {has}{share}"
 
 
+def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:
+    """What `plan.unsharded` lists, calls of all shapes together, the largest first. `share`: of so many FLOPs."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in sorted(plan.unsharded, key=lambda row: (-row.get("flops", 0), -row.get("bytes", 0))):
+        kind = {name: row[name] for name in ("operator", "where", "why")}
+        summed = rows.setdefault(tuple(kind.values()), {**kind, "count": 0, "share": 0.0, "bytes": 0})
+        summed["count"] += row["count"]
+        summed["share"] += row.get("flops", 0) / flops if flops else 0.0
+        summed["bytes"] += row.get("bytes", 0)
+        if "try" in row:
+            summed.setdefault("try", row["try"])
+    return sorted(rows.values(), key=lambda row: (-row["share"], -row["bytes"]))
+
+
+def whole_text(row: Mapping[str, Any]) -> str:
+    """`2 aten::lstm in encoder, 12 % of the work: it has no sharding rule`, of one of `whole_rows`. Where the work is
+    not known, what it reads and writes in its place: `1.2 MB in and out`."""
+    where = f" in {row['where']}" if row["where"] else ""
+    size = f"{100 * row['share']:.3g} % of the work" if row["share"] else f"{quantity(row['bytes'], 'B')} in and out"
+    return f"{row['count']} {row['operator']}{where}, {size}: {row['why']}"
+
+
 def headlines(plan: Plan) -> list[str]:
     """What the plan is for, what a step takes, and whether it fits: the lines that go with every plan that is made."""
     size, cost = step_size(plan), plan.cost

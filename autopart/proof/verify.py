@@ -24,6 +24,7 @@ from autopart.ir.program import Rng
 from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
 from autopart.passes.choose.codec import decode
 from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_options, identity_of
+from autopart.plans.headline import whole_rows, whole_text
 from autopart.plans.plan import Plan
 from autopart.progress import phase
 from autopart.proof.finite import NotFinite, infinite
@@ -52,6 +53,9 @@ from autopart.tracing.model_source import ModelSource
 from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace import Trace, bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
+
+MOST_WHOLE = 3
+"""How many kinds of operators that run whole are named."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +281,7 @@ class VerificationRun:
             smallest = smallest_failing(self.subject, arrangement, tolerance, first, failure is not None)
         notes = [
             *self.notes,
+            *_whole_notes(arrangement.plan),
             *(f"{name} {text}, as they should" for name, text in infinite(self.subject, expected).items()),
         ]
         found = Verification(
@@ -306,6 +311,15 @@ class VerificationRun:
             found, ok=first is None, max_error=worst, first_mismatch=first, errors={**found.errors, **errors},
             steps=tuple(reports), notes=(*found.notes, *([note] if rounding else [])),
         )  # fmt: skip
+
+
+def _whole_notes(plan: Plan | None) -> list[str]:
+    """A line on what runs whole on every rank, where something does."""
+    if plan is None or not plan.unsharded:
+        return []
+    rows = whole_rows(plan, plan.cost.get("forward_flops", 0))
+    rest = [f"{len(rows) - MOST_WHOLE} more kinds of operators"] * (len(rows) > MOST_WHOLE)
+    return ["run whole: " + "; ".join([*map(whole_text, rows[:MOST_WHOLE]), *rest])]
 
 
 def _chosen(

@@ -142,7 +142,7 @@ def _unsharded(plan: Plan) -> str:
         lines.append(f"    {row['shapes']}; {', '.join(figures)}")
         if "try" in row:
             lines.append(f"    try {row['try']}")
-    if any("try" in row for row in plan.unsharded):
+    if any(row.get("try", "").startswith("autopart.rule") for row in plan.unsharded):
         lines.append("  (lines to try are guessed from the shapes: autopart.check_rule proves or refutes them)")
     return "\n".join(lines)
 

@@ -1,4 +1,5 @@
-"""The operators that run whole on every rank: how many, why, what that costs, and the line that would shard them."""
+"""The operators that run whole on every rank: how many, why, what that costs, and what would shard them; and the share
+of the matrix work that is divided."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import Any
 from torch import fx
 
 from autopart.cost.collectives import wire_bytes
-from autopart.cost.flops import counted_flops
+from autopart.cost.flops import matrix_work
 from autopart.ir.atoms import BATCH, FEATURE, Atoms
-from autopart.ir.decisions import Decisions
+from autopart.ir.decisions import Decisions, Strategy
 from autopart.ir.facts import PARAMETER, facts
 from autopart.ir.graph import (
     active_operators,
@@ -50,51 +51,70 @@ def unsharded(
         return ()
     rows: dict[tuple, dict[str, Any]] = {}
     for node in active_operators(trace.graph):
-        why = _why_whole(node, decisions)
+        why, change = _why_whole(node, decisions)
         if not why:
             continue
-        why = PINNED if node in pinned else why
+        why, change = (PINNED, "") if node in pinned else (why, change)
         where, name = facts(node)["group"].rsplit("/", 1)[0], operator_name(node)
         row = rows.setdefault((name, where, why, _shapes(node)), {
             "operator": name, "where": where, "count": 0, "why": why, "shapes": _shapes(node), "flops": 0, "bytes": 0,
-            "moved_bytes": 0, "try": suggestion(node) if why == NO_RULE else "",
+            "moved_bytes": 0, "try": change,
         })  # fmt: skip
-        pattern: Pattern | None = facts(node)["pattern"]
         row["count"] += 1
-        row["flops"] += pattern.flops if pattern is not None else counted_flops(node)
+        row["flops"] += matrix_work(node)
         row["bytes"] += sum(map(size_bytes, tensor_inputs(node)))
         row["bytes"] += sum(v.numel() * v.element_size() for v in tuple_values(node) if hasattr(v, "numel"))
         row["moved_bytes"] += round(sum(_moved(node, decisions)))
     return tuple({key: value for key, value in row.items() if value or key == "where"} for row in rows.values())
 
 
-def _why_whole(node: fx.Node, decisions: Decisions) -> str:
-    """Why every rank runs all of this call; "" where it does not, or where it is little work."""
+def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
+    """{axis: the share of the matrix work that it divides over its ranks}, of the axes that cut rows or features; empty
+    for a model without matrix work."""
+    flops = {node: matrix_work(node) for node in active_operators(trace.graph)}
+    total = sum(flops.values())
+    if not total:
+        return {}
+    mesh, nowhere = decisions.mesh, dict[fx.Node, Strategy]()
+    on_axes = {axis: decisions.strategies.get(axis, nowhere) for axis in (*mesh.along("rows"), *mesh.along("features"))}
+    return {
+        axis: sum(flops[node] for node, strategy in on.items() if strategy.factor and node in flops) / total
+        for axis, on in on_axes.items()
+    }
+
+
+def _why_whole(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
+    """Why every rank runs all of this call, and what would change that, where something would; "" for both where it
+    does not, or where it is little work."""
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
-        return NOT_THIS_CALL if has_rule(operator_name(node)) else NO_RULE
+        return (NOT_THIS_CALL, "") if has_rule(operator_name(node)) else (NO_RULE, suggestion(node))
     chosen = {axis: on[node] for axis, on in decisions.features.items()}
     if not chosen or not pattern.flops or any(strategy.factor for strategy in chosen.values()):
-        return ""
+        return "", ""
     axis = next(iter(chosen))
     ranks = decisions.mesh.size(axis)
-    sizes = _feature_sizes(node, pattern)
+    weights = _weight_sizes(node, pattern)
+    sizes = {factor: size for factor, size in weights.items() if factor not in pattern.whole}
+    if not weights:
+        return "none of its dims comes from a weight", ""
     if not sizes:
-        return "none of its dims comes from a weight"
-    uneven = all(size % ranks for size in sizes.values())
-    named = ", ".join(f"{factor}={size}" for factor, size in sizes.items())
-    if uneven:
-        return f"{axis}={ranks} divides none of {named}"
-    return f"bringing its values together for {axis}={ranks} would cost more"
+        change = f"dp in place of {axis}: it cuts rows of the batch" if set(pattern.sizes) - pattern.whole else ""
+        return "its sharding rule keeps the dims of its weights whole", change
+    if all(size % ranks for size in sizes.values()):
+        named = ", ".join(f"{factor}={size}" for factor, size in sizes.items())
+        next_sizes = " or ".join(f"{factor}={size + -size % ranks}" for factor, size in sizes.items())
+        return f"{axis}={ranks} divides none of {named}", f"a size that {ranks} divides: {next_sizes}"
+    return f"bringing its values together for {axis}={ranks} would cost more", ""
 
 
-def _feature_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
-    """The factors of a rule that a weight gives and that may be sharded, with their sizes."""
+def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
+    """The factors of a rule that a weight gives, with their sizes."""
     found: dict[str, int] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
             if any(atom.kind == FEATURE for atom in atoms):
-                found |= {factor: pattern.sizes[factor] for factor in dim if factor not in pattern.whole}
+                found |= {factor: pattern.sizes[factor] for factor in dim}
     return found
 
 
