@@ -201,7 +201,11 @@ class _Rewriter:
         """What is given a size that is known now: of a view the size, a new tensor like another one of that size."""
         name = operator_name(node).removeprefix("aten::")
         if name in _VIEWS:
-            node.args = (node.args[0], fx.map_arg(node.args[1], self._known), *node.args[2:])
+            sizes = fx.map_arg(node.args[1], self._known)
+            is_open = [not isinstance(expression(size), int) for size in value(node).shape]
+            if is_open.count(True) == 1 and len(sizes) == len(is_open):
+                sizes = [-1 if of else size for of, size in zip(is_open, sizes, strict=True)]
+            node.args = (node.args[0], sizes, *node.args[2:])
             return None
         if name not in _FILLS and name != "arange":
             return None

@@ -100,7 +100,7 @@ def _leave_sizes_open(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and operator_name(node) in ("aten::reshape", "aten::expand"):
             counted = [bool(selections_in(atoms)) for atoms in facts(node)["atoms"]]
-            if any(counted):
+            if any(counted) and -1 not in node.args[1] and facts(node).get("counted", True):
                 sizes = [-1 if is_open else size for size, is_open in zip(node.args[1], counted, strict=True)]
                 node.args = (node.args[0], sizes, *node.args[2:])
 
@@ -255,8 +255,20 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
                     atom if SELECTED in dim else _uncounted(atom, known.get(dim, ()))
                     for atom, dim in zip(atoms, dims, strict=True)
                 ]
+            said = _sizes_said(node)  # by the model, of selected elements
+            atoms = [_uncounted(atom, ()) if is_said else atom for atom, is_said in zip(atoms, said, strict=True)]
             found.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
     return found[0] if is_tensor(node) else tuple(found)
+
+
+def _sizes_said(node: fx.Node) -> list[bool]:
+    """Of every dim of a view of selected elements whether the model says its size, so that nothing of it is open."""
+    num_dims = len(tuple_values(node)[0].shape)
+    if operator_name(node) != "aten::reshape":
+        return [False] * num_dims
+    if facts(node).get("counted") is False:
+        return [True] * num_dims
+    return [size != -1 for size in node.args[1]] if -1 in node.args[1] else [False] * num_dims
 
 
 def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:

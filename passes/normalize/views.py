@@ -9,6 +9,7 @@ from torch import fx
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, is_floating, is_tensor, operator_name, shape, value
+from autopart.ir.selection import is_counted
 from autopart.passes.pipeline import on_calls
 
 from .new_calls import emit, getitem, replace
@@ -114,9 +115,14 @@ def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
     """Every view that merges or splits dims becomes `reshape` with its full shape (a shard may not be viewable)."""
     if node.target is aten.view.dtype:  # the bits of each number, read as another one
         return
-    if node.target is not aten.reshape.default or list(node.args[1]) != list(shape(node)):
+    is_open = is_counted(node) and isinstance(node.args[1], (list, tuple)) and -1 in node.args[1]
+    sizes = list(node.args[1] if is_open else shape(node))  # open: how many selected elements there are
+    if node.target is not aten.reshape.default or list(node.args[1]) != sizes:
         with graph.inserting_before(node):
-            replace(node, emit(graph, node, aten.reshape.default, node.args[0], list(shape(node))))
+            made = emit(graph, node, aten.reshape.default, node.args[0], sizes)
+            if "counted" in facts(node):
+                facts(made)["counted"] = is_counted(node)
+            replace(node, made)
 
 
 @on_calls("aten::squeeze")

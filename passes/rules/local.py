@@ -81,7 +81,9 @@ def shape_argument(call: LocalCall) -> fx.Node:
     """The second argument names the output's shape: the local one."""
     layout, full = call.output_layout(), shape(call.node)
     local = local_shape(full, layout, call.sizes)
-    local = [-1 if selections_in(atoms) else size for atoms, size in zip(facts(call.node)["atoms"], local, strict=True)]
+    given, made_of = call.node.args[1], facts(call.node)["atoms"]
+    is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(given, made_of, strict=True)]
+    local = [-1 if of else size for of, size in zip(is_open, local, strict=True)]
     for axis, place in layout.items():
         if place.is_shard and full[place.dim] % call.sizes[axis] and not place.sections:
             local[place.dim] = -1  # shards of unequal sizes
