@@ -15,7 +15,7 @@ from torch.export.graph_signature import OutputKind
 from autopart.compat import AUTOCAST, is_higher_order, is_operator
 from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
-from autopart.ir.graph import describe, draws_random_numbers, is_floating, operator_name, source_text
+from autopart.ir.graph import describe, draws_random_numbers, is_floating, operator_name, source_text, value
 from autopart.tracing.entry import PREFIX
 from autopart.tracing.repeated import base_name
 
@@ -165,6 +165,16 @@ def own_graph(
             values[node].meta |= {"input_name": name, "input_grad": tensor.requires_grad}
     for node in module.graph.nodes:
         if node.op == "call_function":
+            unknown = next((used for used in node.all_input_nodes if used not in values), None)
+            if unknown is not None:
+                kind = getattr(value(unknown), "class_fqn", "").rpartition(".")[2] or "an object"
+                raise TraceError(
+                    f"{operator_name(node)} is given a {kind} of the model's own",
+                    refusal=Refusal.RANDOM if kind == "Generator" else Refusal.PART,
+                    why="a program is made of operators on tensors, and every rank must draw the same numbers",
+                    where=source_text(node),
+                    hint="torch's own generator (without generator=), or numbers that are drawn outside and passed in",
+                )
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = graph.create_node(node.op, node.target, args, kwargs, base_name(node))
             values[node].meta = dict(node.meta)

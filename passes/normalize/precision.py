@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import draws_random_numbers, is_floating, value
+from autopart.ir.graph import draws_random_numbers, is_floating, operator_name, value
 
 from .new_calls import emit, fake_call, fake_mode
 
@@ -38,10 +38,11 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
             if node.target is torch.ops.aten.view.dtype or draws_random_numbers(node):  # of bits, and not of values
                 _keep_operands(node, traced)
             elif any(is_floating(n) and value(n).dtype in _DOUBLE.values() for n in node.all_input_nodes):
-                lifted |= _lift_casts(node)
+                lifted |= _lift_casts(node) | _lift_written(node, traced)
                 _lift_others(node, traced)
             if given != (node.args, node.kwargs) or not changed.isdisjoint(node.all_input_nodes):
-                node.meta["val"] = fake_call(node.target, node.args, node.kwargs, node.all_input_nodes)
+                with torch.no_grad():  # a write to a part of a complex tensor has no gradient yet
+                    node.meta["val"] = fake_call(node.target, node.args, node.kwargs, node.all_input_nodes)
                 changed.add(node)
     return lifted | {traced[node] for node in changed if traced.get(node) in (torch.float16, torch.bfloat16)}
 
@@ -68,6 +69,20 @@ def _lift_casts(node: fx.Node) -> set[torch.dtype]:
     if asked:
         node.args, node.kwargs = args, kwargs
     return asked
+
+
+def _lift_written(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> set[torch.dtype]:
+    """Let a value be written to a tensor of its own precision, where it was one of less: that is a cast too."""
+    if operator_name(node) != "aten::copy":
+        return set()
+    written, source, *rest = node.args
+    before, dtype = value(written).dtype, value(source).dtype
+    if _DOUBLE.get(before) != dtype:
+        return set()
+    with node.graph.inserting_before(node):
+        wide = emit(node.graph, node, torch.ops.aten.to.dtype, written, dtype)
+    node.args, traced[wide] = (wide, source, *rest), dtype
+    return {before}
 
 
 def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
