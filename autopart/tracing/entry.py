@@ -37,11 +37,13 @@ class Entry(nn.Module):
     ):
         super().__init__()
         self.autocast = autocast or nullcontext()
-        self.model, self.state, self.semantics = model, PythonState(model), EagerSemantics()
+        self.model, self.state = model, PythonState(model)
         self.checkpoints, self.assumptions = OwnCheckpoints(model), Assumptions(model)
         leaves, self.spec = tree_flatten(dict(arguments))
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
         self.spoken = [users_input(model, name) for name in names]
         self.tensor_names = tensor_names(names)
 

@@ -213,7 +213,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
         check_draws(users_model(model), entry.state, program, lambda: _exported(entry, example))
-        notes = check_attributes(users_model(model), entry.state, program, lambda: _exported(entry, example))
+        read = entry.semantics.known.read
+        notes = check_attributes(users_model(model), entry.state, program, read, lambda: _exported(entry, example))
         assumed = entry.assumptions.of(selected_sizes(program.graph))
         with _quiet(entry.assumptions), keeping_draws():
             program = functional(program)
