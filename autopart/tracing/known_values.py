@@ -25,7 +25,7 @@ _MAKERS = frozenset(
     | {"tril_indices", "triu_indices", "hann_window", "hamming_window", "blackman_window", "kaiser_window"}
 )
 _ANSWERS = frozenset(
-    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "is_nonzero"}
+    {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "is_nonzero"} | {"_total"}
 )
 _SHAPED_LIKE = {name: (0, "input") for name in ("ones_like", "zeros_like", "full_like")}
 _TYPED_LIKE = {name: (0, "self") for name in ("new_tensor", "new_zeros", "new_ones", "new_full")} | {
@@ -70,6 +70,7 @@ class KnownValues:
         self._made = WeakIdKeyDictionary()
         self._changing = {memory_of(tensor) for tensor in of_model} | {None}
         self.read: list[Tensor] = []
+        self._held: list[tuple[Tensor, _Form]] = []
 
     def _is_known(self, tensor: Tensor) -> bool:
         if tensor not in self._made and self._is_constant(tensor):
@@ -120,14 +121,14 @@ class KnownValues:
             return kwargs
         given = [*args[:2], *(kwargs[name] for name in ("input", "repeats") if name in kwargs)]
         source, counts = given[0], given[-1]
-        if not isinstance(counts, Tensor) or not self._is_known(counts):
+        known = isinstance(counts, Tensor) and self._is_known(counts)
+        total: Any = self._computed(Tensor.sum, (counts,), {}) if known else UNKNOWN
+        if total is UNKNOWN:
             return kwargs
-        with outside_of_tracing(), torch.no_grad():
-            total = int(self._real(self._made[counts], {}).sum())
         if source is not counts and counts.numel() == 1:  # one count for all
             dim = args[2] if len(args) > 2 else kwargs.get("dim")
             total *= source.numel() if dim is None else source.shape[dim]
-        return {**kwargs, "output_size": total}
+        return {**kwargs, "output_size": int(total)}
 
     def answer(self, call: Call, inputs: Sequence[Tensor]) -> Any:
         """What a call gives Python where all the tensors that it is about, `inputs`, are known; else UNKNOWN."""
@@ -135,15 +136,53 @@ class KnownValues:
         asks = getattr(func, "__name__", "") in _ANSWERS
         if not asks or not inputs or not all(map(self._is_known, inputs)):
             return UNKNOWN
+        return self._computed(func, args, kwargs)
+
+    def _computed(self, func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        recipe = tree_map(self._recipe, (args, kwargs))
+        if self._forms_of(recipe) & {id(form) for _, form in self._held}:
+            return UNKNOWN
+        return self._without_draws(lambda real: func(*real[0], **real[1]), recipe)
+
+    def _without_draws(self, compute: Callable[[Any], Any], recipe: Any) -> Any:
+        """What `compute` makes of what a recipe gives; UNKNOWN where random numbers are drawn for it."""
         drawn = torch.get_rng_state()
         with outside_of_tracing(), torch.no_grad():
-            real, options = self._real(tree_map(self._recipe, (args, kwargs)), {})
-            answer = func(*real, **options)
+            result = compute(self._real(recipe, {}))
             is_random = not torch.equal(drawn, torch.get_rng_state())
         if not is_random:
-            return answer
+            return result
         torch.set_rng_state(drawn)
         return UNKNOWN
+
+    def hold(self, buffers: Sequence[Tensor]) -> None:
+        """These tensors have values that a trace does not know, and the same in every call as long as none is
+        written."""
+        self._held = [(buffer, _Form(tuple(buffer.shape), buffer.dtype)) for buffer in buffers]
+        for buffer, form in self._held:
+            self._made[buffer] = form
+
+    def is_fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the same in every call: made of constants, and of what is held and is not written."""
+        if not self._is_known(tensor):
+            return False
+        recipe = self._made[tensor]
+        if self._forms_of(recipe) & {id(form) for held, form in self._held if self._made.get(held) is not form}:
+            return False
+        try:
+            return self._without_draws(lambda real: True, recipe) is True
+        except (RuntimeError, ValueError, IndexError):  # what is held is taken as zeros, which may not fit
+            return False
+
+    def _forms_of(self, recipe: Any) -> set[int]:
+        """The identities of the forms that a recipe reads."""
+        forms, seen, todo = set[int](), set[int](), [recipe]
+        while todo:
+            leaves = [leaf for leaf in tree_flatten(todo.pop())[0] if id(leaf) not in seen]
+            seen |= {id(leaf) for leaf in leaves if isinstance(leaf, _Made)}
+            forms |= {id(leaf) for leaf in leaves if isinstance(leaf, _Form)}
+            todo += [(leaf.args, leaf.kwargs) for leaf in leaves if isinstance(leaf, _Made)]
+        return forms
 
     def _real(self, value: Any, done: dict[int, Tensor]) -> Any:
         """A call's arguments with real tensors, all on the CPU."""
@@ -152,7 +191,7 @@ class KnownValues:
             if isinstance(leaf, torch.device):
                 return torch.device("cpu")
             if isinstance(leaf, _Form):
-                return torch.empty((), dtype=leaf.dtype).expand(leaf.shape)
+                return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
             if isinstance(leaf, Tensor):
                 self.read.append(leaf)
                 return leaf.cpu()

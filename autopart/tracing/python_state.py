@@ -16,7 +16,7 @@ from autopart.errors import Refusal, TraceError
 from autopart.tracing.caches import Caches
 from autopart.tracing.with_loss import users_modules
 
-_TORCH_OWN = {"_parameters", "_buffers", "_modules"}
+_TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
 """Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
 _CONTAINERS = (list, dict, set, OrderedDict)
