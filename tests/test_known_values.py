@@ -47,6 +47,130 @@ def test_python_reads_constants(name):
     assert found.ok, found.first_mismatch
 
 
+LIKE = {
+    "to": lambda x: torch.linspace(0, 1, 3).to(x),
+    "type_as": lambda x: torch.linspace(0, 1, 3).type_as(x),
+    "new_tensor": lambda x: x.new_tensor([0.0, 1.0, 2.0]),
+    "new_zeros": lambda x: x.new_zeros(3) + torch.arange(3).to(x),
+    "new_ones": lambda x: x.new_ones(3).cumsum(0),
+    "new_full": lambda x: torch.cat([x.new_full((1,), 2.0), x.new_full((2,), 3.0).cumsum(0)]),
+    "ones_like": lambda x: torch.ones_like(x[0]).cumsum(0),
+    "zeros_like": lambda x: torch.zeros_like(x[0]) + torch.arange(16).to(x),
+    "full_like": lambda x: torch.full_like(input=x[0], fill_value=2.0).cumsum(0),
+}
+
+
+class Rising(nn.Module):
+    """Decides by whether some steps rise."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.linear, self.steps = nn.Linear(16, 16), steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.steps(x)
+        return self.linear(x) if (steps[1:] > steps[:-1]).all() else x
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_of_a_tensor_that_gives_the_form_nothing_is_asked(name):
+    result = autopart.verify(Rising(LIKE[name]), "tp2", example_args=(torch.randn(4, 16),))
+    assert result.ok and result.max_error < 1e-10, result
+    assert not [note for note in result.notes if "not compared" in note]
+
+
+def test_what_is_made_of_values_of_an_input_is_not_known():
+    for steps in (lambda x: x.to(torch.arange(3.0)), lambda x: torch.ones_like(x) * x, lambda x: x.new_tensor(x[0])):
+        with pytest.raises(TraceError, match="decides what to run by the values in a tensor"):
+            autopart.plan(Rising(steps), "tp2", example_args=(torch.randn(4, 16),))
+
+
+REPEATS = {
+    "counts": lambda x, n: x[torch.repeat_interleave(torch.arange(3), n)],
+    "counts alone": lambda x, n: x[torch.repeat_interleave(n)],
+    "rows": lambda x, n: x[:3].repeat_interleave(n, 0),
+    "by keyword": lambda x, n: torch.repeat_interleave(x[:3], repeats=n, dim=0),
+    "one count": lambda x, n: x.repeat_interleave(n[:1], dim=1)[:, :16],
+    "flat": lambda x, n: x.repeat_interleave(n[:1])[:16],
+}
+
+
+class Repeated(nn.Module):
+    def __init__(self, repeat):
+        super().__init__()
+        self.linear, self.repeat = nn.Linear(16, 16), repeat
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.repeat(self.linear(x), torch.tensor([2, 1, 3], device=x.device))
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_repeats_by_known_counts(name):
+    model, x = Repeated(REPEATS[name]), torch.randn(4, 16)
+    result = autopart.verify(model, "tp2", example_args=(x,))
+    assert result.ok and result.max_error < 1e-10, result
+
+
+class Columns(nn.Module):
+    """Decides by a tensor that is neither a parameter nor a buffer. `after`: what forward does with it then."""
+
+    def __init__(self, after=lambda model, x: None):
+        super().__init__()
+        self.linear, self.embed = nn.Linear(19, 16), nn.Embedding(4, 16)
+        self.is_number, self.after = torch.tensor([True, False, True, True]), after
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = [
+            x[:, i : i + 1] if is_number else self.embed(x[:, i].long())
+            for i, is_number in enumerate(self.is_number)
+        ]  # fmt: skip
+        output = self.linear(torch.cat(columns, 1)) * (2 if self.is_number[1] else 3)
+        self.after(self, x)
+        return output
+
+
+def test_python_reads_a_tensor_that_the_model_holds():
+    result = autopart.verify(model := Columns(), "tp2", example_args=(torch.rand(4, 4),))
+    assert result.ok and result.max_error < 1e-10, result
+    assert model.is_number.tolist() == [True, False, True, True]
+
+
+def assign(model: Columns, x: Tensor) -> None:
+    model.is_number = x.sum(0) > 0
+
+
+def write(model: Columns, x: Tensor) -> None:
+    model.is_number[1:].logical_not_()
+
+
+@pytest.mark.parametrize(
+    ("after", "text"),
+    [
+        (assign, "Columns keeps a tensor from one call to the next in 'is_number'"),
+        (write, "the tensor 'is_number' is written and is not a buffer"),
+    ],
+)
+def test_a_tensor_that_the_forward_changes_is_refused(after, text):
+    with pytest.raises(TraceError, match=text):
+        autopart.plan(Columns(after), "tp2", example_args=(torch.rand(4, 4),))
+
+
+@pytest.mark.parametrize("kind", ["buffer", "view of a buffer", "parameter", "input"])
+def test_what_changes_between_calls_is_not_known(kind):
+    model, x = Columns(), torch.rand(4, 4)
+    flags = model.is_number.float()
+    del model.is_number
+    if kind == "input":
+        model.is_number = x[0]
+    elif kind == "parameter":
+        model.is_number = nn.Parameter(flags)
+    else:
+        model.register_buffer("flags" if kind == "view of a buffer" else "is_number", flags)
+        model.is_number = flags[:]
+    with pytest.raises(TraceError, match="decides what to run by the values in a tensor"):
+        autopart.plan(model, "tp2", example_args=(x,))
+
+
 def written() -> int:
     made = torch.arange(4)
     made[0] = 9

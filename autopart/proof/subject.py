@@ -87,14 +87,17 @@ class Results:
 def buffers_restored(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
     """What the model writes to its buffers inside is undone, and to the parameters `written`."""
     parameters = [(p, p.detach().clone()) for p in map(model.get_parameter, written)]
-    before = [(module, name, buffer, buffer.clone()) for module in model.modules()
-              for name, buffer in module._buffers.items() if buffer is not None]  # fmt: skip
+    modules = [(module, dict(module._buffers)) for module in model.modules()]
+    before = [(b, b.clone()) for _, buffers in modules for b in buffers.values() if b is not None]
     try:
         yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, value in before:
-                module._buffers[name] = buffer.copy_(value)
+            for module, buffers in modules:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+            for buffer, value in before:
+                buffer.copy_(value)
             for parameter, value in parameters:
                 parameter.copy_(value)
 

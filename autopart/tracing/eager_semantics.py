@@ -29,7 +29,7 @@ from autopart.ir.graph import DTYPE_NAMES
 from autopart.tracing.checks import check_text, passing_answer
 from autopart.tracing.floats import Floats, ReadsFloat
 from autopart.tracing.functions import apply_as_operator
-from autopart.tracing.known_values import UNKNOWN, KnownValues
+from autopart.tracing.known_values import UNKNOWN, KnownValues, written_by
 from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
 
 _ASKING = frozenset(
@@ -65,16 +65,18 @@ _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 class EagerSemantics(TorchFunctionMode):
     """Around a forward: what is read without grad mode, or through `.data`, carries no gradient.
 
+    `tensors`: the model's parameters, buffers and inputs, as they are outside of the trace.
+
     Raises TraceError for what a trace of the forward would lose: hooks on tensors, and writes in place without grad
     mode to a value that has a gradient.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.origins = WeakIdKeyDictionary()  # {tensor: the inputs and module outputs that it is made of}
         self.asked = ""  # what the tensor is made of whose values Python asked for last
         self.data = WeakIdKeyDictionary()  # what `.data` gave
-        self.known = KnownValues()
+        self.known = KnownValues(tensors)
         self.floats = Floats()
         self.differentiates = False  # whether forward has called torch.autograd.grad
         self.passed: dict[str, None] = {}  # checks of values, as notes say them
@@ -85,7 +87,7 @@ class EagerSemantics(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _OF_METADATA:
             return func(*args, **kwargs)
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = list(tensors_in((*args, *kwargs.values())))
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
@@ -98,9 +100,12 @@ class EagerSemantics(TorchFunctionMode):
             self.asked = " and ".join(names)
         if func is Tensor.__float__ and self.floats.may_be_added(sys._getframe(1)):
             raise ReadsFloat
+        if func is Tensor.__iter__ and args[0].ndim:
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
+        kwargs = dict(self.known.sized((func, args, kwargs)))
         output = self._run(TRACEABLE.get(func, func), args, kwargs)
         self.known.note((func, args, kwargs), tensors, output)
-        for tensor in _tensors((output,)) if names else ():
+        for tensor in tensors_in((output,)) if names else ():
             self.origins[tensor] = names
         return output
 
@@ -131,7 +136,7 @@ class EagerSemantics(TorchFunctionMode):
             _check_unchanged(args[0], *args[1:], **kwargs)
         if func == _SET_DATA:
             return args[0].detach().copy_(args[1].detach())
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if written:
             self.known.forget(written)
         self.differentiates |= func is torch.autograd.grad
@@ -151,15 +156,15 @@ class EagerSemantics(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among the arguments of a call, in order."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
         elif isinstance(argument, (tuple, list)):
-            yield from _tensors(argument)
+            yield from tensors_in(argument)
         elif isinstance(argument, dict):
-            yield from _tensors(argument.values())
+            yield from tensors_in(argument.values())
 
 
 def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
@@ -171,14 +176,6 @@ def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> Non
             "requires_grad_() outside of forward(), or weight.detach() in it",
             Refusal.WRITE,
         )  # fmt: skip
-
-
-def _written(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to in place."""
-    name = getattr(func, "__name__", "")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    found = [*(args[:1] if in_place else ()), kwargs.get("out")]
-    return [t for t in found if isinstance(t, Tensor)]
 
 
 def _detached(leaf: Any, written: list[Tensor]) -> Any:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat import Tracing, tree_flatten, tree_unflatten
-from autopart.errors import Refusal, TraceError
+from autopart.tracing.assigned_buffers import AssignedBuffers
 from autopart.tracing.checkpoints import OwnCheckpoints
 from autopart.tracing.eager_semantics import EagerSemantics
 from autopart.tracing.emptiness import Assumptions
@@ -37,11 +37,13 @@ class Entry(nn.Module):
     ):
         super().__init__()
         self.autocast = autocast or nullcontext()
-        self.model, self.state, self.semantics = model, PythonState(model), EagerSemantics()
+        self.model, self.state, self.assigned = model, PythonState(model), AssignedBuffers(model)
         self.checkpoints, self.assumptions = OwnCheckpoints(model), Assumptions(model)
         leaves, self.spec = tree_flatten(dict(arguments))
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
         self.spoken = [users_input(model, name) for name in names]
         self.tensor_names = tensor_names(names)
 
@@ -57,24 +59,19 @@ class Entry(nn.Module):
         given = iter([tensors[name] for name in self.tensor_names])
         pairs = zip(self.options, self.is_tensor, strict=True)
         leaves = [next(given) if is_tensor else option for option, is_tensor in pairs]
-        before = [(module, dict(module._buffers)) for module in self.model.modules()]
         paths = {module: f"the output of {path or 'the model'}" for path, module in users_modules(self.model)}
 
         def name_output(module: nn.Module, args: Any, output: Any) -> None:
             if module in paths:
                 self.semantics.named(output, paths[module])
 
-        semantics = self.semantics if Tracing.current() is not None else nullcontext()
+        is_traced = Tracing.current() is not None
+        semantics = self.semantics if is_traced else nullcontext()
         hook = register_module_forward_hook(name_output)
-        try:
-            with self.state, self.autocast, self.semantics.floats.given(), semantics, hook, self.checkpoints.watching():
-                output = call(self.model, tree_unflatten(leaves, self.spec))
-        except BaseException:
-            for module, buffers in before:
-                module._buffers.update(buffers)
-            raise
-        for module, buffers in before:
-            _write_assigned(module, buffers)
+        floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
+        written = self.assigned.written(self.semantics.known if is_traced else None)
+        with written, self.state, self.autocast, floats, semantics, hook, checkpoints:
+            output = call(self.model, tree_unflatten(leaves, self.spec))
         register_dataclasses(output)
         return output
 
@@ -86,25 +83,6 @@ def tensor_names(names: Sequence[str]) -> list[str]:
         new = name.replace(".", "_")
         plain.append(new if new not in plain else f"{new}_{len(plain)}")
     return plain
-
-
-def _write_assigned(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
-    """Write what forward assigned to a buffer's name into the buffer: a trace sees writes, and no assignments."""
-    for name, buffer in before.items():
-        new = module._buffers.get(name)
-        if new is buffer:
-            continue
-        if buffer is None or new is None or new.shape != buffer.shape:
-            was, now = ("None" if b is None else f"of shape {list(b.shape)}" for b in (buffer, new))
-            raise TraceError(
-                f"{type(module).__name__} gives its buffer '{name}' another shape in its forward",
-                refusal=Refusal.STATE,
-                why=f"it was {was}, and is {now}",
-                hint="a buffer of the largest shape from the start, written in part",
-            )
-        with torch.no_grad():
-            buffer.copy_(new)
-        module._buffers[name] = buffer
 
 
 def register_dataclasses(value: Any) -> None:

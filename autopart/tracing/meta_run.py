@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from autopart.compat import TorchDispatchMode, exporting, tree_map
 from autopart.compat_sizes import all_selected
 from autopart.tracing.checks import passing_answer
-from autopart.tracing.eager_semantics import TRACEABLE
+from autopart.tracing.eager_semantics import TRACEABLE, tensors_in
+from autopart.tracing.known_values import UNKNOWN, KnownValues, written_by
 
 _SMALL = 2**16
 """Entries of the largest tensor that is real."""
@@ -42,21 +43,29 @@ class _Placed(TorchFunctionMode):
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = torch.device("cpu") if device.type == "meta" else device
+        self.known = KnownValues()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        kwargs = dict(kwargs or {})
+        tensors = list(tensors_in((*args, *kwargs.values())))
         if any(map(_IS_META, tensors)):
+            answer = self.known.answer((func, args, kwargs), tensors)
+            if answer is not UNKNOWN:
+                return answer
             passing = passing_answer(func, tensors, sys._getframe(1))
             if passing is not None:
                 return passing
             if func in (Tensor.item, Tensor.__float__):
                 return torch.ones((), dtype=args[0].dtype).item()
         if func in (torch.masked_select, Tensor.masked_select):  # without a kernel there
-            source, mask = torch.broadcast_tensors(*args, *(kwargs or {}).values())
+            source, mask = torch.broadcast_tensors(*args, *kwargs.values())
             return source[mask]
-        found = TRACEABLE.get(func, func)(*args, **(kwargs or {}))
+        kwargs = dict(self.known.sized((func, args, kwargs)))
+        self.known.forget(written_by(func, args, kwargs))
+        found = TRACEABLE.get(func, func)(*args, **kwargs)
+        self.known.note((func, args, kwargs), tensors, found)
         if func == _DEVICE:
             return self.device if found.type == "meta" else found
         if func == _IS_META:

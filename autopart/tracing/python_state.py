@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,7 @@ from autopart.errors import Refusal, TraceError
 from autopart.tracing.caches import Caches
 from autopart.tracing.with_loss import users_modules
 
-_TORCH_OWN = {"_parameters", "_buffers", "_modules"}
+_TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
 """Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
 _CONTAINERS = (list, dict, set, OrderedDict)
@@ -166,16 +166,19 @@ def _has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and (tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0)
 
 
-def check_attributes(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> tuple[str, ...]:
+def check_attributes(
+    model: nn.Module, state: PythonState, program: Any, read: Sequence[Tensor], again: Callable[[], Any]
+) -> tuple[str, ...]:
     """Raises TraceError where forward reads an attribute that it also changes: the next call would differ.
 
-    A tensor is read where the trace has its first value as a constant. Of numbers and the like that is tried: `again`
-    traces once more with what forward left there, and must give the same graph. Returns notes for the user.
+    A tensor is read where the trace has its first value as a constant, or where Python was told its values (`read`). Of
+    numbers and the like that is tried: `again` traces once more with what forward left there, and must give the same
+    graph. Returns notes for the user.
     """
     name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
     before = [(attribute, value) for attribute, (value, _) in changed.items()]
     for attribute, value in [*before, *state.caches.replaced]:
-        if any(constant is tensor for tensor in _tensors(value) for constant in program.constants.values()):
+        if any(constant is tensor for tensor in _tensors(value) for constant in (*program.constants.values(), *read)):
             raise TraceError(
                 f"{name} keeps a tensor from one call to the next in '{attribute}'",
                 refusal=Refusal.STATE,

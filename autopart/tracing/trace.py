@@ -24,6 +24,7 @@ from autopart.compat_sizes import many_elements
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, shape, source_text, spoken_name, value
+from autopart.tracing.assigned_buffers import check_caches
 from autopart.tracing.counted import selected_sizes, with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.emptiness import Assumptions
@@ -213,7 +214,9 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
         check_draws(users_model(model), entry.state, program, lambda: _exported(entry, example))
-        notes = check_attributes(users_model(model), entry.state, program, lambda: _exported(entry, example))
+        read = entry.semantics.known.read
+        notes = check_attributes(users_model(model), entry.state, program, read, lambda: _exported(entry, example))
+        check_caches(users_model(model), entry.assigned, program, lambda: _exported(entry, example))
         assumed = entry.assumptions.of(selected_sizes(program.graph))
         with _quiet(entry.assumptions), keeping_draws():
             program = functional(program)
