@@ -1,0 +1,123 @@
+"""Models that others wrote, trained over processes: three AdamW steps on two gloo processes, and their weights beside
+those of one process, in float64.
+
+    python benchmarks/trained.py [--meshes dp2,tp2,pp2] [--only 'timm: resnet18;...'] [--quick] [--json]
+
+Every model meets one of the meshes, in turn. With `--json` the last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from _coverage_page import is_exact
+from by_others import MODELS, build_case
+from by_others.case import Case
+from coverage import load
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import autopart
+
+STEPS, RANKS = 3, 2
+CHOSEN = 30
+RESULTS = Path(__file__).parent / "by_others.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--meshes", type=lambda text: text.split(","), default=["dp2", "tp2", "pp2"])
+    parser.add_argument("--only", type=lambda text: text.split(";"), help="these models")
+    parser.add_argument("--quick", action="store_true", help="two models")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    names = arguments.only or spread(2 if arguments.quick else CHOSEN)
+    runs = [(name, arguments.meshes[i % len(arguments.meshes)]) for i, name in enumerate(names)]
+    folder = tempfile.mkdtemp()
+    mp.spawn(train_all, (runs, folder), RANKS)
+    with open(f"{folder}/rows.json") as file:
+        rows = json.load(file)
+    print(f"{sum(row['exact'] for row in rows)} of {len(rows)} have the weights of one process")
+    if arguments.json:
+        print(json.dumps({"benchmark": "trained", "rows": rows}))
+
+
+def spread(number: int) -> list[str]:
+    """So many models, of as many packages as there are, of those that `coverage.py --by-others` found exact."""
+    exact = {name for name, row in load(RESULTS).items() if is_exact(row)}
+    packages: dict[str, list[str]] = {}
+    for name in MODELS:
+        if name in exact and not name.startswith("plain:"):
+            packages.setdefault(name.partition(":")[0], []).append(name)
+    firsts = [names[-1] for names in packages.values()]
+    return [firsts[i * len(firsts) // number] for i in range(min(number, len(firsts)))]
+
+
+def train_all(rank: int, runs: list[tuple[str, str]], folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    rows = []
+    for name, mesh in runs:
+        try:
+            row = {"name": name, "mesh": mesh, **trained(build_case(name), mesh)}
+        except (autopart.AutopartError, RuntimeError, ImportError) as error:
+            row = {"name": name, "mesh": mesh, "exact": False, "text": " ".join(str(error).split())[:300]}
+        rows.append(row)
+        if rank == 0:
+            print(f"{name:<44} {mesh:<5} {row.get('text', row.get('error'))}", flush=True)
+    if rank == 0:
+        with open(f"{folder}/rows.json", "w") as file:
+            json.dump(rows, file)
+    dist.destroy_process_group()
+
+
+def trained(case: Case, mesh: str) -> dict[str, Any]:
+    """The largest relative difference of a weight after some steps."""
+    model = case.model.double()
+    args, kwargs, target = (pytree.tree_map(_double, given) for given in (case.args, case.kwargs, case.target))
+    own = copy.deepcopy(model)
+    loss = {"loss_fn": case.loss_fn or summed, "target": torch.zeros(()) if case.loss_fn is None else target}
+    pm = autopart.parallelize(model, mesh, rng="exact")
+    optimizers = torch.optim.AdamW(own.parameters(), 1e-3), None
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        pm.step(*args, **kwargs, **loss)
+        if optimizers[1] is None:
+            optimizers = optimizers[0], torch.optim.AdamW(pm.parameters(), 1e-3)
+        torch.manual_seed(step)
+        loss["loss_fn"](own(*args, **kwargs), loss["target"]).backward()
+        for optimizer in optimizers:
+            assert optimizer is not None
+            optimizer.step()
+            optimizer.zero_grad()
+    error = distance(pm.full_state_dict(), own)
+    return {"error": error, "exact": error < 1e-8}
+
+
+def summed(output: Any, target: Tensor) -> Tensor:
+    """A loss of every floating-point output."""
+    parts = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([part.square().mean() for part in parts]).sum()
+
+
+def distance(found: dict[str, Tensor], own: nn.Module) -> float:
+    pairs = [(found[name], parameter.detach()) for name, parameter in own.named_parameters() if name in found]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs if b.numel())
+
+
+def _double(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+if __name__ == "__main__":
+    main()
