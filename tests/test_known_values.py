@@ -258,3 +258,20 @@ def test_embedding_bags(options, mesh):
 def test_the_table_of_bags_is_sharded():
     traced = prepare(model := Bags(), bind_call(model, (torch.randint(32, (4, 6)), torch.randint(4, (4,))), {}))
     assert "aten::embedding" in {operator_name(n) for n in traced.graph.nodes if n.op == "call_function"}
+
+
+class Chosen(nn.Module):
+    """Bytes as a condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, self.linear(x), x) + self.linear(x).where(mask, x)
+
+
+def test_bytes_as_a_condition():
+    mask = torch.randint(2, (4, 16), dtype=torch.uint8)
+    result = autopart.verify(Chosen(), "tp2", example_args=(torch.randn(4, 16), mask))
+    assert result.ok and result.max_error < 1e-10, result

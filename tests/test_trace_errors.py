@@ -212,6 +212,11 @@ class DrawsAConstant(Base):
         return self.out(self.gate(x)) + torch.tensor([random.random()])
 
 
+class DrawsByItself(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.gate(x) * torch.randn(4, generator=torch.Generator().manual_seed(0))  # here
+
+
 class TensorHook(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.gate(x)
@@ -297,6 +302,10 @@ CASES: dict[Callable[[], nn.Module], str] = {
     DrawsInNumpy: other("{name} draws random numbers from numpy.random in its forward",
                         "forward() runs once, for the trace: every step would use the numbers drawn there",
                         DRAW_OUTSIDE, ""),
+    DrawsByItself: other("randn draws from a torch.Generator of the model's own",
+                         "its state is no tensor that a graph could hold, and ranks that draw the same number would "
+                         "have to share it",
+                         "the same without generator=, after torch.manual_seed; or draw outside of forward()"),
     TensorHook: other("a tensor has a hook on its gradient",
                       "only the forward is traced; gradients are computed without hooks",
                       "the same change of the gradient by operations in forward()"),

@@ -229,3 +229,24 @@ def test_other_changes_of_trained_weights_are_refused(name):
     assert hint == (
         "  try    do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read"
     )
+
+
+class MovesItsWeight(nn.Module):
+    """Assigns its weight's data to itself, where it has the device and dtype of the input already."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data = self.linear.weight.data.to(x.device, x.dtype)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2"])
+def test_data_assigned_to_itself_changes_nothing(mesh):
+    model, x = MovesItsWeight(), torch.randn(4, 16)
+    before = model.linear.weight.detach().clone()
+    result = autopart.verify(model, mesh, example_args=(x,))
+    assert result.ok and result.max_error < 1e-10, result
+    assert torch.equal(model.linear.weight, before)

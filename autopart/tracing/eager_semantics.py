@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +122,14 @@ class EagerSemantics(TorchFunctionMode):
             return alias
         if getattr(func, "__name__", "") in _SIZED_BY_VALUES:
             raise Lost(*_SIZED_BY_VALUES[func.__name__], Refusal.SIZE)
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise Lost(
+                f"{func.__name__} draws from a torch.Generator of the model's own",
+                "its state is no tensor that a graph could hold, and ranks that draw the same number would have to "
+                "share it",
+                "the same without generator=, after torch.manual_seed; or draw outside of forward()",
+                Refusal.RANDOM,
+            )
         if func == Tensor.register_hook and args[0].requires_grad:
             raise Lost(
                 "a tensor has a hook on its gradient",
@@ -370,9 +378,20 @@ def _embedding(
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
 
+def _where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Bytes as a condition, which torch takes and its trace does not."""
+    return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *args, **kwargs)
+
+
+def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
+    return cast(Tensor, _where(condition, chosen, other))
+
+
 TRACEABLE: Mapping[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
     F.ctc_loss: _ctc_loss,
+    torch.where: _where,
+    Tensor.where: _where_method,
 }
 """Functions that a trace takes in another form."""

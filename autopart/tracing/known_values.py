@@ -121,14 +121,14 @@ class KnownValues:
             return kwargs
         given = [*args[:2], *(kwargs[name] for name in ("input", "repeats") if name in kwargs)]
         source, counts = given[0], given[-1]
-        known = isinstance(counts, Tensor) and self._is_known(counts)
-        total: Any = self._computed(Tensor.sum, (counts,), {}) if known else UNKNOWN
+        is_known = isinstance(counts, Tensor) and self._is_known(counts)
+        total: Any = self._computed(lambda real: int(real.sum()), (counts,), {}) if is_known else UNKNOWN
         if total is UNKNOWN:
             return kwargs
         if source is not counts and counts.numel() == 1:  # one count for all
             dim = args[2] if len(args) > 2 else kwargs.get("dim")
             total *= source.numel() if dim is None else source.shape[dim]
-        return {**kwargs, "output_size": int(total)}
+        return {**kwargs, "output_size": total}
 
     def answer(self, call: Call, inputs: Sequence[Tensor]) -> Any:
         """What a call gives Python where all the tensors that it is about, `inputs`, are known; else UNKNOWN."""
