@@ -170,10 +170,10 @@ def own_graph(
                 kind = getattr(value(unknown), "class_fqn", "").rpartition(".")[2] or "an object"
                 raise TraceError(
                     f"{operator_name(node)} is given a {kind} of the model's own",
-                    refusal=Refusal.RANDOM if kind == "Generator" else Refusal.PART,
-                    why="a program is made of operators on tensors, and every rank must draw the same numbers",
+                    refusal=Refusal.PART,
+                    why="a program is made of operators on tensors",
                     where=source_text(node),
-                    hint="torch's own generator (without generator=), or numbers that are drawn outside and passed in",
+                    hint="plain operations on tensors in its place",
                 )
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = graph.create_node(node.op, node.target, args, kwargs, base_name(node))
