@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 import autopart
 
-STEPS, RANKS = 3, 2
+STEPS, RANKS, RATE = 3, 2, 1e-3
 CHOSEN = 30
 RESULTS = Path(__file__).parent / "by_others.jsonl"
 
@@ -71,7 +71,7 @@ def train_all(rank: int, runs: list[tuple[str, str]], folder: str) -> None:
     for name, mesh in runs:
         try:
             row = {"name": name, "mesh": mesh, **trained(cases[name], mesh)}
-        except (autopart.AutopartError, RuntimeError, ImportError) as error:
+        except (autopart.AutopartError, RuntimeError, TypeError) as error:
             row = {"name": name, "mesh": mesh, "exact": False, "text": " ".join(str(error).split())[:300]}
         rows.append(row)
         if rank == 0:
@@ -89,12 +89,12 @@ def trained(case: Case, mesh: str) -> dict[str, Any]:
     own = copy.deepcopy(model)
     loss = {"loss_fn": case.loss_fn or summed, "target": torch.zeros(()) if case.loss_fn is None else target}
     pm = autopart.parallelize(model, mesh, rng="exact")
-    optimizers = torch.optim.AdamW(own.parameters(), 1e-3), None
+    optimizers = torch.optim.AdamW(own.parameters(), RATE), None
     for step in range(STEPS):
         torch.manual_seed(step)
         pm.step(*args, **kwargs, **loss)
         if optimizers[1] is None:
-            optimizers = optimizers[0], torch.optim.AdamW(pm.parameters(), 1e-3)
+            optimizers = optimizers[0], torch.optim.AdamW(pm.parameters(), RATE)
         torch.manual_seed(step)
         loss["loss_fn"](own(*args, **kwargs), loss["target"]).backward()
         for optimizer in optimizers:
@@ -112,8 +112,9 @@ def summed(output: Any, target: Tensor) -> Tensor:
 
 
 def distance(found: dict[str, Tensor], own: nn.Module) -> float:
+    """Relative to a weight's largest entry, or to what a step changes where that is more."""
     pairs = [(found[name], parameter.detach()) for name, parameter in own.named_parameters() if name in found]
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in pairs if b.numel())
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=RATE)) for a, b in pairs if b.numel())
 
 
 def _double(leaf: Any) -> Any:

@@ -355,3 +355,24 @@ def trained(mesh, options):
 @pytest.mark.parametrize(("mesh", "options"), [("tp2", {}), ("dp2", {"zero": 3}), ("pp2", {"microbatches": 4})])
 def test_experts_train_over_processes_as_one_device_does(mesh, options):
     dist.run_ranks(trained, 2, mesh, options, timeout_s=120.0)
+
+
+class OneInEveryRow(nn.Module):
+    """Adds what it selects to the rows, so that it must be one element of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        mask = nn.functional.one_hot(label, 8)
+        h = self.linear(x)
+        return h + mask * h[mask == 1].cos().unsqueeze(1)
+
+
+def test_a_selection_whose_size_another_tensor_says_is_refused():
+    with pytest.raises(TraceError) as caught:
+        autopart.plan(OneInEveryRow(), "tp2", example_args=(torch.randn(4, 8), torch.randint(8, (4,))))
+    text = str(caught.value)
+    assert text.startswith("a selection of 32 elements is used as if it had 4\n")
+    assert "only another tensor's size says" in text and "topk with k=4" in text

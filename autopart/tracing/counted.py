@@ -19,8 +19,9 @@ from torch import Tensor, fx
 
 from autopart.compat import is_operator
 from autopart.compat_sizes import Symbol, expression, free_symbols, is_symbol, with_sizes
+from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
-from autopart.ir.graph import argument, operator_name, shape, tensor_inputs, tuple_values, value
+from autopart.ir.graph import argument, operator_name, shape, source_text, tensor_inputs, tuple_values, value
 from autopart.ir.selection import POSITIONS, is_counted
 from autopart.tracing.emptiness import Assumption, check_nothing_done
 from autopart.tracing.numbers import Numbers, added, is_number, is_open
@@ -99,6 +100,7 @@ class _Rewriter:
         else:
             node.replace_all_uses_with(made)
             self.graph.erase_node(node)
+        _check_open(made, traced)
         self.traced[made] = traced
         if isinstance(traced, Tensor):
             known = [isinstance(expression(size), int) for size in traced.shape]
@@ -307,6 +309,19 @@ def _selects(node: fx.Node) -> bool:
     return (
         masks or node.target is aten.where.default or operator_name(node) in _SELECTING - {"aten::where", "aten::index"}
     )
+
+
+def _check_open(node: fx.Node, traced: Any) -> None:
+    """Raises TraceError where the model uses a selection as if it had a size that is known, and has computed it so."""
+    for tensor, made in zip(_tensors(traced), _tensors(value(node)), strict=True):
+        for size, most in zip(tensor.shape, made.shape, strict=False):
+            taken = expression(size)
+            if not free_symbols(size) and taken != most:
+                raise TraceError(
+                    f"a selection of {most} elements is used as if it had {taken}", refusal=Refusal.SIZE,
+                    why="how many it has depends on values, and only another tensor's size says that there are so many",
+                    where=source_text(node), hint=f"a selection of known size: gather, or topk with k={taken}",
+                )  # fmt: skip
 
 
 def _is_mask(index: Any) -> bool:
