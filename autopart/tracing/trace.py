@@ -23,7 +23,7 @@ from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
 from autopart.compat_sizes import many_elements
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
-from autopart.ir.graph import module_path, shape, source_text, spoken_name, value
+from autopart.ir.graph import module_path, shape, source_of, source_text, spoken_name, value
 from autopart.tracing.assigned_buffers import check_caches
 from autopart.tracing.counted import selected_sizes, with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
@@ -281,7 +281,7 @@ def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
     for node in graph.nodes:
         made = value(node)
         if isinstance(made, torch.Tensor) and not all(isinstance(size, int) for size in made.shape):
-            raise shape_by_values(model, spoken_name(node), source_text(node), module_path(node), origin)
+            raise shape_by_values(model, spoken_name(source_of(node)[0]), source_text(node), module_path(node), origin)
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -45,6 +45,7 @@ from autopart.passes.pipeline import driven
 from autopart.passes.rules import pattern_for
 from autopart.passes.rules.functions import backward_is_linear
 from autopart.passes.rules.kinds import Kinds
+from autopart.passes.rules.local import takes_shape
 from autopart.passes.rules.tables import KEEPING_WEIGHTS, MOVES, WITHOUT_GRADIENT
 from autopart.tracing.trace import Trace, batch_size
 
@@ -98,7 +99,7 @@ def annotate(trace: Trace) -> None:
 def _leave_sizes_open(graph: fx.Graph) -> None:
     """Let a view find out by itself how many selected elements there are."""
     for node in graph.nodes:
-        if node.op == "call_function" and operator_name(node) in ("aten::reshape", "aten::expand"):
+        if takes_shape(facts(node).get("pattern")):
             counted = [bool(selections_in(atoms)) for atoms in facts(node)["atoms"]]
             if any(counted) and -1 not in node.args[1] and facts(node).get("counted", True):
                 sizes = [-1 if is_open else size for size, is_open in zip(node.args[1], counted, strict=True)]
@@ -264,7 +265,7 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
 def _sizes_said(node: fx.Node) -> list[bool]:
     """Of every dim of a view of selected elements whether the model says its size, so that nothing of it is open."""
     num_dims = len(tuple_values(node)[0].shape)
-    if operator_name(node) != "aten::reshape":
+    if not takes_shape(facts(node)["pattern"]):
         return [False] * num_dims
     if facts(node).get("counted") is False:
         return [True] * num_dims

@@ -21,11 +21,8 @@ from autopart.ir.pattern import Pattern
 from autopart.ir.selection import is_selection
 from autopart.passes.facts.masks import values_in_call
 from autopart.passes.pipeline import driven
+from autopart.passes.rules.tables import KEEPING_MASKS, PARTS
 from autopart.tracing.trace import Trace
-
-_SAME = {"aten::_to_copy", "aten::to", "aten::ne", "aten::permute", "aten::transpose", "aten::reshape",
-         "aten::unsqueeze", "aten::squeeze", "aten::movedim"}  # fmt: skip
-_PARTS = {"aten::select", "aten::eq"}
 
 
 def share_notes(node: fx.Node) -> Iterator[str]:
@@ -97,9 +94,9 @@ def _told_apart(mask: fx.Node) -> Hashable:
         name = operator_name(node)
         if node.target is operator.getitem:
             return node.args[0]
-        if name in _PARTS and not isinstance(node.args[1], fx.Node):
+        if name in PARTS and not isinstance(node.args[1], fx.Node):
             return node.args[0], name
-        if name not in _SAME or len(node.all_input_nodes) != 1:
+        if name not in KEEPING_MASKS or len(node.all_input_nodes) != 1:
             break
         node = node.args[0]
     return mask

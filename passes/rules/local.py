@@ -17,6 +17,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
 from autopart.ir.layout import Placement, local_shape
 from autopart.ir.operators import autopart_ops
+from autopart.ir.pattern import Pattern
 from autopart.ir.selection import most_positions
 
 aten = torch.ops.aten
@@ -75,6 +76,11 @@ def local_value(node: fx.Node) -> Any:
     if operator_name(node) in ("autopart::all_reduce", "autopart::all_reduce_max"):
         return torch.empty_like(first)
     return first.new_empty(first.shape[:-1]) if operator_name(node) == "autopart::pick_class" else None
+
+
+def takes_shape(pattern: Pattern | None) -> bool:
+    """Whether a call's second argument names its output's shape (a view)."""
+    return pattern is not None and pattern.local is shape_argument
 
 
 def shape_argument(call: LocalCall) -> fx.Node:

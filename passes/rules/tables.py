@@ -208,6 +208,13 @@ KEEPING_WEIGHTS = {"aten::t", "aten::transpose", "aten::reshape", "aten::permute
                    "aten::to", "aten::_to_copy", "aten::detach"}  # fmt: skip
 """Operators that make of a weight another form of it, which is made wherever it is read."""
 
+KEEPING_MASKS = {"aten::_to_copy", "aten::to", "aten::ne", "aten::permute", "aten::transpose", "aten::reshape",
+                 "aten::unsqueeze", "aten::squeeze", "aten::movedim"}  # fmt: skip
+"""Operators that make of a mask another form of it, which selects as many elements."""
+
+PARTS = {"aten::select", "aten::eq"}
+"""Operators whose second argument says which part of the first they give: a slice, or what equals a number."""
+
 WITHOUT_GRADIENT = {"aten::detach"}
 """Operators whose result has no gradient, whatever they are given."""
 
