@@ -256,20 +256,17 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
                     atom if SELECTED in dim else _uncounted(atom, known.get(dim, ()))
                     for atom, dim in zip(atoms, dims, strict=True)
                 ]
-            said = _sizes_said(node)  # by the model, of selected elements
-            atoms = [_uncounted(atom, ()) if is_said else atom for atom, is_said in zip(atoms, said, strict=True)]
+            if takes_shape(pattern):  # what the model says the size of has no open one
+                atoms = [_uncounted(a, ()) if said else a for a, said in zip(atoms, _sizes_said(node), strict=True)]
             found.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
     return found[0] if is_tensor(node) else tuple(found)
 
 
 def _sizes_said(node: fx.Node) -> list[bool]:
     """Of every dim of a view of selected elements whether the model says its size, so that nothing of it is open."""
-    num_dims = len(tuple_values(node)[0].shape)
-    if not takes_shape(facts(node)["pattern"]):
-        return [False] * num_dims
-    if facts(node).get("counted") is False:
-        return [True] * num_dims
-    return [size != -1 for size in node.args[1]] if -1 in node.args[1] else [False] * num_dims
+    if -1 in node.args[1]:
+        return [size != -1 for size in node.args[1]]
+    return [facts(node).get("counted") is False] * len(node.args[1])
 
 
 def _uncounted(atoms: Atoms, before: Atoms) -> Atoms:
