@@ -65,10 +65,10 @@ def spread(number: int) -> list[str]:
 def train_all(rank: int, runs: list[tuple[str, str]], folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
-    cases = {name: build_case(name) for name, _ in runs}  # before: some look whether there is a process group
+    cases = {name: case for name, _ in runs if (case := built(name))}  # before: some look for a process group
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     rows = []
-    for name, mesh in runs:
+    for name, mesh in ((name, mesh) for name, mesh in runs if name in cases):
         try:
             row = {"name": name, "mesh": mesh, **trained(cases[name], mesh)}
         except (autopart.AutopartError, RuntimeError, TypeError) as error:
@@ -80,6 +80,14 @@ def train_all(rank: int, runs: list[tuple[str, str]], folder: str) -> None:
         with open(f"{folder}/rows.json", "w") as file:
             json.dump(rows, file)
     dist.destroy_process_group()
+
+
+def built(name: str) -> Case | None:
+    """A model; None where its package is not installed (`make setup-models`)."""
+    try:
+        return build_case(name)
+    except ModuleNotFoundError:
+        return None
 
 
 def trained(case: Case, mesh: str) -> dict[str, Any]:
