@@ -46,7 +46,8 @@ def main() -> None:
     mp.spawn(train_all, (runs, folder), RANKS)
     with open(f"{folder}/rows.json") as file:
         rows = json.load(file)
-    print(f"{sum(row['exact'] for row in rows)} of {len(rows)} have the weights of one process")
+    exact = sum(row["exact"] for row in rows)
+    print(f"{exact} of {len(rows)} have the weights of one process" if rows else "none is installed: make setup-models")
     if arguments.json:
         print(json.dumps({"benchmark": "trained", "rows": rows}))
 
