@@ -6,7 +6,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import sympy
@@ -93,15 +93,10 @@ def many_elements(may_assume: Callable[[types.FrameType, set[str]], bool]) -> It
             reference.int_truediv = divide
 
 
-@contextmanager
-def all_selected() -> Iterator[None]:
+def all_selected() -> AbstractContextManager[Any]:
     """Inside, a mask without values is taken to be true everywhere."""
-    before = shapes_config.meta_nonzero_assume_all_nonzero
-    shapes_config.meta_nonzero_assume_all_nonzero = True
-    try:
-        yield
-    finally:
-        shapes_config.meta_nonzero_assume_all_nonzero = before
+    patch: AbstractContextManager[Any] = shapes_config.patch(meta_nonzero_assume_all_nonzero=True)
+    return patch
 
 
 _MANY = 1_000_003

@@ -21,6 +21,7 @@ from autopart.ir.graph import describe, is_tensor, operators, size_bytes, source
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, schedule_for
+from autopart.ir.selection import is_selection
 from autopart.passes.choose.partition import check_batch
 from autopart.passes.facts.strategies import can_make_rows, selections_cut, strategies
 from autopart.plans.plan import Schedule
@@ -42,8 +43,11 @@ def choose_batch(graph: fx.Graph, num_shards: int) -> dict[fx.Node, Strategy]:
         num_shards: data-parallel ranks times microbatches.
     """
     together: set[str] = set()
+    selects = any(map(is_selection, graph.nodes))
     while True:
         chosen = _choose(graph, num_shards, together)
+        if not selects:
+            return chosen
         needed = _needed_together(graph, chosen, num_shards) - together
         if not needed:
             return chosen
