@@ -285,6 +285,16 @@ def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> I
         module._checkpoint_without_reentrant_generator = own
 
 
+def gather_collective() -> Callable[..., Any]:
+    """Gathers one tensor into one tensor; torch 2.13 has given it another name."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def scatter_collective() -> Callable[..., Any]:
+    """Sums one tensor and scatters it into one tensor; torch 2.13 has given it another name."""
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group moves tensors of this device with gloo, which on a GPU can only all-reduce and broadcast."""
     return group._get_backend(device).name() == "gloo"
@@ -350,12 +360,25 @@ def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches:
 @functools.cache
 def stage_class() -> Any:
     """A pipeline stage that does not greet itself: in torch 2.11 neighbouring stages on one rank (zbv, dualpipev) do,
-    which gloo refuses."""
+    which gloo refuses. `after_backward` is called where a microbatch's backward has reached the weights."""
     from torch.distributed import pipelining
 
     class PipelineStage(pipelining.PipelineStage):
         def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            done = super().backward_one_chunk(*args, **kwargs)
+            self.after_backward()
+            return done
+
+        def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            done = super().backward_weight_one_chunk(*args, **kwargs)
+            self.after_backward()
+            return done
+
+        def after_backward(self) -> None:
+            """For its maker to set."""
 
     return PipelineStage
 

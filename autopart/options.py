@@ -103,12 +103,9 @@ def _one_of(name: str, words: tuple[Any, ...], given: Any, hint: str) -> Any:
 
 
 def _zero(level: Any) -> int:
-    if level in (1, 2) and not isinstance(level, bool):
-        cut = "the optimizer's state" if level == 1 else "the optimizer's state and gradients"
-        raise OptionError(f"zero={level} is not built yet", why=f"it cuts {cut} over dp, not the parameters",
-                          hint="zero=3, which cuts all three, or zero=0")  # fmt: skip
-    words = () if isinstance(level, bool) else (0, 3)
-    return _one_of("zero", words, level, "0 (parameters whole on dp) or 3 (cut over dp)")
+    words = () if isinstance(level, bool) else (0, 1, 2, 3)
+    return _one_of("zero", words, level, "0 (all whole on dp), 1 (the optimizer's state is cut over dp), 2 (and the "
+                   "gradients) or 3 (and the parameters)")
 
 
 def _timeout(seconds: Any) -> float:
@@ -149,7 +146,8 @@ class Options:
         Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "
         "autopart.plans.pins.", "none", "PATH", read=Pins.parse)
     zero: int | None = _row(
-        None, "3: parameters are cut over dp, and gathered where read (ZeRO-3, FSDP); 0: they are whole.",
+        None, "What is cut over dp: 0, nothing; 1, the optimizer's state; 2, and gradients; 3, and parameters, which are "
+        "gathered where they are read (ZeRO; FSDP is 3).",
         "0, or as memory needs", int, read=_zero)
     memory: int | str | None = _row(
         None, "What a rank has, for example 80GB or 24GiB: a plan is chosen to fit, or refused.",

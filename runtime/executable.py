@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
 from autopart.runtime.state.gradients import connect_tied, summed_names, sync_gradients, synchronised
 from autopart.runtime.state.state import broadcast_from
+from autopart.runtime.state.wholes import Wholes
 from autopart.tracing.eager_semantics import no_autocast
 from autopart.tracing.weight_updates import update_weights
 
@@ -45,7 +46,8 @@ class Executable:
         self.stage_style = stage_style_of(schedule)
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
-        self.modules = [StageModule(stage, program, process, tensors, compile) for stage in stages]
+        self.wholes = Wholes(program, stages, process, self.parameters)
+        self.modules = [StageModule(stage, program, process, tensors, compile, self.wholes) for stage in stages]
         self.summed = summed_names(self.parameters, program, self.stage_style)
         self.pipeline: Pipeline | None = None
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
@@ -60,12 +62,13 @@ class Executable:
         """
         with no_autocast(), compared(comparison), self._loaded(inputs, comparison):
             if self.pipeline is not None:
-                outputs = self._everywhere(self.pipeline.forward())
+                with self.wholes.gathered():
+                    outputs = self._everywhere(self.pipeline.forward())
             else:
-                parameters = None
-                if torch.is_grad_enabled():
-                    parameters = synchronised(self.parameters, self.program, self.process)
-                runs = [self._chain(microbatch, parameters) for microbatch in range(self.program.microbatches)]
+                differentiable = torch.is_grad_enabled()
+                parameters = self._stand_ins() if differentiable else None
+                with nullcontext() if differentiable else self.wholes.gathered():
+                    runs = [self._chain(microbatch, parameters) for microbatch in range(self.program.microbatches)]
                 comparison.finish_comparison()
                 outputs = self._everywhere(runs)
             self._write_buffers()
@@ -84,6 +87,12 @@ class Executable:
         outputs = self._everywhere(runs) if any(o.position is not None for o in beside) else []
         return loss, [o.constant if o.position is None else outputs[o.position] for o in beside]
 
+    def _stand_ins(self) -> dict[str, Tensor]:
+        """What the stages read in the place of parameters in a differentiable call: with their gradients are those of
+        all ranks."""
+        summed = synchronised(self.parameters, self.program, self.process)
+        return {**summed, **self.wholes.stand_ins({**self.wholes.parts, **summed})}
+
     def _run(
         self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison
     ) -> list[tuple[Tensor, ...]]:
@@ -93,11 +102,13 @@ class Executable:
             if options.num_tokens is not None:
                 comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
-            if self.pipeline is not None:
-                runs = self.pipeline.step(options.loss_scale)
-            else:
-                count = self.program.microbatches
-                runs = [self._step_microbatch(index, options.loss_scale) for index in range(count)]
+            with self.wholes.gathered():
+                if self.pipeline is not None:
+                    runs = self.pipeline.step(options.loss_scale)
+                else:
+                    count = self.program.microbatches
+                    runs = [self._step_microbatch(index, options.loss_scale) for index in range(count)]
+                self.wholes.scatter()
             comparison.finish_comparison()
             self._write_buffers()
             sync_gradients(self.parameters, self.program, self.process, self.stage_style)
@@ -112,6 +123,7 @@ class Executable:
         loss, *beside = self._chain(microbatch, None)
         beside = [value.detach() for value in beside]  # before the backward: what it alone keeps is freed there
         scaled(loss, loss_scale).backward()
+        self.wholes.end_of_microbatch()
         return loss.detach(), *beside
 
     def _chain(self, microbatch: int, parameters: Mapping[str, Tensor] | None) -> tuple[Any, ...]:
@@ -174,7 +186,8 @@ class Executable:
         again, once. To all others autograd adds in place."""
         before = {
             parameter: parameter.grad for name, parameter in self.parameters.items()
-            if parameter.grad is not None and (name in self.summed or hooks.sees(parameter))
+            if parameter.grad is not None
+            and (name in self.summed or name in self.wholes.parts or hooks.sees(parameter))
         }  # fmt: skip
         for parameter in before:
             parameter.grad = None

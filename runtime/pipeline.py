@@ -26,6 +26,7 @@ from autopart.runtime.state.compiled_blocks import compiled
 from autopart.runtime.state.masks import Bands, Masks, told_of_positions
 from autopart.runtime.state.recompute import has_regions, with_regions
 from autopart.runtime.state.regather import Gathered, note_gathers
+from autopart.runtime.state.wholes import Wholes
 from autopart.tracing.calls import Recent
 
 
@@ -57,10 +58,12 @@ class StageModule(nn.Module):
     """
 
     def __init__(
-        self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool = False
+        self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool = False,
+        wholes: Wholes | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.program, self.process, self.compiled, self.tensors = program, process, compile, tensors
+        self.program, self.process, self.compiled, self.wholes = program, process, compile, wholes
+        self.tensors = tensors if wholes is None else {**tensors, **wholes.parameters}
         stage, known = told_of_positions(stage, program, process, self._bind)
         self.stage = stage
         self.prologue = self._bind(stage.prologue).forward  # not a submodule: it holds nothing that is trained
@@ -96,7 +99,9 @@ class StageModule(nn.Module):
         return any(count > 1 for count in uses.values())
 
     def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
-        return bind(graph, self.process.groups, self.process.coordinates, self.process.device, self.tensors)
+        whole = () if self.wholes is None else self.wholes.parameters
+        process = self.process
+        return bind(graph, process.groups, process.coordinates, process.device, self.tensors, whole)
 
     def _written(self, bands: Bands) -> _Written:
         def write() -> _Written:
@@ -207,7 +212,7 @@ class Pipeline:
     def _pipeline_stage(self, module: StageModule) -> Any:
         returned = module.stage.sends[:1] if module.is_last else module.stage.sends
         # With example values on both sides of every stage, pipelining runs nothing to find shapes out.
-        return stage_class()(
+        stage = stage_class()(
             module,
             module.stage.index,
             len(self.program.stages),
@@ -217,6 +222,9 @@ class Pipeline:
             group=self.process.groups["pp"],
             dw_builder=_nothing_left if module.backward_is_whole else None,
         )
+        if module.wholes is not None:
+            stage.after_backward = module.wholes.end_of_microbatch
+        return stage
 
     @property
     def last_coordinate(self) -> int:

@@ -36,12 +36,16 @@ class Axis:
 
 AXES = (
     Axis("pp", "stages"),
+    Axis("dpr", "rows"),
     Axis("dp", "rows", stores=True),
     Axis("cp", "rows", unbuilt="context parallelism"),
     Axis("ep", "features", unbuilt="expert parallelism"),
     Axis("tp", "features"),
 )
-"""Every axis autopart knows, outermost first: pipeline, data, context, expert, tensor."""
+"""Every axis autopart knows, outermost first: pipeline, data with whole replicas, data, context, expert, tensor.
+
+ZeRO cuts parameters over `dp` alone: with `dpr` beside it they are cut inside a group of ranks and replicated over the
+groups (hybrid sharding, HSDP: Zhao et al. 2023, arXiv:2304.11277, section 3.2.2)."""
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,9 @@ class Program:
     """Of a training step: what its loss is divided by, or why that is not a number of labels."""
     weight_updates: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     """How ranks change their part of these parameters before the stages run."""
+    zero: int = 0
+    """How long the whole of a parameter that is stored in parts over `dp`, and its whole gradient, live: 1, both for a
+    step; 2, the parameter for a step and the gradient for a microbatch; else both for as long as they are used."""
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:

@@ -138,6 +138,7 @@ class Plan:
     operators: Mapping[str, Mapping[str, Any]]
     cuts: tuple[str, ...] = ()
     recompute: Recompute = "none"
+    zero: int = 0
     compile: bool = False
     stages: tuple[Mapping[str, Any], ...] = ()
     collectives: tuple[Collective, ...] = ()

@@ -54,7 +54,8 @@ def decide(problem: Problem) -> Decided:
     check_divides(trace, mesh, chosen, bool(problem.pins.layouts))
     strategies = {**over_rows(mesh, microbatches, rows), **chosen}
     return Decided(
-        Decisions(mesh, microbatches, strategies, stored, _stages(problem), problem.num_stages, problem.recompute),
+        Decisions(mesh, microbatches, strategies, stored, _stages(problem), problem.num_stages, problem.recompute,
+                  problem.zero),
         solved,
     )
 

@@ -20,8 +20,8 @@ from autopart.tracing.trace import Trace
 
 @driven(notes=layout_notes)
 def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """`stored` with how parameters are cut over the storing axis too: what is pinned so, and with `zero=3` every matrix
-    that divides.
+    """`stored` with how parameters are cut over the storing axis too: what is pinned so, and with `zero` all
+    that divides: with 3 matrices alone.
 
     Args:
         stored: {parameter: its layout}; only the axes that cut features count.
@@ -42,9 +42,10 @@ def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str,
         if place is not None:
             chosen[name] = place
     if zero and not chosen:
+        which = "no parameter with two dims or more has one" if storage.min_dims > 1 else "no parameter has a dim"
         raise LayoutError(
             f"zero={zero} finds nothing to cut over {storage.axis}={storage.ranks}",
-            why="no parameter with two dims or more has one that divides over it and that tp does not cut",
+            why=f"{which} that divides over it and that tp does not cut",
             hint=f"another size of {storage.axis}, or zero=0",
         )  # fmt: skip
     return with_places(stored, storage.axis, chosen)
@@ -75,7 +76,7 @@ def _agree(pins: Sequence[LayoutPin]) -> bool:
 def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, ...]:
     """A line for every matrix that stays whole on `dp` although it was asked to be cut; repeated blocks share one."""
     axis = decisions.mesh.storing_axis
-    if axis is None or zero != 3:
+    if axis is None or not zero:
         return ()
     ranks, kept = decisions.mesh.size(axis), []
     for name, parameter in trace.parameters.items():

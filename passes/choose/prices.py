@@ -168,7 +168,7 @@ class Prices:
         size = size_bytes(node) / (self.num_shards if place.is_shard else 1)
         is_cut = storage.place(node.target, shape(node), {"": place}) is not None
         price = stored_parts(size, is_cut, facts(node)["needs_grad"], storage, self.step.microbatches, self.links)
-        is_left = storage.zero == 3 and not is_cut and len(shape(node)) >= MIN_DIMS
+        is_left = bool(storage.zero) and not is_cut and len(shape(node)) >= MIN_DIMS
         left = size * (1 - 1 / storage.ranks) / self.table if is_left else 0.0
         return price + Price(weights=left)
 

@@ -1,9 +1,11 @@
 """How parameters are stored: which are cut over `dp` too, and what every rank holds.
 
-With `zero=3` (ZeRO stage 3: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; FSDP: Zhao et al. 2023,
-arXiv:2304.11277) a rank holds one part in `dp` of a weight. That is a layout as any other, `S(d)` on `dp`: where the
-weight is read it is converted to `R(grad P)`, which gathers it and scatters the sum of its gradient. A dim is cut by
-one axis alone, so that a part is one block of the weight. Which axis that is says the mesh (`Axis.stores`).
+With `zero` of 1 to 3 (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; FSDP, which is 3: Zhao et al. 2023,
+arXiv:2304.11277) a rank holds one part in `dp` of a weight, and so its optimizer has one part of its state. That is a
+layout as any other, `S(d)` on `dp`: where the weight is read it is converted to `R(grad P)`, which gathers it and
+scatters the sum of its gradient. The levels differ in how long the runtime lets the whole weight and the whole gradient
+live (`Program.zero`). A dim is cut by one axis alone, so that a part is one block of the weight. Which axis that is says
+the mesh (`Axis.stores`).
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ class Storage:
         if name in self.pinned:
             place = Placement.parse(self.pinned[name][0].text)
             return place if place.is_shard else None
-        return fitting_cut(sizes, self.ranks, others) if self.zero == 3 else None
+        return fitting_cut(sizes, self.ranks, others) if self.zero and len(sizes) >= self.min_dims else None
+
+    @property
+    def min_dims(self) -> int:
+        """Of what is cut. Where the whole is gathered once a step, vectors go along with all else."""
+        return MIN_DIMS if self.zero == 3 else 1
 
 
 def fitting_cut(sizes: Sequence[int], ranks: int, others: Layout) -> Placement | None:
     """The first dim that divides and that no other axis cuts; None where there is none."""
-    if len(sizes) < MIN_DIMS:
-        return None
     taken = {place.dim for place in others.values() if place.is_shard}
     fits = (dim for dim, size in enumerate(sizes) if size and size % ranks == 0 and dim not in taken)
     return next(map(shard, fits), None)

@@ -442,7 +442,7 @@ class _Writer:
             self.decisions.mesh, self.decisions.microbatches, names, stages,
             stored_tensors(self.trace, self.decisions, self._readers(), axes), tuple(results),
             self.trace.output_spec, self.decisions.copied, self.rng if self.draws else None,
-            weight_updates=self.trace.weight_updates,
+            weight_updates=self.trace.weight_updates, zero=self.decisions.zero,
         )  # fmt: skip
 
     def _update(self, name: str, node: fx.Node) -> None:

@@ -7,7 +7,7 @@ et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -158,12 +158,14 @@ def bind(
     coordinates: Mapping[str, int],
     device: torch.device,
     tensors: Mapping[str, Tensor] | None = None,
+    whole: Collection[str] = (),
 ) -> fx.GraphModule:
     """A copy of a program's graph that runs on this rank.
 
     Axis names become process groups (an axis without a group has one rank: its conversions fall away), `axis_index`
     an int, every device but the host `device`. `get_attr` nodes read `tensors` by their dotted name where it is there,
-    so several bound graphs share one Parameter; others come from `graph_module`, moved to `device`.
+    so several bound graphs share one Parameter; others come from `graph_module`, moved to `device`. Those in `whole` are
+    gathered before the graph runs: what gathers them in it falls away.
     """
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
@@ -174,7 +176,7 @@ def bind(
             graph.output(fx.map_arg(node.args[0], values.__getitem__))
         elif name == "axis_index" and axis is not None:
             values[node] = coordinates.get(axis, 0)
-        elif axis is not None and axis not in groups:
+        elif axis is not None and (axis not in groups or _reads(node, whole)):
             values[node] = values[node.args[0]]
         else:
             copy = values[node] = graph.node_copy(node, values.__getitem__)
@@ -184,6 +186,12 @@ def bind(
             if node.op == "get_attr":
                 attributes[str(node.target)] = attribute(graph_module, str(node.target), tensors or {}, device)
     return fx.GraphModule(attributes, graph, class_name=graph_module.__class__.__name__)
+
+
+def _reads(node: fx.Node, names: Collection[str]) -> bool:
+    """Whether a conversion is one of an attribute with one of these names."""
+    source = node.args[0] if node.args else None
+    return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in names
 
 
 def attribute(root: fx.GraphModule, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> Any:

@@ -1,0 +1,137 @@
+"""Parameters that a rank stores in parts over an axis, brought together and taken apart again in buckets.
+
+A bucket is one collective: the parts of all its parameters lie one behind the other in a flat vector, padded where the
+shards of a dim are of unequal sizes. Its gradient goes the other way, summed on the way (`sums`) where every rank has
+its own rows; where all ranks compute all rows it is whole already, and each takes its part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.compat import gather_collective, is_gloo, scatter_collective
+from autopart.runtime.comm.pieces import Cut
+from autopart.runtime.comm.watch import watching
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter stored in parts. `shape`: of its whole on this rank, other axes' cuts done. `sums`: whether its
+    gradient is a partial sum on every rank, and not the same."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut
+    dtype: torch.dtype
+    sums: bool
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Of a part as it is sent."""
+        return (*self.shape[: self.cut.dim], self.cut.length(0), *self.shape[self.cut.dim + 1 :])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PartBucket:
+    """Parameters of one dtype that are gathered, and whose gradients are scattered, in one collective of `group`."""
+
+    stored: tuple[Stored, ...]
+    group: dist.ProcessGroup
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.stored)
+
+    def gather(self, parts: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
+        """Begins to gather the whole of each parameter, and gives what waits for it; `into`: where they are to be."""
+        ranks = self.group.size()
+        sent = [one.cut.padded(part).reshape(-1) for one, part in zip(self.stored, parts, strict=True)]
+        flat = sent[0] if len(sent) == 1 else torch.cat(sent)
+        only = self.stored[0].cut.is_in_order and len(sent) == 1
+        target = into[0].view(-1) if only and into is not None else flat.new_empty(ranks * flat.numel())
+        wait = _begin(gather_collective(), target, flat, self.group)
+
+        def whole() -> list[Tensor]:
+            received = wait()
+            if only:
+                return [received.view(self.stored[0].shape)]
+            rows = received.view(ranks, -1)
+            wholes = []
+            for index, (one, (start, end)) in enumerate(zip(self.stored, self._places(), strict=True)):
+                shards = [one.cut.trimmed(row[start:end].view(one.padded_shape), i) for i, row in enumerate(rows)]
+                if into is None:
+                    wholes.append(one.cut.join(shards))
+                else:
+                    wholes.append(torch.cat(shards, one.cut.dim, out=into[index]))
+            return wholes
+
+        return whole
+
+    def scatter(self, grads: Sequence[Tensor], stored: Sequence[Stored]) -> Callable[[], list[Tensor]]:
+        """Begins to make each rank's part of these gradients, those of some `stored` of the bucket, and gives what
+        waits for them."""
+        rank, ranks = self.group.rank(), self.group.size()
+        if not stored[0].sums:
+            return lambda: [one.cut.take(grad, rank).clone() for one, grad in zip(stored, grads, strict=True)]
+        if len(stored) == 1 and stored[0].cut.is_in_order:
+            flat = grads[0].contiguous().view(-1)
+        else:
+            rows = [
+                torch.cat([one.cut.padded(one.cut.take(grad, i)).reshape(-1) for one, grad in zip(stored, grads)])
+                for i in range(ranks)
+            ]
+            flat = torch.cat(rows)
+        wait = _begin(scatter_collective(), flat.new_empty(flat.numel() // ranks), flat, self.group)
+
+        def parts() -> list[Tensor]:
+            pieces = wait().split([math.prod(one.padded_shape) for one in stored])
+            return [
+                one.cut.trimmed(piece.view(one.padded_shape), rank) for one, piece in zip(stored, pieces, strict=True)
+            ]
+
+        return parts
+
+    def _places(self) -> Iterable[tuple[int, int]]:
+        """Where each part lies in the flat vector."""
+        return pairwise(accumulate((math.prod(one.padded_shape) for one in self.stored), initial=0))
+
+
+def _begin(
+    collective: Callable[..., dist.Work], output: Tensor, values: Tensor, group: dist.ProcessGroup
+) -> Callable[[], Tensor]:
+    """Begins a collective, and gives what waits for its output. Raises HangError there where a rank does not come."""
+    on_host = values.is_cuda and is_gloo(group, values.device)
+    received, sent = (output.cpu(), values.cpu()) if on_host else (output, values)
+    with watching(group.group_name):
+        work = collective(received, sent, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        with watching(group.group_name):
+            work.wait()
+        return output.copy_(received) if on_host else output
+
+    return wait
+
+
+def part_buckets(
+    stored: Mapping[str, Stored], group: dist.ProcessGroup, bucket_bytes: int
+) -> list[PartBucket]:
+    """Buckets of at most so many bytes (but at least one parameter) of the whole, in their order."""
+    rows: dict[tuple[torch.dtype, bool], list[list[Stored]]] = {}
+    for one in stored.values():
+        filled = rows.setdefault((one.dtype, one.sums), [[]])
+        if filled[-1] and sum(other.nbytes for other in filled[-1]) + one.nbytes > bucket_bytes:
+            filled.append([])
+        filled[-1].append(one)
+    return [PartBucket(tuple(row), group) for filled in rows.values() for row in filled]
