@@ -369,7 +369,8 @@ def stage_class() -> Any:
 
         def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
             done = super().backward_one_chunk(*args, **kwargs)
-            self.after_backward()
+            if kwargs.get("full_backward", True):
+                self.after_backward()
             return done
 
         def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,13 +19,13 @@ import numpy as np
 import sympy
 from sympy.utilities.lambdify import implemented_function
 
+from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.plans.plan import Schedule
 
 from . import collectives
 from .collectives import levels
 from .hardware import Hardware
-from .memory import BUCKET_BYTES
 from .work import BUCKET_COPIES, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 
 BUILT = tuple(axis for axis in AXES if not axis.unbuilt)

@@ -14,9 +14,6 @@ OPTIMIZER_VALUES = 2
 """Values per parameter that the optimizer keeps, in the parameter's dtype: AdamW's two moments (Loshchilov & Hutter
 2019). Plain SGD keeps none, and one with masters of higher precision more."""
 
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are summed in flat buckets of this size (`runtime.gradients.BUCKET_BYTES`)."""
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 

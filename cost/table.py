@@ -19,13 +19,14 @@ import numpy as np
 
 from autopart.errors import StageError
 from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_held
+from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import TIMING_PARTS, Schedule
 
 from .collectives import time_s
 from .formula import Totals
 from .hardware import Hardware
-from .memory import BUCKET_BYTES, OPTIMIZER_VALUES
+from .memory import OPTIMIZER_VALUES
 from .simulate import Simulation, simulated
 from .stages import balance
 from .work import NOTHING, Size, Sizes, Work, flops_by_dtype, gradient_sum_s, optimizer_s

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.mesh import Mesh
 
 from .collectives import time_s, wire_bytes
 from .hardware import Hardware
-from .memory import BUCKET_BYTES
 
 OPTIMIZER_TRAFFIC = 7
 """Values that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient), per parameter."""

@@ -22,7 +22,14 @@ from autopart.runtime.loop.step_options import StepOptions, divide_by, scaled
 from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
-from autopart.runtime.state.gradients import connect_tied, summed_names, sync_gradients, synchronised
+from autopart.runtime.state.gradients import (
+    complete_gradients,
+    connect_sums,
+    connect_tied,
+    stage_reducers,
+    summed_names,
+    synchronised,
+)
 from autopart.runtime.state.state import broadcast_from
 from autopart.runtime.state.wholes import Wholes
 from autopart.tracing.eager_semantics import no_autocast
@@ -46,8 +53,13 @@ class Executable:
         self.stage_style = stage_style_of(schedule)
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
+        connect_sums(program, process)
         self.wholes = Wholes(program, stages, process, self.parameters)
-        self.modules = [StageModule(stage, program, process, tensors, compile, self.wholes) for stage in stages]
+        reducers, self.shared_buckets = stage_reducers(program, stages, process, self.parameters, self.wholes)
+        self.modules = [
+            StageModule(stage, program, process, tensors, compile, self.wholes, reducer)
+            for stage, reducer in zip(stages, reducers, strict=True)
+        ]
         self.summed = summed_names(self.parameters, program, self.stage_style)
         self.pipeline: Pipeline | None = None
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
@@ -102,18 +114,34 @@ class Executable:
             if options.num_tokens is not None:
                 comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
-            with self.wholes.gathered():
+            with self.wholes.gathered(), self._summing():
                 if self.pipeline is not None:
                     runs = self.pipeline.step(options.loss_scale)
                 else:
                     count = self.program.microbatches
                     runs = [self._step_microbatch(index, options.loss_scale) for index in range(count)]
-                self.wholes.scatter()
             comparison.finish_comparison()
             self._write_buffers()
-            sync_gradients(self.parameters, self.program, self.process, self.stage_style)
+            complete_gradients(self.parameters, self.wholes, self.program, self.process, self.stage_style)
             hooks.see_gradients()
         return runs
+
+    @contextmanager
+    def _summing(self) -> Iterator[None]:
+        """Inside, gradients are summed over ranks while backwards run; at the end those of these stages are complete."""
+        reducers = [module.reducer for module in self.modules]
+        try:
+            for reducer in reducers:
+                reducer.arm()
+            yield
+            for reducer in reducers:
+                reducer.finish()
+        finally:
+            for reducer in reducers:
+                reducer.abandon()
+        finishes = [finish for bucket in self.shared_buckets if (finish := bucket.begin()) is not None]
+        for finish in finishes:
+            finish()
 
     def _write_buffers(self) -> None:
         made = {module.stage.index: module.new_buffers() for module in self.modules}
@@ -123,7 +151,8 @@ class Executable:
         loss, *beside = self._chain(microbatch, None)
         beside = [value.detach() for value in beside]  # before the backward: what it alone keeps is freed there
         scaled(loss, loss_scale).backward()
-        self.wholes.end_of_microbatch()
+        for module in self.modules:
+            module.reducer.after_backward()
         return loss.detach(), *beside
 
     def _chain(self, microbatch: int, parameters: Mapping[str, Tensor] | None) -> tuple[Any, ...]:

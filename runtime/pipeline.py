@@ -25,6 +25,7 @@ from autopart.runtime.state.buffers import Made, made_by
 from autopart.runtime.state.compiled_blocks import compiled
 from autopart.runtime.state.masks import Bands, Masks, told_of_positions
 from autopart.runtime.state.recompute import has_regions, with_regions
+from autopart.runtime.state.reducing import Reducer
 from autopart.runtime.state.regather import Gathered, note_gathers
 from autopart.runtime.state.wholes import Wholes
 from autopart.tracing.calls import Recent
@@ -59,10 +60,11 @@ class StageModule(nn.Module):
 
     def __init__(
         self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool = False,
-        wholes: Wholes | None = None,
+        wholes: Wholes | None = None, reducer: Reducer | None = None,
     ):  # fmt: skip
         super().__init__()
         self.program, self.process, self.compiled, self.wholes = program, process, compile, wholes
+        self.reducer = Reducer((), {}, program.microbatches) if reducer is None else reducer
         self.tensors = tensors if wholes is None else {**tensors, **wholes.parameters}
         stage, known = told_of_positions(stage, program, process, self._bind)
         self.stage = stage
@@ -222,8 +224,7 @@ class Pipeline:
             group=self.process.groups["pp"],
             dw_builder=_nothing_left if module.backward_is_whole else None,
         )
-        if module.wholes is not None:
-            stage.after_backward = module.wholes.end_of_microbatch
+        stage.after_backward = module.reducer.after_backward
         return stage
 
     @property

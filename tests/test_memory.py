@@ -14,7 +14,7 @@ from zoo import ZOO
 
 import autopart
 from autopart.cost.count.kept import kept
-from autopart.cost.memory import BUCKET_BYTES, parse_size
+from autopart.cost.memory import parse_size
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.actions import StageBytes, actions, most_at_once, most_held
 from autopart.ir.facts import facts

@@ -11,8 +11,9 @@ from torch import fx
 
 from autopart.compat import stored_bytes
 from autopart.cost.count.footprint import StageMemory, Walk, stage_memory
-from autopart.cost.memory import BUCKET_BYTES, OPTIMIZER_VALUES, RankMemory
+from autopart.cost.memory import OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
+from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.layout import local_shape

@@ -19,7 +19,7 @@ from torch import fx
 
 from autopart.cost.collectives import conversion_time_s, time_s
 from autopart.cost.hardware import Hardware
-from autopart.cost.memory import BUCKET_BYTES
+from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.atoms import BATCH, Atom
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts

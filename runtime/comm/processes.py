@@ -39,6 +39,7 @@ class Process:
     device_mesh: DeviceMesh | None = None
     owner_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     connected: set[tuple[int, ...]] = field(default_factory=set)  # also the owner groups of other ranks
+    side_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     host_group: dist.ProcessGroup | None = None  # all ranks, by gloo on the host
     watch: Watch | None = None  # None: there is one rank
     serial: int = field(default_factory=itertools.count().__next__)  # in the order of their making
@@ -58,6 +59,18 @@ class Process:
     def pp(self) -> int:
         """This rank's `pp` coordinate, 0 without that axis."""
         return self.coordinates.get("pp", 0)
+
+    def beside(self, axis: str) -> dist.ProcessGroup:
+        """A second group along an axis, for what is sent beside the work of stages: collectives of one group wait for
+        each other. Every rank asks for it at the same place."""
+        if axis not in self.side_groups:
+            assert self.device_mesh is not None
+            dim = list(self.mesh.sizes).index(axis)
+            rows = self.device_mesh.mesh.movedim(dim, -1).reshape(-1, self.mesh.size(axis)).tolist()
+            group = self.side_groups[axis] = _own_group(rows, GROUP_TIMEOUT, dist.get_backend(self.groups[axis]))
+            if self.watch is not None:
+                self.watch.over([group])
+        return self.side_groups[axis]
 
     def connect_owners(self, owners: tuple[int, ...]) -> None:
         """Makes a group of the ranks that hold the same tied tensors: `pp` coordinates `owners`, all else equal.
@@ -195,8 +208,10 @@ def _host_group(device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
     return _own_group([ranks], PATIENCE)
 
 
-def _own_group(rows: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """A new group on the host, of that row of ranks which this process is in.
+def _own_group(
+    rows: Sequence[Sequence[int]], timeout: timedelta, backend: str = "gloo"
+) -> dist.ProcessGroup:  # fmt: skip
+    """A new group, on the host where nothing else is said, of that row of ranks which this process is in.
 
     Torch names a group that only its members make by how many groups a process has had, which differs where some had
     tied tensors to share: the members would wait for each other for ever. So all processes make all rows, where they
@@ -207,10 +222,10 @@ def _own_group(rows: Sequence[Sequence[int]], timeout: timedelta) -> dist.Proces
     for ranks in rows:
         if dist.get_rank() in ranks:
             mine = dist.new_group(
-                list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=not together
+                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not together
             )  # fmt: skip
         elif together:
-            dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+            dist.new_group(list(ranks), timeout=timeout, backend=backend)
     assert mine is not None
     return mine
 

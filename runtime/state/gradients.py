@@ -6,6 +6,7 @@ Gradients are summed in flat buckets, so that many small tensors cost one collec
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.ir.program import Program
+from autopart.ir.buckets import BUCKET_BYTES, bucketed, in_order_of_use, kinds
+from autopart.ir.program import Program, Stage, StoredTensor
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.comm.watch import sum_over
-
-BUCKET_BYTES = 25 * 2**20
-
+from autopart.runtime.state.reducing import Bucket, Reducer, SumBucket
+from autopart.runtime.state.wholes import Wholes
 
 @dataclass(frozen=True)
-class Bucket:
+class SummedTogether:
     """Tensors that are summed in one collective per axis. `owners`: the `pp` coordinates that share them, if tied."""
 
     names: tuple[str, ...]
@@ -31,21 +32,20 @@ class Bucket:
     owners: tuple[int, ...] = ()
 
 
-def axis_buckets(tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def axis_buckets(tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES) -> list[SummedTogether]:
     """The buckets of those `tensors` whose gradients end as partial sums, in their order."""
-    keyed = [(program.parameters[name].grad_axes, name) for name in tensors]
-    axes = [(tuple(a for a in grad_axes if program.mesh.size(a) > 1), name) for grad_axes, name in keyed]
+    axes = [(sum_axes(program.parameters[name], program), name) for name in tensors]
     chunks = _chunks([(key, name) for key, name in axes if key], tensors, bucket_bytes)
-    return [Bucket(names, axes=key) for key, names in chunks]
+    return [SummedTogether(names, axes=key) for key, names in chunks]
 
 
 def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
-) -> list[Bucket]:
+) -> list[SummedTogether]:
     """The buckets of those `tensors` that several `pp` coordinates hold, in the program's order on every rank."""
     keyed = [(tuple(sorted(owners(program, stored, stage_style))), name) for name, stored in program.parameters.items()]
     shared = [(key, name) for key, name in keyed if len(key) > 1 and name in tensors]
-    return [Bucket(names, owners=key) for key, names in _chunks(shared, tensors, bucket_bytes)]
+    return [SummedTogether(names, owners=key) for key, names in _chunks(shared, tensors, bucket_bytes)]
 
 
 def _chunks(
@@ -79,10 +79,41 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 # --- On process groups.
 
 
-def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
-    """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place."""
-    with_grad = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
-    for bucket in axis_buckets(with_grad, program):
+def sum_axes(stored: StoredTensor, program: Program) -> tuple[str, ...]:
+    """The axes of several ranks over which the gradient of a parameter is summed once a step."""
+    return tuple(axis for axis in stored.grad_axes if program.mesh.size(axis) > 1)
+
+
+def stage_reducers(
+    program: Program, stages: Sequence[Stage], process: Process, parameters: Mapping[str, Tensor], wholes: Wholes
+) -> tuple[list[Reducer], list[Bucket]]:
+    """What sums the gradients of each of these stages while its backward runs; and the buckets of parameters that
+    several of them read, whose gradients are complete when all have run."""
+    uses = Counter(name for stage in stages for name in stage.parameters)
+    leaves = {**parameters, **wholes.parameters}
+
+    def sums(names: Iterable[str]) -> list[Bucket]:
+        axes = {name: sum_axes(program.parameters[name], program) for name in names if name not in wholes.parameters}
+        same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
+        rows = [row for group in same_kind for row in bucketed({name: parameters[name].nbytes for name in group})]
+        return [SumBucket({n: parameters[n] for n in row}, [process.beside(a) for a in axes[row[0]]]) for row in rows]
+
+    reducers = []
+    for stage, gathered in zip(stages, wholes.buckets, strict=True):
+        order = in_order_of_use(stage.graph.graph, stage.parameters)
+        buckets = [*sums(name for name in order if uses[name] == 1), *gathered]
+        buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
+        reducers.append(Reducer(buckets, leaves, program.microbatches))
+    return reducers, [*sums(name for name, count in uses.items() if count > 1), *wholes.shared]
+
+
+def complete_gradients(
+    parameters: Mapping[str, Tensor], wholes: Wholes, program: Program, process: Process, stage_style: str
+) -> None:
+    """What is left when each stage has summed its gradients: parts, over what does not cut them, and tied
+    parameters."""
+    parts = {name: part for name, part in wholes.parts.items() if part.grad is not None}
+    for bucket in axis_buckets(parts, program):
         _sum_bucket(parameters, bucket, [process.groups[axis] for axis in bucket.axes])
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for bucket in tied_buckets(trained, program, stage_style):
@@ -95,6 +126,17 @@ def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: s
     return frozenset(name for bucket in buckets for name in bucket.names)
 
 
+def connect_sums(program: Program, process: Process) -> None:
+    """Makes the process groups in which gradients are summed beside the work of stages. Every rank calls this with the
+    same program."""
+    axes = {axis for stored in program.parameters.values() for axis in sum_axes(stored, program)}
+    if program.zero in (1, 2):
+        axes.add(program.mesh.data_axis)
+    for axis in program.mesh.sizes:
+        if axis in axes:
+            process.beside(axis)
+
+
 def connect_tied(program: Program, process: Process, stage_style: str) -> None:
     """Makes the process groups that tied parameters need. Every rank calls this with the same program."""
     found = {tuple(sorted(owners(program, stored, stage_style))) for stored in program.parameters.values()}
@@ -102,7 +144,7 @@ def connect_tied(program: Program, process: Process, stage_style: str) -> None:
         process.connect_owners(key)
 
 
-def _sum_bucket(parameters: Mapping[str, Tensor], bucket: Bucket, groups: Sequence[dist.ProcessGroup]) -> None:
+def _sum_bucket(parameters: Mapping[str, Tensor], bucket: SummedTogether, groups: Sequence[dist.ProcessGroup]) -> None:
     """Sums in place; a gradient that is alone in its bucket is not copied."""
     grads = [_gradient(parameters[name]) for name in bucket.names]
     alone = len(grads) == 1 and grads[0].is_contiguous()
@@ -185,7 +227,7 @@ def sync_gradients_lockstep(
             _sum_bucket_list([parameters[rank] for rank in group], bucket)
 
 
-def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], bucket: Bucket) -> None:
+def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], bucket: SummedTogether) -> None:
     grads = [[_gradient(local[name]) for name in bucket.names] for local in group]
     flat = torch.stack([flatten(row) for row in grads]).sum(0)
     for row in grads:

@@ -8,7 +8,7 @@ its own rows; where all ranks compute all rows it is whole already, and each tak
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.compat import gather_collective, is_gloo, scatter_collective
+from autopart.ir.buckets import bucketed, kinds
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.watch import watching
 
@@ -87,11 +88,7 @@ class PartBucket:
         if len(stored) == 1 and stored[0].cut.is_in_order:
             flat = grads[0].contiguous().view(-1)
         else:
-            rows = [
-                torch.cat([one.cut.padded(one.cut.take(grad, i)).reshape(-1) for one, grad in zip(stored, grads)])
-                for i in range(ranks)
-            ]
-            flat = torch.cat(rows)
+            flat = _flat(stored, grads, ranks)
         wait = _begin(scatter_collective(), flat.new_empty(flat.numel() // ranks), flat, self.group)
 
         def parts() -> list[Tensor]:
@@ -105,6 +102,20 @@ class PartBucket:
     def _places(self) -> Iterable[tuple[int, int]]:
         """Where each part lies in the flat vector."""
         return pairwise(accumulate((math.prod(one.padded_shape) for one in self.stored), initial=0))
+
+
+def _flat(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -> Tensor:
+    """All shards of the first rank, then those of the second, and so on."""
+    length = sum(math.prod(one.padded_shape) for one in stored)
+    flat = grads[0].new_zeros(ranks, length)
+    start = 0
+    for one, grad in zip(stored, grads, strict=True):
+        size = math.prod(one.padded_shape)
+        for row, (begin, count) in zip(flat, (one.cut.spans(i)[0] for i in range(ranks)), strict=True):
+            place = row[start : start + size].view(one.padded_shape)
+            place.narrow(one.cut.dim, 0, count).copy_(grad.narrow(one.cut.dim, begin, count))
+        start += size
+    return flat.view(-1)
 
 
 def _begin(
@@ -124,14 +135,9 @@ def _begin(
     return wait
 
 
-def part_buckets(
-    stored: Mapping[str, Stored], group: dist.ProcessGroup, bucket_bytes: int
-) -> list[PartBucket]:
-    """Buckets of at most so many bytes (but at least one parameter) of the whole, in their order."""
-    rows: dict[tuple[torch.dtype, bool], list[list[Stored]]] = {}
-    for one in stored.values():
-        filled = rows.setdefault((one.dtype, one.sums), [[]])
-        if filled[-1] and sum(other.nbytes for other in filled[-1]) + one.nbytes > bucket_bytes:
-            filled.append([])
-        filled[-1].append(one)
-    return [PartBucket(tuple(row), group) for filled in rows.values() for row in filled]
+def part_buckets(stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None) -> list[PartBucket]:
+    """The buckets of parameters, in the order of their use (`autopart.ir.buckets`)."""
+    named = {one.name: one for one in stored}
+    same_kind = kinds(list(named), {one.name: (one.dtype, one.sums) for one in stored})
+    rows = [row for names in same_kind for row in bucketed({name: named[name].nbytes for name in names}, most_bytes)]
+    return [PartBucket(tuple(named[name] for name in row), group) for row in rows]

@@ -9,19 +9,21 @@ sections 5.1 and 5.2.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autopart.ir.buckets import BUCKET_BYTES, in_order_of_use
 from autopart.ir.operators import axis_of, operator_name
 from autopart.ir.program import Program, Stage
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process
-from autopart.runtime.state.gradients import BUCKET_BYTES
 from autopart.runtime.state.part_buckets import PartBucket, Stored, part_buckets
+from autopart.runtime.state.reducing import Finish
 
 GATHERS = {"all_gather": False, "all_gather_sum": True}
 """{operator that gathers: whether its backward sums}."""
@@ -45,33 +47,46 @@ def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[Any
 class Wholes:
     """The whole parameters of a program's stages on this rank; between calls they have no memory.
 
-    `parameters`: {name: the whole}, for graphs to read. `parts`: {name: this rank's part}.
+    `parameters`: {name: the whole}, for graphs to read. `parts`: {name: this rank's part}. `buckets`: of each stage, in
+    the order of their use; `shared`: of parameters that several of the stages read.
     """
 
     def __init__(self, program: Program, stages: Sequence[Stage], process: Process, parts: Mapping[str, Tensor]):
         read = held_whole(program, stages)
         self.parts = {name: parts[name] for name in read}
-        self.every_microbatch = program.zero == 2
+        self.each_microbatch = program.zero == 2
         self.parameters: dict[str, nn.Parameter] = {}
-        self.buckets: list[PartBucket] = []
+        self.buckets: list[list[WholeBucket]] = [[] for _ in stages]
+        self.shared: list[WholeBucket] = []
         if not read:
             return
-        group = process.groups[program.mesh.data_axis]
-        stored = {}
-        for name, (operator, dim, size, sections) in read.items():
-            part = self.parts[name]
-            shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
-            stored[name] = Stored(name, shape, Cut(dim, size, sections, group.size()), part.dtype, GATHERS[operator])
-            whole = nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
-            whole.untyped_storage().resize_(0)
-            self.parameters[name] = whole
-        self.buckets = part_buckets(stored, group, BUCKET_BYTES)
+        group = process.beside(program.mesh.data_axis)
+        orders = [in_order_of_use(stage.graph.graph, read) for stage in stages]
+        uses = Counter(name for order in orders for name in order)
+        several = [name for name, count in uses.items() if count > 1]
+        rows = [*([name for name in order if uses[name] == 1] for order in orders), several]
+        for names, buckets in zip(rows, [*self.buckets, self.shared], strict=True):
+            stored = [self._stored(name, read[name], group.size()) for name in names]
+            buckets += [WholeBucket(self, bucket) for bucket in part_buckets(stored, group, BUCKET_BYTES)]
+
+    @property
+    def all_buckets(self) -> list[WholeBucket]:
+        return [bucket for buckets in (*self.buckets, self.shared) for bucket in buckets]
+
+    def _stored(self, name: str, way: tuple[Any, ...], ranks: int) -> Stored:
+        """A parameter, whose whole is made, without memory."""
+        operator, dim, size, sections = way
+        part = self.parts[name]
+        shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
+        whole = self.parameters[name] = nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
+        whole.untyped_storage().resize_(0)
+        return Stored(name, shape, Cut(dim, size, sections, ranks), part.dtype, GATHERS[operator])
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, the whole parameters have their values."""
         try:
-            waits = [self._gather(bucket) for bucket in self.buckets]
+            waits = [bucket.gather() for bucket in self.all_buckets]
             for wait in waits:
                 wait()
             yield
@@ -80,37 +95,45 @@ class Wholes:
                 whole.grad = None
                 whole.untyped_storage().resize_(0)
 
-    def _gather(self, bucket: PartBucket) -> Any:
-        wholes = [self.parameters[name] for name in bucket.names]
-        for name, whole in zip(bucket.names, wholes, strict=True):
-            whole.requires_grad_(self.parts[name].requires_grad)
-            whole.untyped_storage().resize_(whole.nbytes)
-        with torch.no_grad():
-            return bucket.gather([self.parts[name].detach() for name in bucket.names], [w.detach() for w in wholes])
-
     def stand_ins(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Wholes of these parts for one differentiable call, whose backward scatters their gradients."""
         made: dict[str, Tensor] = {}
-        for bucket in self.buckets:
-            made.update(zip(bucket.names, _Gathered.apply(bucket, *(parts[name] for name in bucket.names)), strict=True))
+        for bucket in self.all_buckets:
+            gathered = _Gathered.apply(bucket.parts, *(parts[name] for name in bucket.names))
+            made.update(zip(bucket.names, gathered, strict=True))
         return made
 
-    def end_of_microbatch(self) -> None:
-        """After the backward of one."""
-        if self.every_microbatch:
-            self.scatter()
+
+class WholeBucket:
+    """Parameters that are gathered, and whose gradients are scattered, in one collective."""
+
+    def __init__(self, wholes: Wholes, parts: PartBucket):
+        self.wholes, self.parts, self.names, self.each = wholes, parts, parts.names, wholes.each_microbatch
+
+    def gather(self) -> Callable[[], list[Tensor]]:
+        """Begins to give the wholes their values, and gives what waits for that."""
+        wholes = [self.wholes.parameters[name] for name in self.names]
+        parts = [self.wholes.parts[name] for name in self.names]
+        for whole, part in zip(wholes, parts, strict=True):
+            whole.requires_grad_(part.requires_grad)
+            whole.untyped_storage().resize_(whole.nbytes)
+        return self.parts.gather([part.detach() for part in parts], [whole.detach() for whole in wholes])
 
     @torch.no_grad()
-    def scatter(self) -> None:
-        """Adds the gradients of the wholes, summed, to those of the parts."""
-        for bucket in self.buckets:
-            present = [one for one in bucket.stored if self.parameters[one.name].grad is not None]
-            if not present:
-                continue
-            pieces = bucket.scatter([_taken_gradient(self.parameters[one.name]) for one in present], present)()
-            for one, piece in zip(present, pieces, strict=True):
-                part = self.parts[one.name]
+    def begin(self) -> Finish | None:
+        """Begins to add the gradients of the wholes, summed, to those of the parts."""
+        present = [one for one in self.parts.stored if self.wholes.parameters[one.name].grad is not None]
+        if not present:
+            return None
+        wait = self.parts.scatter([_taken_gradient(self.wholes.parameters[one.name]) for one in present], present)
+
+        @torch.no_grad()
+        def finish() -> None:
+            for one, piece in zip(present, wait(), strict=True):
+                part = self.wholes.parts[one.name]
                 part.grad = piece.clone() if part.grad is None else part.grad.add_(piece)
+
+        return finish
 
 
 def _taken_gradient(whole: nn.Parameter) -> Tensor:

@@ -1,0 +1,70 @@
+"""Which parameters travel together: one collective for each block of a model, which runs beside the work of another.
+
+A bucket holds consecutive parameters in the order in which a stage reads them, of one repeated block; blocks smaller than
+`LEAST_BYTES` share one, and a larger one may be split. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the reasons
+for buckets; Zhao et al. 2023, arXiv:2304.11277, section 3.3, for blocks.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import fx
+
+LEAST_BYTES = 2**20
+"""Blocks are put together until they have so much: a message of less takes hardly less time."""
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are summed, and wholes that live for a step gathered, in buckets of at most so much, which are copied."""
+
+
+def in_order_of_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
+    """Those of the `names` that a stage graph reads, by their first use."""
+    wanted = set(names)
+    read = (
+        str(used.target)
+        for node in graph.nodes if node.op != "get_attr"
+        for used in node.all_input_nodes if used.op == "get_attr"
+    )  # fmt: skip
+    return list(dict.fromkeys(name for name in read if name in wanted))
+
+
+def block_of(name: str) -> str:
+    """The repeated block that a parameter is in; "" for none.
+
+    >>> block_of("model.layers.3.mlp.up.weight"), block_of("lm_head.weight")
+    ('model.layers.3', '')
+    """
+    match = re.match(r"(?:.*?\.)??\d+(?=\.)", name)
+    return match[0] if match else ""
+
+
+def bucketed(sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES) -> list[tuple[str, ...]]:
+    """The buckets of parameters, {name: bytes} in the order of their use; None: no block is split.
+
+    >>> mega = 2**20
+    >>> bucketed({"a": 10, "h.0.up": mega, "h.0.down": mega, "h.1.up": mega}, 2 * mega)
+    [('a', 'h.0.up'), ('h.0.down',), ('h.1.up',)]
+    """
+    found: list[list[str]] = []
+    filled, block = 0, ""
+    for name, size in sizes.items():
+        begins = block_of(name) != block and filled >= LEAST_BYTES
+        overflows = most_bytes is not None and filled + size > most_bytes
+        if not found or begins or (overflows and filled):
+            found.append([])
+            filled = 0
+        found[-1].append(name)
+        filled, block = filled + size, block_of(name)
+    return [tuple(names) for names in found]
+
+
+def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:
+    """Names by their kind, in order."""
+    rows: dict[object, list[str]] = {}
+    for name in names:
+        rows.setdefault(kind[name], []).append(name)
+    return list(rows.values())
