@@ -50,6 +50,7 @@ class PlanOptions(SearchOptions, total=False):
     sequence_parallel: SequenceParallel | None
     pins: Pins | Mapping[str, Any] | str | Path | None
     zero: int | None
+    prefetch: int | None
     recompute: Recompute | str | None
     compile: bool | None
 
@@ -104,8 +105,20 @@ def _one_of(name: str, words: tuple[Any, ...], given: Any, hint: str) -> Any:
 
 def _zero(level: Any) -> int:
     words = () if isinstance(level, bool) else (0, 1, 2, 3)
-    return _one_of("zero", words, level, "0 (all whole on dp), 1 (the optimizer's state is cut over dp), 2 (and the "
-                   "gradients) or 3 (and the parameters)")
+    return _one_of(
+        "zero",
+        words,
+        level,
+        "0 (all whole on dp), 1 (the optimizer's state is cut over dp), 2 (and the "
+        "gradients) or 3 (and the parameters)",
+    )
+
+
+def _prefetch(blocks: Any) -> int:
+    if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 0:
+        raise OptionError(f"prefetch={blocks!r} is not a number of blocks",
+                          why="weights are gathered so many blocks before they are read", hint="1, or 0: where they are read")  # fmt: skip
+    return blocks
 
 
 def _timeout(seconds: Any) -> float:
@@ -149,6 +162,8 @@ class Options:
         None, "What is cut over dp: 0, nothing; 1, the optimizer's state; 2, and gradients; 3, and parameters, which are "
         "gathered where they are read (ZeRO; FSDP is 3).",
         "0, or as memory needs", int, read=_zero)
+    prefetch: int = _row(
+        1, "With zero=3: how many blocks ahead weights are gathered.", form=int, read=_prefetch, in_plan="prefetch")
     memory: int | str | None = _row(
         None, "What a rank has, for example 80GB or 24GiB: a plan is chosen to fit, or refused.",
         "no limit; of search, the hardware's", "SIZE", read=parse_size)

@@ -56,6 +56,9 @@ def check_plan_options(options: Options, plan: Plan) -> None:
             f"zero={options.zero} contradicts the plan, which cuts {'' if over_dp else 'no '}parameters over dp",
             where=plan.where("parameters"), hint="leave zero out, or make a new plan",
         )  # fmt: skip
+    if options.zero and options.zero != (plan.zero or 3):  # plans of earlier versions cut as 3 does
+        raise OptionError(f"zero={options.zero} contradicts the plan, which says {plan.zero}",
+                          where=plan.where("zero"), hint="leave zero out, or edit the plan")  # fmt: skip
     _check_given_memory(options.memory, plan)
     if options.pins and options.pins.as_data() != plan.pins:
         asked = "other pins" if plan.pins else "none"

@@ -140,7 +140,7 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
     """What is to be chosen for a trace; None: of the schedule, what the options leave open is chosen."""
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
-        options.sequence_parallel, options.zero or 0, options.recompute or "none",
+        options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from autopart.ir.layout import P
 from autopart.ir.operators import axis_of
 from autopart.ir.program import MICROBATCH_AXIS, SEEDS, Program, Stage
+from autopart.ir.schedules import SPLIT_BACKWARD
 from autopart.runtime.agree.same_call import Comparison
 from autopart.runtime.comm.draws import check_same_state, one_stream
 from autopart.runtime.comm.processes import Process
@@ -57,7 +58,7 @@ class Executable:
         self.wholes = Wholes(program, stages, process, self.parameters)
         reducers, self.shared_buckets = stage_reducers(program, stages, process, self.parameters, self.wholes)
         self.modules = [
-            StageModule(stage, program, process, tensors, compile, self.wholes, reducer)
+            StageModule(stage, program, process, tensors, compile, self.wholes, reducer, schedule in SPLIT_BACKWARD)
             for stage, reducer in zip(stages, reducers, strict=True)
         ]
         self.summed = summed_names(self.parameters, program, self.stage_style)

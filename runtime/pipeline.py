@@ -23,10 +23,10 @@ from autopart.runtime.loop.step_options import scaled
 from autopart.runtime.state.batch import Arguments, stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
 from autopart.runtime.state.compiled_blocks import compiled
+from autopart.runtime.state.gathering import GatheredBlocks, gather_blocks
 from autopart.runtime.state.masks import Bands, Masks, told_of_positions
 from autopart.runtime.state.recompute import has_regions, with_regions
 from autopart.runtime.state.reducing import Reducer
-from autopart.runtime.state.regather import Gathered, note_gathers
 from autopart.runtime.state.wholes import Wholes
 from autopart.tracing.calls import Recent
 
@@ -47,7 +47,7 @@ class _Written(NamedTuple):
     """A stage's graph bound to this rank, the weights that it gathers, and the keyword inputs that it reads."""
 
     graph: fx.GraphModule
-    gathered: Gathered | None
+    blocks: GatheredBlocks | None
     names: frozenset[str]
 
 
@@ -60,10 +60,11 @@ class StageModule(nn.Module):
 
     def __init__(
         self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool = False,
-        wholes: Wholes | None = None, reducer: Reducer | None = None,
+        wholes: Wholes | None = None, reducer: Reducer | None = None, splits: bool = False,
     ):  # fmt: skip
         super().__init__()
         self.program, self.process, self.compiled, self.wholes = program, process, compile, wholes
+        self.splits = splits  # the backward, where it can be split
         self.reducer = Reducer((), {}, program.microbatches) if reducer is None else reducer
         self.tensors = tensors if wholes is None else {**tensors, **wholes.parameters}
         stage, known = told_of_positions(stage, program, process, self._bind)
@@ -108,10 +109,10 @@ class StageModule(nn.Module):
     def _written(self, bands: Bands) -> _Written:
         def write() -> _Written:
             stage = with_bands(self.stage, dict(bands), self.process.device)
-            graph, group = self._bind(stage.graph), self.process.groups.get(self.process.mesh.data_axis)
-            gathered = None if group is None else note_gathers(graph, group.group_name)
+            graph = self._bind(stage.graph)
+            blocks = gather_blocks(graph, self.process, self.program.prefetch, self.splits)
             names = frozenset(stage_input.name for stage_input in stage.inputs)
-            return _Written(compiled(graph) if self.compiled else with_regions(graph), gathered, names)
+            return _Written(compiled(graph) if self.compiled else with_regions(graph), blocks, names)
 
         return self.written.get(bands, write)
 
@@ -129,6 +130,9 @@ class StageModule(nn.Module):
         self.prologue_updates, self.graph_updates = values[count:], []
 
     def unload(self) -> None:
+        for written in self.written.values():
+            if written.blocks is not None:
+                written.blocks.rest()
         self.arguments, self.bands, self.prologue_updates, self.graph_updates, self.beside = [], [], (), [], {}
 
     def new_buffers(self) -> Made:
@@ -142,7 +146,8 @@ class StageModule(nn.Module):
         arguments = {**dict(zip(self.received_names, received, strict=True)), **self.arguments[microbatch]}
         own = {name: parameters[name] for name in self.stage.parameters if name in parameters} if parameters else {}
         written = self._written(self.bands[microbatch])
-        with written.gathered.saving_parts() if written.gathered is not None else nullcontext():
+        stand_ins = parameters or {}
+        with nullcontext() if written.blocks is None else written.blocks.forward_of_microbatch(stand_ins):
             if own:
                 outputs = torch.func.functional_call(written.graph, own, (), arguments, tie_weights=False)
             else:

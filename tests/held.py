@@ -102,8 +102,8 @@ def _saved_of(module: StageModule) -> int:
     received = [torch.ones(b.shape_at(module.process.mesh, module.process.coordinates), dtype=b.dtype,
                            requires_grad=b.dtype.is_floating_point) for b in boundaries]  # fmt: skip
     recorder = Recorder()
-    if (gathered := module._written(module.bands[0]).gathered) is not None:  # these weights have hooks of their own
-        recorder.behind(gathered)
+    if (blocks := module._written(module.bands[0]).blocks) is not None:  # these weights have hooks of their own
+        recorder.behind(blocks)
     with torch.enable_grad(), recorder:
         outputs = module.run(received, 0)
     lasting = storages([*module.parameters(), *module.buffers(), *received, *module.arguments[0].values()])

@@ -42,7 +42,9 @@ def block_of(name: str) -> str:
     return match[0] if match else ""
 
 
-def bucketed(sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES) -> list[tuple[str, ...]]:
+def bucketed(
+    sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES, least_bytes: int = LEAST_BYTES
+) -> list[tuple[str, ...]]:
     """The buckets of parameters, {name: bytes} in the order of their use; None: no block is split.
 
     >>> mega = 2**20
@@ -52,7 +54,7 @@ def bucketed(sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES) ->
     found: list[list[str]] = []
     filled, block = 0, ""
     for name, size in sizes.items():
-        begins = block_of(name) != block and filled >= LEAST_BYTES
+        begins = block_of(name) != block and filled >= least_bytes
         overflows = most_bytes is not None and filled + size > most_bytes
         if not found or begins or (overflows and filled):
             found.append([])

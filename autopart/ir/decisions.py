@@ -35,7 +35,7 @@ class Decisions:
 
     `strategies`: of every axis of the mesh that cuts something, and of the microbatches. Axes that cut rows have the
     same; one that is not here computes all rows on every rank. `stored`: {parameter: its layout, where it is not `R`}.
-    `zero`: how long what is gathered of them lives (`Program.zero`).
+    `zero`, `prefetch`: how long what is gathered of them lives, and how early it is (`Program`).
     """
 
     mesh: Mesh
@@ -46,6 +46,7 @@ class Decisions:
     num_stages: int
     recompute: Recompute = "none"
     zero: int = 0
+    prefetch: int = 1
 
     def place(self, name: str, axis: str) -> Placement:
         """How a parameter is stored on an axis."""

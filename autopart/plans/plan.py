@@ -139,6 +139,7 @@ class Plan:
     cuts: tuple[str, ...] = ()
     recompute: Recompute = "none"
     zero: int = 0
+    prefetch: int = 1
     compile: bool = False
     stages: tuple[Mapping[str, Any], ...] = ()
     collectives: tuple[Collective, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -59,6 +59,9 @@ class Recent(Generic[Made]):
             self._entries[key] = made
         self._entries.move_to_end(key)
         return self._entries[key]
+
+    def values(self) -> Collection[Made]:
+        return self._entries.values()
 
     def clear(self) -> None:
         self._entries.clear()

@@ -40,7 +40,7 @@ OnAxes = Mapping[str, str]
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
-    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute` and `zero` that hold these decisions."""
+    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero` and `prefetch` that hold these decisions."""
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
     chosen = decisions.features
@@ -61,8 +61,15 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     names = sorted({operator_name(node) for node in operators(trace.graph)} & REGISTERED.keys())
     rules = {name: as_data(REGISTERED[name]) for name in names}
     cuts, recompute = _starts(trace, decisions), decisions.recompute
-    return {"parameters": parameters, "operators": operators_, "cuts": cuts, "rules": rules, "recompute": recompute,
-            "zero": decisions.zero}
+    return {
+        "parameters": parameters,
+        "operators": operators_,
+        "cuts": cuts,
+        "rules": rules,
+        "recompute": recompute,
+        "zero": decisions.zero,
+        "prefetch": decisions.prefetch,
+    }
 
 
 def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...]:
@@ -132,8 +139,15 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         stored = with_places(stored, mesh.storing_axis, cut)
     strategies = {**over_rows(mesh, rows.microbatches, rows.strategies, rows.copied), **chosen}
     return Decisions(
-        mesh, rows.microbatches, strategies, stored, stages_from_cuts(trace, cuts), num_stages, plan.recompute,
+        mesh,
+        rows.microbatches,
+        strategies,
+        stored,
+        stages_from_cuts(trace, cuts),
+        num_stages,
+        plan.recompute,
         plan.zero,
+        plan.prefetch,
     )
 
 

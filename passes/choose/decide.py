@@ -54,8 +54,17 @@ def decide(problem: Problem) -> Decided:
     check_divides(trace, mesh, chosen, bool(problem.pins.layouts))
     strategies = {**over_rows(mesh, microbatches, rows), **chosen}
     return Decided(
-        Decisions(mesh, microbatches, strategies, stored, _stages(problem), problem.num_stages, problem.recompute,
-                  problem.zero),
+        Decisions(
+            mesh,
+            microbatches,
+            strategies,
+            stored,
+            _stages(problem),
+            problem.num_stages,
+            problem.recompute,
+            problem.zero,
+            problem.prefetch,
+        ),
         solved,
     )
 

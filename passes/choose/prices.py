@@ -19,8 +19,8 @@ from torch import fx
 
 from autopart.cost.collectives import conversion_time_s, time_s
 from autopart.cost.hardware import Hardware
-from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.atoms import BATCH, Atom
+from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values

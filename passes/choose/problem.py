@@ -32,6 +32,7 @@ class Problem:
     sequence_parallel: SequenceParallel
     zero: int
     recompute: Recompute
+    prefetch: int = 1
 
     @property
     def graph(self) -> fx.Graph:

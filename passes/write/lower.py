@@ -443,6 +443,7 @@ class _Writer:
             stored_tensors(self.trace, self.decisions, self._readers(), axes), tuple(results),
             self.trace.output_spec, self.decisions.copied, self.rng if self.draws else None,
             weight_updates=self.trace.weight_updates, zero=self.decisions.zero,
+            prefetch=self.decisions.prefetch,
         )  # fmt: skip
 
     def _update(self, name: str, node: fx.Node) -> None:

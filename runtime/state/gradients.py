@@ -23,6 +23,7 @@ from autopart.runtime.comm.watch import sum_over
 from autopart.runtime.state.reducing import Bucket, Reducer, SumBucket
 from autopart.runtime.state.wholes import Wholes
 
+
 @dataclass(frozen=True)
 class SummedTogether:
     """Tensors that are summed in one collective per axis. `owners`: the `pp` coordinates that share them, if tied."""
@@ -32,7 +33,9 @@ class SummedTogether:
     owners: tuple[int, ...] = ()
 
 
-def axis_buckets(tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES) -> list[SummedTogether]:
+def axis_buckets(
+    tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
+) -> list[SummedTogether]:
     """The buckets of those `tensors` whose gradients end as partial sums, in their order."""
     axes = [(sum_axes(program.parameters[name], program), name) for name in tensors]
     chunks = _chunks([(key, name) for key, name in axes if key], tensors, bucket_bytes)
@@ -130,8 +133,9 @@ def connect_sums(program: Program, process: Process) -> None:
     """Makes the process groups in which gradients are summed beside the work of stages. Every rank calls this with the
     same program."""
     axes = {axis for stored in program.parameters.values() for axis in sum_axes(stored, program)}
-    if program.zero in (1, 2):
-        axes.add(program.mesh.data_axis)
+    data = program.mesh.data_axis
+    if any(data in stored.layout for stored in program.parameters.values()):
+        axes.add(data)
     for axis in program.mesh.sizes:
         if axis in axes:
             process.beside(axis)

@@ -1,0 +1,300 @@
+"""ZeRO 3: the weights of a block are gathered when a stage graph reaches it, one block ahead, and not kept.
+
+The graph of a stage gathers every weight by itself. Where it is bound to a rank, the gathers of a block become one
+collective, which begins while the block before runs: in the forward the next block's, in the backward that of the block
+before. Autograd would save the whole weight for the gradient of the other operand, so that at the end of a forward a
+rank held all weights whole; here it saves where to find it, and the backward gathers the block again (Rajbhandari et
+al. 2020, arXiv:1910.02054, section 7.2.2; one block ahead: Zhao et al. 2023, arXiv:2304.11277, section 3.3.2).
+
+The gradients of a block are scattered in one collective too, beside the backward of the blocks before it. Two nodes of
+autograd do that: `_Gather`, made where the block begins, whose backward begins the collective as soon as all gradients
+of the block are there; and `_Arrive`, made before all else, whose backward waits for it: autograd runs what was made
+last first, so that it waits when all else has run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopart.compat import in_backward
+from autopart.errors import StageError
+from autopart.ir.buckets import bucketed
+from autopart.ir.facts import facts
+from autopart.ir.operators import operator_name
+from autopart.runtime.comm.pieces import Cut
+from autopart.runtime.comm.processes import Process
+from autopart.runtime.state.part_buckets import PartBucket, Stored
+from autopart.runtime.state.reducing import IN_FLIGHT
+from autopart.runtime.state.wholes import GATHERS
+
+KEPT_IN_BACKWARD = 2
+"""Blocks whose weights are whole at a time in the backward, beside those that are gathered ahead: a value that two blocks
+read makes it go to and fro between them."""
+
+
+def gather_blocks(
+    module: fx.GraphModule, process: Process, prefetch: int, alone: bool = False
+) -> GatheredBlocks | None:  # fmt: skip
+    """Lets a stage's bound graph gather the weights that it reads over the axis that stores parameters, a block at a
+    time; None where there are none. `alone`: a weight at a time, for a backward that runs for each one by itself."""
+    axis = process.mesh.data_axis
+    group = process.groups.get(axis)
+    if group is None:
+        return None
+    nodes = [node for node in module.graph.nodes if operator_name(node) in GATHERS
+             and node.args[1] == group.group_name and node.args[0].op == "get_attr"]  # fmt: skip
+    if not nodes:
+        return None
+    blocks = GatheredBlocks(process.beside(axis), prefetch)
+    for row in [[node] for node in nodes] if alone else _rows(nodes, module):
+        part = [module.get_parameter(str(node.args[0].target)) for node in row]
+        stored = tuple(_stored(node, one, group.size()) for node, one in zip(row, part, strict=True))
+        block = GatheredBlock(len(blocks.order), PartBucket(stored, group), part, blocks)
+        _insert(module, row, block)
+        if "region" in facts(row[0]):
+            blocks.read_again.add(block.index)
+        blocks.order.append(block)
+    module.recompile()
+    return blocks
+
+
+def _rows(nodes: Sequence[fx.Node], module: fx.GraphModule) -> list[list[fx.Node]]:
+    """The gathers of each block, in their order: those of one region, dtype and operator."""
+    rows: list[list[fx.Node]] = []
+    kinds: dict[Any, dict[str, fx.Node]] = {}
+    for node in nodes:
+        name = str(node.args[0].target)
+        kind = facts(node).get("region"), operator_name(node), module.get_parameter(name).dtype
+        if name in kinds.setdefault(kind, {}):  # read in another layout too
+            rows.append([node])
+        else:
+            kinds[kind][name] = node
+    for named in kinds.values():
+        sizes = {name: module.get_parameter(name).nbytes for name in named}
+        rows += [[named[name] for name in names] for names in bucketed(sizes, None, 0)]
+    order = {node: index for index, node in enumerate(nodes)}
+    return sorted(rows, key=lambda row: order[row[0]])
+
+
+def _stored(node: fx.Node, part: Tensor, ranks: int) -> Stored:
+    dim, size, sections = node.args[2:]
+    shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
+    cut = Cut(dim, size, tuple(sections), ranks)
+    return Stored(str(node.args[0].target), shape, cut, part.dtype, GATHERS[operator_name(node)])
+
+
+def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: GatheredBlock) -> None:
+    """Puts a block in the place of what gathers its weights, where the first of them is."""
+    graph, name = module.graph, f"block_{block.index}"
+    module.add_submodule(name, block)
+    with graph.inserting_before(row[0]):
+        wholes = graph.call_module(name)
+        copies = [graph.call_function(getitem, (wholes, index)) for index in range(len(row))]
+    if "region" in facts(row[0]):
+        for node in (wholes, *copies):
+            facts(node)["region"] = facts(row[0])["region"]
+    for node, copy in zip(row, copies, strict=True):
+        copy.meta.update(node.meta)
+        node.replace_all_uses_with(copy)
+        graph.erase_node(node)
+
+
+@dataclass(eq=False)
+class GatheredBlocks:
+    """The blocks of a stage graph, in their order, and what is under way of them."""
+
+    reducing: dist.ProcessGroup
+    prefetch: int
+    order: list[GatheredBlock] = field(default_factory=list)
+    begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
+    """{block: what waits for its weights}, of those that are gathered ahead."""
+    again: OrderedDict[int, list[Tensor]] = field(default_factory=OrderedDict)
+    """{block: its weights}, which the backward has gathered again; the last one that was read is last."""
+    read_again: set[int] = field(default_factory=set)
+    """The blocks whose weights the backward reads."""
+    weights: dict[StorageWeakRef, _Weight] = field(default_factory=dict)
+    """The weights that the forward which runs has gathered so far, by the memory they are in."""
+    scattered: deque[_Pending] = field(default_factory=deque)
+
+    @contextmanager
+    def forward_of_microbatch(self, stand_ins: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, autograd saves where to find gathered weights in the place of these; `stand_ins`, by their names, are
+        differentiated in the place of parts."""
+        self.rest()
+        for block in self.order:
+            block.enter(stand_ins)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            self.weights.clear()
+
+    def rest(self) -> None:
+        """Lets go of what was gathered: weights may change before they are read again."""
+        self.begun.clear()
+        self.again.clear()
+
+    def take(self, index: int) -> list[Tensor]:
+        """The weights of a block, and begins to gather those of the next."""
+        wait = self.begun.pop(index, None) or self.order[index].begin()
+        for following in self._following(index):
+            if following not in self.begun and following not in self.again:
+                self.begun[following] = self.order[following].begin()
+        return wait()
+
+    def _following(self, index: int) -> list[int]:
+        """The blocks to gather ahead where one is read."""
+        if in_backward():
+            return [i for i in range(index - 1, -1, -1) if i in self.read_again][: self.prefetch]
+        return list(range(index + 1, len(self.order))[: self.prefetch])
+
+    def take_again(self, index: int) -> list[Tensor]:
+        """The weights of a block in the backward."""
+        if index not in self.again:
+            while len(self.again) >= KEPT_IN_BACKWARD:
+                self.again.popitem(last=False)
+            with torch.no_grad():
+                self.again[index] = self.take(index)
+        self.again.move_to_end(index)
+        return self.again[index]
+
+    def scatter(self, pending: _Pending) -> None:
+        """At most so many are under way: each holds the gradients of a block."""
+        self.scattered.append(pending)
+        while len(self.scattered) > IN_FLIGHT:
+            self.scattered.popleft().finish()
+
+    def _pack(self, saved: Tensor) -> Any:
+        weight = self.weights.get(StorageWeakRef(saved.untyped_storage()))
+        if weight is None or saved.dtype != weight.dtype or saved.is_conj():
+            return saved
+        self.read_again.add(weight.block.index)
+        return _View(weight, saved.shape, saved.stride(), saved.storage_offset())
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """Where to find a gathered weight: number `position` of a block. `version`: of the part, when it was gathered."""
+
+    block: GatheredBlock
+    position: int
+    version: int
+    dtype: torch.dtype
+
+    def again(self) -> Tensor:
+        if self.block.parts[self.position]._version != self.version:
+            raise StageError(
+                f"'{self.block.bucket.names[self.position]}' was changed between a forward and its backward",
+                why="the backward gathers it again, and would find other values",
+                hint="optimizer.step() after backward()",
+            )  # fmt: skip
+        return self.block.blocks.take_again(self.block.index)[self.position]
+
+
+@dataclass(frozen=True)
+class _View:
+    """What autograd saves: a view of a gathered weight, without the weight."""
+
+    weight: _Weight
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+def _unpack(saved: Any) -> Tensor:
+    if not isinstance(saved, _View):
+        return saved
+    return saved.weight.again().as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class GatheredBlock(nn.Module):
+    """Gathers the weights of a block."""
+
+    def __init__(self, index: int, bucket: PartBucket, parts: list[nn.Parameter], blocks: GatheredBlocks):
+        super().__init__()
+        self.index, self.bucket, self.blocks = index, bucket, blocks
+        self.parts = parts  # in a list: they are not parameters of this module
+        self.pending: _Pending | None = None
+        self.entered: Sequence[Tensor] = ()
+
+    def begin(self) -> Callable[[], list[Tensor]]:
+        return self.bucket.gather([part.detach() for part in self.parts])
+
+    def enter(self, stand_ins: Mapping[str, Tensor]) -> None:
+        """Before the forward of a microbatch: what is to wait for the gradients of the parts is made now."""
+        if torch.is_grad_enabled() and any(part.requires_grad for part in self.parts):
+            self.pending = _Pending()
+            parts = zip(self.bucket.names, self.parts, strict=True)
+            self.entered = _Arrive.apply(self.pending, *(stand_ins.get(name, part) for name, part in parts))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        if not torch.is_grad_enabled() or not any(part.requires_grad for part in self.parts):
+            wholes = tuple(self.blocks.take(self.index))
+        else:
+            wholes = _Gather.apply(self, self.pending, *self.entered)
+        if torch.is_grad_enabled() and not in_backward():
+            for position, (whole, part) in enumerate(zip(wholes, self.parts, strict=True)):
+                weight = _Weight(self, position, part._version, whole.dtype)
+                self.blocks.weights[StorageWeakRef(whole.untyped_storage())] = weight
+        return wholes
+
+
+@dataclass(eq=False)
+class _Pending:
+    """The gradients of a block's parts in one backward: begun, then there."""
+
+    wait: Callable[[], list[Tensor]] | None = None
+    pieces: list[Tensor] = field(default_factory=list)
+
+    def finish(self) -> list[Tensor]:
+        if self.wait is not None:
+            self.pieces, self.wait = self.wait(), None
+        return self.pieces
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers the parts of a block; backward begins to scatter the sums of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, block: GatheredBlock, pending: _Pending, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.block, ctx.pending = block, pending
+        return tuple(block.blocks.take(block.index))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        block: GatheredBlock = ctx.block
+        block.blocks.again.pop(block.index, None)
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        bucket = PartBucket(tuple(block.bucket.stored[i] for i in present), block.blocks.reducing)
+        if present:
+            ctx.pending.wait = bucket.scatter([grad for grad in grads if grad is not None], bucket.stored)
+            block.blocks.scatter(ctx.pending)
+        # What `_Arrive` puts the gradients in the place of: of their form, without memory.
+        forms = [part.new_empty(()).expand(part.shape) for part in block.parts]
+        return None, None, *(forms[i] if i in present else None for i in range(len(grads)))
+
+
+class _Arrive(torch.autograd.Function):
+    """Identity; backward waits for the gradients that `_Gather` has begun to scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: _Pending, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.pending = pending
+        return tuple(part.view_as(part) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        pieces = iter(ctx.pending.finish())
+        return None, *(None if grad is None else next(pieces) for grad in grads)
