@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
 from autopart.runtime.state.gradients import (
+    begin_call,
     complete_gradients,
     connect_sums,
     connect_tied,
     stage_reducers,
     summed_names,
-    synchronised,
 )
 from autopart.runtime.state.state import broadcast_from
 from autopart.runtime.state.wholes import Wholes
@@ -58,7 +58,17 @@ class Executable:
         self.wholes = Wholes(program, stages, process, self.parameters)
         reducers, self.shared_buckets = stage_reducers(program, stages, process, self.parameters, self.wholes)
         self.modules = [
-            StageModule(stage, program, process, tensors, compile, self.wholes, reducer, schedule in SPLIT_BACKWARD)
+            StageModule(
+                stage,
+                program,
+                process,
+                tensors,
+                compile,
+                self.wholes,
+                reducer,
+                schedule in SPLIT_BACKWARD,
+                self.shared_buckets,
+            )
             for stage, reducer in zip(stages, reducers, strict=True)
         ]
         self.summed = summed_names(self.parameters, program, self.stage_style)
@@ -78,10 +88,8 @@ class Executable:
                 with self.wholes.gathered():
                     outputs = self._everywhere(self.pipeline.forward())
             else:
-                differentiable = torch.is_grad_enabled()
-                parameters = self._stand_ins() if differentiable else None
-                with nullcontext() if differentiable else self.wholes.gathered():
-                    runs = [self._chain(microbatch, parameters) for microbatch in range(self.program.microbatches)]
+                with self._differentiable() if torch.is_grad_enabled() else self.wholes.gathered():
+                    runs = [self._chain(microbatch) for microbatch in range(self.program.microbatches)]
                 comparison.finish_comparison()
                 outputs = self._everywhere(runs)
             self._write_buffers()
@@ -100,11 +108,20 @@ class Executable:
         outputs = self._everywhere(runs) if any(o.position is not None for o in beside) else []
         return loss, [o.constant if o.position is None else outputs[o.position] for o in beside]
 
-    def _stand_ins(self) -> dict[str, Tensor]:
-        """What the stages read in the place of parameters in a differentiable call: with their gradients are those of
-        all ranks."""
-        summed = synchronised(self.parameters, self.program, self.process)
-        return {**summed, **self.wholes.stand_ins({**self.wholes.parts, **summed})}
+    @contextmanager
+    def _differentiable(self) -> Iterator[None]:
+        """Inside, stages read parameters so that their gradients become those of all ranks."""
+        buckets = [*self.shared_buckets, *(bucket for module in self.modules for bucket in module.reducer.buckets)]
+        stand_ins = begin_call(buckets, self.parameters, self.program, self.process)
+        try:
+            for module in self.modules:
+                module.stand_ins = stand_ins
+            yield
+        finally:
+            for bucket in buckets:
+                bucket.end_call()
+            for module in self.modules:
+                module.stand_ins = {}
 
     def _run(
         self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison
@@ -149,18 +166,18 @@ class Executable:
         write_buffers(self.buffers, made, self.program, self.process, self.stage_style)
 
     def _step_microbatch(self, microbatch: int, loss_scale: float) -> tuple[Tensor, ...]:
-        loss, *beside = self._chain(microbatch, None)
+        loss, *beside = self._chain(microbatch)
         beside = [value.detach() for value in beside]  # before the backward: what it alone keeps is freed there
         scaled(loss, loss_scale).backward()
         for module in self.modules:
             module.reducer.after_backward()
         return loss.detach(), *beside
 
-    def _chain(self, microbatch: int, parameters: Mapping[str, Tensor] | None) -> tuple[Any, ...]:
+    def _chain(self, microbatch: int) -> tuple[Any, ...]:
         """One microbatch through all stages, which are all here."""
         values: tuple[Any, ...] = ()
         for module in self.modules:
-            values = module.run(values, microbatch, parameters)
+            values = module.run(values, microbatch)
         return values
 
     def _everywhere(self, runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -23,10 +23,11 @@ from autopart.runtime.loop.step_options import scaled
 from autopart.runtime.state.batch import Arguments, stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
 from autopart.runtime.state.compiled_blocks import compiled
+from autopart.runtime.state.entries import with_entries
 from autopart.runtime.state.gathering import GatheredBlocks, gather_blocks
 from autopart.runtime.state.masks import Bands, Masks, told_of_positions
 from autopart.runtime.state.recompute import has_regions, with_regions
-from autopart.runtime.state.reducing import Reducer
+from autopart.runtime.state.reducing import Crossing, Reducer
 from autopart.runtime.state.wholes import Wholes
 from autopart.tracing.calls import Recent
 
@@ -61,9 +62,13 @@ class StageModule(nn.Module):
     def __init__(
         self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool = False,
         wholes: Wholes | None = None, reducer: Reducer | None = None, splits: bool = False,
+        shared_buckets: Sequence[Crossing] = (),
     ):  # fmt: skip
         super().__init__()
         self.program, self.process, self.compiled, self.wholes = program, process, compile, wholes
+        self.shared_buckets = shared_buckets
+        self.stand_ins: Mapping[str, Tensor] = {}
+        """{part: what is differentiated in its place}"""
         self.splits = splits  # the backward, where it can be split
         self.reducer = Reducer((), {}, program.microbatches) if reducer is None else reducer
         self.tensors = tensors if wholes is None else {**tensors, **wholes.parameters}
@@ -111,6 +116,7 @@ class StageModule(nn.Module):
             stage = with_bands(self.stage, dict(bands), self.process.device)
             graph = self._bind(stage.graph)
             blocks = gather_blocks(graph, self.process, self.program.prefetch, self.splits)
+            graph = with_entries(graph, [*self.reducer.buckets, *self.shared_buckets])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
             return _Written(compiled(graph) if self.compiled else with_regions(graph), blocks, names)
 
@@ -139,19 +145,12 @@ class StageModule(nn.Module):
         """{buffer: its new value} of what this stage has made since `load`."""
         return made_by(self.stage, self.program, self.prologue_updates, self.graph_updates)
 
-    def run(
-        self, received: Sequence[Any], microbatch: int, parameters: Mapping[str, Tensor] | None = None
-    ) -> tuple[Any, ...]:
-        """What the graph sends; `parameters` stand in for its own of the same names."""
+    def run(self, received: Sequence[Any], microbatch: int) -> tuple[Any, ...]:
+        """What the graph sends."""
         arguments = {**dict(zip(self.received_names, received, strict=True)), **self.arguments[microbatch]}
-        own = {name: parameters[name] for name in self.stage.parameters if name in parameters} if parameters else {}
         written = self._written(self.bands[microbatch])
-        stand_ins = parameters or {}
-        with nullcontext() if written.blocks is None else written.blocks.forward_of_microbatch(stand_ins):
-            if own:
-                outputs = torch.func.functional_call(written.graph, own, (), arguments, tie_weights=False)
-            else:
-                outputs = written.graph(**arguments)
+        with nullcontext() if written.blocks is None else written.blocks.forward_of_microbatch(self.stand_ins):
+            outputs = written.graph(**arguments)
         count = len(self.stage.sends)
         if self.stage.graph_updates:
             self.graph_updates.append(outputs[count:])

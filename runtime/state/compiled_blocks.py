@@ -158,6 +158,8 @@ def _is_given(node: fx.Node, module: fx.GraphModule) -> bool:
     """Whether a value is there before any piece runs: an input, a parameter, a gathered one, a seed with its salt."""
     if node.op == "call_module":
         return not isinstance(module.get_submodule(str(node.target)), Region)
+    if node.target is getitem and isinstance(node.args[0], fx.Node):
+        return node.args[0].op == "call_module" and _is_given(node.args[0], module)
     return node.op in ("placeholder", "get_attr") or node.target is with_salt
 
 

@@ -6,10 +6,7 @@ before. Autograd would save the whole weight for the gradient of the other opera
 rank held all weights whole; here it saves where to find it, and the backward gathers the block again (Rajbhandari et
 al. 2020, arXiv:1910.02054, section 7.2.2; one block ahead: Zhao et al. 2023, arXiv:2304.11277, section 3.3.2).
 
-The gradients of a block are scattered in one collective too, beside the backward of the blocks before it. Two nodes of
-autograd do that: `_Gather`, made where the block begins, whose backward begins the collective as soon as all gradients
-of the block are there; and `_Arrive`, made before all else, whose backward waits for it: autograd runs what was made
-last first, so that it waits when all else has run.
+The gradients of a block are scattered in one collective too, beside the backward of the blocks before it.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from autopart.ir.operators import operator_name
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored
-from autopart.runtime.state.reducing import IN_FLIGHT
+from autopart.runtime.state.reducing import Crossing, Pending, arrive
 from autopart.runtime.state.wholes import GATHERS
 
 KEPT_IN_BACKWARD = 2
@@ -90,7 +87,7 @@ def _stored(node: fx.Node, part: Tensor, ranks: int) -> Stored:
     dim, size, sections = node.args[2:]
     shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
     cut = Cut(dim, size, tuple(sections), ranks)
-    return Stored(str(node.args[0].target), shape, cut, part.dtype, GATHERS[operator_name(node)])
+    return Stored(str(node.args[0].target), shape, cut, part.dtype, GATHERS[str(operator_name(node))])
 
 
 def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: GatheredBlock) -> None:
@@ -124,7 +121,7 @@ class GatheredBlocks:
     """The blocks whose weights the backward reads."""
     weights: dict[StorageWeakRef, _Weight] = field(default_factory=dict)
     """The weights that the forward which runs has gathered so far, by the memory they are in."""
-    scattered: deque[_Pending] = field(default_factory=deque)
+    under_way: deque[Pending] = field(default_factory=deque)
 
     @contextmanager
     def forward_of_microbatch(self, stand_ins: Mapping[str, Tensor]) -> Iterator[None]:
@@ -132,12 +129,15 @@ class GatheredBlocks:
         differentiated in the place of parts."""
         self.rest()
         for block in self.order:
-            block.enter(stand_ins)
+            if torch.is_grad_enabled():
+                block.begin_call({**dict(zip(block.names, block.parts, strict=True)), **stand_ins})
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
             self.weights.clear()
+            for block in self.order:
+                block.end_call()
 
     def rest(self) -> None:
         """Lets go of what was gathered: weights may change before they are read again."""
@@ -167,12 +167,6 @@ class GatheredBlocks:
                 self.again[index] = self.take(index)
         self.again.move_to_end(index)
         return self.again[index]
-
-    def scatter(self, pending: _Pending) -> None:
-        """At most so many are under way: each holds the gradients of a block."""
-        self.scattered.append(pending)
-        while len(self.scattered) > IN_FLIGHT:
-            self.scattered.popleft().finish()
 
     def _pack(self, saved: Tensor) -> Any:
         weight = self.weights.get(StorageWeakRef(saved.untyped_storage()))
@@ -217,84 +211,35 @@ def _unpack(saved: Any) -> Tensor:
     return saved.weight.again().as_strided(saved.shape, saved.stride, saved.offset)
 
 
-class GatheredBlock(nn.Module):
-    """Gathers the weights of a block."""
+class GatheredBlock(Crossing, nn.Module):
+    """Gathers the weights of a block, each time that a graph reads them."""
 
     def __init__(self, index: int, bucket: PartBucket, parts: list[nn.Parameter], blocks: GatheredBlocks):
         super().__init__()
         self.index, self.bucket, self.blocks = index, bucket, blocks
+        self.names, self.under_way = bucket.names, blocks.under_way
         self.parts = parts  # in a list: they are not parameters of this module
-        self.pending: _Pending | None = None
-        self.entered: Sequence[Tensor] = ()
 
     def begin(self) -> Callable[[], list[Tensor]]:
         return self.bucket.gather([part.detach() for part in self.parts])
 
-    def enter(self, stand_ins: Mapping[str, Tensor]) -> None:
-        """Before the forward of a microbatch: what is to wait for the gradients of the parts is made now."""
-        if torch.is_grad_enabled() and any(part.requires_grad for part in self.parts):
-            self.pending = _Pending()
-            parts = zip(self.bucket.names, self.parts, strict=True)
-            self.entered = _Arrive.apply(self.pending, *(stand_ins.get(name, part) for name, part in parts))
-
     def forward(self) -> tuple[Tensor, ...]:
-        if not torch.is_grad_enabled() or not any(part.requires_grad for part in self.parts):
+        if not torch.is_grad_enabled():
             wholes = tuple(self.blocks.take(self.index))
+        elif self.pending is None:  # a region that is run again, whose own gradients are never asked for
+            wholes = self.cross(*arrive(self.parts))
         else:
-            wholes = _Gather.apply(self, self.pending, *self.entered)
+            wholes = self.cross(self.pending, self.arrived)
         if torch.is_grad_enabled() and not in_backward():
             for position, (whole, part) in enumerate(zip(wholes, self.parts, strict=True)):
                 weight = _Weight(self, position, part._version, whole.dtype)
                 self.blocks.weights[StorageWeakRef(whole.untyped_storage())] = weight
         return wholes
 
+    def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self.blocks.take(self.index)
 
-@dataclass(eq=False)
-class _Pending:
-    """The gradients of a block's parts in one backward: begun, then there."""
-
-    wait: Callable[[], list[Tensor]] | None = None
-    pieces: list[Tensor] = field(default_factory=list)
-
-    def finish(self) -> list[Tensor]:
-        if self.wait is not None:
-            self.pieces, self.wait = self.wait(), None
-        return self.pieces
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers the parts of a block; backward begins to scatter the sums of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, block: GatheredBlock, pending: _Pending, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.block, ctx.pending = block, pending
-        return tuple(block.blocks.take(block.index))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        block: GatheredBlock = ctx.block
-        block.blocks.again.pop(block.index, None)
-        present = [i for i, grad in enumerate(grads) if grad is not None]
-        bucket = PartBucket(tuple(block.bucket.stored[i] for i in present), block.blocks.reducing)
-        if present:
-            ctx.pending.wait = bucket.scatter([grad for grad in grads if grad is not None], bucket.stored)
-            block.blocks.scatter(ctx.pending)
-        # What `_Arrive` puts the gradients in the place of: of their form, without memory.
-        forms = [part.new_empty(()).expand(part.shape) for part in block.parts]
-        return None, None, *(forms[i] if i in present else None for i in range(len(grads)))
-
-
-class _Arrive(torch.autograd.Function):
-    """Identity; backward waits for the gradients that `_Gather` has begun to scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, pending: _Pending, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.pending = pending
-        return tuple(part.view_as(part) for part in parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        pieces = iter(ctx.pending.finish())
-        return None, *(None if grad is None else next(pieces) for grad in grads)
+    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
+        self.blocks.again.pop(self.index, None)
+        bucket = PartBucket(tuple(self.bucket.stored[i] for i in present), self.blocks.reducing)
+        return bucket.scatter(grads, bucket.stored)

@@ -6,7 +6,7 @@ Gradients are summed in flat buckets, so that many small tensors cost one collec
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,11 @@ from autopart.ir.buckets import BUCKET_BYTES, bucketed, in_order_of_use, kinds
 from autopart.ir.program import Program, Stage, StoredTensor
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
-from autopart.runtime.comm.watch import sum_over
-from autopart.runtime.state.reducing import Bucket, Reducer, SumBucket
-from autopart.runtime.state.wholes import Wholes
+from autopart.runtime.state.reducing import Crossing, Pending, Reducer, SumBucket
+from autopart.runtime.state.wholes import WholeBucket, Wholes
+
+StageBucket = SumBucket | WholeBucket
+"""What a stage's gradients are summed in."""
 
 
 @dataclass(frozen=True)
@@ -89,22 +91,25 @@ def sum_axes(stored: StoredTensor, program: Program) -> tuple[str, ...]:
 
 def stage_reducers(
     program: Program, stages: Sequence[Stage], process: Process, parameters: Mapping[str, Tensor], wholes: Wholes
-) -> tuple[list[Reducer], list[Bucket]]:
+) -> tuple[list[Reducer], list[StageBucket]]:
     """What sums the gradients of each of these stages while its backward runs; and the buckets of parameters that
     several of them read, whose gradients are complete when all have run."""
     uses = Counter(name for stage in stages for name in stage.parameters)
     leaves = {**parameters, **wholes.parameters}
 
-    def sums(names: Iterable[str]) -> list[Bucket]:
+    under_way: deque[Pending] = deque()
+
+    def sums(names: Iterable[str]) -> list[SumBucket]:
         axes = {name: sum_axes(program.parameters[name], program) for name in names if name not in wholes.parameters}
         same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
         rows = [row for group in same_kind for row in bucketed({name: parameters[name].nbytes for name in group})]
-        return [SumBucket({n: parameters[n] for n in row}, [process.beside(a) for a in axes[row[0]]]) for row in rows]
+        groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
+        return [SumBucket({name: parameters[name] for name in row}, groups[row[0]], under_way) for row in rows]
 
     reducers = []
     for stage, gathered in zip(stages, wholes.buckets, strict=True):
         order = in_order_of_use(stage.graph.graph, stage.parameters)
-        buckets = [*sums(name for name in order if uses[name] == 1), *gathered]
+        buckets: list[StageBucket] = [*sums(name for name in order if uses[name] == 1), *gathered]
         buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
         reducers.append(Reducer(buckets, leaves, program.microbatches))
     return reducers, [*sums(name for name, count in uses.items() if count > 1), *wholes.shared]
@@ -167,40 +172,24 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-class _SumGradients(torch.autograd.Function):
-    """Identity forward; backward sums the gradients of all its tensors over the groups, in one flat vector."""
+def begin_call(
+    buckets: Iterable[Crossing], parameters: Mapping[str, Tensor], program: Program, process: Process
+) -> dict[str, Tensor]:
+    """Lets a differentiable call read parameters through these buckets, so that their gradients are complete when its
+    backward has run; each backward adds its own to `.grad`, so accumulation over several calls stays right.
 
-    @staticmethod
-    def forward(ctx: Any, groups: Sequence[dist.ProcessGroup], *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.groups = groups
-        return tuple(parameter.view_as(parameter) for parameter in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        present = [grad for grad in grads if grad is not None]
-        if not present:
-            return None, *grads
-        flat = flatten(present)
-        for group in ctx.groups:
-            sum_over(group, flat)
-        pieces = iter(unflatten(flat, present))
-        return None, *(None if grad is None else next(pieces) for grad in grads)
-
-
-def synchronised(parameters: Mapping[str, Tensor], program: Program, process: Process) -> dict[str, Tensor]:
-    """Stand-ins for the parameters whose gradients end as partial sums, for one forward pass: their gradients are
-    complete when backward has run.
-
-    Each backward adds its own complete gradient to `.grad`, so accumulation over several calls stays right.
+    Returns stand-ins for the parts whose gradients are summed over more than what cuts them: these cross first.
     """
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    wrapped: dict[str, Tensor] = {}
-    for bucket in axis_buckets(trained, program):
-        groups = [process.groups[axis] for axis in bucket.axes]
-        members = _SumGradients.apply(groups, *(parameters[name] for name in bucket.names))
-        wrapped.update(zip(bucket.names, members, strict=True))
-    return wrapped
+    data, stand_ins = program.mesh.data_axis, dict[str, Tensor]()
+    parts = {name: p for name, p in parameters.items() if p.requires_grad and data in program.parameters[name].layout}
+    for together in axis_buckets(parts, program):
+        groups = [process.beside(axis) for axis in together.axes]
+        bucket = SumBucket({name: parameters[name] for name in together.names}, groups, deque())
+        bucket.begin_call(parameters)
+        stand_ins |= zip(together.names, bucket.enter(together.names, ()), strict=True)
+    for one in buckets:
+        one.begin_call({**parameters, **stand_ins})
+    return stand_ins
 
 
 # --- On lists of tensors, for the run of all ranks in one process.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -37,36 +38,182 @@ class Bucket(Protocol):
         None where there are none."""
 
 
-class SumBucket:
-    """Gradients of whole parameters, summed in place, over one group after the other."""
+class Crossing:
+    """Parameters on their way into the graphs of one differentiable call, and their gradients on the way out.
+
+    Two nodes of autograd sum gradients beside the backward. `_Leave`, made where the block begins that reads them, has a
+    backward that begins the collective as soon as all their gradients are there; `_Arrive`, made before all else, one
+    that waits for it: autograd runs what was made last first, so that it waits when all else has run.
+    """
+
+    names: tuple[str, ...]
+    under_way: deque[Pending]
+    pending: Pending | None = None
+    arrived: Sequence[Tensor] = ()
+    crossed: dict[str, Tensor] | None = None
+
+    def begin_call(self, tensors: Mapping[str, Tensor]) -> None:
+        """Until `end_call` graphs read what is differentiated by these."""
+        self.pending, self.arrived = arrive([tensors[name] for name in self.names])
+        self.crossed = None
+
+    def end_call(self) -> None:
+        self.pending, self.arrived, self.crossed = None, (), None
+
+    def enter(self, names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What a graph reads of the parameters of these names, which it has as `tensors`, where it first reads one."""
+        if self.pending is None:
+            self.be_there()
+            return tuple(tensors)
+        if self.crossed is None:  # once for all microbatches
+            self.crossed = dict(zip(self.names, self.cross(self.pending, self.arrived), strict=True))
+        return tuple(self.crossed[name] for name in names)
+
+    def be_there(self) -> None:
+        """Waits for what graphs read."""
+
+    def values(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What graphs read of these tensors."""
+        raise NotImplementedError
+
+    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Begins to sum the gradients of what is at these positions, and gives what waits for those of the tensors."""
+        raise NotImplementedError
+
+    def cross(self, pending: Pending, arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What graphs read of tensors from `arrive`."""
+        return _Leave.apply(self, pending, *arrived)
+
+
+def arrive(tensors: Sequence[Tensor]) -> tuple[Pending, tuple[Tensor, ...]]:
+    """Tensors whose gradients are waited for when all else has run, if they `cross` later."""
+    pending = Pending()
+    return pending, _Arrive.apply(pending, *tensors)
+
+
+@dataclass(eq=False)
+class Pending:
+    """Gradients that are under way, then there."""
+
+    wait: Callable[[], list[Tensor]] | None = None
+    sums: list[Tensor] = field(default_factory=list)
+
+    def finish(self) -> list[Tensor]:
+        if self.wait is not None:
+            self.sums, self.wait = self.wait(), None
+        return self.sums
+
+
+class _Leave(torch.autograd.Function):
+    """What graphs read of tensors; backward begins to sum the gradients, and gives empty ones of their form."""
+
+    @staticmethod
+    def forward(ctx: Any, crossing: Crossing, pending: Pending, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.crossing, ctx.pending = crossing, pending
+        ctx.forms = [tensor.new_empty(()).expand(tensor.shape) for tensor in tensors]
+        values = tuple(crossing.values(tensors))
+        return _as_trained(ctx, values, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        if present:
+            ctx.pending.wait = ctx.crossing.send([grad for grad in grads if grad is not None], present)
+            under_way = ctx.crossing.under_way
+            under_way.append(ctx.pending)
+            while len(under_way) > IN_FLIGHT:
+                under_way.popleft().finish()
+        return None, None, *(ctx.forms[i] if i in present else None for i in range(len(grads)))
+
+
+class _Arrive(torch.autograd.Function):
+    """Identity; backward waits for the gradients that are under way."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.pending = pending
+        return _as_trained(ctx, tuple(tensor.view_as(tensor) for tensor in tensors), 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        sums = iter(ctx.pending.finish())
+        return None, *(None if grad is None else next(sums) for grad in grads)
+
+
+def _as_trained(ctx: Any, values: tuple[Tensor, ...], others: int) -> tuple[Tensor, ...]:
+    """Values of tensors, of which the frozen ones stay frozen; `others`: arguments before these."""
+    frozen = [value for value, needed in zip(values, ctx.needs_input_grad[others:], strict=True) if not needed]
+    ctx.mark_non_differentiable(*frozen)
+    return values
+
+
+class SumBucket(Crossing):
+    """Gradients of whole parameters, summed over one group after the other."""
 
     each = False
 
-    def __init__(self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup]):
-        self.names, self.parameters, self.groups = tuple(parameters), parameters, groups
+    def __init__(
+        self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], under_way: deque[Pending]
+    ):
+        self.names, self.parameters, self.groups, self.under_way = tuple(parameters), parameters, groups, under_way
 
     @torch.no_grad()
     def begin(self) -> Finish | None:
+        """Sums in place; a gradient that is alone is not copied."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not grads:
             return None
         alone = len(grads) == 1 and grads[0].is_contiguous()
-        flat = grads[0] if alone else torch.cat([grad.reshape(-1) for grad in grads])
+        flat = grads[0] if alone else _flat(grads)
+        wait = self._sum(flat)
+
+        @torch.no_grad()
+        def finish() -> None:
+            wait()
+            if not alone:
+                for grad, piece in zip(grads, _pieces(flat, grads), strict=True):
+                    grad.copy_(piece)
+
+        return finish
+
+    def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.view_as(tensor) for tensor in tensors]
+
+    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
+        flat = _flat(grads)
+        wait = self._sum(flat)
+
+        def sums() -> list[Tensor]:
+            wait()
+            return _pieces(flat, grads)
+
+        return sums
+
+    def _sum(self, flat: Tensor) -> Finish:
         first, *others = self.groups
         with watching(first.group_name):
             work = dist.all_reduce(flat, group=first, async_op=True)
 
-        @torch.no_grad()
-        def finish() -> None:
+        def wait() -> None:
             with watching(first.group_name):
                 work.wait()
             for group in others:
                 sum_over(group, flat)
-            if not alone:
-                for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                    grad.copy_(piece.view(grad.shape))
 
-        return finish
+        return wait
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """One vector of all elements, a copy."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a vector in the shapes of tensors."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 class Reducer:
@@ -78,7 +225,7 @@ class Reducer:
         microbatches: how many backwards a step has.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], leaves: Mapping[str, Tensor], microbatches: int):
+    def __init__(self, buckets: Sequence[Any], leaves: Mapping[str, Tensor], microbatches: int):
         self.buckets, self.leaves, self.microbatches = buckets, leaves, microbatches
         self.nodes: dict[str, Any] = {}
         self.is_armed = False

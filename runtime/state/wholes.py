@@ -9,7 +9,7 @@ sections 5.1 and 5.2.)
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +23,7 @@ from autopart.ir.program import Program, Stage
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored, part_buckets
-from autopart.runtime.state.reducing import Finish
+from autopart.runtime.state.reducing import Crossing, Finish, Pending
 
 GATHERS = {"all_gather": False, "all_gather_sum": True}
 """{operator that gathers: whether its backward sums}."""
@@ -55,6 +55,7 @@ class Wholes:
         read = held_whole(program, stages)
         self.parts = {name: parts[name] for name in read}
         self.each_microbatch = program.zero == 2
+        self.under_way: deque[Pending] = deque()
         self.parameters: dict[str, nn.Parameter] = {}
         self.buckets: list[list[WholeBucket]] = [[] for _ in stages]
         self.shared: list[WholeBucket] = []
@@ -84,40 +85,59 @@ class Wholes:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, the whole parameters have their values."""
+        """Inside, the whole parameters have their values where graphs read them."""
         try:
-            waits = [bucket.gather() for bucket in self.all_buckets]
-            for wait in waits:
-                wait()
+            for bucket in self.all_buckets:
+                bucket.gather()
             yield
         finally:
+            for bucket in self.all_buckets:
+                bucket.be_there()
             for whole in self.parameters.values():
                 whole.grad = None
                 whole.untyped_storage().resize_(0)
 
-    def stand_ins(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Wholes of these parts for one differentiable call, whose backward scatters their gradients."""
-        made: dict[str, Tensor] = {}
-        for bucket in self.all_buckets:
-            gathered = _Gathered.apply(bucket.parts, *(parts[name] for name in bucket.names))
-            made.update(zip(bucket.names, gathered, strict=True))
-        return made
 
-
-class WholeBucket:
+class WholeBucket(Crossing):
     """Parameters that are gathered, and whose gradients are scattered, in one collective."""
 
     def __init__(self, wholes: Wholes, parts: PartBucket):
         self.wholes, self.parts, self.names, self.each = wholes, parts, parts.names, wholes.each_microbatch
+        self.under_way = wholes.under_way
+        self.wait: Callable[[], list[Tensor]] | None = None
 
-    def gather(self) -> Callable[[], list[Tensor]]:
-        """Begins to give the wholes their values, and gives what waits for that."""
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Begins to give the wholes their values."""
         wholes = [self.wholes.parameters[name] for name in self.names]
         parts = [self.wholes.parts[name] for name in self.names]
         for whole, part in zip(wholes, parts, strict=True):
             whole.requires_grad_(part.requires_grad)
             whole.untyped_storage().resize_(whole.nbytes)
-        return self.parts.gather([part.detach() for part in parts], [whole.detach() for whole in wholes])
+        self.wait = self.parts.gather(parts, [whole.detach() for whole in wholes])
+
+    @torch.no_grad()
+    def be_there(self) -> None:
+        if self.wait is not None:
+            self.wait()
+            self.wait = None
+
+    def begin_call(self, tensors: Mapping[str, Tensor]) -> None:
+        super().begin_call(tensors)
+        with torch.no_grad():
+            self.wait = self.parts.gather([tensors[name] for name in self.names])
+
+    def end_call(self) -> None:
+        super().end_call()
+        self.be_there()
+
+    def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        assert self.wait is not None
+        values, self.wait = self.wait(), None
+        return values
+
+    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
+        return self.parts.scatter(grads, [self.parts.stored[i] for i in present])
 
     @torch.no_grad()
     def begin(self) -> Finish | None:
@@ -131,7 +151,7 @@ class WholeBucket:
         def finish() -> None:
             for one, piece in zip(present, wait(), strict=True):
                 part = self.wholes.parts[one.name]
-                part.grad = piece.clone() if part.grad is None else part.grad.add_(piece)
+                part.grad = piece.contiguous() if part.grad is None else part.grad.add_(piece)
 
         return finish
 
@@ -141,21 +161,3 @@ def _taken_gradient(whole: nn.Parameter) -> Tensor:
     assert grad is not None
     whole.grad = None
     return grad
-
-
-class _Gathered(torch.autograd.Function):
-    """Gathers the parts of a bucket; backward scatters the sums of their gradients, in one collective."""
-
-    @staticmethod
-    def forward(ctx: Any, bucket: PartBucket, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.bucket = bucket
-        return tuple(bucket.gather(parts)())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = {one.name: grad for one, grad in zip(ctx.bucket.stored, grads, strict=True) if grad is not None}
-        present = [one for one in ctx.bucket.stored if one.name in found]
-        pieces = ctx.bucket.scatter([found[one.name] for one in present], present)() if present else []
-        parts = dict(zip((one.name for one in present), pieces, strict=True))
-        return None, *(parts.get(one.name) for one in ctx.bucket.stored)
