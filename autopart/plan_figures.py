@@ -63,7 +63,10 @@ def plan_of(
     }
     table = folded(tabulate(traced, program, walks, {}, options.compile))
     held = tuple(rank.as_row() for rank in memory)
-    took = {**Priced(table, own_setting(table, mesh, schedule), hardware).timing, "table": as_data(table)}
+    took = {
+        **Priced(table, own_setting(table, mesh, schedule, decisions.zero, decisions.prefetch), hardware).timing,
+        "table": as_data(table),
+    }
     step = simulated(took, schedule, mesh, held)
     bound = partition(traced.graph, decisions.num_stages).lower_bound if decisions.num_stages > 1 else None
     limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))

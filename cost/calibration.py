@@ -55,6 +55,7 @@ def profile(name: str, device: Device, found: Sequence[Measured], date: str, bas
                                     "[bytes that an operator reads and writes, share of memory_bytes_per_s]",
                                     f"{source}: pointwise operators whose results are kept, without the launch"),
         "devices_per_node": _per_node(device, base, source),
+        "overlap": _entry(0 if device.kind == "cpu" else base.overlap, "share of communication", "the processor that computes also sends" if device.kind == "cpu" else f"not measured: from profile {base.name}"),
         "causal_block": _entry(base.causal_block, "queries", f"not measured: from profile {base.name}"),
     }  # fmt: skip
     own: defaultdict[str, Entry] = defaultdict(dict)

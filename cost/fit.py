@@ -28,6 +28,7 @@ MOST_TENSOR_RANKS = 8
 _SAID = {
     "activations": "activations", "optimizer": "optimizer state", "parameters": "parameters", "gradients": "gradients",
     "temporary": "temporary values", "communication": "communication", "inputs": "inputs", "buffers": "buffers",
+    "gathered": "gathered parameters",
 }  # fmt: skip
 
 Estimate = Callable[[Mesh, Mapping[str, Any]], Sequence[RankMemory]]

@@ -37,6 +37,9 @@ class Hardware:
     `causal_block`: causal attention of `s` queries takes `(s + causal_block) / 2s` of what attention to all keys takes:
     as many queries as a kernel works on at a time, and more where the work of its blocks is uneven.
 
+    `overlap`: the share of communication that runs beside compute without slowing it, where a program lets it: all on a
+    GPU, nothing where the processor that computes also sends.
+
     `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
     reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.
     `collectives`: rates and latencies of links, by the same names, where a collective of one kind has its own.
@@ -58,6 +61,7 @@ class Hardware:
     matmul_half_depth: float = 0.0
     matmul_sustained: float = 1.0
     causal_block: float = 128.0
+    overlap: float = 1.0
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
 
@@ -185,7 +189,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
-OPTIONAL = ("memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained", "causal_block")
+OPTIONAL = ("memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained", "causal_block", "overlap")
 """What a profile may leave out."""
 
 
@@ -214,7 +218,7 @@ class _File:
         if not isinstance(peaks, dict) or not any(dtype in peaks for dtype in USUAL_DTYPES):
             raise self._error("has no peak of matrix work", f"flops_per_s has none of {', '.join(USUAL_DTYPES)}")
         values: dict[str, Any] = {
-            **{f.name: self._number(f.name, data[f.name]) for f in fields(Hardware)
+            **{f.name: self._number(f.name, data[f.name], f.name == "overlap") for f in fields(Hardware)
                if f.type == "float" and f.name in data},
             "name": data["name"],
             "flops_per_s": {d: self._number(f"flops_per_s of {d}", entry) for d, entry in peaks.items()},
@@ -246,11 +250,13 @@ class _File:
             raise self._error(f"says too little of {name}", f"it lacks {', '.join(lacks)}")
         return entry["value"]
 
-    def _number(self, name: str, entry: Any) -> float:
+    def _number(self, name: str, entry: Any, is_share: bool = False) -> float:
         value = self._value(name, entry)
         if not _is_number(value):
             raise self._error(f"has {name} = {value!r}", "that is not a number")
-        if value <= 0:
+        if is_share and not 0 <= value <= 1:
+            raise self._error(f"has {name} = {value!r}", "it is a share, from 0 to 1")
+        if value <= 0 and not is_share:
             raise self._error(f"has {name} = {value!r}", "it is not above zero")
         return float(value)
 

@@ -25,7 +25,8 @@ class RankMemory:
     `stages`: those it runs. `parameters`, `optimizer`, `buffers`: from step to step. `gradients`: of all its weights.
     `inputs`: the batch and what is computed from it alone. `activations`: what is kept for backwards when most is, of
     `in_flight` microbatches by stage. `temporary`: how far one forward or backward goes beyond that. `communication`:
-    what pipelining receives into, and the largest bucket of gradients. Not all of these are there at a time: `total` is
+    what pipelining receives into, and the largest bucket of tied gradients. `gathered`: with ZeRO 1 and 2 the wholes of
+    parameters that are stored in parts, and with 1 of their gradients, beyond the parts. Not all of these are there at a time: `total` is
     the most that is. `largest`: single tensors or operators, `{name: bytes}`, the largest first.
 
     A step begins without gradients (`optimizer.zero_grad()`, whose default frees them) and AdamW updates without
@@ -41,6 +42,7 @@ class RankMemory:
     activations: int
     temporary: int
     communication: int
+    gathered: int
     total: int
     in_flight: Mapping[int, int]
     largest: Mapping[str, int] = field(default_factory=dict)

@@ -121,7 +121,8 @@ def simulate(plan: Plan) -> Simulation:
     """Predict a training step of a plan on the hardware it was made for.
 
     The schedule's actions are those that the runtime executes; how long each takes is in `plan.timing`. Gradients are
-    summed after the last backward, as the runtime does.
+    summed beside the last backward, but for the last bucket, and weights gathered a block ahead, as the runtime does,
+    to the share that the hardware overlaps.
 
     Raises PlanError for a plan without `timing`.
 
@@ -139,14 +140,13 @@ def simulate(plan: Plan) -> Simulation:
 
 def simulated(
     timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]],
-    hidden_sums: float = 0.0, overlap_sends: bool | None = None,
+    overlap_sends: bool | None = None,
 ) -> Simulation:  # fmt: skip
     """A step by its parts.
 
     Args:
         timing: as in a plan.
         memory: what the rank of each `pp` coordinate holds, as in a plan.
-        hidden_sums: the share of the gradients' sums that may run beside the last backward.
         overlap_sends: as in `timeline`.
     """
     stages, ranks = timing["stages"], timing["ranks"]
@@ -158,7 +158,8 @@ def simulated(
     received = [row["receives_s"] for row in stages[1:]]
     durations = Durations(
         seconds["forward"], whole, inputs, weights, received, received,
-        [row["gradient_sum_s"] for row in ranks], hidden_sums, [row["optimizer_s"] for row in ranks],
+        [row["gradient_sum_s"] for row in ranks], timing.get("hidden_sums", 0.0),
+        [row["optimizer_s"] + row.get("gather_s", 0.0) for row in ranks],
     )  # fmt: skip
     found = timeline(
         schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends
@@ -197,8 +198,11 @@ def _parts(
                 for kind, seconds in row.get(part, {}).items():
                     kinds[kind] += microbatches * seconds
     once = ranks[busiest]
-    idle = found.step_time_s - found.busy_s[busiest] - once["gradient_sum_s"] - once["optimizer_s"]
-    last = {"gradient sums": once["gradient_sum_s"], "optimizer": once["optimizer_s"], "idle": max(0.0, idle)}
+    begun, ended = found.grad_sums[busiest]
+    sums = ended - max(begun, found.spans[busiest][-1].end_s)  # what does not run beside the last backward
+    last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0), "optimizer": once["optimizer_s"]}
+    idle = found.step_time_s - found.busy_s[busiest] - math.fsum(last.values())
+    last["idle"] = max(0.0, idle)
     return {kind: seconds for kind, seconds in (kinds | last).items() if seconds}
 
 

@@ -101,7 +101,7 @@ class Cost(dict[str, Any]):
 
         table, plan = self.table, self._plan
         hardware = Hardware.load(plan.hardware)
-        return Formula(table.totals, hardware, 3 if table.gathers else 0, axes=self._axes)
+        return Formula(table.totals, hardware, 3 if table.gathers else plan.zero, axes=self._axes)
 
     @property
     def _axes(self) -> tuple[Axis, ...]:
@@ -177,7 +177,9 @@ class Cost(dict[str, Any]):
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
         found = self._predicted(sizes)
         memory, own, counted = (_fullest(rows) for rows in (found.memory, self._own.memory, self._plan.memory))
-        kinds = {kind: memory[kind] * _times(counted[kind], own[kind]) for kind in MEMORY_KINDS}
+        kinds = {
+            kind: memory.get(kind, 0.0) * _times(counted.get(kind, 0.0), own.get(kind, 0.0)) for kind in MEMORY_KINDS
+        }
         missed = (counted["total"] - own["total"]) * _times(memory["temporary"], own["temporary"])
         return Figures(found.step_time_s, memory["total"] + missed, found.parts, kinds)
 
@@ -196,7 +198,8 @@ class Cost(dict[str, Any]):
         schedule = _schedule(was, mesh.size("pp"), m, v)
         table = self.table
         rows = sizes.get("b", table.b) * mesh.row_ranks * schedule.microbatches
-        setting = replace(own_setting(table, own, was), mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"))
+        counted = own_setting(table, own, was, self._plan.zero, self._plan.prefetch)
+        setting = replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"))
         return predict(table, setting, Hardware.load(self._plan.hardware))
 
     def _mesh(self, sizes: Mapping[str, float]) -> Mesh:

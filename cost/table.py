@@ -67,7 +67,8 @@ class Table:
     `rows`, `parameters`: of the copy. `order`: all operators, as (position in `rows`, container of the block it is in,
     the block's number). `b`, `s`, `tp`: rows of a microbatch, tokens of a row and ranks that were counted.
     `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
-    `gathers`: the rows have what ZeRO-3 gathers and scatters. `cuts`: of numbers of stages asked for so far, where
+    `gathers`: the rows have what ZeRO-3 gathers and scatters. `hidden_sums`: the share of gradients that are complete
+    before the last ones are, so that their sums may run beside the backward. `cuts`: of numbers of stages asked for so far, where
     stages begin; None where they cannot be.
     """
 
@@ -81,6 +82,7 @@ class Table:
     input_bytes: float = 0.0
     buffer_bytes: float = 0.0
     gathers: bool = False
+    hidden_sums: float = 0.0
     cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -144,7 +146,8 @@ class Setting:
     """How a table is run: `rows` of the global batch, on a mesh, with a schedule; `zero` as in `plan`.
 
     `state_bytes`: of gradients and optimizer for each byte of a trained parameter (AdamW in the parameter's dtype: 3).
-    `hidden_sums`: the share of the gradients' sums that may run beside the last backward. `scatter_sends`: ranks of
+    `hidden_sums`: the share of the gradients' sums that run beside the last backward; None: as the runtime has it, on
+    this hardware. `prefetch`: with ZeRO-3, of how many blocks ahead weights are gathered. `scatter_sends`: ranks of
     `tp` that have the same value each send a part to the next stage, which gathers it (Narayanan et al. 2021, section
     4.1). `overlap_sends`: whether values travel between stages while ranks compute; None: as the runtime has it, whose
     schedules with several stages a rank overlap them. `fused_sums`: gradients of weights are added to those of earlier
@@ -158,7 +161,8 @@ class Setting:
     rows: float
     zero: int = 0
     state_bytes: float = 1.0 + OPTIMIZER_VALUES
-    hidden_sums: float = 0.0
+    hidden_sums: float | None = None
+    prefetch: int = 1
     scatter_sends: bool = False
     overlap_sends: bool | None = None
     fused_sums: bool = False
@@ -178,9 +182,7 @@ def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
     Raises StageError where there are fewer places to cut than stages.
     """
     priced = Priced(table, setting, hardware)
-    return simulated(
-        priced.timing, setting.schedule, setting.mesh, priced.memory(), setting.hidden_sums, setting.overlap_sends
-    )
+    return simulated(priced.timing, setting.schedule, setting.mesh, priced.memory(), setting.overlap_sends)
 
 
 def stage_cuts(table: Table, setting: Setting) -> tuple[int, ...]:
@@ -247,8 +249,18 @@ class Priced:
             "forward_flops": round(self.table.row_flops * self.setting.rows),
             "recomputed_flops": round(again * microbatches * mesh.num_ranks / mesh.size("pp")),
             "stages": [self.stage(index, stage) for index, stage in enumerate(self.stages)],
-            "ranks": [self.once(names, everywhere) for names in self.ranks_hold],
+            "ranks": [self.once(names, everywhere) for names in self.ranks_hold], "hidden_sums": self.hidden_sums,
         }  # fmt: skip
+
+    @property
+    def hidden_sums(self) -> float:
+        """The share of the gradients' sums that run beside the last backward."""
+        given = self.setting.hidden_sums
+        return self.table.hidden_sums * self.hardware.overlap if given is None else given
+
+    def _is_cut(self, parameter: Parameter) -> bool:
+        """Whether a rank stores a part of a parameter."""
+        return parameter.cut and self.setting.zero > 0
 
     def _row(self, row: Row, later: float) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
@@ -261,16 +273,19 @@ class Priced:
         return found
 
     def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
-        """What an operator does, with gathering its weights over `dp` where they are cut over it."""
+        """What an operator does, with what a microbatch gathers and scatters of its weights that are cut over `dp`."""
         yield from row.works.items()
-        for name in row.parameters if self.setting.zero == 3 and not self.table.gathers else ():
+        zero = self.setting.zero
+        for name in row.parameters if zero in (2, 3) and not self.table.gathers else ():
             parameter = self.table.parameters[name]
             if parameter.cut:
                 gather = Work("all_gather", parameter.size, axis=self.setting.mesh.data_axis)
-                yield "forward", (gather,)
+                if zero == 3:
+                    yield "forward", (gather,)
                 if parameter.trained:
-                    yield "input_backward", (gather,)
                     yield "weight_backward", (gather._replace(kind="reduce_scatter"),)
+                if parameter.trained and zero == 3:
+                    yield "input_backward", (gather,)
 
     def stage(self, index: int, stage: range) -> dict[str, Any]:
         """A stage's row of `Plan.timing`."""
@@ -294,11 +309,31 @@ class Priced:
             {"axis": axis, "kind": kind, "count": int(count), "bytes": round(sent), "seconds": _digits(took)}
             for (axis, kind), (count, sent, took) in moved.items()
         ]
+        self._hide(parts, stage)
         shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
         received = _digits(self.received_s(size)) if size else 0.0
         return {
             "stage": index, **shown, "collectives": collectives, "receives_bytes": round(size), "receives_s": received
         }  # fmt: skip
+
+    def _hide(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
+        """Leaves of what weights and gradients take on the data axis what does not run beside the compute of other
+        blocks: the first block's, and of equal blocks what takes longer than the compute."""
+        axis, overlap = self.setting.mesh.data_axis, self.hardware.overlap
+        found = {(path, number) for position, path, number in (self.table.order[i] for i in stage)
+                 if any(self._is_cut(self.table.parameters[name]) for name in self.table.rows[position].parameters)}  # fmt: skip
+        blocks = len(found)
+        if blocks < 2 or not overlap or (self.setting.zero == 3 and not self.setting.prefetch):
+            return
+        for group in (("forward",), ("recompute", "input_backward", "weight_backward")):
+            kinds = [(part, kind) for part in group for kind in (f"{axis} all_gather", f"{axis} reduce_scatter")]
+            moved_s = math.fsum(parts[part].get(kind, 0.0) for part, kind in kinds)
+            works_s = math.fsum(s for part in group for s in parts[part].values()) - moved_s
+            shown_s = moved_s / blocks + max(0.0, moved_s - works_s) * (1 - 1 / blocks)
+            share = 1 - overlap * (1 - min(1.0, shown_s / moved_s)) if moved_s else 1.0
+            for part, kind in kinds:
+                if kind in parts[part]:
+                    parts[part][kind] *= share
 
     def received_s(self, size: float) -> float:
         mesh, hardware = self.mesh, self.hardware
@@ -321,15 +356,30 @@ class Priced:
     def local_bytes(self, name: str) -> float:
         """Of a rank's part of a parameter, by its name in the table."""
         found = self.table.parameters[name]
-        cut = found.cut and self.setting.zero == 3
-        return float(found.size.at(self.times)) / (self.mesh.size(self.mesh.data_axis) if cut else 1)
+        parts = self.mesh.size(self.mesh.data_axis) if self._is_cut(found) else 1
+        return float(found.size.at(self.times)) / parts
+
+    def whole_bytes(self, name: str) -> float:
+        """Of what a rank holds of it for a step beyond its part: with ZeRO 1 and 2 the whole."""
+        found = self.table.parameters[name]
+        return float(found.size.at(self.times)) if self._is_cut(found) and self.setting.zero < 3 else 0.0
 
     def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
         """A rank's row of `Plan.timing`: what it does once a step."""
         sums = self._sums(held, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
         trained = sum(map(self._gradient_bytes, held.values()))
-        return {"gradient_sum_s": _digits(seconds), "optimizer_s": _digits(optimizer_s(trained, self.hardware))}
+        mesh, axis = self.mesh, self.mesh.data_axis
+        data = ((axis, mesh.size(axis), mesh.stride(axis)),)
+        gathered = sum(map(self.whole_bytes, held.values()))
+        scattered = sum(self.whole_bytes(known) for known in held.values() if self.table.parameters[known].trained)
+        if self.setting.zero == 1:
+            seconds += gradient_sum_s(scattered, data, self.hardware, "reduce_scatter")
+        gathers_s = gradient_sum_s(gathered, data, self.hardware, "all_gather")
+        gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
+        found = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware)}
+        found |= {"gather_s": gathers_s} if gathers_s else {}
+        return {name: _digits(taken) for name, taken in found.items()}
 
     def _sums(
         self, held: Mapping[str, str], everywhere: Sequence[set[str]]
@@ -338,7 +388,7 @@ class Priced:
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
-            cut = parameter.cut and self.setting.zero == 3
+            cut = self._is_cut(parameter)
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
                     if mesh.size(axis) > 1 and not (cut and axis == mesh.data_axis)]  # fmt: skip
             owners = sum(name in names for names in everywhere)
@@ -363,7 +413,7 @@ class Priced:
             position, path, number = self.table.order[stage[i]]
             for name in self.table.rows[position].parameters:
                 named = _named(name, path, number)
-                gradients[i] += self._gradient_bytes(name) if named not in read else 0.0
+                gradients[i] += max(self._gradient_bytes(name), self._whole_gradient(name)) if named not in read else 0
                 read.add(named)
         grown = temporary + np.cumsum(gradients[::-1])[::-1]
         beyond, first = (max(0, round(float(each.max() - kept[-1]))) for each in (temporary, grown))
@@ -372,6 +422,10 @@ class Priced:
     def _gradient_bytes(self, name: str) -> float:
         """Of a rank's part of a parameter's gradient, in the parameter's dtype."""
         return self.local_bytes(name) * self.table.parameters[name].trained
+
+    def _whole_gradient(self, name: str) -> float:
+        """Of a gradient that is whole until the end of a step."""
+        return self.whole_bytes(name) * self.table.parameters[name].trained if self.setting.zero == 1 else 0.0
 
     def memory(self) -> list[dict[str, Any]]:
         """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
@@ -386,6 +440,8 @@ class Priced:
             most = most_held(order, {i: one.held for i, one in mine.items()}, {})
             gradients = sum(map(self._gradient_bytes, held.values()))
             bucket = min(BUCKET_BYTES, max(self._sums(held, everywhere).values(), default=0.0))
+            whole = sum(map(self.whole_bytes, held.values()))
+            grown = sum(max(self._gradient_bytes(known), self._whole_gradient(known)) for known in held.values())
             row: dict[str, Any] = {
                 "stages": list(mine), "parameters": sum(map(self.local_bytes, held.values())), "gradients": gradients,
                 "optimizer": gradients * (setting.state_bytes - 1), "buffers": table.buffer_bytes,
@@ -395,7 +451,8 @@ class Priced:
                                               for i in mine),
             }  # fmt: skip
             lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
-            row["total"] = round(lasting + max(most_at_once(order, mine, round(gradients)), gradients + bucket))
+            row["total"] = round(lasting + whole + max(most_at_once(order, mine, round(grown)), gradients + bucket))
+            row["gathered"] = whole + grown - gradients
             row["communication"] += bucket
             rows.append(row | {"in_flight": [most.in_flight[i] for i in mine]})
         return rows

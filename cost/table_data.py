@@ -21,10 +21,10 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 """The name of a parameter in a repeated block: its container, number, and the rest."""
 
 
-def own_setting(table: Table, mesh: Mesh, schedule: Schedule) -> Setting:
-    """What the table of a plan was counted under, by the plan's mesh and schedule."""
+def own_setting(table: Table, mesh: Mesh, schedule: Schedule, zero: int = 0, prefetch: int = 1) -> Setting:
+    """What the table of a plan was counted under, by the plan's mesh, schedule, `zero` and `prefetch`."""
     rows = table.b * mesh.row_ranks * schedule.microbatches
-    return Setting(mesh, schedule, rows, 3 if table.gathers else 0)
+    return Setting(mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch)
 
 
 def folded(table: Table) -> Table:
@@ -97,7 +97,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
     }
     order = tuple((row, path, n) for entry in data["order"] for path, n, run in _unrolled(entry) for row in run)
     cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
-    return Table(rows, order, parameters, **{name: data[name] for name in _NUMBERS}, cuts=cuts)
+    return Table(rows, order, parameters, **{name: data[name] for name in _NUMBERS if name in data}, cuts=cuts)
 
 
 def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
@@ -141,7 +141,7 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
 
 _MORE_SIZES = ("flops", "depth", "causal")
 _BYTES = ("kept", "temporary", "crossing", "load")
-_NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers")
+_NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
 
 def _work_data(work: Work) -> dict[str, Any]:

@@ -140,8 +140,11 @@ def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> 
     return found
 
 
-def gradient_sum_s(size_bytes: float, groups: Sequence[tuple[str, int, int]], hardware: Hardware) -> float:
-    """Seconds of summing gradients of so many bytes, in buckets that are copied together and apart again.
+def gradient_sum_s(
+    size_bytes: float, groups: Sequence[tuple[str, int, int]], hardware: Hardware, kind: str = "all_reduce"
+) -> float:
+    """Seconds of summing gradients of so many bytes, in buckets that are copied together and apart again; or of
+    scattering them, or gathering parameters.
 
     Args:
         groups: of ranks, one after the other: (axis, ranks, how far apart they are).
@@ -150,7 +153,7 @@ def gradient_sum_s(size_bytes: float, groups: Sequence[tuple[str, int, int]], ha
     found = 0.0
     for count, size in ((whole, BUCKET_BYTES), (1, rest)):
         if count and size:
-            summed = sum(time_s("all_reduce", n, size, hardware, stride) for _, n, stride in groups)
+            summed = sum(time_s(kind, n, size, hardware, stride) for _, n, stride in groups)
             found += count * (summed + BUCKET_COPIES * hardware.traffic_time_s(2 * size))
     return found
 

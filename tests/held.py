@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from zoo import ZOO
 
 import autopart
-from autopart.cost.count.footprint import stage_memory, walked
+from autopart.cost.count.footprint import walked
+from autopart.cost.count.peaks import stage_memory
 from autopart.ir.masks import with_bands
 from autopart.runtime.executable import Executable
 from autopart.runtime.pipeline import StageModule

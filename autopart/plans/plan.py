@@ -32,6 +32,7 @@ WRITABLE = "a file in a folder that exists, that you may write to, on a disk wit
 
 MEMORY_KINDS = (
     "parameters", "gradients", "optimizer", "buffers", "inputs", "activations", "temporary", "communication",
+    "gathered",
 )  # fmt: skip
 """What the rows of `Plan.memory` count, each in bytes; `autopart.cost.memory.RankMemory` says what each is."""
 

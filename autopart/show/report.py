@@ -24,7 +24,8 @@ MOST = 4000
 """Actions of a timeline that are drawn: of longer steps the first ones."""
 
 COLORS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#eeca3b", "sums": "#54a24b", "optimizer": "#b279a2"}
-KINDS = dict(zip(MEMORY_KINDS, ("#4c78a8", "#f58518", "#b279a2", "#9d755d", "#bab0ac", "#54a24b", "#eeca3b", "#e45756"),
+KINDS = dict(zip(MEMORY_KINDS, ("#4c78a8", "#f58518", "#b279a2", "#9d755d", "#bab0ac", "#54a24b", "#eeca3b", "#e45756",
+                                "#72b7b2"),
                  strict=True))  # fmt: skip
 SAID = {"F": "forward", "B": "backward", "I": "backward towards the inputs", "W": "backward of the weights"}
 
@@ -108,14 +109,14 @@ def _timeline(simulation: Simulation) -> str:
 
 def _memory(plan: Plan) -> str:
     """A line for the fullest rank of every coordinate of `pp`, by kind; the kinds need not be at their most at once."""
-    sums = [sum(row[kind] for kind in MEMORY_KINDS) for row in plan.memory]
+    sums = [sum(row.get(kind, 0) for kind in MEMORY_KINDS) for row in plan.memory]
     scale = WIDTH / max([*sums, 1])
     boxes = []
     for rank, row in enumerate(plan.memory):
         x = 0.0
         for kind, color in KINDS.items():
-            width = row[kind] * scale
-            boxes.append(_box(x, rank, width, color, f"{kind} {quantity(row[kind], 'B')}"))
+            width = row.get(kind, 0) * scale
+            boxes.append(_box(x, rank, width, color, f"{kind} {quantity(row.get(kind, 0), 'B')}"))
             x += width
     said = [
         (f"stages {', '.join(map(str, row['stages']))}", f"{quantity(row['total'], 'B')} at most")

@@ -140,6 +140,8 @@ class _Counter:
         return self.known[key]._replace(node=node)
 
     def _conversion(self, node: fx.Node, name: str) -> Counted:
+        if self.walk.gathers_held(node):
+            return Counted(node, ())
         forward, backward = DIRECTIONS[name]
         axis: Any = node.args[1]
         size = max((self.size(n) for n in (node, node.args[0])), key=lambda size: size.value)  # one side has it whole

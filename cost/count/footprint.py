@@ -8,7 +8,6 @@ many microbatches are held at a time comes from the schedule's own actions (`aut
 from __future__ import annotations
 
 import operator
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +17,11 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, MadeTensor
-from autopart.ir.actions import StageBytes
-from autopart.ir.facts import cost_notes, facts
+from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
+from autopart.ir.storing import held_whole
 from autopart.tracing.trace import Trace
 
 
@@ -43,56 +42,6 @@ class Value:
 
     form: Form
     memory: Memory
-
-
-@dataclass
-class StageMemory:
-    """What one microbatch of a stage holds on one rank.
-
-    `saved`: what autograd keeps, by the node that keeps it first. `bytes`: how much the schedule's actions take.
-    `input_bytes`: values of the inputs alone, for all microbatches. `trained`: the parameters that get a gradient.
-    `whole_backward`: whether the runtime never splits the backward, as something is run again in it.
-    """
-
-    saved: dict[fx.Node, int]
-    bytes: StageBytes
-    input_bytes: int
-    trained: frozenset[str]
-    whole_backward: bool
-
-    @property
-    def saved_bytes(self) -> int:
-        return sum(self.saved.values())
-
-    @property
-    def temporary_bytes(self) -> int:
-        """How far a forward or backward goes beyond what is held, at its largest."""
-        return max(self.bytes.forward, self.bytes.backward)
-
-
-def stage_memory(walk: Walk) -> StageMemory:
-    """What one microbatch of a stage holds on its heaviest rank."""
-    stage, program = walk.stage, walk.program
-    alive = walk.reached()
-    saved = saved_memory(walk, alive)
-    by_node = {node: size for node, pieces in saved.items()
-               if (size := sum(memory.size_bytes for memory in pieces) + saved_others(walk, node))}  # fmt: skip
-    held = {memory for pieces in saved.values() for memory in pieces}
-    is_last = stage.index == len(program.stages) - 1
-    sends = [] if is_last else [walk.values[node] for node in walk.outputs[: len(stage.sends)]]
-    kept = sum(by_node.values())
-    weights = {str(node.target): walk.values[node].memory.size_bytes for node in alive if node.op == "get_attr"}
-    whole = bool(walk.regions(alive))
-    first_backward, backward = _backward_peaks(walk, alive, saved)
-    taken = StageBytes(
-        held=kept + sum(_sent_bytes(value, held) for value in sends),
-        delayed=_delayed_bytes(walk, alive) if stage.index and not whole else 0,
-        forward=max(0, _forward_peak(walk, saved) - kept),
-        backward=max(0, backward - kept),
-        first_backward=max(0, first_backward - kept),
-        gradients=sum(weights.values()),
-    )  # fmt: skip
-    return StageMemory(by_node, taken, walk.input_bytes, frozenset(weights), whole)
 
 
 def saved_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, list[Memory]]:
@@ -133,94 +82,10 @@ def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, int]:
 
 def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
     """The values of a stage's nodes on its heaviest rank, for one microbatch."""
-    walk = Walk(trace, program, stage, *_stage_inputs(trace, program, stage))
+    held = held_whole(program, program.stages)
+    walk = Walk(trace, program, stage, *_stage_inputs(trace, program, stage), held)
     walk.run()
     return walk
-
-
-def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]]) -> int:
-    """The most that values and what is kept take while the forward runs."""
-    nodes = list(walk.values)
-    kept = {memory for pieces in saved.values() for memory in pieces}
-    last: dict[Memory, int] = {}
-    for index, node in enumerate(nodes):
-        for used in (node, *node.all_input_nodes):
-            last |= dict.fromkeys(memories(walk.values[used]), index)
-    now, most = 0, 0
-    ends: dict[int, int] = defaultdict(int)
-    for memory, index in last.items():
-        if memory not in kept:
-            ends[index] += memory.size_bytes
-    seen: set[Memory] = set()
-    for index, node in enumerate(nodes):
-        most = max(most, now + walk.takes.get(node, (0, 0))[0])
-        fresh = {memory for memory in memories(walk.values[node]) if memory not in seen}
-        seen |= fresh
-        now += sum(memory.size_bytes for memory in fresh) + (saved_others(walk, node) if node in saved else 0)
-        most = max(most, now)
-        now -= ends[index]
-    return most
-
-
-def _backward_peaks(walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]]) -> tuple[int, int]:
-    """The most that gradients and what is still kept take while the backward runs: the first of a step, and later ones.
-
-    The gradient of a view is a view of the gradient, and that of what is summed the sum's, expanded. A further gradient
-    of the same value is added out of place, when what made it is gone. A parameter's stays in the first backward of a
-    step; in later ones it is added to the earlier, in place, when it is whole.
-    """
-    now = sum(memory.size_bytes for pieces in saved.values() for memory in pieces)
-    now += sum(saved_others(walk, node) for node in saved)
-    most, most_later, added_bytes = now, now, 0
-    grads: set[Memory] = set()
-    of: dict[Any, set[Memory]] = defaultdict(set)  # by what has made it; some are no longer in `grads`
-    given: Counter[Any] = Counter()
-    whole = rerun_bytes(walk, alive)
-    rerun = dict(whole)
-    begins = {region: next(n for n in nodes if n in alive) for region, nodes in walk.regions(alive).items()}
-    inputs = {n: walk.towards(n) for n in reversed(list(walk.values)) if n in alive and n.op == "call_function"}
-    uses = Counter(_key(used) for towards in inputs.values() for used in towards)
-    for node, towards in inputs.items():
-        now += rerun.pop(region := facts(node).get("region", -1), 0)
-        peak = now + walk.takes.get(node, (0, 0))[1]
-        is_view = cost_notes(node).gradient_is_view
-        made = [used for used in (node, *towards) if not (given[node] if used is node else is_view)]
-        fresh = {m for used in made for m in memories(walk.values[used], lasting=True)} - grads
-        grads |= fresh
-        for memory in fresh:
-            of[memory.made_by].add(memory)
-        now += sum(memory.size_bytes for memory in fresh)
-        further = sum(_size(walk.values[used]) for used in towards if given[_key(used)])
-        peak = max(peak, now + further + sum(m.size_bytes for m in set(walk.keeps.get(node, ())) if m.again))
-        given.update(map(_key, towards))
-        done = of.pop(node, set()) & grads
-        now -= sum(memory.size_bytes for memory in done) + saved_others(walk, node)
-        now -= sum(memory.size_bytes for memory in saved.get(node, ()))
-        if begins.get(region) is node:
-            now -= whole[region]
-        peak = max(peak, now + 2 * further)
-        most, most_later = max(most, peak), max(most_later, peak - added_bytes)
-        grads -= done
-        added = {walk.values[used].memory for used in towards
-                 if used.op == "get_attr" and given[_key(used)] == uses[_key(used)]}  # fmt: skip
-        added_bytes += sum(memory.size_bytes for memory in added & grads)  # nothing gives these a gradient again
-    return most, most_later
-
-
-def _key(node: fx.Node) -> Any:
-    """A value; a parameter wherever it is read."""
-    return str(node.target) if node.op == "get_attr" else node
-
-
-def _size(found: Any) -> int:
-    return found.form.size_bytes if isinstance(found, Value) else 0
-
-
-def _delayed_bytes(walk: Walk, alive: Set[fx.Node]) -> int:
-    """The gradients that pipelining keeps for the weights' part of a backward: of all that weights and values make."""
-    weights = walk.of_weights(alive)
-    mixed = [n for n in walk.values if n in alive and n not in weights and any(u in weights for u in n.all_input_nodes)]
-    return sum(memory.size_bytes for memory in {m for node in mixed for m in memories(walk.values[node])})
 
 
 def memories(found: Any, lasting: bool = False) -> set[Memory]:
@@ -228,13 +93,6 @@ def memories(found: Any, lasting: bool = False) -> set[Memory]:
     if isinstance(found, tuple):
         return {memory for item in found for memory in memories(item, lasting)}
     return {found.memory} if isinstance(found, Value) and (lasting or not found.memory.lives) else set()
-
-
-def _sent_bytes(sent: Any, held: set[Memory]) -> int:
-    """What sending a value holds beside what is held anyway: a copy where it does not lie in order."""
-    if not isinstance(sent, Value) or sent.memory.lives or (sent.form.is_contiguous and sent.memory in held):
-        return 0
-    return sent.memory.size_bytes if sent.form.is_contiguous else sent.form.size_bytes
 
 
 @dataclass
@@ -247,6 +105,8 @@ class Walk:
     stage: Stage
     inputs: Mapping[str, Any]
     input_bytes: int
+    held: Mapping[str, Any] = field(default_factory=dict)
+    """The parameters that are whole for a step (`autopart.ir.storing.held_whole`)."""
     values: dict[fx.Node, Any] = field(default_factory=dict)
     keeps: dict[fx.Node, list[Memory]] = field(default_factory=dict)
     others: dict[fx.Node, int] = field(default_factory=dict)
@@ -260,7 +120,7 @@ class Walk:
                 made = self.inputs.get(str(node.target))
                 self.values[node] = made if made is not None else _received(next(received), node)
             elif node.op == "get_attr":
-                found = attributes.setdefault(str(node.target), _attribute(self.trace, node))
+                found = attributes.setdefault(str(node.target), self._read(node))
                 self.values[node] = found
             elif node.op == "output":
                 self.outputs = tuple(node.args[0])
@@ -269,10 +129,27 @@ class Walk:
             else:
                 self.values[node] = self._call(node)
 
+    def _read(self, node: fx.Node) -> Value:
+        """An attribute; the whole of a parameter that is held whole."""
+        found = _attribute(self.trace, node)
+        if str(node.target) not in self.held:
+            return found
+        _, dim, size, _ = self.held[str(node.target)]
+        shape = (*found.form.shape[:dim], size, *found.form.shape[dim + 1 :])
+        form = Form.contiguous(shape, found.form.dtype, found.form.needs_grad)
+        return Value(form, Memory(form.size_bytes, True, node))
+
+    def gathers_held(self, node: fx.Node) -> bool:
+        """Whether a node gathers what is there whole already."""
+        source = node.args[0] if node.args else None
+        return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in self.held
+
     def _call(self, node: fx.Node) -> Any:
         name = operator_name(node).removeprefix("autopart::")
         if name == "axis_index":
             return 0
+        if self.gathers_held(node):
+            return self.values[node.args[0]]
         if name in DIRECTIONS:
             made = self._convert(node, DIRECTIONS[name][0])
             sizes = made.form.size_bytes, self.values[node.args[0]].form.size_bytes

@@ -10,7 +10,8 @@ from typing import Any
 from torch import fx
 
 from autopart.compat import stored_bytes
-from autopart.cost.count.footprint import StageMemory, Walk, stage_memory
+from autopart.cost.count.footprint import Walk
+from autopart.cost.count.peaks import StageMemory, stage_memory
 from autopart.cost.memory import OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES
@@ -49,15 +50,20 @@ def _rank_memory(
     most = most_held(ran, {s: one.held for s, one in taken.items()}, {s: one.delayed for s, one in taken.items()})
     gradients, pipeline = sum(trained.values()), _pipeline_bytes(program, mine, home, order)
     bucket = _bucket_bytes(trace, trained, program, home)
+    wholes = {name: size for stage in mine for name, size in memories[stage].whole.items()}
+    received = sum(sent.flat_bytes for stage in mine for sent in memories[stage].traffic.sent if sent.scatters)
+    grown = sum({name: wholes[name] if name in wholes and program.zero == 1 else size
+                 for name, size in trained.items()}.values())  # fmt: skip
     optimizer = {f"optimizer state of {name}": OPTIMIZER_VALUES * size for name, size in trained.items()}
     stored = {f"parameter {name}": size for name, size in sizes.items()}
     largest = stored | {f"gradient of {name}": size for name, size in trained.items()} | optimizer
     lasting = (sum(sizes.values()), sum(optimizer.values()), _buffer_bytes(trace),
                _input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine))  # fmt: skip
-    passing = max(most_at_once(ran, taken, gradients), gradients + bucket)
+    passing = max(most_at_once(ran, taken, grown), received, gradients + bucket)
     return RankMemory(
         tuple(mine), lasting[0], gradients, *lasting[1:], most.size_bytes,
-        max(memories[stage].temporary_bytes for stage in mine), pipeline + bucket, sum(lasting) + pipeline + passing,
+        max(memories[stage].temporary_bytes for stage in mine), pipeline + bucket, sum(wholes.values()) + grown - gradients,
+        sum(lasting) + pipeline + sum(wholes.values()) + passing,
         most.in_flight, _largest(largest | _largest_activations(memories, most.in_flight)),
     )  # fmt: skip
 
@@ -97,14 +103,12 @@ def _bytes(boundaries: Sequence[Boundary]) -> int:
 
 
 def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, home: Mapping[int, int]) -> int:
-    """The flat copy of the largest bucket of gradients; one that fills a bucket alone is summed where it is."""
+    """The flat copy of the largest bucket of gradients of tied parameters, which are summed when a step has ended; one
+    that fills a bucket alone is summed where it is."""
     buckets: dict[Any, list[int]] = defaultdict(list)
     for name, size in trained.items():
         stored, dtype = program.parameters[name], trace.parameters[name].dtype
-        axes = tuple(axis for axis in stored.grad_axes if program.mesh.size(axis) > 1)
         owners = tuple(sorted({home[stage] for stage in stored.stages}))
-        if axes:
-            buckets[axes, dtype].append(size)
         if len(owners) > 1:
             buckets[owners, dtype].append(size)
     return max((min(sum(sizes), BUCKET_BYTES) for sizes in buckets.values() if len(sizes) > 1), default=0)

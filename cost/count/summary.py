@@ -19,6 +19,7 @@ from autopart.ir.graph import active_operators, operator_name, pattern_of, size_
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.names import layer_of
 from autopart.ir.program import Program, Stage
+from autopart.ir.storing import gathers_stored, held_whole
 from autopart.plans.plan import Collective
 from autopart.tracing.trace import Trace
 
@@ -33,7 +34,7 @@ def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
         entry[0] += 1
         entry[1] += move.bytes
     rows = [Collective(*key, count, moved) for key, (count, moved) in found.items()]
-    return (*rows, *_sends(program), *_gradients(trace, program))
+    return (*rows, *_sends(program), *_gradients(trace, program), *_wholes(trace, program))
 
 
 class _Move(NamedTuple):
@@ -48,6 +49,7 @@ class _Move(NamedTuple):
 
 
 def _moves(program: Program) -> Iterator[_Move]:
+    whole = held_whole(program, program.stages)
     for stage in program.stages:
         for node in stage.graph.graph.nodes:
             name = operator_name(node).removeprefix("autopart::")
@@ -57,6 +59,11 @@ def _moves(program: Program) -> Iterator[_Move]:
             if not forward and not backward:
                 continue
             axis = node.args[1]
+            if gathers_stored(node, program.mesh.data_axis) and str(node.args[0].target) in whole:
+                if program.zero == 2 and facts(node).get("needs_grad", True) and backward:
+                    scattered = round(wire_bytes(backward, program.mesh.size(axis), size_bytes(node)))
+                    yield _Move(stage.index, _module_of(node), axis, "", backward, scattered)
+                continue
             size = max(size_bytes(n) for n in (node, node.args[0]))  # the whole array is on one side of it
             grad = facts(node).get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
@@ -109,6 +116,23 @@ def _gradients(trace: Trace, program: Program) -> list[Collective]:
         moved = round(wire_bytes("all_reduce", program.mesh.size(axis), size) / program.mesh.size("pp"))
         rows.append(Collective("gradients of parameters", axis, "", "all_reduce", 1, moved, "step"))
     return rows
+
+
+def _wholes(trace: Trace, program: Program) -> list[Collective]:
+    """What is gathered, and with ZeRO 1 scattered, once a step."""
+    mesh, axis, whole, trained = program.mesh, program.mesh.data_axis, 0, 0
+    for name in held_whole(program, program.stages):
+        stored, parameter = program.parameters[name], trace.parameters[name]
+        parts = math.prod(mesh.size(a) for a, place in stored.layout.items() if place.is_shard and a != axis)
+        whole += parameter.nbytes // parts
+        trained += parameter.nbytes // parts * parameter.requires_grad
+    rows = [("parameters", "all_gather", "", whole)]
+    rows += [("gradients of parameters", "", "reduce_scatter", trained)] if program.zero == 1 else []
+    return [
+        Collective(where, axis, forward, backward, 1,
+                   round(wire_bytes(forward or backward, mesh.size(axis), size) / mesh.size("pp")), "step")
+        for where, forward, backward, size in rows if size
+    ]  # fmt: skip
 
 
 def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[dict[str, Any], ...]:

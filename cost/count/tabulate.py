@@ -29,6 +29,7 @@ from autopart.cost.flops import matrix_work
 from autopart.cost.table import Parameter, Row, Table
 from autopart.cost.work import NOTHING, Powers, Size
 from autopart.ir.blocks import blocks as repeated_blocks
+from autopart.ir.buckets import bucketed, in_order_of_use
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, source_of, tensor_inputs
 from autopart.ir.layout import MIN_DIMS
@@ -64,11 +65,12 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     rows = [one.row(each) for one, found in zip(held, stages, strict=True) for each in found]
     starts = tuple(accumulate(map(len, stages)))[:-1]
     trained = frozenset().union(*(one.trained for one in held))
-    gathers = any(mesh.data_axis in stored.layout for stored in program.parameters.values())
+    is_stored = any(mesh.data_axis in stored.layout for stored in program.parameters.values())
+    gathers = is_stored and program.zero not in (1, 2)
     parameters = {
         name: Parameter(
             _stored(trace, program, name), tuple(dict.fromkeys((mesh.data_axis, *stored.grad_axes))), name in trained,
-            mesh.data_axis in stored.layout if gathers else len(stored.shape) >= MIN_DIMS,
+            mesh.data_axis in stored.layout if is_stored else len(stored.shape) >= MIN_DIMS,
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
     order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
@@ -78,8 +80,20 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     return Table(
         tuple(rows), tuple(order), parameters, batch // (program.row_ranks * program.microbatches), tokens(trace),
         mesh.size(mesh.tensor_axis), flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch,
-        sum(buffers.values()), gathers, {len(walks): starts},
+        sum(buffers.values()), gathers, _hidden(trace, program), {len(walks): starts},
     )  # fmt: skip
+
+
+def _hidden(trace: Trace, program: Program) -> float:
+    """The share of gradients that are not in the bucket which a backward completes last: the first that is read."""
+    total = last = 0
+    for stage in program.stages:
+        names = in_order_of_use(stage.graph.graph, stage.parameters)
+        sizes = {name: trace.parameters[name].nbytes for name in names if trace.parameters[name].requires_grad}
+        buckets = bucketed(sizes)
+        total += sum(sizes.values())
+        last += sum(sizes[name] for name in buckets[0]) if buckets else 0
+    return 1 - last / total if total else 0.0
 
 
 def _stored(trace: Trace, program: Program, name: str) -> Size:

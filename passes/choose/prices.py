@@ -241,14 +241,15 @@ def stored_parts(
     size: float, is_cut: bool, trained: bool, storage: Storage, microbatches: int, hardware: Hardware
 ) -> Price:  # fmt: skip
     """Of so many bytes of a parameter on every rank of the storing axis: summing the gradient once a step; where it is
-    stored in parts, gathering it in the forward and the backward of every microbatch and scattering the sum of its
-    gradient."""
+    stored in parts, gathering it and scattering the sum of its gradient: in every microbatch, or (ZeRO 1, and the
+    gathers of 2) once."""
     ranks, stride = storage.ranks, storage.stride
     if not is_cut:
         return Price(gradient_sync_s=gradient_sync_s(size, ranks, hardware, stride) if trained else 0.0)
-    kinds = ("all_gather", "all_gather", "reduce_scatter") if trained else ("all_gather",)
-    moved = sum(time_s(kind, ranks, size, hardware, stride) for kind in kinds)
-    return Price(communication_s=microbatches * moved)
+    gathers = 1 if storage.zero in (1, 2) else microbatches * (2 if trained else 1)
+    scatters = (1 if storage.zero == 1 else microbatches) if trained else 0
+    moved = gathers * time_s("all_gather", ranks, size, hardware, stride)
+    return Price(communication_s=moved + scatters * time_s("reduce_scatter", ranks, size, hardware, stride))
 
 
 def _flops(node: fx.Node) -> int:

@@ -25,14 +25,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopart.compat import in_backward
 from autopart.errors import StageError
-from autopart.ir.buckets import bucketed
 from autopart.ir.facts import facts
 from autopart.ir.operators import operator_name
+from autopart.ir.storing import GATHERS, gathered_together, gathers_stored
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored
 from autopart.runtime.state.reducing import Crossing, Pending, arrive
-from autopart.runtime.state.wholes import GATHERS
 
 KEPT_IN_BACKWARD = 2
 """Blocks whose weights are whole at a time in the backward, beside those that are gathered ahead: a value that two blocks
@@ -48,12 +47,16 @@ def gather_blocks(
     group = process.groups.get(axis)
     if group is None:
         return None
-    nodes = [node for node in module.graph.nodes if operator_name(node) in GATHERS
-             and node.args[1] == group.group_name and node.args[0].op == "get_attr"]  # fmt: skip
+    nodes = [node for node in module.graph.nodes if gathers_stored(node, group.group_name)]
     if not nodes:
         return None
     blocks = GatheredBlocks(process.beside(axis), prefetch)
-    for row in [[node] for node in nodes] if alone else _rows(nodes, module):
+
+    def form(node: fx.Node) -> tuple[torch.dtype, int]:
+        part = module.get_parameter(str(node.args[0].target))
+        return part.dtype, part.nbytes
+
+    for row in gathered_together(nodes, form, alone):
         part = [module.get_parameter(str(node.args[0].target)) for node in row]
         stored = tuple(_stored(node, one, group.size()) for node, one in zip(row, part, strict=True))
         block = GatheredBlock(len(blocks.order), PartBucket(stored, group), part, blocks)
@@ -63,24 +66,6 @@ def gather_blocks(
         blocks.order.append(block)
     module.recompile()
     return blocks
-
-
-def _rows(nodes: Sequence[fx.Node], module: fx.GraphModule) -> list[list[fx.Node]]:
-    """The gathers of each block, in their order: those of one region, dtype and operator."""
-    rows: list[list[fx.Node]] = []
-    kinds: dict[Any, dict[str, fx.Node]] = {}
-    for node in nodes:
-        name = str(node.args[0].target)
-        kind = facts(node).get("region"), operator_name(node), module.get_parameter(name).dtype
-        if name in kinds.setdefault(kind, {}):  # read in another layout too
-            rows.append([node])
-        else:
-            kinds[kind][name] = node
-    for named in kinds.values():
-        sizes = {name: module.get_parameter(name).nbytes for name in named}
-        rows += [[named[name] for name in names] for names in bucketed(sizes, None, 0)]
-    order = {node: index for index, node in enumerate(nodes)}
-    return sorted(rows, key=lambda row: order[row[0]])
 
 
 def _stored(node: fx.Node, part: Tensor, ranks: int) -> Stored:

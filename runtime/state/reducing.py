@@ -21,8 +21,8 @@ from torch import Tensor
 
 from autopart.runtime.comm.watch import sum_over, watching
 
-IN_FLIGHT = 2
-"""How many buckets are sent at a time: each holds a copy of its gradients."""
+IN_FLIGHT = 1
+"""How many buckets are under way when another begins: each holds a copy of its gradients."""
 
 Finish = Callable[[], None]
 

@@ -18,30 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from autopart.ir.buckets import BUCKET_BYTES, in_order_of_use
-from autopart.ir.operators import axis_of, operator_name
 from autopart.ir.program import Program, Stage
+from autopart.ir.storing import GATHERS, held_whole
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored, part_buckets
 from autopart.runtime.state.reducing import Crossing, Finish, Pending
-
-GATHERS = {"all_gather": False, "all_gather_sum": True}
-"""{operator that gathers: whether its backward sums}."""
-
-
-def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[Any, ...]]:
-    """{parameter: the operator that gathers it, and its arguments} of those whose whole lives for a step: all that these
-    stages read in one way, whole over the axis that stores parameters."""
-    if program.zero not in (1, 2):
-        return {}
-    read: dict[str, set[tuple[Any, ...] | None]] = {}
-    for node in (node for stage in stages for node in stage.graph.graph.nodes if node.op == "get_attr"):
-        for user in node.users:
-            gathers = operator_name(user) in GATHERS and axis_of(user) == program.mesh.data_axis
-            dim, size, sections = user.args[2:] if gathers else (0, 0, ())
-            way = (operator_name(user), dim, size, tuple(sections)) if gathers else None
-            read.setdefault(str(node.target), set()).add(way)
-    return {name: way for name, ways in read.items() if len(ways) == 1 and (way := next(iter(ways))) is not None}
 
 
 class Wholes:

@@ -1,0 +1,74 @@
+"""How stage graphs read parameters that are stored in parts: which are held whole for a step, which are gathered block
+by block, and which travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopart.ir.buckets import bucketed
+from autopart.ir.facts import facts
+from autopart.ir.operators import axis_of, operator_name
+from autopart.ir.program import Program, Stage
+
+GATHERS = {"all_gather": False, "all_gather_sum": True}
+"""{operator that gathers: whether its backward sums}."""
+
+
+def gathers_stored(node: fx.Node, axis: str) -> bool:
+    """Whether a node gathers a parameter over an axis (in a bound graph: a group of processes)."""
+    gathers = operator_name(node) in GATHERS and axis_of(node) == axis
+    source = node.args[0] if gathers else None
+    return isinstance(source, fx.Node) and source.op == "get_attr"
+
+
+def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[Any, ...]]:
+    """{parameter: the operator that gathers it, and its arguments} of those whose whole lives for a step (ZeRO 1 and
+    2): all that these stages read in one way, whole over the axis that stores parameters."""
+    if program.zero not in (1, 2):
+        return {}
+    read: dict[str, set[tuple[Any, ...] | None]] = {}
+    for node in (node for stage in stages for node in stage.graph.graph.nodes if node.op == "get_attr"):
+        for user in node.users:
+            way = None
+            if gathers_stored(user, program.mesh.data_axis):
+                dim, size, sections = user.args[2:]
+                way = (operator_name(user), dim, size, tuple(sections))
+            read.setdefault(str(node.target), set()).add(way)
+    return {name: way for name, ways in read.items() if len(ways) == 1 and (way := next(iter(ways))) is not None}
+
+
+def gathered_together(
+    nodes: Sequence[fx.Node], form: Callable[[fx.Node], tuple[Any, int]], alone: bool = False
+) -> list[list[fx.Node]]:
+    """The gathers of parameters that are one collective, in their order: those of a block, of one operator and dtype,
+    and of one region that is run again.
+
+    Args:
+        form: of the parameter that a node gathers, its dtype and bytes.
+        alone: each by itself.
+    """
+    if alone:
+        return [[node] for node in nodes]
+    rows: list[list[fx.Node]] = []
+    kinds: dict[Any, dict[str, fx.Node]] = {}
+    for node in nodes:
+        name, (dtype, _) = _source(node), form(node)
+        named = kinds.setdefault((facts(node).get("region"), operator_name(node), dtype), {})
+        if name in named:  # read in another layout too
+            rows.append([node])
+        else:
+            named[name] = node
+    for named in kinds.values():
+        sizes = {name: form(node)[1] for name, node in named.items()}
+        rows += [[named[name] for name in names] for names in bucketed(sizes, None, 0)]
+    order = {node: index for index, node in enumerate(nodes)}
+    return sorted(rows, key=lambda row: order[row[0]])
+
+
+def _source(node: fx.Node) -> str:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return str(source.target)
