@@ -163,7 +163,7 @@ class Options:
         "gathered where they are read (ZeRO; FSDP is 3).",
         "0, or as memory needs", int, read=_zero)
     prefetch: int = _row(
-        1, "With zero=3: how many blocks ahead weights are gathered.", form=int, read=_prefetch, in_plan="prefetch")
+        1, "With zero=3: how many blocks ahead weights are gathered.", "1", int, read=_prefetch, in_plan="prefetch")
     memory: int | str | None = _row(
         None, "What a rank has, for example 80GB or 24GiB: a plan is chosen to fit, or refused.",
         "no limit; of search, the hardware's", "SIZE", read=parse_size)
@@ -188,7 +188,7 @@ class Options:
         for name, option in OPTIONS.items():
             given = getattr(self, name)
             object.__setattr__(self, name, option.default if given is None else option.read(given))
-        check_compile(self.compile, self.schedule, self.zero)
+        check_compile(self.compile, self.schedule)
 
 
 OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options)}

@@ -194,7 +194,7 @@ def _open_choices(mesh: Mesh, options: Options) -> list[dict[str, Any]]:
     if options.sequence_parallel == "auto" and mesh.feature_ranks > 1:
         cuts.append({"sequence_parallel": True})
     stores: list[dict[str, Any]] = [{}]
-    if options.zero is None and mesh.storing_axis is not None and not options.compile:
+    if options.zero is None and mesh.storing_axis is not None:
         stores.append({"zero": 3})
     return [{**cut, **store} for store in stores for cut in cuts]
 

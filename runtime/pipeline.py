@@ -115,7 +115,7 @@ class StageModule(nn.Module):
         def write() -> _Written:
             stage = with_bands(self.stage, dict(bands), self.process.device)
             graph = self._bind(stage.graph)
-            blocks = gather_blocks(graph, self.process, self.program.prefetch, self.splits)
+            blocks = gather_blocks(graph, self.process, self.program.prefetch, self.splits, self.compiled)
             graph = with_entries(graph, [*self.reducer.buckets, *self.shared_buckets])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
             return _Written(compiled(graph) if self.compiled else with_regions(graph), blocks, names)

@@ -126,9 +126,6 @@ def test_a_plan_says_that_it_is_compiled(tmp_path):
     ({"compile": True, "schedule": "zbv"},
      "compile=True with schedule='zbv'\n  why    the schedule runs the backward in two parts, and a compiled stage has "
      "one\n  try    another schedule, for example '1f1b' or 'interleaved_1f1b'"),
-    ({"compile": True, "zero": 3},
-     "compile=True with zero=3 is not built yet\n  why    weights are gathered anew in the backward, which the "
-     "compiler does not see\n  try    zero=0, or leave compile out"),
 ])  # fmt: skip
 def test_what_cannot_be_compiled(options, text):
     model, batch = example()

@@ -76,6 +76,8 @@ def test_every_part_is_compared(plan):
         "parameters": {"parameters": {**plan.parameters, "model.norm.weight": {"tp": "S(0)"}}},
         "operators": {"operators": {**plan.operators, "lm_head/linear": {"tp": "R, R -> R"}}},
         "recompute": {"recompute": "full"},
+        "zero": {"zero": 1},
+        "prefetch": {"prefetch": 2},
         "compile": {"compile": True},
         "cuts": {"cuts": ("model.layers.1.mlp/mul",)},
         "collectives": {"collectives": (dataclasses.replace(first, count=first.count + 1), *rest)},

@@ -273,7 +273,7 @@ def test_what_is_no_size_is_refused(size):
 @pytest.fixture(scope="module")
 def refused() -> tuple[Plan, MemoryLimitError]:
     """A plan, and what is said where a rank has four fifths of what it needs."""
-    model, batch = ZOO["llama"]()
+    model, batch = ZOO["llama"](num_layers=6)
     plan = autopart.plan(model, "pp2,dp2", example_kwargs=batch, schedule="gpipe", microbatches=2)
     limit = max(row["total"] for row in plan.memory) * 4 // 5
     with pytest.raises(MemoryLimitError) as caught:
@@ -305,7 +305,7 @@ def test_a_way_out_takes_what_its_plan_takes(refused, way):
     """The estimate, which keeps what is known, is that of a plan made anew."""
     plan, error = refused
     mesh, options = WAYS[way]
-    model, batch = ZOO["llama"]()
+    model, batch = ZOO["llama"](num_layers=6)
     made = autopart.plan(model, mesh, example_kwargs=batch, **options)
     need, less = (max(row["total"] for row in p.memory) for p in (plan, made))
     assert less < need

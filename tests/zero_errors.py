@@ -14,6 +14,10 @@ from zoo import skip_mlp
 import autopart
 from autopart.plans.plan import Plan
 
+LEVELS = (
+    "\n  try    0 (all whole on dp), 1 (the optimizer's state is cut over dp), 2 (and the gradients) or 3 (and the "
+    "parameters)"
+)
 AGAIN = "\n  try    leave zero out, or make a new plan"
 
 
@@ -55,16 +59,23 @@ def edited(name: str, entry: dict[str, str]) -> Callable[[], Any]:
 
 
 ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "zero: 1": (planned("dp2", zero=1),
-        "OptionError: zero=1 is not built yet\n  why    it cuts the optimizer's state over dp, not the parameters\n  "
-        "try    zero=3, which cuts all three, or zero=0"),
-    "zero: 2": (planned("dp2", zero=2),
-        "OptionError: zero=2 is not built yet\n  why    it cuts the optimizer's state and gradients over dp, not the "
-        "parameters\n  try    zero=3, which cuts all three, or zero=0"),
+    "zero: 4": (planned("dp2", zero=4), f"OptionError: unknown zero=4{LEVELS}"),
+    "zero: 1 without dp": (planned("tp2", zero=1),
+        "OptionError: zero=1 needs an axis to cut parameters over\n  why    the mesh tp2 has no axis dp\n  try    "
+        "mesh='dp2,tp2', or leave it out"),
+    "zero: over replicas alone": (planned("dpr2", zero=1),
+        "OptionError: zero=1 needs an axis to cut parameters over\n  why    the mesh dpr2 has no axis dp\n  try    "
+        "mesh='dpr2,dp2', or leave it out"),
+    "zero: another level than the plan's": (followed(1, 2),
+        "OptionError: zero=2 contradicts the plan, which says 1\n  try    leave zero out, or edit "
+        "the plan"),
+    "prefetch: negative": (planned("dp2", zero=3, prefetch=-1),
+        "OptionError: prefetch=-1 is not a number of blocks\n  why    weights are gathered so many blocks before they "
+        "are read\n  try    1, or 0: where they are read"),
     "zero: unknown": (planned("dp2", zero="3"),
-        "OptionError: unknown zero='3'\n  try    0 (parameters whole on dp) or 3 (cut over dp)"),
+        f"OptionError: unknown zero='3'{LEVELS}"),
     "zero: bool": (planned("dp2", zero=True),
-        "OptionError: unknown zero=True\n  try    0 (parameters whole on dp) or 3 (cut over dp)"),
+        f"OptionError: unknown zero=True{LEVELS}"),
     "zero: without dp": (planned("pp2,tp2", zero=3),
         "OptionError: zero=3 needs an axis to cut parameters over\n  why    the mesh pp2,tp2 has no axis dp\n  try    "
         "mesh='pp2,dp2,tp2', or leave it out"),

@@ -49,7 +49,7 @@ def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -
         raise StageError(asked, why=why, hint=f"microbatches={rounds * pp}")
 
 
-def check_compile(compile: object, schedule: str | None, zero: int | None) -> None:
+def check_compile(compile: object, schedule: str | None) -> None:
     """Raises OptionError where stages cannot be compiled."""
     if not isinstance(compile, bool):
         raise OptionError(f"compile={compile!r} is not a choice", hint="compile=True, or False")
@@ -57,10 +57,6 @@ def check_compile(compile: object, schedule: str | None, zero: int | None) -> No
         raise OptionError(f"compile=True with schedule='{schedule}'",
                           why="the schedule runs the backward in two parts, and a compiled stage has one",
                           hint="another schedule, for example '1f1b' or 'interleaved_1f1b'")  # fmt: skip
-    if compile and zero == 3:
-        raise OptionError("compile=True with zero=3 is not built yet",
-                          why="weights are gathered anew in the backward, which the compiler does not see",
-                          hint="zero=0, or leave compile out")  # fmt: skip
 
 
 def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:

@@ -87,6 +87,8 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("schedule", "name"): plan.schedule.name or "one stage",
         ("schedule", "microbatches"): str(plan.schedule.microbatches),
         ("schedule", "stages per rank"): str(plan.schedule.virtual_stages),
+        ("zero", "level"): str(plan.zero),
+        ("zero", "prefetch"): str(plan.prefetch),
         ("compile", "stages"): "yes" if plan.compile else "no",
         ("hardware", "profile"): plan.hardware,
         **{("inputs", name): f"{i['dtype']}{list(i['shape'])}" for name, i in plan.inputs.items()},

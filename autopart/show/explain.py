@@ -69,12 +69,23 @@ def _header(plan: Plan) -> str:
         ("mesh", f"{plan.mesh_object()} ({ranks} rank{'s' * (ranks > 1)})"),
         ("schedule", run),
         ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
+        ("zero", _zero(plan)),
         ("compile", "every stage, by torch.compile" if plan.compile else ""),
         ("hardware", plan.hardware),
         ("pins", _pins(plan.pins)),
         *(("note", note) for note in plan.notes),
     ]
     return _labelled((label, text) for label, text in lines if text)
+
+
+def _zero(plan: Plan) -> str:
+    """What is cut over the data axis, in words."""
+    axis, ahead = plan.mesh_object().data_axis, plan.prefetch
+    words = {1: "the optimizer's state", 2: "the optimizer's state and gradients", 3: "parameters, gradients and state"}
+    if plan.zero not in words:
+        return ""
+    gathered = f", gathered {ahead} block{'s' * (ahead > 1)} ahead" if plan.zero == 3 and ahead else ""
+    return f"{plan.zero}: {words[plan.zero]} cut over {axis}{gathered}"
 
 
 def _pins(pins: Mapping[str, Any]) -> str:

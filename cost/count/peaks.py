@@ -133,10 +133,11 @@ def _backward_peaks(
     """The most that gradients and what is still kept take while the backward runs: the first of a step, and later
     ones. Gradients that are summed once a step are sent in the last."""
     count = walk.program.microbatches
-    if count == 1 or all(sent.each for sent in traffic.sent):
+    if count == 1 or not traffic.sent:
         return _Backward(walk, alive, saved, traffic, True).run()
     first, later = _Backward(walk, alive, saved, traffic, False).run()
-    return first, max(later if count > 2 else 0, _Backward(walk, alive, saved, traffic, True).run()[1])
+    last = _Backward(walk, alive, saved, traffic, True, True).run()[1]
+    return first, max(later if count > 2 else 0, last)
 
 
 class _Backward:
@@ -148,15 +149,18 @@ class _Backward:
     """
 
     def __init__(
-        self, walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic, sends: bool
-    ):
+        self, walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic, sends: bool,
+        is_later: bool = False,
+    ):  # fmt: skip
         self.walk, self.alive, self.saved, self.traffic, self.sends = walk, alive, saved, traffic, sends
         self.now = sum(memory.size_bytes for pieces in saved.values() for memory in pieces)
         self.now += sum(saved_others(walk, node) for node in saved)
         self.most, self.most_later, self.added_bytes = self.now, self.now, 0
         self.opened: dict[int, int] = {}
         self.ahead = 0
-        self.flats: deque[int] = deque()
+        # What is sent after every microbatch may be under way when the next backward begins.
+        self.flats: deque[int] = deque(sent.flat_bytes for sent in traffic.sent[:1] if sent.each and is_later)
+        self.now += sum(self.flats)
         self.missing = {sent: {name for name in sent.names} for sent in traffic.sent}
         self.each = {name for sent in traffic.sent if sent.scatters and sent.each for name in sent.names}
         self.grads: set[Memory] = set()

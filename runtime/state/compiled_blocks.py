@@ -33,7 +33,8 @@ def compiled(module: fx.GraphModule) -> fx.GraphModule:
     """A bound stage graph that runs compiled, its regions as in `with_regions`."""
     module = with_regions(_with_salts(module))
     pieces = _Pieces(module).of_graph()
-    if len(pieces) == 1:
+    if len(pieces) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes
+                                if _is_given(node, module)):  # fmt: skip
         return _compile(module)
     return _calling(module, pieces)
 

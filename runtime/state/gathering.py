@@ -39,10 +39,15 @@ read makes it go to and fro between them."""
 
 
 def gather_blocks(
-    module: fx.GraphModule, process: Process, prefetch: int, alone: bool = False
+    module: fx.GraphModule, process: Process, prefetch: int, alone: bool = False, compiled: bool = False
 ) -> GatheredBlocks | None:  # fmt: skip
     """Lets a stage's bound graph gather the weights that it reads over the axis that stores parameters, a block at a
-    time; None where there are none. `alone`: a weight at a time, for a backward that runs for each one by itself."""
+    time; None where there are none.
+
+    Args:
+        alone: a weight at a time, for a backward that runs for each one by itself.
+        compiled: outside of what is compiled, also what a region that is run again reads.
+    """
     axis = process.mesh.data_axis
     group = process.groups.get(axis)
     if group is None:
@@ -50,6 +55,8 @@ def gather_blocks(
     nodes = [node for node in module.graph.nodes if gathers_stored(node, group.group_name)]
     if not nodes:
         return None
+    for node in nodes if compiled else ():
+        facts(node).pop("region", None)
     blocks = GatheredBlocks(process.beside(axis), prefetch)
 
     def form(node: fx.Node) -> tuple[torch.dtype, int]:

@@ -1,0 +1,246 @@
+"""ZeRO 0 to 3 compute what one device computes, whatever else a plan does: gradients after a step, weights after three.
+
+A fixed sample of all combinations of level, mesh, schedule, microbatches, recomputation and compilation; on processes,
+in double precision, with clipping.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import shutil
+from typing import Any
+
+import dist
+import pytest
+import torch
+import zoo
+from test_exact_processes import same_grads, same_own_loop
+from torch import nn
+
+import autopart
+from autopart.ir.mesh import Mesh
+from autopart.ir.schedules import SPLIT_BACKWARD, can_run
+
+NUMBER = 64
+MESHES = ("dp2", "dp4", "dpr2,dp2", "dp2,tp2", "pp2,dp2", "tp2", "pp2", "dp3")
+SCHEDULES = (None, "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+RECOMPUTE = ("none", "selective", "full")
+MODELS = ("gpt2", "llama", "t5", "skip_mlp")  # tied weights; vectors that tp sums; two stacks; a weight read twice
+
+
+def design() -> list[tuple[str, str, dict[str, Any]]]:
+    """The combinations that there can be, sampled so that every value of everything comes about as often."""
+    every = [one for one in itertools.product(MESHES, SCHEDULES, (1, 2, 4), (0, 1, 2, 3), RECOMPUTE, (False, True), MODELS)
+             if _can_be(*one)]  # fmt: skip
+    shuffled = random.Random(0)
+    levels = {zero: [one for one in every if one[3] == zero] for zero in (0, 1, 2, 3)}
+    chosen: list[tuple[Any, ...]] = []
+    for index in range(NUMBER):
+        mesh, compiled = MESHES[index % len(MESHES)], index % 16 == 7
+        fitting = [one for one in levels[index // len(MESHES) % 4] if one[0] == mesh and one[5] == compiled]
+        chosen.append(shuffled.choice(fitting or levels[0]))
+    return [(model, mesh, {"schedule": schedule, "microbatches": microbatches, "zero": zero, "recompute": recompute,
+                           "compile": compiled})
+            for mesh, schedule, microbatches, zero, recompute, compiled, model in chosen]  # fmt: skip
+
+
+def _can_be(
+    mesh: str, schedule: str | None, microbatches: int, zero: int, recompute: str, compiled: bool, model: str
+) -> bool:
+    axes = Mesh.parse(mesh)
+    if (axes.size("pp") > 1) != (schedule is not None) or (zero and axes.storing_axis is None):
+        return False
+    if schedule is not None:
+        stages = 2 if schedule in ("gpipe", "1f1b") else 4
+        if not can_run(schedule, stages, 2, microbatches) or (compiled and schedule in SPLIT_BACKWARD):
+            return False
+    if compiled and (shutil.which("g++") is None or model == "t5" or recompute == "selective"):
+        return False
+    return 8 % (axes.row_ranks * microbatches) == 0 and not (model == "skip_mlp" and recompute != "none")
+
+
+def trains(build: str, mesh: str, options: dict[str, Any]) -> None:
+    model, batch = zoo.ZOO[build](**({"num_layers": 1} if build == "t5" else {}))
+    _, loss, grads = zoo.reference(model, batch)
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, **options)
+    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")
+    same_grads(pm, grads)
+    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")  # what was gathered before is not read again
+    same_grads(pm, grads, 2)
+    if Mesh.parse(mesh).size("pp") == 1 and not options["compile"]:
+        same_own_loop(pm, batch, grads)
+    pm.zero_grad()
+    _same_weights(pm, model, batch)
+
+
+def _same_weights(pm: Any, model: nn.Module, batch: dict[str, Any]) -> None:
+    """After three AdamW steps with clipping."""
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    ours, theirs = torch.optim.AdamW(pm.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
+    for _ in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        pm.step(**batch)
+        out = model(**batch, **zoo.no_cache(model))
+        (out if isinstance(out, torch.Tensor) else out.loss).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        zoo.assert_close_outputs(pm.clip_grad_norm_(0.1), norm, where="norm")
+        ours.step()
+        theirs.step()
+    found = pm.full_state_dict()
+    for name, value in model.state_dict().items():
+        zoo.assert_close_outputs(found[name], value, where=name)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(("build", "mesh", "options"), design(), ids=str)
+def test_every_level_is_exact(build, mesh, options):
+    given = {name: value for name, value in options.items() if value is not None}
+    dist.run_ranks(trains, Mesh.parse(mesh).num_ranks, build, mesh, given, timeout_s=400 if options["compile"] else 120)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp2", "dpr2,dp2", "dp2,tp2", "pp2,dp2"])
+def test_every_level_is_exact_in_one_process(mesh, zero):
+    model, batch = zoo.llama()
+    found = autopart.verify(model, mesh, example_kwargs=batch, zero=zero, microbatches=2)
+    assert found.ok and found.max_error < 1e-12, str(found)
+
+
+# --- what ranks hold ---------------------------------------------------------------------------------------------------
+
+
+def holds(zero: int) -> tuple[int, int, int]:
+    """Elements of the parameters, of AdamW's state, and of what is whole between steps."""
+    model, batch = zoo.gpt2()
+    pm = autopart.parallelize(model, "dp2", example_kwargs=batch, zero=zero)
+    optimizer = torch.optim.AdamW(pm.parameters())
+    pm.step(**batch)
+    optimizer.step()
+    moments = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+    (executable,) = pm._executables.values()
+    wholes = sum(p.untyped_storage().nbytes() for p in executable.wholes.parameters.values())
+    return sum(p.numel() for p in pm.parameters()), moments, wholes
+
+
+def test_an_optimizer_sees_the_parts_alone():
+    """Vectors too with 1 and 2; any optimizer that updates each element by itself cuts its state without knowing."""
+    model, _ = zoo.gpt2()
+    every = sum(p.numel() for p in model.parameters())
+    for zero in (1, 2):
+        assert dist.run_ranks(holds, 2, zero) == [(every // 2, every // 2, 0)] * 2
+    parameters, moments, _ = dist.run_ranks(holds, 2, 3)[0]
+    assert parameters == moments > every // 2
+
+
+def with_optimizers(zero: int) -> None:
+    """Fused and foreach ones too."""
+    for options in ({"fused": True}, {"foreach": True}):
+        model, batch = zoo.llama(num_layers=1)
+        pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch, zero=zero)
+        ours, theirs = torch.optim.AdamW(pm.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
+        for _ in range(2):
+            pm.step(**batch)
+            model(**batch, **zoo.no_cache(model)).loss.backward()
+            ours.step()
+            theirs.step()
+        found = pm.full_state_dict()
+        for name, value in model.state_dict().items():
+            zoo.assert_close_outputs(found[name], value, where=name)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_fused_and_foreach_optimizers(zero):
+    dist.run_ranks(with_optimizers, 2, zero)
+
+
+def saves(folder: str, mesh: str, zero: int) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    pm, optimizer, _ = _trained(mesh, zero)
+    weights, moments = get_state_dict(pm, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+
+def loads(folder: str, mesh: str, zero: int) -> None:
+    """Weights and moments are those of one process, and the next step is."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, batch = zoo.gpt2()
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=zero)
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2)
+    weights, moments = get_state_dict(pm, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(pm, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    pm.step(**batch)
+    optimizer.step()
+    model, batch = zoo.gpt2()
+    alone = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        alone.zero_grad()
+        model(**batch, **zoo.no_cache(model)).loss.backward()
+        alone.step()
+    found = pm.full_state_dict()
+    for name, value in model.state_dict().items():
+        zoo.assert_close_outputs(found[name], value, where=name)
+
+
+def _trained(mesh: str, zero: int) -> tuple[Any, torch.optim.Optimizer, dict[str, Any]]:
+    model, batch = zoo.gpt2()
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=zero)
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        pm.step(**batch)
+        optimizer.step()
+    return pm, optimizer, batch
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(("made", "read"), [
+    (("dp2", 1), ("dp2", 3)), (("dp2", 2), ("dp2", 0)), (("dp2", 3), ("dp2,tp2", 1)), (("dpr2,dp2", 1), ("pp2,dp2", 2)),
+])  # fmt: skip
+def test_checkpoints_go_from_level_to_level(tmp_path, made, read):
+    for work, (mesh, zero) in ((saves, made), (loads, read)):
+        dist.run_ranks(work, Mesh.parse(mesh).num_ranks, str(tmp_path / "saved"), mesh, zero, timeout_s=120)
+
+
+# --- what plans say ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_falls_with_the_level():
+    """Of a model that is large beside its batch: optimizer, then gradients, then parameters (the paper's figure 1)."""
+    model, batch = zoo.llama(num_layers=8, hidden=128)
+    totals = [max(row["total"] for row in autopart.plan(model, "dp4", example_kwargs=batch, zero=zero, microbatches=2).memory)
+              for zero in (0, 1, 2, 3)]  # fmt: skip
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4, totals
+    assert totals[3] < 0.5 * totals[0]
+
+
+def test_levels_send_what_the_paper_says():
+    """Sections 7.1 and 7.2: 1 and 2 move what an all-reduce does, 3 half as much again, of one microbatch."""
+    model, batch = zoo.llama()
+    sent = []
+    for zero in (0, 1, 2, 3):
+        plan = autopart.plan(model, "dp2", example_kwargs=batch, zero=zero)
+        sent.append(sum(c.bytes for c in plan.collectives if c.axis == "dp"))
+    every = sum(p.nbytes for p in model.parameters())
+    assert sent[0] == sent[1] == sent[2] == every
+    assert every < sent[3] < 1.5 * every + 1, "a weight that the backward does not read is gathered once"
+
+
+def test_replicas_are_summed_over_too():
+    model, batch = zoo.llama()
+    plan = autopart.plan(model, "dpr2,dp2", example_kwargs=batch, zero=3)
+    matrices = sum(p.nbytes for p in model.parameters() if p.dim() > 1)
+    vectors = sum(p.nbytes for p in model.parameters() if p.dim() == 1)
+    (over,) = [c for c in plan.collectives if c.axis == "dpr"]
+    assert over.bytes == matrices // 2 + vectors, "of what dp cuts, the parts"
+    assert math.isclose(autopart.simulate(plan).step_time_s, plan.cost.at().step_time_s, rel_tol=1e-9)
