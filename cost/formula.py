@@ -45,6 +45,9 @@ b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
 pp = ranks_of("pp")
 SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(BUILT)), m, v)
 """`b, s, tp, dp, pp, m, v`: of a mesh without axes of its own."""
+BACKWARD_SHARE = sympy.Rational(2, 3)
+"""Of a step's work: it does twice what the forward does."""
+
 _LINKS = (collectives.B, collectives.alpha, collectives.B_node, collectives.alpha_node)
 
 
@@ -53,9 +56,9 @@ class Totals:
     """What one microbatch of the whole model does on the ranks of one pipeline, and what they hold.
 
     `works`: {(part of a step, work): how often}. `stored`: bytes of parameters, of which `trained` get a gradient, and
-    ZeRO-3 cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `kept`: of activations,
+    ZeRO cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `kept`: of activations,
     by all operators. `temporary`: beyond it at the largest. `sent`: between two stages. `buffers`: of the model and of
-    the inputs. `at`: the sizes that all were counted at.
+    the inputs. `hidden`: the share of gradients that are complete before the last. `at`: the sizes that all were counted at.
     """
 
     works: Mapping[tuple[str, Work], int]
@@ -67,6 +70,7 @@ class Totals:
     temporary: Size
     sent: Size
     buffers: float
+    hidden: float
     at: Sizes
 
 
@@ -181,25 +185,36 @@ class Formula:
         }  # fmt: skip
 
     def _sums(self) -> dict[str, sympy.Expr]:
-        """All-reduces in buckets over each axis that cuts rows, and the copies into these and out; of what ZeRO-3 cuts,
-        two gathers and a reduce-scatter a microbatch."""
-        whole = self.of(self.totals.trained) - (self.of(self.totals.cut) if self.zero == 3 else 0)
+        """All-reduces in buckets over each axis that cuts rows, and the copies into these and out, but for what runs
+        beside a backward; of what ZeRO cuts, gathers and reduce-scatters: once a step with 1, a reduce-scatter a
+        microbatch with 2 and two gathers more with 3, but for what runs beside the work."""
+        whole = self.of(self.totals.trained) - (self.of(self.totals.cut) if self.zero else 0)
+        work = sympy.Add(*self.kinds_s.values()) / pp
         sums = []
         for axis in (axis.name for axis in self.axes if axis.cuts == "rows"):
             several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
             sums.append(several * whole / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M))
-        found = {"gradient sums": sympy.Add(*sums)}
-        if self.zero == 3 and self.totals.num_cut:
-            axis, number = self._mesh.data_axis, m * self.totals.num_cut / pp
+        found = {"gradient sums": self._beside(sympy.Add(*sums), work * BACKWARD_SHARE)}
+        if self.zero and self.totals.num_cut:
+            axis, number = self._mesh.data_axis, sympy.Integer(self.totals.num_cut) / pp
             each = self.of(self.totals.cut) / self.totals.num_cut
-            found[f"{axis} all_gather"] = 2 * number * self._collective("all_gather", axis, each)
-            found[f"{axis} reduce_scatter"] = number * self._collective("reduce_scatter", axis, each)
+            gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[self.zero]
+            beside = work * (m if self.zero == 3 else BACKWARD_SHARE * scatters)
+            gathered = gathers * number * self._collective("all_gather", axis, each)
+            scattered = scatters * number * self._collective("reduce_scatter", axis, each)
+            found[f"{axis} all_gather"] = self._beside(gathered, beside / 2)
+            found[f"{axis} reduce_scatter"] = self._beside(scattered, beside / 2)
         return found
+
+    def _beside(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:
+        """What is left of seconds of communication of which all but the last bucket runs beside so many of work."""
+        hidden = self.totals.hidden * self.hardware.overlap
+        return moved - sympy.Min(hidden * moved, work) if hidden else moved
 
     def _held(self, size: Size) -> sympy.Expr:
         """Of parameters, what a rank has of them."""
-        cut = self.of(self.totals.cut) if self.zero == 3 else sympy.Integer(0)
+        cut = self.of(self.totals.cut) if self.zero else sympy.Integer(0)
         return self.of(size) - cut + cut / ranks_of(self._mesh.data_axis)
 
     @cached_property
@@ -217,9 +232,14 @@ class Formula:
         return {
             "parameters": stored, "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
-            "buffers": sympy.Float(self.totals.buffers),
+            "buffers": sympy.Float(self.totals.buffers), "gathered": self._gathered() / pp,
             "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * held * self.of(self.totals.sent), True)),
         }  # fmt: skip
+
+    def _gathered(self) -> sympy.Expr:
+        """The wholes of parameters that live for a step, and with ZeRO 1 those of their gradients, beyond the parts."""
+        cut = self.of(self.totals.cut) if self.zero in (1, 2) else sympy.Integer(0)
+        return cut + (cut - cut / ranks_of(self._mesh.data_axis) if self.zero == 1 else 0)
 
     @cached_property
     def memory_bytes(self) -> sympy.Expr:

@@ -132,7 +132,7 @@ class Table:
             Size.sum(row.kept * int(count) for row, count in zip(self.rows, often, strict=True)),
             max((row.temporary for row in self.rows), key=lambda size: size.value),
             min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
-                default=NOTHING), self.buffer_bytes, Sizes(self.b, self.s, self.tp),
+                default=NOTHING), self.buffer_bytes, self.hidden_sums, Sizes(self.b, self.s, self.tp),
         )  # fmt: skip
 
 

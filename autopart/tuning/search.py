@@ -40,6 +40,9 @@ from autopart.tuning.alternatives import reasons, why_others_lose
 TRACED_ROWS = 2
 """Rows of the batch that the model is traced on to be counted; a batch of one row would hide which dim it is."""
 
+LEVELS = (0, 1, 2, 3)
+"""Of ZeRO."""
+
 VIRTUAL_STAGES = (1, 2, 3, 4)
 
 SIMULATED, SMALLER = 4, 2
@@ -214,7 +217,7 @@ class Space:
     ) -> Iterator[Candidate]:
         known: dict[Any, Any] = {}
         held = {name: self.assumed[name] for name in ("state_bytes", "receives_held") if name in self.assumed}
-        variants = [(recompute, zero) for recompute in get_args(Word) for zero in (0, 3)]
+        variants = [(recompute, zero) for recompute in get_args(Word) for zero in LEVELS]
         formulas = [
             Formula(self.table(tensor, sequence_parallel, recompute).totals, self.hardware, zero, **held, known=known)
             for recompute, zero in variants
@@ -224,7 +227,7 @@ class Space:
         numbers = [np.broadcast_to(column, len(settings)) for column in compiled(formulas)(*columns)]
         for (recompute, zero), times, sizes in zip(variants, numbers[::2], numbers[1::2], strict=True):
             for (mesh, schedule), time_s, size in zip(settings, times, sizes, strict=True):
-                if zero == 0 or mesh.size("dp") > 1:
+                if zero == 0 or mesh.storing_axis is not None:
                     uneven = self._uneven(mesh.size("pp") * schedule.virtual_stages)
                     yield Candidate(
                         mesh, schedule, sequence_parallel, recompute, zero, float(time_s) * uneven, float(size) * uneven

@@ -1,0 +1,171 @@
+"""What is sent between ranks begins before it is needed: weights a block ahead, gradients while the backward runs.
+
+The order of issue, recorded: collectives by what begins them, work by the shapes of its products. Every block of the
+model is as wide as no other, so that a shape tells the block.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import dist
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopart
+from autopart.runtime.state import part_buckets, reducing
+
+WIDTHS = (512, 520, 528, 536)
+"""Of the blocks' inner sides: each block is more than a megabyte, which makes a bucket."""
+OUTER = 288
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(OUTER, width, bias=False), nn.Linear(width, OUTER, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(map(Block, WIDTHS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Recorder(TorchDispatchMode):
+    """`events`: ("work", block) of every matrix product, and what `note` is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default):
+            for size in {size for a in args if isinstance(a, Tensor) for size in a.shape} & set(WIDTHS):
+                self.events.append(("work", WIDTHS.index(size)))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, what: str, names: tuple[str, ...]) -> None:
+        for block in sorted({int(name.split(".")[1]) for name in names}):
+            self.events.append((what, block))
+
+
+def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple[str, int]]:
+    """Of the second step of a rank, each run of the same event once."""
+    model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, **options)
+    recorder = Recorder()
+    gather, scatter = part_buckets.PartBucket.gather, part_buckets.PartBucket.scatter
+    summed, names = reducing.SumBucket._sum, {}
+
+    def gathers(self: Any, *given: Any) -> Any:
+        recorder.note("gather", self.names)
+        return gather(self, *given)
+
+    def scatters(self: Any, grads: Any, stored: Any) -> Any:
+        recorder.note("reduce", tuple(one.name for one in stored))
+        return scatter(self, grads, stored)
+
+    def sums(self: Any, flat: Tensor) -> Any:
+        recorder.note("reduce", self.names)
+        return summed(self, flat)
+
+    with (
+        mock.patch.object(part_buckets.PartBucket, "gather", gathers),
+        mock.patch.object(part_buckets.PartBucket, "scatter", scatters),
+        mock.patch.object(reducing.SumBucket, "_sum", sums),
+    ):
+        for _ in range(2):
+            pm.zero_grad()
+            recorder.events.clear()
+            with recorder:
+                if own_backward:
+                    pm(**batch).backward()
+                else:
+                    pm.step(**batch)
+    assert not names
+    found = recorder.events
+    return [event for i, event in enumerate(found) if i == 0 or found[i - 1] != event]
+
+
+def first(found: list[tuple[str, int]], event: tuple[str, int], after: int = -1) -> int:
+    return next(i for i, one in enumerate(found) if i > after and one == event)
+
+
+LAST = len(WIDTHS) - 1
+
+
+@pytest.mark.parametrize("own_backward", [False, True], ids=["step", "backward"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_are_sent_while_the_backward_runs(zero, own_backward):
+    """Those of a block before the block before it is worked on; and all ranks send in the same order."""
+    ranks = dist.run_ranks(events, 2, "dp2", {"zero": zero}, own_backward)
+    assert ranks[0] == ranks[1]
+    found = ranks[0]
+    backward = max(i for i, event in enumerate(found) if event == ("work", LAST))
+    assert [block for what, block in found if what == "reduce"] == list(range(LAST, -1, -1))
+    for block in range(LAST, 0, -1):
+        assert first(found, ("reduce", block)) < first(found, ("work", block - 1), backward)
+
+
+@pytest.mark.parametrize("own_backward", [False, True], ids=["step", "backward"])
+def test_weights_are_gathered_one_block_ahead(own_backward):
+    """In the forward and, the other way, in the backward; and no two blocks ahead."""
+    (found, _) = dist.run_ranks(events, 2, "dp2", {"zero": 3}, own_backward)
+    turn = max(i for i, event in enumerate(found) if event == ("work", LAST))
+    for block in range(LAST):
+        assert first(found, ("gather", block + 1)) < first(found, ("work", block))
+        if block + 2 <= LAST:
+            assert first(found, ("gather", block + 2)) > first(found, ("work", block))
+    last = first(found, ("work", LAST))
+    again = [i for i, (what, _) in enumerate(found) if what == "gather" and i > last]
+    assert [found[i][1] for i in again] == list(range(LAST, -1, -1))
+    for block in range(LAST, 0, -1):
+        assert first(found, ("gather", block - 1), last) < max(
+            i for i, event in enumerate(found) if event == ("work", block)
+        )
+    assert turn > last
+
+
+def test_nothing_is_gathered_ahead_where_that_is_not_asked_for():
+    (found, _) = dist.run_ranks(events, 2, "dp2", {"zero": 3, "prefetch": 0}, False)
+    for block in range(LAST):
+        assert first(found, ("gather", block + 1)) > first(found, ("work", block))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_what_lives_for_a_step_is_gathered_once(zero):
+    """All of it begins before the first block is worked on, and is waited for where it is read."""
+    (found, _) = dist.run_ranks(events, 2, "dp2", {"zero": zero, "microbatches": 2}, False)
+    assert [block for what, block in found if what == "gather"] == list(range(LAST + 1))
+    assert first(found, ("gather", LAST)) < first(found, ("work", 0))
+    assert sum(what == "reduce" for what, _ in found) == len(WIDTHS) * zero
+
+
+def test_gradients_of_several_microbatches_are_sent_once():
+    (found, _) = dist.run_ranks(events, 2, "dp2", {"zero": 0, "microbatches": 4}, False)
+    assert sum(what == "reduce" for what, _ in found) == len(WIDTHS)
+    assert first(found, ("reduce", LAST)) > max(i for i, event in enumerate(found) if event == ("work", LAST)) - 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+def test_stages_send_their_own_gradients(schedule):
+    """In the last microbatch's backward; a backward in two parts sends when the second ends."""
+    ranks = dist.run_ranks(events, 4, "pp2,dp2", {"schedule": schedule, "zero": 1}, False, timeout_s=120)
+    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
+    for found in ranks:
+        sent = [block for what, block in found if what == "reduce"]
+        assert sorted(sent) == sorted({block for what, block in found if what == "work"})
