@@ -24,6 +24,7 @@ from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
 from autopart.runtime.state.gradients import connect_tied, summed_names, sync_gradients, synchronised
 from autopart.runtime.state.state import broadcast_from
+from autopart.runtime.state.unsummed import Unsummed
 from autopart.tracing.eager_semantics import no_autocast
 from autopart.tracing.weight_updates import update_weights
 
@@ -39,10 +40,12 @@ class Executable:
         buffers: Mapping[str, Tensor],
         schedule: str | None,
         compile: bool = False,
+        unsummed: Unsummed | None = None,
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
         self.stage_style = stage_style_of(schedule)
+        self.unsummed = unsummed or Unsummed(process, self.stage_style)
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
         self.modules = [StageModule(stage, program, process, tensors, compile) for stage in stages]
@@ -64,7 +67,8 @@ class Executable:
             else:
                 parameters = None
                 if torch.is_grad_enabled():
-                    parameters = synchronised(self.parameters, self.program, self.process)
+                    self.unsummed.are_expected |= self.unsummed.is_open
+                    parameters = synchronised(self.parameters, self.program, self.process, self.unsummed)
                 runs = [self._chain(microbatch, parameters) for microbatch in range(self.program.microbatches)]
                 comparison.finish_comparison()
                 outputs = self._everywhere(runs)
@@ -88,7 +92,10 @@ class Executable:
         self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison
     ) -> list[tuple[Tensor, ...]]:
         """Forward and backward of all microbatches; the last stage's outputs of each, where it is here."""
-        loaded = self._loaded(inputs, comparison)
+        loaded, leaves = self._loaded(inputs, comparison), self.unsummed.matters
+        if leaves:
+            comparison.finish_comparison()
+            self.unsummed.begin()
         with torch.enable_grad(), no_autocast(), compared(comparison), loaded, self._fresh_gradients(hooks):
             if options.num_tokens is not None:
                 comparison.finish_comparison()
@@ -100,8 +107,11 @@ class Executable:
                 runs = [self._step_microbatch(index, options.loss_scale) for index in range(count)]
             comparison.finish_comparison()
             self._write_buffers()
-            sync_gradients(self.parameters, self.program, self.process, self.stage_style)
-            hooks.see_gradients()
+            if not leaves:
+                sync_gradients(self.parameters, self.program, self.process, self.stage_style)
+                hooks.see_gradients()
+        if leaves and not self.unsummed.is_open:
+            self.unsummed.finish()
         return runs
 
     def _write_buffers(self) -> None:

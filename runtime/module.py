@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -22,13 +21,14 @@ from autopart.runtime.agree.agreement import begin_alike, described
 from autopart.runtime.agree.replicas import Replicas
 from autopart.runtime.agree.same_call import Comparison, Given
 from autopart.runtime.comm.draws import check_exact
-from autopart.runtime.comm.processes import connect, first_ranks_seed, meet
+from autopart.runtime.comm.processes import connect, meet
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
 from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
 from autopart.runtime.loop.idioms import Branch, Idioms
+from autopart.runtime.loop.on_mesh import OnMesh
 from autopart.runtime.loop.step_options import StepOptions
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
 from autopart.runtime.saving.full_optimizer import full_state, load_full_state
@@ -36,6 +36,7 @@ from autopart.runtime.saving.optimizer_state import connect_state_dicts
 from autopart.runtime.state.homes import settle, settle_empty
 from autopart.runtime.state.sharing import Originals, part_of_another, remember
 from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
+from autopart.runtime.state.unsummed import Unsummed, check_summed
 from autopart.tracing.calls import MAX_CALLS, Recent, format_call
 from autopart.tracing.skeleton import Source
 
@@ -72,7 +73,7 @@ class ProgramSource(Protocol):
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
 
 
-class ParallelModule(Idioms):
+class ParallelModule(OnMesh, Idioms):
     """A model partitioned over a device mesh.
 
     Every rank makes it from the same model and calls it with the same global batch. Parameters have the model's own
@@ -127,6 +128,7 @@ class ParallelModule(Idioms):
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         self._calls: Counter[str] = Counter()
         self._replicas = Replicas(self._process, stage_style_of(schedule), check_replicas)
+        self._unsummed = Unsummed(self._process, stage_style_of(schedule))
         if program is not None:
             self._adopt(program)
         if watch is not None:
@@ -136,31 +138,6 @@ class ParallelModule(Idioms):
     def plan(self) -> Any:
         """The plan that is run."""
         return self._compiler.plan
-
-    @property
-    def mesh(self) -> Mesh:
-        return self._process.mesh
-
-    @property
-    def initial_seed(self) -> int:
-        """The first rank's random seed (`torch.initial_seed()`), on every rank. A collective call."""
-        return first_ranks_seed(self._process)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._process.device
-
-    def pause_timeout(self) -> AbstractContextManager[None]:
-        """Around work of your own that takes longer than `timeout=`, such as evaluating or saving on one rank: ranks
-        that wait for this one at the start of their next call do so without a limit. Enter it on the ranks that work.
-
-        Example:
-            if rank == 0:
-                with pm.pause_timeout():
-                    evaluate()
-        """
-        return nullcontext() if self._process.watch is None else self._process.watch.pause()
 
     @watched
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -312,6 +289,7 @@ class ParallelModule(Idioms):
     def full_grads(self) -> dict[str, Tensor]:
         """{name: full gradient} for the model's `named_parameters` that have one, on every rank. A collective call."""
         program = self._traced("full_grads")
+        check_summed(self._process, "full_grads()")
         stage_style = stage_style_of(self._schedule)
         present = names_with_gradient(self._local_parameters, program, self._process, stage_style)
         grads = {name: p.grad for name, p in self._local_parameters.items() if p.grad is not None}
@@ -392,9 +370,11 @@ class ParallelModule(Idioms):
         """What runs the call, and the comparison of how the ranks were called, which has begun."""
         mode = "train" if self.training else "eval"
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {mode} mode"
+        text += ", inside no_sync()" if self._unsummed.is_open else ""
         problem = None
         if purpose == "step" or torch.is_grad_enabled():
             problem = problem_of(self, self._local_parameters, self._trained, purpose == "step")
+            problem = problem or self._unsummed.problem(program)
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
         if self._process.watch is not None:
@@ -412,8 +392,9 @@ class ParallelModule(Idioms):
             begin_alike(self._source.model, subjects, self._process.host_group, program, weights=is_first)
             adopted = self._adopt(program)
             return Executable(
-                adopted, self._process, self._local_parameters, self._local_buffers, self._schedule, self._compile
-            )
+                adopted, self._process, self._local_parameters, self._local_buffers, self._schedule, self._compile,
+                self._unsummed,
+            )  # fmt: skip
 
         executable = self._executables.get(program, make)
         if self.training and self._program is not None:
@@ -461,11 +442,14 @@ class ParallelModule(Idioms):
         if self._program is None or program.parameters.keys() != self._program.parameters.keys():
             self._source.let_go(program.parameters.keys())
         self._program = program
+        self._unsummed.adopt(program, self._local_parameters)
         return program
 
     def _begin_as_copy(self) -> None:
         self._executables = Recent(2 * MAX_CALLS)
         self._replicas = Replicas(self._process, stage_style_of(self._schedule), self._replicas.check_replicas)
+        self._unsummed = Unsummed(self._process, stage_style_of(self._schedule))
+        self._unsummed.adopt(self._traced("copy"), self._local_parameters)
         for name, parameter in self._local_parameters.items():
             settle(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))
         if NO_PARAMETERS in self._parameters:

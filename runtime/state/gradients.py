@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.comm.watch import sum_over
+
+if TYPE_CHECKING:
+    from autopart.runtime.state.unsummed import Unsummed
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -125,34 +128,39 @@ class _SumGradients(torch.autograd.Function):
     """Identity forward; backward sums the gradients of all its tensors over the groups, in one flat vector."""
 
     @staticmethod
-    def forward(ctx: Any, groups: Sequence[dist.ProcessGroup], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, groups: Sequence[dist.ProcessGroup], unsummed: Unsummed, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.groups = groups
+        ctx.groups, ctx.unsummed, ctx.was_open = groups, unsummed, unsummed.is_open
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [grad for grad in grads if grad is not None]
-        if not present:
-            return None, *grads
+        if not present or ctx.unsummed.leave(ctx.was_open):
+            return None, None, *grads
         flat = flatten(present)
         for group in ctx.groups:
             sum_over(group, flat)
         pieces = iter(unflatten(flat, present))
-        return None, *(None if grad is None else next(pieces) for grad in grads)
+        return None, None, *(None if grad is None else next(pieces) for grad in grads)
 
 
-def synchronised(parameters: Mapping[str, Tensor], program: Program, process: Process) -> dict[str, Tensor]:
+def synchronised(
+    parameters: Mapping[str, Tensor], program: Program, process: Process, unsummed: Unsummed
+) -> dict[str, Tensor]:
     """Stand-ins for the parameters whose gradients end as partial sums, for one forward pass: their gradients are
     complete when backward has run.
 
-    Each backward adds its own complete gradient to `.grad`, so accumulation over several calls stays right.
+    Each backward adds its own complete gradient to `.grad`, so accumulation over several calls stays right; `unsummed`
+    says which leave theirs as they are.
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     wrapped: dict[str, Tensor] = {}
     for bucket in axis_buckets(trained, program):
         groups = [process.groups[axis] for axis in bucket.axes]
-        members = _SumGradients.apply(groups, *(parameters[name] for name in bucket.names))
+        members = _SumGradients.apply(groups, unsummed, *(parameters[name] for name in bucket.names))
         wrapped.update(zip(bucket.names, members, strict=True))
     return wrapped
 
