@@ -15,7 +15,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run this when the backward that runs now has ended, as DistributedDataParallel does."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 class _Norms:

@@ -244,7 +244,7 @@ def test_parameters_in_parts_have_no_gradients_that_could_wait():
 
 def test_a_sum_that_forgets_what_was_complete_is_found(monkeypatch):
     """The comparison above can fail: without `begin`, what was complete is summed twice."""
-    with pytest.raises(dist.RankError, match="gradient of .* is off"):
+    with pytest.raises(dist.RankError, match=r"gradient of .* is off"):
         run(without_begin, "dp2")
 
 
