@@ -23,6 +23,7 @@ from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
 from autopart.runtime.state.gradients import connect_tied, summed_names, sync_gradients, synchronised
+from autopart.runtime.state.local_batch import LocalBatch
 from autopart.runtime.state.state import broadcast_from
 from autopart.runtime.state.unsummed import Unsummed
 from autopart.tracing.eager_semantics import no_autocast
@@ -51,6 +52,7 @@ class Executable:
         self.modules = [StageModule(stage, program, process, tensors, compile) for stage in stages]
         self.summed = summed_names(self.parameters, program, self.stage_style)
         self.pipeline: Pipeline | None = None
+        self.rows = LocalBatch(program, process)
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
         if "pp" in process.groups:
             self.pipeline = Pipeline(self.modules, program, process, schedule or default_schedule(program))
@@ -162,6 +164,9 @@ class Executable:
     def _loaded(self, inputs: Sequence[Any], comparison: Comparison) -> Iterator[None]:
         device = self.process.device
         here = brought_to(device, self.program, inputs)
+        if self.rows.travels:
+            comparison.finish_comparison()
+        here = self.rows.brought_together(here)
         if self.program.draws == "exact":
             comparison.finish_comparison()
             check_same_state(self.program, self.process)

@@ -348,7 +348,8 @@ class ParallelModule(OnMesh, Idioms):
     def _meet(self, name: str) -> None:
         """Raises InputError on every rank where only some of them call the method of this name."""
         if self._program is not None:
-            given = Given(name, self._calls[name], f"{name}()", {})
+            none = None if self._program.row_inputs is None else frozenset[str]()
+            given = Given(name, self._calls[name], f"{name}()", {}, none)
             Comparison(given, self._program, self._process).finish_comparison()
 
     def _traced(self, asked: str) -> Program:
@@ -380,7 +381,8 @@ class ParallelModule(OnMesh, Idioms):
         if self._process.watch is not None:
             self._process.watch.allow(first=is_new)
         named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
-        comparison = Comparison(Given(purpose, self._calls[purpose], text, named), program, self._process)
+        given = Given(purpose, self._calls[purpose], text, named, program.row_inputs)
+        comparison = Comparison(given, program, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():
             comparison.finish_comparison()
         if problem is not None:

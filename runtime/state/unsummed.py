@@ -131,7 +131,7 @@ def check_summed(process: Process, asked: str) -> None:
     """Raises UsageError, on every rank, where gradients are read that ranks have not summed yet."""
     if process.unsummed:
         raise UsageError(
-            f"{asked}: the gradients are not summed over the ranks yet",
-            why="they are of calls inside no_sync(), and each rank has its part of them",
+            f"{asked} needs gradients that are summed over the ranks",
+            why="those there are were made inside no_sync(), and each rank has its part of them",
             hint="make the last call before the optimizer's step outside no_sync(): it sums all of them",
         )
