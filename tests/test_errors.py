@@ -509,8 +509,8 @@ RANK_CASES = {
         "  why    those there are were made inside no_sync(), and each rank has its part of them\n  try    make the "
         "last call before the optimizer's step outside no_sync(): it sums all of them",
     ("dp2", "hook"): "UsageError: 'layers.0.weight' has a hook on its gradient, and is used with no_sync()\n  why    "
-        "the hook would see this rank's part for the gradient of the whole batch\n  try    remove it, and change p.grad "
-        "before optimizer.step()",
+        "the hook would see this rank's part for the gradient of the whole batch\n  try    remove it, and change "
+        "p.grad before optimizer.step()",
 }  # fmt: skip
 
 
