@@ -243,9 +243,9 @@ def test_dropout_is_that_of_the_global_batch(rng):
 def wrong(mesh, use):
     """What is said of rows that do not fit together."""
     ids, labels = dataset()[:]
-    pm = autopart.parallelize(made(), mesh, local_batch=True)
+    pm = autopart.parallelize(made(), mesh, local_batch=True, microbatches=2 if use == "rows to cut" else None)
     rank, rows = torch.distributed.get_rank(), slice(2 * pm.data_rank, 2 * pm.data_rank + 2)
-    if use == "rows":
+    if use in ("rows", "rows to cut"):
         rows = slice(0, 2 + rank)
     if use == "neighbours":
         rows = slice(2 * rank, 2 * rank + 2)
@@ -267,6 +267,7 @@ def wrong(mesh, use):
 
 WRONG = {
     ("dp2", "rows"): ["different numbers of rows", "rank 0: 2 rows; rank 1: 3 rows", "drop_last=True"],
+    ("dp2", "rows to cut"): ["different numbers of rows", "rank 0: 2 rows; rank 1: 3 rows"],
     ("tp2", "rows"): ["different numbers of rows", "rank 0: 2 rows; rank 1: 3 rows"],
     ("tp2", "neighbours"): ["different values of input_ids, labels", "rank 1 unlike rank 0", "pm.data_rank"],
     ("dp2,tp2", "neighbours"): ["values of input_ids, labels", "rank 1 unlike rank 0, rank 3 unlike rank 2"],

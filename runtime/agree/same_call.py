@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from autopart.errors import InputError
-from autopart.ir.program import SEEDS, Program
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import SEEDS
 from autopart.runtime.agree.agreement import by_rank, gather_objects, ranks_text
 from autopart.runtime.agree.checksums import checksums
 from autopart.runtime.comm.processes import Process, begin_gather
@@ -46,11 +47,8 @@ class Given:
     own_rows: frozenset[str] | None = None
     """Where every rank gives its own rows: the inputs that are rows, which are compared among ranks that are to have
     the same. All others are alike on all ranks."""
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows this rank was given; 0 where that is not a number of its own."""
-        return min((self.inputs[name].size(0) for name in self.own_rows or ()), default=0)
+    num_rows: int = 0
+    """How many rows it is given then."""
 
     @functools.cached_property
     def whole_numbers(self) -> dict[str, int]:
@@ -95,14 +93,11 @@ VALUES = CALL + 2 + PROJECTIONS
 """Of `Given.numbers`, where those of the call end, and those of what all ranks are given."""
 
 
-def same_rows(program: Program) -> list[list[int]]:
-    """The ranks in groups that must be given the same batch: all of them where every rank takes the global batch, else
-    those that compute the same rows."""
-    mesh = program.mesh
+def same_rows(mesh: Mesh) -> list[list[int]]:
+    """The ranks in groups that compute the same rows of a batch."""
     groups: dict[int, list[int]] = {}
     for rank in range(mesh.num_ranks):
-        own = 0 if program.row_inputs is None else mesh.row_index(mesh.coordinates(rank))
-        groups.setdefault(own, []).append(rank)
+        groups.setdefault(mesh.row_index(mesh.coordinates(rank)), []).append(rank)
     return list(groups.values())
 
 
@@ -110,8 +105,8 @@ class Comparison:
     """A comparison of how the ranks are called. It begins here; nothing that depends on it may be sent before
     `finish_comparison`, which all ranks call, so that it takes its time beside what each rank does alone."""
 
-    def __init__(self, given: Given, program: Program, process: Process):
-        self.given, self.program, self.process = given, program, process
+    def __init__(self, given: Given, process: Process):
+        self.given, self.process = given, process
         self._wait = None if process.host_group is None else begin_gather([process.rank, *given.numbers()], process)
 
     def finish_comparison(self) -> None:
@@ -123,7 +118,7 @@ class Comparison:
         _, *first = rows[0]
         if all(numbers == first for _, *numbers in rows):
             return
-        numbers_of, groups = {int(rank): numbers for rank, *numbers in rows}, same_rows(self.program)
+        numbers_of, groups = {int(rank): numbers for rank, *numbers in rows}, same_rows(self.process.mesh)
         called_alike = all(numbers[:CALL] == first[:CALL] for numbers in numbers_of.values())
         if not called_alike or not self._same_values(numbers_of, groups):
             raise _error(self.given, groups, self.process)
@@ -133,8 +128,9 @@ class Comparison:
         slack = self.given.slack
         if not _same_batch([numbers[CALL:VALUES] for numbers in numbers_of.values()], slack):
             return False
-        rows = [[numbers_of[rank][VALUES:] for rank in ranks] for ranks in groups]
-        return self.given.own_rows is None or all(_same_batch(group, slack) for group in rows)
+        if self.given.own_rows is None:
+            return True
+        return all(_same_batch([numbers_of[rank][VALUES:] for rank in ranks], slack) for ranks in groups)
 
 
 def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
