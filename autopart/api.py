@@ -40,7 +40,8 @@ def parallelize(
     Args:
         model: any traceable module with its weights.
         mesh: `{"dp": 2, "tp": 2}`, `"dp2,tp2"`, a DeviceMesh with named dims, or how many devices (`autopart.search`).
-        example_args, example_kwargs: one call of the model; its batch is the global batch.
+        example_args, example_kwargs: one call of the model; its batch is the global batch, or with `local_batch` one
+            rank's part of it.
         plan: a Plan or the path of one; then nothing is chosen.
         **options: `RunOptions`.
     Returns a ParallelModule: call it like the model, or train with `pm.step(**batch)`.
@@ -100,7 +101,8 @@ def _module(model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler) -> Par
     device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
     options = compiler.options
     module = ParallelModule(compiler.source, sizes, compiler, schedule=name, device_mesh=device_mesh, compile=compiled,
-                            timeout=options.timeout, check_replicas=options.check_replicas)  # fmt: skip
+                            timeout=options.timeout, check_replicas=options.check_replicas,
+                            local_batch=options.local_batch)  # fmt: skip
     module.train(model.training)
     compiler.reseed(module.initial_seed)
     return module
@@ -116,6 +118,9 @@ def _searched(
     kept = {name: getattr(options, name) for name in OPTIONS if name not in PlanOptions.__annotations__}
     asked = [name for name in PlanOptions.__annotations__ if name not in SearchOptions.__annotations__
              and getattr(options, name) != OPTIONS[name].default]  # fmt: skip
+    if options.local_batch:
+        raise OptionError(f"local_batch=True with mesh={devices}", why="the search chooses over how many ranks rows "
+                          "are cut", hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
     if asked:
         raise OptionError(f"{asked[0]}= with mesh={devices}", why="the search chooses it with the axes",
                           hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip

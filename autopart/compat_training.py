@@ -13,6 +13,11 @@ import torch
 HALVES = (torch.float16, torch.bfloat16)
 
 
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run this when the backward that runs now has ended, as DistributedDataParallel does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 class _Norms:
     """Holds the code that two functions of `torch.nn.utils` have once `redirect_norms` has run, and torch's own."""
 

@@ -31,6 +31,7 @@ from autopart.plans.agreed import agreed
 from autopart.plans.plan import Plan
 from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of
 from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
+from autopart.tracing.own_rows import all_ranks_call, are_rows
 from autopart.tracing.skeleton import Source
 from autopart.tracing.trace import (
     Call,
@@ -49,13 +50,14 @@ LossFn = Callable[..., Tensor]
 class _Traced:
     """One call, traced: what the plan decides for it, and the programs written so far, by purpose.
 
-    `with_outputs`: of a model with a `loss_fn`, its own outputs are traced too.
+    `with_outputs`: of a model with a `loss_fn`, its own outputs are traced too. `row_inputs`: as a `Program` has it.
     """
 
     trace: Trace
     decisions: Decisions
     loss_fn: LossFn | None
     with_outputs: bool
+    row_inputs: frozenset[str] | None = None
     programs: dict[str, Program] = field(default_factory=dict)
     plan: Plan | None = None
 
@@ -171,6 +173,9 @@ class Compiler:
         with _mode(self.model, training):
             around = WithLossAndOutputs if with_outputs else WithLoss
             model = self.model if loss_fn is None else around(self.model, loss_fn).train(training)
+            given = flatten_call(arguments)
+            if self.options.local_batch:
+                arguments = all_ranks_call(arguments, given, self.mesh.row_ranks)
             traced = prepare(model, arguments, written=self.written).without_values()
         self._check_written(traced)
         if self._plan is None:
@@ -184,7 +189,9 @@ class Compiler:
         warn_of_many(self._num_traces, self._trace_s / self._num_traces)
         if decisions.copied:
             warn_of_copies(batch_size(traced), self.mesh)
-        return _Traced(traced, decisions, loss_fn, with_outputs)
+        own_rows = dict(zip(traced.call.names, are_rows(given), strict=True))
+        row_inputs = frozenset(name for name, own in own_rows.items() if own) if self.options.local_batch else None
+        return _Traced(traced, decisions, loss_fn, with_outputs, row_inputs)
 
     def _check_written(self, traced: Trace) -> None:
         """Raises TraceError where a call is the first to write a frozen parameter, of which ranks may hold parts."""
@@ -199,7 +206,7 @@ class Compiler:
 
     def _write(self, traced: _Traced, purpose: str) -> Program:
         if purpose not in traced.programs:
-            decisions = traced.decisions
+            decisions, local = traced.decisions, traced.row_inputs is not None
             outputs = list(traced.trace.graph.output_node().args[0])
             if purpose in ("step", "step_outputs"):
                 loss = find_loss(traced.trace, traced.with_outputs)
@@ -211,15 +218,18 @@ class Compiler:
                     )  # fmt: skip
                 beside = outputs if purpose == "step_outputs" else []
                 program = lower(
-                    traced.trace, decisions, [loss], whole_outputs=False, rng=self.options.rng, beside=beside
-                )
+                    traced.trace, decisions, [loss], whole_outputs=False, rng=self.options.rng, beside=beside,
+                    local_rows=local,
+                )  # fmt: skip
                 program = with_label_count(program, loss)
             else:
                 # Without stages a call runs the whole batch at once: microbatches are for training steps.
                 if self.mesh.size("pp") == 1 and decisions.microbatches > 1:
                     decisions = without_microbatches(traced.trace, decisions)
-                program = lower(traced.trace, decisions, outputs, whole_outputs=True, rng=self.options.rng)
-            traced.programs[purpose] = program
+                program = lower(
+                    traced.trace, decisions, outputs, whole_outputs=True, rng=self.options.rng, local_rows=local
+                )
+            traced.programs[purpose] = replace(program, row_inputs=traced.row_inputs)
         return traced.programs[purpose]
 
 

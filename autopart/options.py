@@ -59,6 +59,7 @@ class RunOptions(PlanOptions, total=False):
     """Those that `parallelize` takes: all."""
 
     rng: Rng | None
+    local_batch: bool | None
     timeout: float | None
     check_replicas: int | bool | None
 
@@ -129,6 +130,10 @@ def _timeout(seconds: Any) -> float:
     return seconds
 
 
+def _local_batch(given: Any) -> bool:
+    return _one_of("local_batch", (True, False), given, "True (every rank gives its own rows) or False")
+
+
 def _check_replicas(steps: Any) -> int | bool:
     if not isinstance(steps, int) or steps < 0:
         raise OptionError(f"check_replicas={steps!r} is not a number of steps",
@@ -176,6 +181,9 @@ class Options:
         "fast", "exact: dropout and the like draw the numbers that one device draws after the same torch.manual_seed, "
         "which every rank calls; fast: each rank draws for what it holds.", form="fast|exact",
         read=lambda given: _one_of("rng", ("fast", "exact"), given, "rng='fast', or rng='exact'"))
+    local_batch: bool = _row(
+        False, "Every rank gives its own rows, and gets its own rows of outputs; the global batch is those of all data "
+        "ranks, in their order.", "no: every rank gives the global batch", bool, read=_local_batch)
     timeout: float = _row(
         TIMEOUT_S, "Seconds to wait for other ranks (first calls ten times that); then all say who waits for whom.",
         form=float, read=_timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,13 +25,15 @@ from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
 from autopart.runtime.state.gradients import (
     begin_call,
-    complete_gradients,
     connect_sums,
     connect_tied,
     stage_reducers,
     summed_names,
+    sync_gradients,
 )
+from autopart.runtime.state.local_batch import LocalBatch
 from autopart.runtime.state.state import broadcast_from
+from autopart.runtime.state.unsummed import Unsummed
 from autopart.runtime.state.wholes import Wholes
 from autopart.tracing.eager_semantics import no_autocast
 from autopart.tracing.weight_updates import update_weights
@@ -48,15 +50,19 @@ class Executable:
         buffers: Mapping[str, Tensor],
         schedule: str | None,
         compile: bool = False,
+        unsummed: Unsummed | None = None,
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
         self.stage_style = stage_style_of(schedule)
+        self.unsummed = unsummed or Unsummed(process, self.stage_style)
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
         connect_sums(program, process)
         self.wholes = Wholes(program, stages, process, self.parameters)
-        reducers, self.shared_buckets = stage_reducers(program, stages, process, self.parameters, self.wholes)
+        reducers, self.shared_buckets = stage_reducers(
+            program, stages, process, self.parameters, self.wholes, self.unsummed
+        )
         self.modules = [
             StageModule(
                 stage,
@@ -73,6 +79,7 @@ class Executable:
         ]
         self.summed = summed_names(self.parameters, program, self.stage_style)
         self.pipeline: Pipeline | None = None
+        self.rows = LocalBatch(program, process)
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
         if "pp" in process.groups:
             self.pipeline = Pipeline(self.modules, program, process, schedule or default_schedule(program))
@@ -88,6 +95,8 @@ class Executable:
                 with self.wholes.gathered():
                     outputs = self._everywhere(self.pipeline.forward())
             else:
+                if torch.is_grad_enabled():
+                    self.unsummed.are_expected |= self.unsummed.is_open
                 with self._differentiable() if torch.is_grad_enabled() else self.wholes.gathered():
                     runs = [self._chain(microbatch) for microbatch in range(self.program.microbatches)]
                 comparison.finish_comparison()
@@ -127,12 +136,15 @@ class Executable:
         self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison
     ) -> list[tuple[Tensor, ...]]:
         """Forward and backward of all microbatches; the last stage's outputs of each, where it is here."""
-        loaded = self._loaded(inputs, comparison)
+        loaded, leaves = self._loaded(inputs, comparison), self.unsummed.matters
+        if leaves:
+            comparison.finish_comparison()
+            self.unsummed.begin()
         with torch.enable_grad(), no_autocast(), compared(comparison), loaded, self._fresh_gradients(hooks):
             if options.num_tokens is not None:
                 comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
-            with self.wholes.gathered(), self._summing():
+            with self.wholes.gathered(), nullcontext() if leaves else self._summing():
                 if self.pipeline is not None:
                     runs = self.pipeline.step(options.loss_scale)
                 else:
@@ -140,8 +152,11 @@ class Executable:
                     runs = [self._step_microbatch(index, options.loss_scale) for index in range(count)]
             comparison.finish_comparison()
             self._write_buffers()
-            complete_gradients(self.parameters, self.wholes, self.program, self.process, self.stage_style)
-            hooks.see_gradients()
+            if not leaves:
+                sync_gradients(self.parameters, self.program, self.process, self.stage_style, self.wholes.parts)
+                hooks.see_gradients()
+        if leaves and not self.unsummed.is_open:
+            self.unsummed.finish()
         return runs
 
     @contextmanager
@@ -211,6 +226,9 @@ class Executable:
     def _loaded(self, inputs: Sequence[Any], comparison: Comparison) -> Iterator[None]:
         device = self.process.device
         here = brought_to(device, self.program, inputs)
+        if self.rows.travels:
+            comparison.finish_comparison()
+        here = self.rows.brought_together(here)
         if self.program.draws == "exact":
             comparison.finish_comparison()
             check_same_state(self.program, self.process)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopart.compat import tree_unflatten
-from autopart.errors import OptionError, StageError, TraceError
+from autopart.errors import AutopartError, OptionError, StageError, TraceError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.plans.agreed import TIMEOUT_S
@@ -22,13 +22,14 @@ from autopart.runtime.agree.agreement import begin_alike, described
 from autopart.runtime.agree.replicas import Replicas
 from autopart.runtime.agree.same_call import Comparison, Given
 from autopart.runtime.comm.draws import check_exact
-from autopart.runtime.comm.processes import connect, first_ranks_seed, meet
+from autopart.runtime.comm.processes import connect, meet
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
 from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
-from autopart.runtime.loop.idioms import Branch, Idioms
+from autopart.runtime.loop.idioms import Idioms, holder_of
+from autopart.runtime.loop.on_mesh import OnMesh
 from autopart.runtime.loop.step_options import StepOptions
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
 from autopart.runtime.saving.full_optimizer import full_state, load_full_state
@@ -36,8 +37,11 @@ from autopart.runtime.saving.optimizer_state import connect_state_dicts
 from autopart.runtime.state.homes import settle, settle_empty
 from autopart.runtime.state.sharing import Originals, part_of_another, remember
 from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
+from autopart.runtime.state.unsummed import Unsummed, check_summed
 from autopart.tracing.calls import MAX_CALLS, Recent, format_call
+from autopart.tracing.own_rows import num_rows
 from autopart.tracing.skeleton import Source
+from autopart.tracing.trace import flatten_call
 
 Purpose = Literal["forward", "step", "step_outputs"]
 
@@ -72,11 +76,12 @@ class ProgramSource(Protocol):
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
 
 
-class ParallelModule(Idioms):
+class ParallelModule(OnMesh, Idioms):
     """A model partitioned over a device mesh.
 
-    Every rank makes it from the same model and calls it with the same global batch. Parameters have the model's own
-    names and hold this rank's shards; `full_state_dict` and `full_grads` put them together.
+    Every rank makes it from the same model and calls it with the same global batch, or (`local_batch`) with its own
+    rows of it, and is then given its own rows of what the model returns. Parameters have the model's own names and hold
+    this rank's shards; `full_state_dict` and `full_grads` put them together.
 
     Example (the same on every rank, under torchrun):
         pm = autopart.parallelize(model, "dp2,tp2", example_kwargs=batch)
@@ -99,6 +104,7 @@ class ParallelModule(Idioms):
         compile: bool = False,
         timeout: float = TIMEOUT_S,
         check_replicas: int | bool | None = None,
+        local_batch: bool = False,
     ):
         super().__init__()
         source = model if isinstance(model, Source) else Source(model)
@@ -114,7 +120,7 @@ class ParallelModule(Idioms):
         begin_alike(model, subjects, host_group, program, weights=program is not None)
         self._process = connect(mesh, _device_of(model), device_mesh, watch)
         self._compiler = compiler
-        self._schedule, self._compile = schedule, compile
+        self._schedule, self._compile, self._local_batch = schedule, compile, local_batch
         self._source = source
         self._originals = Originals()
         self._executables: Recent[Executable] = Recent(2 * MAX_CALLS)  # a call and a training step of each
@@ -127,6 +133,7 @@ class ParallelModule(Idioms):
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         self._calls: Counter[str] = Counter()
         self._replicas = Replicas(self._process, stage_style_of(schedule), check_replicas)
+        self._unsummed = Unsummed(self._process, stage_style_of(schedule))
         if program is not None:
             self._adopt(program)
         if watch is not None:
@@ -136,31 +143,6 @@ class ParallelModule(Idioms):
     def plan(self) -> Any:
         """The plan that is run."""
         return self._compiler.plan
-
-    @property
-    def mesh(self) -> Mesh:
-        return self._process.mesh
-
-    @property
-    def initial_seed(self) -> int:
-        """The first rank's random seed (`torch.initial_seed()`), on every rank. A collective call."""
-        return first_ranks_seed(self._process)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._process.device
-
-    def pause_timeout(self) -> AbstractContextManager[None]:
-        """Around work of your own that takes longer than `timeout=`, such as evaluating or saving on one rank: ranks
-        that wait for this one at the start of their next call do so without a limit. Enter it on the ranks that work.
-
-        Example:
-            if rank == 0:
-                with pm.pause_timeout():
-                    evaluate()
-        """
-        return nullcontext() if self._process.watch is None else self._process.watch.pause()
 
     @watched
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +155,8 @@ class ParallelModule(Idioms):
         self._originals.warn_of_changes()
         if torch.is_grad_enabled() and "pp" not in self._process.groups:
             self._process.step_scale = None  # the loss is scaled outside, or not
-        program, inputs = self._compiler.program(args, kwargs, purpose="forward", training=self.training)
+        with self._others_told("forward", args, kwargs):
+            program, inputs = self._compiler.program(args, kwargs, purpose="forward", training=self.training)
         executable, comparison = self._executable(program, inputs, "forward")
         outputs = executable.forward(inputs, comparison)
         if "pp" in self._process.groups and torch.is_grad_enabled():
@@ -212,9 +195,10 @@ class ParallelModule(Idioms):
         if loss_fn is None and target is not None:  # an input of the model that has this name
             kwargs, target = {**kwargs, "target": target}, None
         purpose: Purpose = "step_outputs" if outputs else "step"
-        program, inputs = self._compiler.program(
-            args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
-        )
+        with self._others_told("step", args, kwargs):
+            program, inputs = self._compiler.program(
+                args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
+            )
         executable, comparison = self._executable(program, inputs, "step", options.text)
         loss, flat = executable.step(inputs, options, comparison)
         if not outputs:
@@ -312,6 +296,7 @@ class ParallelModule(Idioms):
     def full_grads(self) -> dict[str, Tensor]:
         """{name: full gradient} for the model's `named_parameters` that have one, on every rank. A collective call."""
         program = self._traced("full_grads")
+        check_summed(self._process, "full_grads()")
         stage_style = stage_style_of(self._schedule)
         present = names_with_gradient(self._local_parameters, program, self._process, stage_style)
         grads = {name: p.grad for name, p in self._local_parameters.items() if p.grad is not None}
@@ -370,8 +355,23 @@ class ParallelModule(Idioms):
     def _meet(self, name: str) -> None:
         """Raises InputError on every rank where only some of them call the method of this name."""
         if self._program is not None:
-            given = Given(name, self._calls[name], f"{name}()", {})
-            Comparison(given, self._program, self._process).finish_comparison()
+            none = frozenset[str]() if self._local_batch else None
+            given = Given(name, self._calls[name], f"{name}()", {}, none)
+            Comparison(given, self._process).finish_comparison()
+
+    @contextmanager
+    def _others_told(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Around the trace of a call. Where it fails and every rank gives its own rows, others may have rows with which
+        it does not: then all raise what differs."""
+        try:
+            yield
+        except AutopartError as error:
+            if self._local_batch:
+                rows = num_rows(flatten_call({"args": args, "kwargs": dict(kwargs)}))
+                text = f"{name}(), where {str(error).splitlines()[0]}"
+                given = Given(name, self._calls[name], text, {}, frozenset(), rows)
+                Comparison(given, self._process).finish_comparison()
+            raise
 
     def _traced(self, asked: str) -> Program:
         if self._program is None:
@@ -392,15 +392,19 @@ class ParallelModule(Idioms):
         """What runs the call, and the comparison of how the ranks were called, which has begun."""
         mode = "train" if self.training else "eval"
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {mode} mode"
+        text += ", inside no_sync()" if self._unsummed.is_open else ""
         problem = None
         if purpose == "step" or torch.is_grad_enabled():
             problem = problem_of(self, self._local_parameters, self._trained, purpose == "step")
+            problem = problem or self._unsummed.problem(program)
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
         if self._process.watch is not None:
             self._process.watch.allow(first=is_new)
         named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
-        comparison = Comparison(Given(purpose, self._calls[purpose], text, named), program, self._process)
+        rows = min((named[name].size(0) for name in program.row_inputs or ()), default=0)
+        given = Given(purpose, self._calls[purpose], text, named, program.row_inputs, rows)
+        comparison = Comparison(given, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():
             comparison.finish_comparison()
         if problem is not None:
@@ -412,8 +416,9 @@ class ParallelModule(Idioms):
             begin_alike(self._source.model, subjects, self._process.host_group, program, weights=is_first)
             adopted = self._adopt(program)
             return Executable(
-                adopted, self._process, self._local_parameters, self._local_buffers, self._schedule, self._compile
-            )
+                adopted, self._process, self._local_parameters, self._local_buffers, self._schedule, self._compile,
+                self._unsummed,
+            )  # fmt: skip
 
         executable = self._executables.get(program, make)
         if self.training and self._program is not None:
@@ -456,16 +461,19 @@ class ParallelModule(Idioms):
                     self._copies[id(buffer)] = buffer.detach().to(self._process.device, copy=True)
                 local = self._copies[id(buffer)]
                 self._local_buffers[name] = local
-                holder, last = _holder(self, name)
+                holder, last = holder_of(self, name)
                 holder.register_buffer(last, local, persistent=name in persistent)
         if self._program is None or program.parameters.keys() != self._program.parameters.keys():
             self._source.let_go(program.parameters.keys())
         self._program = program
+        self._unsummed.adopt(program, self._local_parameters)
         return program
 
     def _begin_as_copy(self) -> None:
         self._executables = Recent(2 * MAX_CALLS)
         self._replicas = Replicas(self._process, stage_style_of(self._schedule), self._replicas.check_replicas)
+        self._unsummed = Unsummed(self._process, stage_style_of(self._schedule))
+        self._unsummed.adopt(self._traced("copy"), self._local_parameters)
         for name, parameter in self._local_parameters.items():
             settle(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))
         if NO_PARAMETERS in self._parameters:
@@ -475,22 +483,9 @@ class ParallelModule(Idioms):
         """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
         for name, _ in model.named_parameters(remove_duplicate=False):
             parameter = self._local_parameters.get(stored_names.get(name, ""))
-            holder, last = _holder(self, name) if parameter is not None else (self, "")
+            holder, last = holder_of(self, name) if parameter is not None else (self, "")
             if parameter is not None and last not in holder._parameters:
                 holder.register_parameter(last, parameter)
-
-
-def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds `name` below `root`, made where it is missing, and the last part of the name."""
-    *path, last = name.split(".")
-    for part in path:
-        # By the dict: a part may have the name of one of ParallelModule's own attributes.
-        if part not in root._modules:
-            root._modules[part] = Branch()
-        child = root._modules[part]
-        assert child is not None
-        root = child
-    return root, last
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -291,6 +291,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: rng='exact' cannot repeat what one device draws\n  why    one device draws a slope only where "
         "its input is not positive, so the values decide\n  where  uniform at test_errors.py:{leaky_line} (leak)\n  "
         "try    rng='fast'"),
+    "local_batch": (lambda: autopart.parallelize(linear(), "tp1", local_batch="mine"),
+        "OptionError: unknown local_batch='mine'\n  try    True (every rank gives its own rows) or False"),
+    "local_batch: search": (lambda: autopart.parallelize(linear(), 2, example_kwargs=input_(), local_batch=True),
+        "OptionError: local_batch=True with mesh=2\n  why    the search chooses over how many ranks rows are cut\n"
+        "  try    name the axes, for example mesh='dp2,tp4'"),
     "unknown random numbers": (lambda: autopart.parallelize(linear(), "tp1", rng="slow"),
         "OptionError: unknown rng='slow'\n  try    rng='fast', or rng='exact'"),
     "no example": (plan(batch={}),
@@ -432,7 +437,23 @@ def on_two_ranks(mesh: str, use: str) -> Any:
     if use == "values":
         ids = torch.arange(ROWS) + torch.distributed.get_rank()
         return autopart.parallelize(Tokens(), mesh)(ids=ids)
+    if use == "unequal rows":
+        rows = 4 + torch.distributed.get_rank()
+        return autopart.parallelize(model, mesh, local_batch=True).step(**{n: v[:rows] for n, v in batch.items()})
+    if use == "others' rows":
+        ids = torch.arange(ROWS) + torch.distributed.get_rank()
+        return autopart.parallelize(Tokens(), mesh, local_batch=True)(ids=ids)
+    if use == "no_sync in parts":
+        return autopart.parallelize(model, mesh, example_kwargs=batch, zero=3).no_sync()
     pm = autopart.parallelize(model, mesh, example_kwargs=batch)
+    if use == "not summed":
+        with pm.no_sync():
+            pm.step(**batch)
+        return pm.clip_grad_norm_(1.0)
+    if use == "hook":
+        next(iter(pm.parameters())).register_post_accumulate_grad_hook(print)
+        with pm.no_sync():
+            return pm.step(**batch)
     first = torch.distributed.get_rank() == 0
     if use == "shapes":
         return pm.step(**(batch if first else half))
@@ -445,7 +466,7 @@ def on_two_ranks(mesh: str, use: str) -> Any:
     raise AssertionError(use)
 
 
-SAME_BATCH = "give every rank the same global batch, without a DistributedSampler"
+SAME_BATCH = "give every rank the same global batch; or parallelize(..., local_batch=True), each its own rows"
 
 
 def disagree(first: str, second: str, where: str) -> str:
@@ -475,6 +496,21 @@ RANK_CASES = {
     ("dp2", "purposes"): disagree("forward(x f64[8,32], y f64[8,32]) in train mode", "step(x f64[8,32], y f64[8,32]) "
         "in train mode", "forward 1"),
     ("tp2", "names"): CASES["call: names"][1],
+    ("dp2", "unequal rows"): "InputError: the ranks are given different numbers of rows\n  why    rank 0: 4 rows; rank "
+        "1: 5 rows\n  where  step 1\n  try    DistributedSampler(..., drop_last=True) and DataLoader(..., "
+        "drop_last=True)",
+    ("tp2", "others' rows"): "InputError: the ranks are called with different values of ids\n  why    ranks with one "
+        "data_rank compute parts of the same rows\n  where  forward 1: rank 1 unlike rank 0\n  try    "
+        "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks",
+    ("dp2", "no_sync in parts"): "UsageError: no_sync() on a model whose parameters are stored in parts (zero=)\n"
+        "  why    'layers.0.weight' is cut over dp: its gradient is summed as it is cut, in every backward\n  try    "
+        "microbatches=4: one step of a batch that is four times as large, in parts; or zero=0",
+    ("dp2", "not summed"): "UsageError: the norm of the gradients needs gradients that are summed over the ranks\n"
+        "  why    those there are were made inside no_sync(), and each rank has its part of them\n  try    make the "
+        "last call before the optimizer's step outside no_sync(): it sums all of them",
+    ("dp2", "hook"): "UsageError: 'layers.0.weight' has a hook on its gradient, and is used with no_sync()\n  why    "
+        "the hook would see this rank's part for the gradient of the whole batch\n  try    remove it, and change "
+        "p.grad before optimizer.step()",
 }  # fmt: skip
 
 

@@ -14,9 +14,12 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TIME_LIMIT_S = 120
 
 
-def run_example(name, folder, *arguments):
+def run_example(name, folder, *arguments, processes=1):
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, str(EXAMPLES / name), *arguments]
+    if processes > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command[1:1] = torchrun
     answer = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=TIME_LIMIT_S)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
@@ -41,3 +44,27 @@ def test_embed_sentences(tmp_path):
     assert set(errors) == {"tp2", "pp2"} and all(float(error) <= 1e-6 for error in errors.values())
     pairs = output.partition("The nearest pairs:")[2]
     assert re.search(r"Water boils at .* The boiling point of water", pairs)
+
+
+def figures_of_training(folder, processes, *arguments):
+    small = ("--steps", "2", "--batch", "4", "--sequence", "32", "--dtype", "float64")
+    output = run_example("train_text.py", folder, *small, *arguments, processes=processes)
+    (line,) = re.findall(r"^step .*evaluation.*$", output, re.MULTILINE)
+    step, *figures = re.findall(r"[\d.]+", line)
+    return int(step), [float(figure) for figure in figures], output
+
+
+@pytest.mark.large
+def test_train_text(tmp_path):
+    """The same losses in one process, on two and on four, also of a run that goes on where another mesh ended."""
+    folder = str(tmp_path / "tensorboard")
+    step, first, output = figures_of_training(tmp_path, 1, "--checkpoint", "one", "--tensorboard", folder)
+    written = list(Path(folder).glob("*")) if Path(folder).exists() else []
+    assert step == 2 and (written or "tensorboard is not installed" in output)
+    step, second, _ = figures_of_training(tmp_path, 1, "--checkpoint", "one")
+    assert step == 4 and second[0] < first[0] and second[2] < first[2]
+    assert figures_of_training(tmp_path, 2, "--checkpoint", "many")[:2] == (2, pytest.approx(first, rel=1e-10))
+    going_on = figures_of_training(tmp_path, 4, "--mesh", "dp2,tp2", "--checkpoint", "many")
+    assert going_on[:2] == (4, pytest.approx(second, rel=1e-10))
+    with_options = figures_of_training(tmp_path, 2, "--zero", "3", "--microbatches", "2")
+    assert with_options[:2] == (2, pytest.approx(first, rel=1e-10))

@@ -1,5 +1,6 @@
 """The loop that docs/your-loop.md shows, run as it stands on real processes, and compared with one process."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import zoo
 from dist import run_ranks
+from torch.utils.data import DataLoader, DistributedSampler
 
 import autopart
 
@@ -83,6 +85,91 @@ def test_the_loop_of_the_page_equals_one_process(name, expected):
         assert history["norm"] == pytest.approx(norms, rel=1e-10)
         for key, whole in weights.items():
             assert (history["weights"][key] - whole).abs().max() <= 1e-10, key
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of which another number of labels counts; 19, so that some are dropped."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(2)
+        self.ids = torch.randint(2, 32, (19, 8), generator=generator)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        ids = self.ids[index]
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(8) < index % 5, -100)}
+
+
+def own_rows_in_one_process(num_data_ranks, batch_size, epochs):
+    """The batches of all samplers together, in one process."""
+    model, _ = example()
+    data, optimizer, losses = Rows(), torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    samplers = [DistributedSampler(data, num_data_ranks, rank, drop_last=True) for rank in range(num_data_ranks)]
+    for epoch in range(epochs):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        loaders = [DataLoader(data, batch_size // num_data_ranks, sampler=s, drop_last=True) for s in samplers]
+        for parts in zip(*loaders, strict=True):
+            batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            loss = model(**batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def own_rows(mesh, options):
+    return blocks_of_the_page()["train_on_own_rows"](example()[0], mesh, Rows(), 4, 2, **options)
+
+
+OWN_ROWS = {"dp2": {}, "dp2,tp2": {}, "dp2 zero": {"zero": 3}, "pp2,dp2": {"microbatches": 2}, "tp2": {}}
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("name", OWN_ROWS)
+def test_own_rows_on_every_rank_equal_one_process(name):
+    mesh = autopart.Mesh.parse(name.split()[0])
+    losses, weights = own_rows_in_one_process(mesh.row_ranks, batch_size=4, epochs=2)
+    assert len(losses) == 8
+    for history in run_ranks(own_rows, mesh.num_ranks, name.split()[0], OWN_ROWS[name], timeout_s=180):
+        assert history["loss"] == pytest.approx(losses, rel=1e-10)
+        for key, whole in weights.items():
+            assert (history["weights"][key] - whole).abs().max() <= 1e-10, key
+
+
+def names_and_accumulation(mesh):
+    """Three updates with the page's groups, its accumulation and its averages, beside one process."""
+    blocks = blocks_of_the_page()
+    model, batches = example()
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batches[0])
+    optimizers = [torch.optim.AdamW(blocks["by_name"](module), lr=1e-3) for module in (pm, model)]
+    averages = [blocks["averages"](module, 0.9) for module in (pm, model)]
+    for first in range(0, 9, 3):
+        group = batches[first : first + 3]
+        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in group]
+        loss = blocks["accumulate"](pm, group, sum(counts))
+        expected = sum(model(**batch).loss * count for batch, count in zip(group, counts, strict=True)) / sum(counts)
+        expected.backward()
+        assert float(loss) == pytest.approx(expected.item(), rel=1e-10)
+        for module, optimizer, average in zip((pm, model), optimizers, averages, strict=True):
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(module)
+    for partitioned, whole in ((pm, model), (averages[0].module, averages[1].module)):
+        weights = partitioned.full_state_dict()
+        for key, value in whole.state_dict().items():
+            assert (weights[key] - value).abs().max() <= 1e-10, key
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("mesh", ["dp2", "pp2", "dp2,tp2"])
+def test_groups_accumulation_and_averages_of_the_page(mesh):
+    run_ranks(names_and_accumulation, autopart.Mesh.parse(mesh).num_ranks, mesh, timeout_s=180)
 
 
 def stop_and_go_on(meshes, folder):

@@ -202,6 +202,9 @@ class Program:
     """Where the draws in the prologues take their numbers from; None: there are none."""
     label_count: LabelCount | str | None = None
     """Of a training step: what its loss is divided by, or why that is not a number of labels."""
+    row_inputs: frozenset[str] | None = None
+    """Where every rank gives its own rows of a batch, and is given its own rows of the outputs: the inputs that are
+    rows; a prologue is still given the global batch. None: every rank gives the global batch."""
     weight_updates: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     """How ranks change their part of these parameters before the stages run."""
     zero: int = 0

@@ -12,7 +12,7 @@ A `Strategy` gives the placement of every tensor input and every output on one a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -62,6 +62,18 @@ def rows_of(node: fx.Node, place: Placement, num_shards: int) -> Strategy | None
         return None
     options = strategies(source, num_shards, ANY_KIND)
     return next((option for option in options if option.outputs[index] == place), None)
+
+
+def own_rows_of(node: fx.Node, rows: Mapping[fx.Node, Strategy]) -> Placement | None:
+    """How an output is cut where every rank gets the rows of its own; None where it has none. `rows`: what every
+    operator does with the rows of the batch."""
+    source, index = source_of(node)
+    if source in rows and rows[source].outputs[index].is_shard:
+        return rows[source].outputs[index]
+    for dim, atoms in enumerate(facts(node)["atoms"]):
+        if atoms and atoms[0].kind == BATCH and not selections_in(atoms):
+            return shard(dim)
+    return None
 
 
 def can_make_rows(node: fx.Node, place: Placement, num_shards: int) -> bool:

@@ -48,7 +48,7 @@ from autopart.ir.program import (
 from autopart.passes.choose.recompute import region_marker
 from autopart.passes.choose.storage import stored_tensors
 from autopart.passes.dump import program_files
-from autopart.passes.facts.strategies import rows_of
+from autopart.passes.facts.strategies import own_rows_of, rows_of
 from autopart.passes.pipeline import driven
 from autopart.passes.rules import local_form
 from autopart.passes.rules.dropout import can_draw
@@ -66,14 +66,15 @@ CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host",
 @driven(files=program_files)
 def lower(
     trace: Trace, decisions: Decisions, outputs: Sequence[Any], whole_outputs: bool, rng: Rng = "fast",
-    beside: Sequence[Any] = (),
+    beside: Sequence[Any] = (), local_rows: bool = False,
 ) -> Program:  # fmt: skip
     """The program that computes `outputs` (nodes of the graph, or constants) under these decisions.
 
     `whole_outputs`: bring outputs to their global value over the rows (for a call); else leave them as they are, such
     as a partial sum of the loss (for a training step, which sums once). Those of `beside` come behind them, whole.
+    `local_rows`: what is whole is so but for its rows, of which every rank gets its own.
     """
-    writer = _Writer(trace, decisions, rng)
+    writer = _Writer(trace, decisions, rng, local_rows)
     ends = [o for o in (*outputs, *beside, *trace.buffer_updates.values()) if isinstance(o, fx.Node)]
     needed: set[fx.Node] = set().union(*nx.bfs_layers(reads(trace.graph), ends))
     for node in operators(trace.graph):
@@ -112,8 +113,8 @@ def write_local(call: LocalCall) -> fx.Node:
 class _Writer:
     """Writes all stage graphs side by side."""
 
-    def __init__(self, trace: Trace, decisions: Decisions, rng: Rng):
-        self.trace, self.decisions = trace, decisions
+    def __init__(self, trace: Trace, decisions: Decisions, rng: Rng, local_rows: bool = False):
+        self.trace, self.decisions, self.local_rows = trace, decisions, local_rows
         mesh = decisions.mesh
         rows, self.features = mesh.along("rows"), mesh.along("features")
         in_time = {MICROBATCH_AXIS: decisions.microbatches} if decisions.microbatches > 1 else {}
@@ -425,7 +426,7 @@ class _Writer:
             if not isinstance(output, fx.Node):
                 results.append(Output(None, {}, output))
                 continue
-            layout = self._output_layout(output, whole)
+            layout = self._output_layout(output, whole, self.local_rows)
             results.append(Output(len(nodes), dict(layout)))
             nodes.append((output, layout, self.get(output, layout, last)))
         for name, node in self.trace.buffer_updates.items():
@@ -464,7 +465,9 @@ class _Writer:
         names = [n.target for n in made_of if n.op == "get_attr" and facts(n)["role"] == PARAMETER]
         return max((min(readers.get(name, {0})) for name in names), default=0)
 
-    def _output_layout(self, node: fx.Node, whole: bool) -> Key:
+    def _output_layout(self, node: fx.Node, whole: bool, local_rows: bool = False) -> Key:
+        if whole and local_rows and self.row_axes and (rows := own_rows_of(node, self.decisions.rows)) is not None:
+            return self.key(node, dict.fromkeys(self.row_axes, rows))
         if facts(source_of(node)[0])["role"] in (INPUT, DATA):
             return self.key(node, {})
         places = dict(self.produced(node))

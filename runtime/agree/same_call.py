@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from autopart.errors import InputError
-from autopart.ir.program import SEEDS, Program
+from autopart.ir.mesh import Mesh
+from autopart.ir.program import SEEDS
 from autopart.runtime.agree.agreement import by_rank, gather_objects, ranks_text
 from autopart.runtime.agree.checksums import checksums
 from autopart.runtime.comm.processes import Process, begin_gather
@@ -31,7 +32,8 @@ TOLERANCE = 1e-5
 four times their precision. Batches of other data are apart by about 1."""
 SMALLEST = 1e-6
 """Values smaller than this are taken for rounding around zero."""
-_SAME_BATCH = "give every rank the same global batch, without a DistributedSampler"
+_SAME_BATCH = "give every rank the same global batch; or parallelize(..., local_batch=True), each its own rows"
+_SAME_ROWS = "DistributedSampler(data, num_replicas=pm.num_data_ranks, rank=pm.data_rank), and one seed on all ranks"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Given:
     number: int
     text: str
     inputs: dict[str, Tensor]
+    own_rows: frozenset[str] | None = None
+    """Where every rank gives its own rows: the inputs that are rows, which are compared among ranks that are to have
+    the same. All others are alike on all ranks."""
+    num_rows: int = 0
+    """How many rows it is given then."""
 
     @functools.cached_property
     def whole_numbers(self) -> dict[str, int]:
@@ -55,12 +62,21 @@ class Given:
         return {name: _marks(t, self.number) for name, t in self.inputs.items() if _is_rounded(t)}
 
     def numbers(self) -> list[float]:
-        """What one collective compares: first three that must be equal, then those that may differ by `slack`."""
-        exact = hashlib.blake2b(repr(self.whole_numbers).encode(), digest_size=6).digest()
+        """What one collective compares: two that must be equal on all ranks, the values of what all are given, and
+        where ranks give their own rows those of the rows."""
         text = hashlib.blake2b(self.text.encode(), digest_size=6).digest()
-        columns = zip(*(self._weighted(place, marks) for place, marks in enumerate(self.floats.values())), strict=True)
+        rows = [] if self.own_rows is None else self._values(self.own_rows)
+        every = self._values(self.inputs.keys() - (self.own_rows or ()))
+        return [float(self.number), float(int.from_bytes(text)), *every, *rows]
+
+    def _values(self, names: Collection[str]) -> list[float]:
+        """Of these inputs, one number that must be equal, then those that may differ by `slack`."""
+        whole = {name: number for name, number in self.whole_numbers.items() if name in names}
+        exact = hashlib.blake2b(repr(whole).encode(), digest_size=6).digest()
+        floats = [marks for name, marks in self.floats.items() if name in names]
+        columns = zip(*(self._weighted(place, marks) for place, marks in enumerate(floats)), strict=True)
         sums = [math.fsum(column) for column in columns] or [0.0] * (PROJECTIONS + 1)
-        return [float(self.number), float(int.from_bytes(text)), float(int.from_bytes(exact)), *sums]
+        return [float(int.from_bytes(exact)), *sums]
 
     @property
     def slack(self) -> float:
@@ -72,20 +88,25 @@ class Given:
         return [factor * mark for mark in marks]
 
 
-EXACT = 3  # of Given.numbers
+CALL = 2
+VALUES = CALL + 2 + PROJECTIONS
+"""Of `Given.numbers`, where those of the call end, and those of what all ranks are given."""
 
 
-def same_rows(program: Program) -> list[list[int]]:
-    """The ranks in groups that must be given the same batch: all of them, for every rank takes the global batch."""
-    return [list(range(program.mesh.num_ranks))]
+def same_rows(mesh: Mesh) -> list[list[int]]:
+    """The ranks in groups that compute the same rows of a batch."""
+    groups: dict[int, list[int]] = {}
+    for rank in range(mesh.num_ranks):
+        groups.setdefault(mesh.row_index(mesh.coordinates(rank)), []).append(rank)
+    return list(groups.values())
 
 
 class Comparison:
     """A comparison of how the ranks are called. It begins here; nothing that depends on it may be sent before
     `finish_comparison`, which all ranks call, so that it takes its time beside what each rank does alone."""
 
-    def __init__(self, given: Given, program: Program, process: Process):
-        self.given, self.program, self.process = given, program, process
+    def __init__(self, given: Given, process: Process):
+        self.given, self.process = given, process
         self._wait = None if process.host_group is None else begin_gather([process.rank, *given.numbers()], process)
 
     def finish_comparison(self) -> None:
@@ -97,49 +118,79 @@ class Comparison:
         _, *first = rows[0]
         if all(numbers == first for _, *numbers in rows):
             return
-        numbers_of, groups = {int(rank): numbers for rank, *numbers in rows}, same_rows(self.program)
-        called_alike = all(numbers[: EXACT - 1] == first[: EXACT - 1] for numbers in numbers_of.values())
-        slack = self.given.slack
-        if not called_alike or not all(_same_batch([numbers_of[rank] for rank in ranks], slack) for ranks in groups):
+        numbers_of, groups = {int(rank): numbers for rank, *numbers in rows}, same_rows(self.process.mesh)
+        called_alike = all(numbers[:CALL] == first[:CALL] for numbers in numbers_of.values())
+        if not called_alike or not self._same_values(numbers_of, groups):
             raise _error(self.given, groups, self.process)
+
+    def _same_values(self, numbers_of: Mapping[int, Sequence[float]], groups: Sequence[Sequence[int]]) -> bool:
+        """Whether all ranks were given the same values, but for those rows that are their own."""
+        slack = self.given.slack
+        if not _same_batch([numbers[CALL:VALUES] for numbers in numbers_of.values()], slack):
+            return False
+        if self.given.own_rows is None:
+            return True
+        return all(_same_batch([numbers_of[rank][VALUES:] for rank in ranks], slack) for ranks in groups)
 
 
 def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
-    """Whether ranks were given the same values, by the `Given.numbers` of each."""
-    apart = [max(column) - min(column) for column in zip(*rows, strict=True)]
-    return not apart[EXACT - 1] and max(apart[EXACT:]) <= slack
+    """Whether ranks were given the same values, by the numbers of each: one that is exact, and others."""
+    exact, *others = [max(column) - min(column) for column in zip(*rows, strict=True)]
+    return not exact and max(others) <= slack
 
 
 def _error(given: Given, groups: Sequence[Sequence[int]], process: Process) -> InputError:
     group = process.host_group
     assert group is not None
-    mine = (process.rank, given.name, given.number, given.text, given.whole_numbers, given.floats)
+    mine = (process.rank, given.name, given.number, given.text, given.whole_numbers, given.floats, given.num_rows)
     everyones = gather_objects(mine, group)
-    _, names, numbers, texts, _, _ = zip(*everyones, strict=True)
-    where = f"{names[0]} {numbers[0]}"
+    _, names, numbers, texts, _, _, num_rows = zip(*everyones, strict=True)
+    where, is_local = f"{names[0]} {numbers[0]}", given.own_rows is not None
+    if is_local and len(set(names)) == 1 and len(set(num_rows)) > 1:
+        return InputError(
+            "the ranks are given different numbers of rows", why=by_rank([f"{rows} rows" for rows in num_rows], group),
+            where=where, hint="DistributedSampler(..., drop_last=True) and DataLoader(..., drop_last=True)",
+        )  # fmt: skip
     if len(set(texts)) > 1:
         what = "the ranks are called with different inputs"
-        return InputError(what, why=by_rank(texts, group), where=where, hint=_SAME_BATCH)
+        hint = "the same shapes, options and mode on every rank" if is_local else _SAME_BATCH
+        return InputError(what, why=by_rank(texts, group), where=where, hint=hint)
     if len(set(numbers)) > 1:
         steps = [f"{name} {number}" for name, number in zip(names, numbers, strict=True)]
         return InputError(
             "the ranks are not at the same step", why=by_rank(steps, group),
             hint="make the same calls on every rank, also where one rank skips a batch or catches an error",
         )  # fmt: skip
-    differ: dict[str, list[int]] = {}
-    for ranks in groups:
-        members = [index for index, row in enumerate(everyones) if row[0] in ranks]
-        for index in members:
-            for name in _differing(everyones[members[0]], everyones[index]):
-                differ.setdefault(name, []).append(index)
-    named = {"the seeds of dropout" if name == SEEDS else name: who for name, who in differ.items()}
-    others = sorted({index for who in differ.values() for index in who})
-    if others:
-        where += f": {ranks_text(others, group)} unlike {ranks_text([0], group)}"
-    return InputError(
-        f"the ranks are called with different values of {', '.join(named or given.floats)}",
-        why="every rank takes the whole batch, and computes its part of it", where=where, hint=_SAME_BATCH,
-    )  # fmt: skip
+    return _values_error(given, everyones, groups, where, process)
+
+
+def _values_error(
+    given: Given, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
+) -> InputError:
+    """What is said where ranks are called alike and on other values; `everyones`: what `_error` has gathered."""
+    group, own_rows = process.host_group, given.own_rows or frozenset()
+    assert group is not None
+    compared: list[tuple[Sequence[int], Set[str]]] = [(range(len(everyones)), given.inputs.keys() - own_rows)]
+    compared += [(ranks, own_rows) for ranks in groups]
+    differ: set[str] = set()
+    unlike: dict[int, list[int]] = {}
+    for ranks, names in compared:
+        first, *rest = [index for index, row in enumerate(everyones) if row[0] in ranks]
+        for index in rest:
+            others = names & set(_differing(everyones[first], everyones[index]))
+            differ |= others
+            if others:
+                unlike.setdefault(first, []).append(index)
+    named = ["the seeds of dropout" if name == SEEDS else name for name in given.inputs if name in differ]
+    pairs = [f"{ranks_text(who, group)} unlike {ranks_text([first], group)}" for first, who in unlike.items()]
+    where += f": {', '.join(pairs)}" if pairs else ""
+    why, hint = "every rank takes the whole batch, and computes its part of it", _SAME_BATCH
+    if given.own_rows is not None:
+        why, hint = "it has no rows of its own for every rank", "the same values on every rank"
+    if not own_rows.isdisjoint(differ):
+        why, hint = "ranks with one data_rank compute parts of the same rows", _SAME_ROWS
+    what = f"the ranks are called with different values of {', '.join(named or given.floats)}"
+    return InputError(what, why=why, where=where, hint=hint)
 
 
 def _differing(one: tuple, other: tuple) -> list[str]:

@@ -44,6 +44,7 @@ class Process:
     watch: Watch | None = None  # None: there is one rank
     serial: int = field(default_factory=itertools.count().__next__)  # in the order of their making
     step_scale: float | None = None  # the last `step`'s `loss_scale`; None after a forward whose loss the user scales
+    unsummed: set[object] = field(default_factory=set)  # whose gradients ranks have not summed (`state/unsummed.py`)
 
     @property
     def coordinates(self) -> dict[str, int]:

@@ -25,6 +25,7 @@ from autopart.runtime.comm.processes import Process, reduce_over_all
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.comm.watch import sum_over
 from autopart.runtime.state.homes import Home, counts_at, home_of, process_of, settled_parameters, settled_processes
+from autopart.runtime.state.unsummed import check_summed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What a norm can be; a set of them travels as the sum of their bits."""
@@ -147,6 +148,7 @@ def _norm(
 
     `of_one`: the ranks of other stages are not asked, for they were given other parameters.
     """
+    check_summed(process, "the norm of the gradients")
     counted = [part.tensor for part in parts if (part.home.counts_in_stage if of_one else part.home.counts_here)]
     row = _Row(
         present=1.0,

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopart.errors import OptionError
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.homes import Home, home_of, process_of
+from autopart.runtime.state.unsummed import check_summed
 
 ELEMENTWISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
@@ -59,17 +60,19 @@ _CHECKED: Any = WeakIdKeyDictionary()
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Raises OptionError where the optimizer needs more than this rank holds of what it was given."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _CHECKED.get(optimizer) == count:
-        return
+    """Raises OptionError where the optimizer needs more than this rank holds of what it was given, UsageError where
+    its gradients are not summed yet."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     process = next((process for process in map(process_of, parameters) if process is not None), None)
+    if process is not None:
+        check_summed(process, f"{type(optimizer).__name__}.step()")
+    if _CHECKED.get(optimizer) == len(parameters):
+        return
     if process is not None and process.groups:
         homes = [home for home in map(home_of, parameters) if home is not None]
         cut = next((home for home in homes if home.cuts), None)
         _check_class(optimizer, cut, process)
-    _CHECKED[optimizer] = count
+    _CHECKED[optimizer] = len(parameters)
 
 
 def _check_class(optimizer: torch.optim.Optimizer, cut: Home | None, process: Process) -> None:

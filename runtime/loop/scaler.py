@@ -19,6 +19,7 @@ from autopart.errors import InputError
 from autopart.runtime.comm.processes import Process, reduce_over_all
 from autopart.runtime.loop.norms import inside
 from autopart.runtime.state.homes import process_of
+from autopart.runtime.state.unsummed import check_summed
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -68,9 +69,11 @@ def _unscale(
 
     `own` is what torch does. A collective call where the optimizer has parameters of a partitioned model.
     """
-    found = own(scaler, optimizer, *args)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     process = next((process for process in map(process_of, parameters) if process is not None), None)
+    if process is not None:
+        check_summed(process, "unscaling")
+    found = own(scaler, optimizer, *args)
     if process is None or not process.groups:
         return found
     _check_scaled(process, scaler)

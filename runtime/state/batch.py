@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from autopart.ir.program import MICROBATCH_AXIS, Program, StageInput
 from autopart.runtime.comm.pieces import Cut
 
 Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """A rank's own rows in the place of a value for the global batch. A prologue may hand them on, and no more."""
+
+    rows: Tensor
 
 
 def stage_arguments(
@@ -26,11 +34,12 @@ def stage_arguments(
     per_microbatch: list[Arguments] = [{} for _ in range(program.microbatches)]
     for stage_input, value in zip(inputs, values, strict=True):
         dim = stage_input.batch_dim
-        if dim is None or not isinstance(value, Tensor):
+        if dim is None or not isinstance(value, (Tensor, OwnRows)):
             rows = [value] * program.microbatches
         else:
             sections, num_blocks = stage_input.sections, program.row_ranks
-            mine = _block(value, dim, sections, num_blocks, program.mesh.row_index(coordinates) % num_blocks)
+            index = program.mesh.row_index(coordinates) % num_blocks
+            mine = value.rows if isinstance(value, OwnRows) else _block(value, dim, sections, num_blocks, index)
             if len(sections) > 1:
                 sections = tuple(size // num_blocks for size in sections)
             rows = [_block(mine, dim, sections, program.microbatches, index) for index in range(program.microbatches)]
@@ -51,10 +60,11 @@ def merge_microbatches(program: Program, outputs: Sequence[Sequence[Tensor]]) ->
     """One tensor per output of the last stage's graph, from the outputs of each microbatch (outer sequence).
 
     The rows of a microbatch's output are those of all `dp` ranks, one block each; the batch is cut over `dp` first, so
-    block by block they are put behind the same rank's rows of earlier microbatches.
+    block by block they are put behind the same rank's rows of earlier microbatches. Where every rank gives its own
+    rows, it is given its own rows of the outputs too.
     """
     placements = _placements(program)
-    num_blocks = program.row_ranks
+    num_blocks = program.row_ranks if program.row_inputs is None else 1
     columns = zip(placements, zip(*outputs, strict=True), strict=True)
     return [_merge(values, placement, num_blocks) for placement, values in columns]
 

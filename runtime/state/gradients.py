@@ -7,9 +7,9 @@ Gradients are summed in flat buckets, so that many small tensors cost one collec
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.state.reducing import Crossing, Pending, Reducer, SumBucket
 from autopart.runtime.state.wholes import WholeBucket, Wholes
+
+if TYPE_CHECKING:
+    from autopart.runtime.state.unsummed import Unsummed
 
 StageBucket = SumBucket | WholeBucket
 """What a stage's gradients are summed in."""
@@ -90,7 +93,8 @@ def sum_axes(stored: StoredTensor, program: Program) -> tuple[str, ...]:
 
 
 def stage_reducers(
-    program: Program, stages: Sequence[Stage], process: Process, parameters: Mapping[str, Tensor], wholes: Wholes
+    program: Program, stages: Sequence[Stage], process: Process, parameters: Mapping[str, Tensor], wholes: Wholes,
+    unsummed: Unsummed | None = None,
 ) -> tuple[list[Reducer], list[StageBucket]]:
     """What sums the gradients of each of these stages while its backward runs; and the buckets of parameters that
     several of them read, whose gradients are complete when all have run."""
@@ -104,7 +108,7 @@ def stage_reducers(
         same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
         rows = [row for group in same_kind for row in bucketed({name: parameters[name].nbytes for name in group})]
         groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
-        return [SumBucket({name: parameters[name] for name in row}, groups[row[0]], under_way) for row in rows]
+        return [SumBucket({name: parameters[name] for name in row}, groups[row[0]], under_way, unsummed) for row in rows]
 
     reducers = []
     for stage, gathered in zip(stages, wholes.buckets, strict=True):
@@ -115,13 +119,17 @@ def stage_reducers(
     return reducers, [*sums(name for name, count in uses.items() if count > 1), *wholes.shared]
 
 
-def complete_gradients(
-    parameters: Mapping[str, Tensor], wholes: Wholes, program: Program, process: Process, stage_style: str
-) -> None:
-    """What is left when each stage has summed its gradients: parts, over what does not cut them, and tied
-    parameters."""
-    parts = {name: part for name, part in wholes.parts.items() if part.grad is not None}
-    for bucket in axis_buckets(parts, program):
+def sync_gradients(
+    parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str,
+    unsummed: Collection[str] | None = None,
+) -> None:  # fmt: skip
+    """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place.
+
+    `unsummed`: those that are not summed over axes yet (None: all); tied ones are summed between their owners.
+    """
+    with_grad = {name: parameter for name, parameter in parameters.items()
+                 if parameter.grad is not None and (unsummed is None or name in unsummed)}  # fmt: skip
+    for bucket in axis_buckets(with_grad, program):
         _sum_bucket(parameters, bucket, [process.groups[axis] for axis in bucket.axes])
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for bucket in tied_buckets(trained, program, stage_style):

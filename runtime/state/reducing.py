@@ -13,13 +13,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autopart.runtime.comm.watch import sum_over, watching
+
+if TYPE_CHECKING:
+    from autopart.runtime.state.unsummed import Unsummed
 
 IN_FLIGHT = 1
 """How many buckets are under way when another begins: each holds a copy of its gradients."""
@@ -48,6 +51,9 @@ class Crossing:
 
     names: tuple[str, ...]
     under_way: deque[Pending]
+    unsummed: Unsummed | None = None
+    """Which calls leave their gradients as they are."""
+
     pending: Pending | None = None
     arrived: Sequence[Tensor] = ()
     crossed: dict[str, Tensor] | None = None
@@ -111,6 +117,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, crossing: Crossing, pending: Pending, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.crossing, ctx.pending = crossing, pending
+        ctx.was_open = crossing.unsummed is not None and crossing.unsummed.is_open
         ctx.forms = [tensor.new_empty(()).expand(tensor.shape) for tensor in tensors]
         values = tuple(crossing.values(tensors))
         return _as_trained(ctx, values, 2)
@@ -118,8 +125,11 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [i for i, grad in enumerate(grads) if grad is not None]
-        if present:
-            ctx.pending.wait = ctx.crossing.send([grad for grad in grads if grad is not None], present)
+        given = [grad for grad in grads if grad is not None]
+        if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
+            ctx.pending.sums = given
+        elif present:
+            ctx.pending.wait = ctx.crossing.send(given, present)
             under_way = ctx.crossing.under_way
             under_way.append(ctx.pending)
             while len(under_way) > IN_FLIGHT:
@@ -155,9 +165,11 @@ class SumBucket(Crossing):
     each = False
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], under_way: deque[Pending]
-    ):
+        self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], under_way: deque[Pending],
+        unsummed: Unsummed | None = None,
+    ):  # fmt: skip
         self.names, self.parameters, self.groups, self.under_way = tuple(parameters), parameters, groups, under_way
+        self.unsummed = unsummed
 
     @torch.no_grad()
     def begin(self) -> Finish | None:
