@@ -22,13 +22,13 @@ from autopart.runtime.agree.agreement import begin_alike, described
 from autopart.runtime.agree.replicas import Replicas
 from autopart.runtime.agree.same_call import Comparison, Given
 from autopart.runtime.comm.draws import check_exact
-from autopart.runtime.comm.processes import connect, first_ranks_seed, meet
+from autopart.runtime.comm.processes import connect, device_of, first_ranks_seed, meet
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
 from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
-from autopart.runtime.loop.idioms import Branch, Idioms
+from autopart.runtime.loop.idioms import Idioms, holder
 from autopart.runtime.loop.step_options import StepOptions
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
 from autopart.runtime.saving.full_optimizer import full_state, load_full_state
@@ -36,6 +36,7 @@ from autopart.runtime.saving.optimizer_state import connect_state_dicts
 from autopart.runtime.state.homes import settle, settle_empty
 from autopart.runtime.state.sharing import Originals, part_of_another, remember
 from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
+from autopart.runtime.state.weights import Weights
 from autopart.tracing.calls import MAX_CALLS, Recent, format_call
 from autopart.tracing.skeleton import Source
 
@@ -99,6 +100,7 @@ class ParallelModule(Idioms):
         compile: bool = False,
         timeout: float = TIMEOUT_S,
         check_replicas: int | bool | None = None,
+        weights: Weights | None = None,
     ):
         super().__init__()
         source = model if isinstance(model, Source) else Source(model)
@@ -111,8 +113,12 @@ class ParallelModule(Idioms):
         watch = meet(mesh, device_mesh, timeout, compile)
         host_group = None if watch is None else watch.group
         subjects = {"mesh": str(mesh), **compiler.agreed(), **described(model)}
+        subjects |= {} if weights is None else dict([weights.subject])
         begin_alike(model, subjects, host_group, program, weights=program is not None)
-        self._process = connect(mesh, _device_of(model), device_mesh, watch)
+        if weights is not None:
+            weights.check()
+        self._weights = weights
+        self._process = connect(mesh, device_of(model), device_mesh, watch)
         self._compiler = compiler
         self._schedule, self._compile = schedule, compile
         self._source = source
@@ -131,6 +137,8 @@ class ParallelModule(Idioms):
             self._adopt(program)
         if watch is not None:
             watch.made()
+        if weights is not None and self._process.rank == 0:
+            weights.warn()
 
     @property
     def plan(self) -> Any:
@@ -432,7 +440,7 @@ class ParallelModule(Idioms):
         stages = self._stages(program)
         parameters = shard_parameters(
             model, program, self._process.coordinates,
-            stages=stages, device=self._process.device, known=self._local_parameters,
+            stages=stages, device=self._process.device, known=self._local_parameters, weights=self._weights,
         )  # fmt: skip
         for name, parameter in parameters.items():
             full, stored = model.get_parameter(name), program.parameters[name]
@@ -449,6 +457,8 @@ class ParallelModule(Idioms):
             self.register_parameter(NO_PARAMETERS, nothing)
             settle_empty(nothing, self._process)
         persistent = set(model.state_dict(keep_vars=True))
+        if self._weights is not None:
+            self._weights.fill(model, self._compiler.written)
         written = [(name, model.get_parameter(name)) for name in sorted(self._compiler.written)]
         for name, buffer in (*model.named_buffers(remove_duplicate=False), *written):
             if name not in self._local_buffers and not buffer.is_meta:
@@ -456,8 +466,8 @@ class ParallelModule(Idioms):
                     self._copies[id(buffer)] = buffer.detach().to(self._process.device, copy=True)
                 local = self._copies[id(buffer)]
                 self._local_buffers[name] = local
-                holder, last = _holder(self, name)
-                holder.register_buffer(last, local, persistent=name in persistent)
+                parent, last = holder(self, name)
+                parent.register_buffer(last, local, persistent=name in persistent)
         if self._program is None or program.parameters.keys() != self._program.parameters.keys():
             self._source.let_go(program.parameters.keys())
         self._program = program
@@ -475,25 +485,6 @@ class ParallelModule(Idioms):
         """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
         for name, _ in model.named_parameters(remove_duplicate=False):
             parameter = self._local_parameters.get(stored_names.get(name, ""))
-            holder, last = _holder(self, name) if parameter is not None else (self, "")
-            if parameter is not None and last not in holder._parameters:
-                holder.register_parameter(last, parameter)
-
-
-def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds `name` below `root`, made where it is missing, and the last part of the name."""
-    *path, last = name.split(".")
-    for part in path:
-        # By the dict: a part may have the name of one of ParallelModule's own attributes.
-        if part not in root._modules:
-            root._modules[part] = Branch()
-        child = root._modules[part]
-        assert child is not None
-        root = child
-    return root, last
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+            parent, last = holder(self, name) if parameter is not None else (self, "")
+            if parameter is not None and last not in parent._parameters:
+                parent.register_parameter(last, parameter)
