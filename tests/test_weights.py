@@ -237,3 +237,282 @@ def test_every_rank_of_two_axes_reads_its_part(name: str, tmp_path: Path) -> Non
     for result in dist.run_ranks(partitioned, 4, name, "dp2,tp2", folder, zero=3):
         assert_is(result, copy.deepcopy(model))
         assert result["read"] == result["local"] and result["most"] == 1
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["plain", "gpt2", "bert", "llama", "mixtral"])
+def test_weights_are_made_to_the_bit_as_on_one_device(name: str) -> None:
+    torch.manual_seed(3)
+    model = finished(BUILDERS[name]())
+    ways = ["function"] if name == "plain" else ["init", "function"]
+    for mesh, options in MESHES[:2]:
+        for weights in ways:
+            for result in dist.run_ranks(partitioned, 2, name, mesh, weights, **options):
+                assert_is(result, copy.deepcopy(model))
+
+
+def trained_on(folder: str) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    """A few calls of other shapes and modes, a copy, and a state dict that is loaded again."""
+    pm = autopart.parallelize(on_meta("llama"), "tp2", weights=folder)  # traced at the first call
+    losses = [pm.step(**batch(*shape)).item() for shape in ((4, 8), (8, 8), (4, 6))]
+    copied = copy.deepcopy(pm)
+    before = pm.full_state_dict()
+    with torch.no_grad():
+        for parameter in pm.parameters():
+            parameter.add_(1.0)
+    pm.load_state_dict(copied.state_dict())
+    loaded = pm.full_state_dict()
+    assert all(torch.equal(before[name], loaded[name]) for name in before)
+    pm.eval()
+    with torch.no_grad():
+        logits = [pm(**batch()).logits, copied.eval()(**batch()).logits]
+    return losses, before, logits
+
+
+def test_later_calls_copies_and_state_dicts_are_as_of_a_loaded_model(tmp_path: Path) -> None:
+    model = real("llama")
+    folder = save(model, tmp_path)
+    losses = [model(**batch(*shape)).loss.item() for shape in ((4, 8), (8, 8), (4, 6))]
+    for found, state, logits in dist.run_ranks(trained_on, 2, folder):
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        for one in logits:
+            torch.testing.assert_close(one, model.eval()(**batch()).logits, rtol=1e-10, atol=1e-12)
+
+
+# --- in one process ------------------------------------------------------------------------------------------------
+
+
+def on_one(model: nn.Module, weights: Any, **example: Any) -> dict[str, Tensor]:
+    """The whole state of a model that is partitioned over one rank."""
+    pm = autopart.parallelize(model, "tp1", example_kwargs=example or batch(), weights=weights)
+    return pm.full_state_dict()
+
+
+def said(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call returns, and its warnings about weights."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    texts = [str(w.message) for w in caught]
+    return result, [text for text in texts if "weights" in text or "checkpoint" in text]
+
+
+class Whole(Unread):
+    """A tensor in memory as one that is not."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.shape, self.dtype = value, tuple(value.shape), value.dtype
+
+    def read_box(self, offsets: Any, out: Tensor) -> None:
+        window = tuple(slice(start, start + size) for start, size in zip(offsets, out.shape, strict=True))
+        out.copy_(self.value[window])
+
+
+def test_boxes_of_what_is_made_of_files_are_those_of_the_tensors() -> None:
+    def made(parts: list[Any]) -> list[Any]:
+        gate, up = torch.stack(parts[:3], dim=0), torch.stack(parts[3:], dim=0)
+        joined = torch.cat([gate, up], dim=1)
+        turned = torch.transpose(joined, 1, 2)
+        halves = torch.chunk(joined, 3, dim=-1)
+        pieces = torch.split(turned, [2, 4], dim=1)
+        return [joined, turned, *halves, *pieces, parts[0].narrow(1, 2, 3), joined.chunk(3)[1].squeeze(0).contiguous()]
+
+    parts = [torch.randn(4, 6) for _ in range(6)]
+    generator = torch.Generator().manual_seed(0)
+    for expected, found in zip(made(parts), made([Whole(part) for part in parts]), strict=True):
+        assert found.shape == tuple(expected.shape)
+        for _ in range(20):
+            ends = [sorted(torch.randint(size + 1, (2,), generator=generator).tolist()) for size in expected.shape]
+            out = torch.empty([b - a for a, b in ends])
+            found.read_box([a for a, _ in ends], out)
+            assert torch.equal(out, expected[tuple(slice(a, b) for a, b in ends)])
+
+
+def test_a_shard_is_read_as_it_is_cut() -> None:
+    full = torch.randn(12, 10)
+    cases = [
+        [], [(Cut(0, 12, (), 4), 3)], [(Cut(1, 10, (8, 2), 2), 1)], [(Cut(1, 10, (), 4), 2)],
+        [(Cut(0, 12, (6, 4, 2), 2), 1), (Cut(0, 6, (), 4), 1)], [(Cut(0, 12, (), 2), 1), (Cut(1, 10, (4, 6), 2), 0)],
+        [(Cut(1, 10, (), 11), 10)],
+    ]  # fmt: skip
+    for cuts in cases:
+        expected = full
+        for cut, index in cuts:
+            expected = cut.take(expected, index)
+        spans = spans_of(full.shape, cuts)
+        out = torch.full([sum(n for _, n in dim) for dim in spans], math.nan)
+        Whole(full).read(boxes(spans), out)
+        assert torch.equal(out, expected), cuts
+    assert sum(section_sizes(10, (8, 2))) == 10
+
+
+def test_what_needs_more_than_moving_is_not_followed() -> None:
+    for call in (lambda t: t.reshape(6), lambda t: t @ t, lambda t: t * 2, lambda t: torch.roll(t, 1)):
+        with pytest.raises((CannotFollow, TypeError)):
+            call(Whole(torch.ones(2, 3)))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("base", "name"), [(LlamaModel, "llama"), (GPT2Model, "gpt2"), (BertModel, "bert")], ids=lambda part: str(part)
+)
+def test_names_with_and_without_the_prefix_of_the_head(base: Any, name: str, tmp_path: Path) -> None:
+    """The model's own base, read from a checkpoint of the model with its head; and of a tied head from its base."""
+    model = real(name)
+    folder = save(model, tmp_path / "head")
+    arguments = {"add_pooling_layer": False} if base is BertModel else {}
+    with torch.device("meta"):
+        inner = base(model.config, **arguments).double()
+    state, notes = said(lambda: on_one(inner, folder, input_ids=batch()["input_ids"]))
+    expected = getattr(model, model.base_model_prefix).state_dict()
+    assert state.keys() == expected.keys() and all(torch.equal(value, expected[n]) for n, value in state.items())
+    assert ("has no place" in "".join(notes)) == (name != "gpt2")  # a tied head is not in the files
+    if name == "gpt2":
+        folder = save(getattr(model, model.base_model_prefix), tmp_path / "base")
+        state = on_one(on_meta(name), folder)
+        assert all(torch.equal(value, state[n]) for n, value in model.state_dict().items())
+
+
+def test_values_are_converted_to_the_models_type_and_that_is_said(tmp_path: Path) -> None:
+    model = real("llama").bfloat16()
+    folder = save(model, tmp_path)
+    state, notes = said(lambda: on_one(on_meta("llama"), folder))
+    assert all(torch.equal(value.double(), state[name]) for name, value in model.state_dict().items())
+    assert len(notes) == 1 and "bf16 to f64 ('lm_head.weight', " in notes[0] and "and 13 more" in notes[0]
+    save(real("llama"), tmp_path / "wide")
+    _, notes = said(lambda: on_one(on_meta("llama").float(), str(tmp_path / "wide")))
+    assert "f64 to f32, rounded (" in notes[0]
+
+
+def test_what_the_model_has_no_place_for_is_left_out_and_listed(tmp_path: Path) -> None:
+    model = real("plain")
+    save(model, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({**state, **{f"other.{i:02}": torch.ones(1) for i in range(10)}}, tmp_path / "model.safetensors")
+    found, notes = said(lambda: on_one(on_meta("plain"), tmp_path))
+    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    listed = ", ".join(f"'other.{i:02}'" for i in range(8))
+    assert notes == [f"Plain has no place for some of the checkpoint at {tmp_path}, left out: {listed} and 2 more."]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("where", ["file", "other names", "alias", "both names"])
+def test_where_tensors_may_lie(where: str, tmp_path: Path) -> None:
+    model = real("plain")
+    save(model, tmp_path)
+    state, path = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    weights: Any = tmp_path
+    if where == "file":
+        weights = path.rename(tmp_path / "anything.safetensors")
+    elif where == "other names":
+        path.unlink()
+        for index, name in enumerate(state):
+            save_file({name: state[name]}, tmp_path / f"part{index}.safetensors")
+    elif where == "alias":
+        state["head.weight"] = state.pop("embed.weight")
+        save_file(state, path)
+    else:
+        save_file({**state, "head.weight": state["embed.weight"].clone()}, path)
+    found = on_one(on_meta("plain"), weights)
+    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+
+
+def test_values_of_a_model_that_has_them_are_replaced_and_its_own_stay(tmp_path: Path) -> None:
+    folder = save(real("plain"), tmp_path)
+    torch.manual_seed(9)
+    other = finished(Plain())
+    before = copy.deepcopy(other.state_dict())
+    found = on_one(other, folder)
+    assert all(torch.equal(value, found[name]) for name, value in real("plain").state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+class Teacher(nn.Module):
+    """Its frozen parameter is the moving average of the trained one: the forward writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+        return (self.student(x) - self.teacher(x)).square().mean()
+
+
+def test_frozen_parameters_that_the_forward_writes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Teacher(), torch.randn(4, 8)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = Teacher()
+    pm = autopart.parallelize(empty, "tp1", example_kwargs={"x": x}, weights=tmp_path)
+    for _ in range(2):
+        assert pm(x=x).item() == pytest.approx(model(x=x).item())
+    assert torch.allclose(pm.full_state_dict()["teacher.weight"], model.teacher.weight)
+
+
+# --- constructors --------------------------------------------------------------------------------------------------
+
+
+class Various(nn.Module):
+    """Random buffers, values drawn before they are registered, a row that is cleared, LSTM, orthogonal weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("features", torch.randn(4))
+        self.wide, self.own = nn.Linear(300, 300), nn.Parameter(torch.randn(7))
+        self.embed, self.lstm, self.last = nn.Embedding(40, 8, padding_idx=0), nn.LSTM(8, 8), nn.Linear(16, 16)
+        nn.init.trunc_normal_(self.wide.weight)
+        nn.init.orthogonal_(self.last.weight)
+
+
+class ComesBack(nn.Module):
+    """It reads a weight again after it has gone on to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(30, 30) for _ in range(4))
+        with torch.no_grad():
+            self.layers[0].weight.mul_(2)
+            self.layers[3].weight.copy_(self.layers[1].weight)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "build", [Various, ComesBack, *BUILDERS.values(), lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True)]
+)
+def test_a_constructor_gives_the_same_bits_with_one_tensor_in_memory(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(5)
+    model = build()
+    torch.manual_seed(5)
+    constructor, notes = said(lambda: Constructor(build))
+    cuts = {name: [(Cut(0, p.shape[0], (), 2), 1)] if p.dim() else [] for name, p in model.named_parameters()}
+    made, more = said(lambda: constructor.read(cuts))
+    for name, parameter in model.named_parameters():
+        expected = cuts[name][0][0].take(parameter, 1) if parameter.dim() else parameter
+        assert torch.equal(made[name], expected), name
+    for name, value in held_tensors(model).items():
+        assert torch.equal(constructor.buffers[name], value), name
+    assert torch.equal(torch.get_rng_state(), constructor.random_state)
+    whole = [note for note in (*notes, *more) if "every rank holds the whole model while" in note]
+    assert bool(whole) == (build is ComesBack or build.__name__ == "<lambda>")
+
+
+def test_a_constructor_has_few_parameters_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    use = constructed._OneAtATime._use
+
+    def watching(self: Any, keys: Any) -> None:
+        use(self, keys)
+        held.append(sum(t.parameter.untyped_storage().nbytes() for t in self._tracked.values()))
+
+    monkeypatch.setattr(constructed._OneAtATime, "_use", watching)
+    build = constructor_of(real("llama").float())
+    assert build is not None
+    constructor = Constructor(build)
+    made = constructor.read(dict.fromkeys(constructor.shapes, ()))
+    sizes = [value.numel() * value.itemsize for value in made.values()]
+    # One that was just made, and what was worked on before.
+    assert max(held) <= 2 * max(sizes) < sum(sizes) / 3
