@@ -112,8 +112,8 @@ class ParallelModule(Idioms):
         program = compiler.ready()
         watch = meet(mesh, device_mesh, timeout, compile)
         host_group = None if watch is None else watch.group
-        subjects = {"mesh": str(mesh), **compiler.agreed(), **described(model)}
-        subjects |= {} if weights is None else dict([weights.subject])
+        given = {} if weights is None else dict([weights.subject])
+        subjects = {**given, "mesh": str(mesh), **compiler.agreed(), **described(model)}
         begin_alike(model, subjects, host_group, program, weights=program is not None)
         if weights is not None:
             weights.check()
@@ -445,9 +445,10 @@ class ParallelModule(Idioms):
         for name, parameter in parameters.items():
             full, stored = model.get_parameter(name), program.parameters[name]
             mesh = str(program.mesh)
-            shared = part_of_another(model, name, full, mesh, stored.layout)
+            owner, own = (self._weights.users_own(name) if self._weights is not None else None) or (model, full)
+            shared = part_of_another(owner, name, own, mesh, stored.layout)
             parameter = parameter if shared is None else shared
-            remember(model, full, parameter, mesh, stored.layout)
+            remember(owner, own, parameter, mesh, stored.layout)
             self._originals.add(name, full)
             self._local_parameters[name] = parameter
             settle(parameter, name, program, self._process, stage_style_of(self._schedule))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import warnings
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from transformers import (
 )
 
 import autopart
-from autopart.errors import CheckpointError, RuntimeSetupError
+from autopart.errors import AutopartError, OptionError
 from autopart.ir.layout import section_sizes
 from autopart.runtime.comm.pieces import Cut, boxes, spans_of
 from autopart.runtime.state import constructed
@@ -451,6 +450,78 @@ def test_frozen_parameters_that_the_forward_writes(tmp_path: Path) -> None:
     for _ in range(2):
         assert pm(x=x).item() == pytest.approx(model(x=x).item())
     assert torch.allclose(pm.full_state_dict()["teacher.weight"], model.teacher.weight)
+
+
+# --- ranks that differ ---------------------------------------------------------------------------------------------
+
+
+def error_of(folders: list[str], mesh: str = "tp2") -> str:
+    try:
+        autopart.parallelize(
+            on_meta("plain"), mesh, example_kwargs=batch(), weights=folders[torch.distributed.get_rank()]
+        )
+    except AutopartError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("second", ["missing", "other shapes", "same", "elsewhere"])
+def test_ranks_with_unlike_files_say_so(second: str, tmp_path: Path) -> None:
+    one = save(real("plain"), tmp_path / "one")
+    two = str(tmp_path / "two")
+    if second == "other shapes":
+        save_file({"gain": torch.ones(1)}, save_empty(tmp_path / "two"))
+    elif second in ("same", "elsewhere"):
+        save(real("plain"), tmp_path / "two")
+    folders = [two, two] if second == "missing" else [one, two]
+    texts = dist.run_ranks(error_of, 2, folders)
+    assert texts[0] == texts[1]
+    if second == "missing":
+        assert texts[0].startswith(f"CheckpointError: there is no checkpoint at {two}")
+    elif second == "other shapes":
+        assert texts[0].startswith("RuntimeSetupError: the ranks do not begin alike: they differ in weights=")
+        assert "rank 1: the checkpoint at" in texts[0] and "does not fit Plain" in texts[0]
+    else:
+        assert texts[0] == "nothing was raised"
+
+
+def save_empty(folder: Path) -> Path:
+    folder.mkdir()
+    return folder / "model.safetensors"
+
+
+def seeds_of_ranks() -> str:
+    torch.manual_seed(torch.distributed.get_rank())
+    try:
+        autopart.parallelize(on_meta("llama"), "tp2", example_kwargs=batch(), weights="init")
+    except AutopartError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_ranks_with_unlike_seeds_say_so() -> None:
+    texts = dist.run_ranks(seeds_of_ranks, 2)
+    assert texts[0] == texts[1] and "they differ in torch's random state (torch.manual_seed)" in texts[0]
+
+
+def two_modules(folder: str) -> bool:
+    """Two modules that share an embedding, each partitioned on its own: the part stays one."""
+    with torch.device("meta"):
+        one, other = Plain(), Plain()
+    other.embed.weight = other.head.weight = one.embed.weight
+    parts = [autopart.parallelize(m, "tp2", example_kwargs=batch(), weights=folder) for m in (one, other)]
+    return parts[0].embed.weight is parts[1].embed.weight and parts[0].up.weight is not parts[1].up.weight
+
+
+def test_two_modules_that_share_a_parameter_share_its_part(tmp_path: Path) -> None:
+    assert dist.run_ranks(two_modules, 2, save(real("plain").float(), tmp_path)) == [True, True]
+
+
+def test_what_runs_nothing_takes_no_weights() -> None:
+    for function in (autopart.plan, autopart.verify):
+        with pytest.raises(OptionError, match=rf"other functions take it, {function.__name__}\(\) does not"):
+            function(Plain(), "tp2", example_kwargs=batch(), weights="init")  # type: ignore[operator]
 
 
 # --- constructors --------------------------------------------------------------------------------------------------

@@ -77,18 +77,19 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 class Constructor:
     """Runs a constructor with the random numbers that torch's generator on the host gives now; it stays as it is.
 
+    `draws_matter`: whether buffers with random values must be those of a run on one device.
     `buffers`: what the constructed model has beside parameters, also plain tensors as attributes, by name.
     `shapes`: of its parameters, under all their names.
     """
 
-    def __init__(self, build: Build):
+    def __init__(self, build: Build, draws_matter: bool = True):
         self.build = build
         self.random_state = torch.get_rng_state()
         self.order: list[tuple[str, ...]] = []
         self.buffers: dict[str, Tensor] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._at_once = False
-        if not self._survey():
+        if not self._survey(draws_matter):
             self._run(lambda names, full: {}, ())
 
     def read(self, cuts: Mapping[str, Cuts]) -> dict[str, Tensor]:
@@ -126,7 +127,7 @@ class Constructor:
         named = dict(model.named_parameters(remove_duplicate=False))
         return {name: value for one in wanted for name, value in shard([one], named[one]).items()}
 
-    def _survey(self) -> bool:
+    def _survey(self, draws_matter: bool) -> bool:
         """Find the buffers and the order of parameters, with parameters that have no memory. Whether these are the
         buffers of a run with parameters: not where random numbers are drawn, or values of parameters are read."""
         made: list[nn.Parameter] = []
@@ -144,7 +145,7 @@ class Constructor:
                 return False
             drew = not torch.equal(torch.get_rng_state(), self.random_state)
         self._note(model, made)
-        return not drew
+        return not (drew and draws_matter)
 
     def _note(self, model: nn.Module, made: Sequence[nn.Parameter]) -> None:
         self.order = _names(model, made)

@@ -66,7 +66,7 @@ class Files:
         absent = sorted(set(listed or ()) - set(names))
         if absent:
             raise CheckpointError(
-                f"the index of {self.path} names tensors that are not there: {listing(absent)}",
+                f"the index at {self.path} names tensors that are not there: {listing(absent)}",
                 why=f"it says that they are in {file.name}", hint="copy the folder again, all of it",
             )  # fmt: skip
         lines = [f"{file.name} {file.stat().st_size}"]
@@ -175,6 +175,7 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     if absent:
         raise CheckpointError(
             f"{index} names files that are not there: {listing(absent)}",
-            why=f"{len(absent)} of its {len(files)} files are missing", hint="copy the folder again, all of it",
-        )  # fmt: skip
+            why=f"of its {len(files)} files, {len(files) - len(absent)} are there",
+            hint="copy the folder again, all of it",
+        )
     return files

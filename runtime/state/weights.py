@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from autopart.runtime.state.unread import Unread
 from autopart.tracing.skeleton import NoSkeleton, emptied, has_memory, skeleton_of
 
 INIT = "init"
+SUBJECT = "weights="
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 """What is converted into each other; the 8-bit types of quantized checkpoints mean nothing without their scales."""
 COMPARED_BYTES = 2**24
@@ -60,8 +62,10 @@ class Weights:
     def __init__(self, model: nn.Module, given: str | Path | Callable[[], nn.Module]):
         self.model = model
         self.problem: AutopartError | None = None
-        self.subject: tuple[str, str] = ("weights", "")
+        self.subject: tuple[str, str] = (SUBJECT, "")
         self.notes: Sequence[str] = ()
+        self._users_model = weakref.ref(model)
+        self._users_own = {name: weakref.ref(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
         try:
             self._origin = _origin(model, given)
@@ -69,12 +73,17 @@ class Weights:
             self.subject, self.notes = self._origin.subject, self._origin.notes
         except AutopartError as error:
             self.problem = error
-            self.subject = ("weights", str(error))
+            self.subject = (SUBJECT, str(error))
 
     def check(self) -> None:
         """Raises the CheckpointError that keeps the model from having weights."""
         if self.problem is not None:
             raise self.problem
+
+    def users_own(self, name: str) -> tuple[nn.Module, nn.Parameter] | None:
+        """The user's model and its parameter of this name; None where they are gone."""
+        model, parameter = self._users_model(), self._users_own[name]()
+        return None if model is None or parameter is None else (model, parameter)
 
     def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
         """(name, this rank's shard) of parameters, one after the other, on the host in the model's dtype."""
@@ -115,7 +124,7 @@ class Construction:
     def __init__(self, model: nn.Module, build: Callable[[], nn.Module]):
         self._constructor = Constructor(build)
         state = hashlib.blake2b(self._constructor.random_state.numpy().tobytes(), digest_size=8).hexdigest()
-        self.subject = ("the state of torch's random numbers, which weights are made of", state)
+        self.subject = ("torch's random state (torch.manual_seed), from which weights are made", state)
         self.notes: Sequence[str] = ()
         shapes, mine = self._constructor.shapes, dict(model.named_parameters(remove_duplicate=False))
         misfits = [f"'{name}' is {list(shapes[name])}, in the model {list(p.shape)}" for name, p in mine.items()
@@ -137,7 +146,7 @@ class Checkpoint:
 
     def __init__(self, model: nn.Module, path: str | Path):
         self._files = Files(path)
-        self.subject = ("weights", self._files.text)
+        self.subject = (SUBJECT, self._files.text)
         self._build = constructor_of(model)
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         known = {**dict(model.named_parameters(remove_duplicate=False)), **held_tensors(model)}
@@ -152,9 +161,10 @@ class Checkpoint:
 
     def held(self) -> Mapping[str, Tensor]:
         held = dict(self.read({name: () for name in self._tensors if name not in self._parameters}))
-        if self._build is not None:
-            made = Constructor(self._build).buffers
-            held |= {name: value for name, value in made.items() if name not in self._have_values | held.keys()}
+        nowhere = self._forms.keys() - self._parameters - self._have_values - held.keys()
+        if nowhere and self._build is not None:
+            made = Constructor(self._build, draws_matter=False).buffers
+            held |= {name: value for name, value in made.items() if name in nowhere}
         return held
 
     def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
@@ -296,9 +306,8 @@ def _skeleton(model: nn.Module, held: Mapping[str, Tensor]) -> nn.Module:
     if nowhere:
         raise CheckpointError(
             f"nothing gives {type(model).__name__} the values of {listing(nowhere)}",
-            why="it is on the meta device, no parameter, and not in the files",
-            hint="make the model outside of torch.device('meta') but for its parameters, or weights=lambda: "
-            f"{type(model).__name__}(...)",
+            why="it is on the meta device, and in no file",
+            hint=f"give it to the model: model.{nowhere[0]} = a tensor with values",
         )  # fmt: skip
     try:
         return skeleton_of(model, [name for name, _ in model.named_parameters(remove_duplicate=False)], twins)
