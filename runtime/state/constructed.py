@@ -7,6 +7,7 @@ parameter again (transformers does that at the end) begins with new memory.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from autopart.runtime.comm.pieces import Cut
 
 Cuts = Sequence[tuple[Cut, int]]
 """How a tensor is cut, and the index of the shard in each cut; none: it is whole."""
+FREED_BYTES = 2**26
 Build = Callable[[], nn.Module]
 Shard = Callable[[Sequence[str], Tensor], dict[str, Tensor]]
 """From a parameter, under some names, to what is kept of it under these."""
@@ -186,6 +188,7 @@ class _OneAtATime(TorchDispatchMode):
         self.registered: list[nn.Parameter] = []
         self._tracked: dict[int, _Tracked] = {}
         self._open: dict[int, int] = {}  # {storage: its bytes}, the one used last at the end
+        self._freed_bytes = 0
         self.problem = ""
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -253,6 +256,17 @@ class _OneAtATime(TorchDispatchMode):
             tracked.kept = self.shard(names, tracked.parameter)
         del self._open[key]
         tracked.parameter.untyped_storage().resize_(0)
+        self._freed_bytes += tracked.size_bytes
+        if self._freed_bytes > FREED_BYTES:
+            _give_back_freed()
+            self._freed_bytes = 0
+
+
+def _give_back_freed() -> None:
+    """Let the system have what was freed: glibc keeps blocks of up to 32 MB, and does not use aligned ones again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
