@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import json
 import math
 import warnings
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import dist
 import pytest
 import torch
 import zoo
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -34,7 +37,8 @@ from transformers import (
 )
 
 import autopart
-from autopart.errors import AutopartError, OptionError
+from autopart.cli import main
+from autopart.errors import AutopartError, CheckpointError, OptionError
 from autopart.ir.layout import section_sizes
 from autopart.runtime.comm.pieces import Cut, boxes, spans_of
 from autopart.runtime.state import constructed
@@ -522,6 +526,41 @@ def test_what_runs_nothing_takes_no_weights() -> None:
     for function in (autopart.plan, autopart.verify):
         with pytest.raises(OptionError, match=rf"other functions take it, {function.__name__}\(\) does not"):
             function(Plain(), "tp2", example_kwargs=batch(), weights="init")  # type: ignore[operator]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("weights", ["folder", "init"])
+def test_the_command_line_runs_a_config_with_weights(weights: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = llama()
+    save(model, tmp_path)
+    config = str(tmp_path / "config.json")
+    given = str(tmp_path) if weights == "folder" else weights
+    runs = []
+    for options in ([], ["--weights", given]):
+        command = ["run", "--hf-config", config, "--mesh", "tp1", "--steps", "2", "--batch", "2", "--json", *options]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
+        runs.append([step["loss"] for step in json.loads(result.stdout)["steps"]])
+    assert runs[0] == runs[1]  # the seed is that of the model that was saved
+    refused = CliRunner().invoke(main, ["run", "--hf-config", config, "--mesh", "tp1", "--compare", "--weights", given])
+    assert refused.exit_code != 0 and "--compare with --weights" in refused.output
+
+
+def test_a_conversion_that_computes_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(real("llama"), tmp_path)
+    library = importlib.import_module("transformers.core_model_loading")
+    names = [".self_attn.q_proj.weight"]
+    conversion = library.WeightConverter(names, names, operations=[library.Interleave(dim=0)])
+    table = importlib.import_module("transformers.conversion_mapping")
+    monkeypatch.setattr(table, "get_model_conversion_mapping", lambda model: [conversion])
+    with pytest.raises(CheckpointError) as told:
+        on_one(on_meta("llama"), folder)
+    first, why, *_ = str(told.value).splitlines()
+    name = "model.layers.{}.self_attn.q_proj.weight"
+    both = ", ".join(f"'{name.format(i)}' (reshape of '{name.format(i)}')" for i in range(2))
+    assert first == f"the checkpoint cannot be read in parts for {both}"
+    assert why.endswith("transformers converts it for LlamaForCausalLM by more than moving parts of tensors")
 
 
 # --- constructors --------------------------------------------------------------------------------------------------
