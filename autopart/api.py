@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -15,6 +16,7 @@ from autopart.options import OPTIONS, Options, PlanOptions, RunOptions, SearchOp
 from autopart.plans.plan import Plan
 from autopart.recipe import make_plan, prepare
 from autopart.runtime.module import ParallelModule
+from autopart.runtime.state.weights import Weights
 from autopart.tracing.trace import bind_call
 from autopart.tuning.advice import advised
 from autopart.tuning.search import search
@@ -38,7 +40,7 @@ def parallelize(
     The same call on every rank, with the same weights. Without an example the model is traced at the first call.
 
     Args:
-        model: any traceable module with its weights.
+        model: any traceable module with its weights, or on `meta` with `weights=`.
         mesh: `{"dp": 2, "tp": 2}`, `"dp2,tp2"`, a DeviceMesh with named dims, or how many devices (`autopart.search`).
         example_args, example_kwargs: one call of the model; its batch is the global batch, or with `local_batch` one
             rank's part of it.
@@ -55,10 +57,12 @@ def parallelize(
     if type(mesh) is int and chosen is None:
         chosen, asked = _searched(model, mesh, example_args, example_kwargs, asked)
     sizes = Mesh.parse(chosen.mesh_object() if type(mesh) is int and chosen is not None else mesh)
-    compiler = Compiler(model, sizes, asked, chosen)
-    if example_args or example_kwargs:
+    weights = None if asked.weights is None else Weights(model, asked.weights)
+    whole = model if weights is None else weights.model
+    compiler = Compiler(whole, sizes, replace(asked, weights=None), chosen)  # ranks compare what is in it
+    if (example_args or example_kwargs) and (weights is None or weights.problem is None):
         compiler.trace_example(example_args, example_kwargs or {})
-    return _module(model, mesh, sizes, compiler)
+    return _module(whole, mesh, sizes, compiler, weights)
 
 
 @with_options(PlanOptions)
@@ -93,16 +97,19 @@ def plan(
     return advised(make_plan(model, traced, sizes, asked), traced, asked)
 
 
-def _module(model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler) -> ParallelModule:
+def _module(
+    model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler, weights: Weights | None
+) -> ParallelModule:  # fmt: skip
     """The module that runs what the compiler makes, on the user's own DeviceMesh where there is one."""
     name, compiled = compiler.options.schedule, compiler.options.compile
     if compiler.has_plan:
         name, compiled = compiler.plan.schedule.name, compiler.plan.compile
     device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
     options = compiler.options
-    module = ParallelModule(compiler.source, sizes, compiler, schedule=name, device_mesh=device_mesh, compile=compiled,
-                            timeout=options.timeout, check_replicas=options.check_replicas,
-                            local_batch=options.local_batch)  # fmt: skip
+    module = ParallelModule(
+        compiler.source, sizes, compiler, schedule=name, device_mesh=device_mesh, compile=compiled,
+        timeout=options.timeout, check_replicas=options.check_replicas, local_batch=options.local_batch, weights=weights,
+    )  # fmt: skip
     module.train(model.training)
     compiler.reseed(module.initial_seed)
     return module

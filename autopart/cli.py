@@ -271,12 +271,17 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
     Example:
       torchrun --nproc-per-node 4 -m autopart run --hf-config gpt2 \\
         --mesh pp2,tp2 --compare
+      torchrun --nproc-per-node 4 -m autopart run --hf-config folder/config.json \\
+        --mesh pp2,tp2 --weights folder
     """
     asked = Asked(options)
     chosen = asked.given_plan()
     mesh = asked.mesh(chosen)
     planning = asked.planning(RunOptions)
-    source = asked.source(meta=False, short=True)
+    if compare and options["weights"] is not None:
+        raise OptionError("--compare with --weights", why="the plain model would need all of them on one rank",
+                          hint="leave one of them out")  # fmt: skip
+    source = asked.source(meta=options["weights"] is not None and options["model"] is None, short=True)
     from autopart.cli_run import TrainingRun
 
     TrainingRun(source, mesh, chosen, planning, steps, learning_rate, compare, as_json).run()

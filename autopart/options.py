@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -62,6 +63,7 @@ class RunOptions(PlanOptions, total=False):
     local_batch: bool | None
     timeout: float | None
     check_replicas: int | bool | None
+    weights: str | Path | Callable[[], Any] | None
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,14 @@ def _local_batch(given: Any) -> bool:
     return _one_of("local_batch", (True, False), given, "True (every rank gives its own rows) or False")
 
 
+def _weights(given: Any) -> Any:
+    if not callable(given) and not (isinstance(given, (str, os.PathLike)) and str(given)):
+        raise OptionError(f"weights={given!r} is not where weights come from",
+                          why="it is a folder of safetensors, 'init', or a function that makes the model",
+                          hint="weights='folder'")  # fmt: skip
+    return given
+
+
 def _check_replicas(steps: Any) -> int | bool:
     if not isinstance(steps, int) or steps < 0:
         raise OptionError(f"check_replicas={steps!r} is not a number of steps",
@@ -190,6 +200,11 @@ class Options:
     check_replicas: int | bool | None = _row(
         None, "Compare copies of parameters every so many steps; 0: never.", "at 1, 2, 4, 8 and every 100th", int,
         read=_check_replicas)
+    weights: str | Path | Callable[[], Any] | None = _row(
+        None, "Where values come from, of which a rank makes its shards alone (for a model on meta): a folder of "
+        "safetensors, or a file; init: as the model's class makes them from its config; a function without arguments "
+        "that makes the model.",
+        "the model's own", "PATH|init", read=_weights)
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -22,13 +22,13 @@ from autopart.runtime.agree.agreement import begin_alike, described
 from autopart.runtime.agree.replicas import Replicas
 from autopart.runtime.agree.same_call import Comparison, Given
 from autopart.runtime.comm.draws import check_exact
-from autopart.runtime.comm.processes import connect, meet
+from autopart.runtime.comm.processes import connect, device_of, meet
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
 from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
-from autopart.runtime.loop.idioms import Idioms, holder_of
+from autopart.runtime.loop.idioms import Idioms, holder
 from autopart.runtime.loop.on_mesh import OnMesh
 from autopart.runtime.loop.step_options import StepOptions
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
@@ -38,6 +38,7 @@ from autopart.runtime.state.homes import settle, settle_empty
 from autopart.runtime.state.sharing import Originals, part_of_another, remember
 from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
 from autopart.runtime.state.unsummed import Unsummed, check_summed
+from autopart.runtime.state.weights import Weights
 from autopart.tracing.calls import MAX_CALLS, Recent, format_call
 from autopart.tracing.own_rows import num_rows
 from autopart.tracing.skeleton import Source
@@ -105,6 +106,7 @@ class ParallelModule(OnMesh, Idioms):
         timeout: float = TIMEOUT_S,
         check_replicas: int | bool | None = None,
         local_batch: bool = False,
+        weights: Weights | None = None,
     ):
         super().__init__()
         source = model if isinstance(model, Source) else Source(model)
@@ -116,9 +118,13 @@ class ParallelModule(OnMesh, Idioms):
         program = compiler.ready()
         watch = meet(mesh, device_mesh, timeout, compile)
         host_group = None if watch is None else watch.group
-        subjects = {"mesh": str(mesh), **compiler.agreed(), **described(model)}
+        given = {} if weights is None else dict([weights.subject])
+        subjects = {**given, "mesh": str(mesh), **compiler.agreed(), **described(model)}
         begin_alike(model, subjects, host_group, program, weights=program is not None)
-        self._process = connect(mesh, _device_of(model), device_mesh, watch)
+        if weights is not None:
+            weights.check()
+        self._weights = weights
+        self._process = connect(mesh, device_of(model), device_mesh, watch)
         self._compiler = compiler
         self._schedule, self._compile, self._local_batch = schedule, compile, local_batch
         self._source = source
@@ -138,6 +144,8 @@ class ParallelModule(OnMesh, Idioms):
             self._adopt(program)
         if watch is not None:
             watch.made()
+        if weights is not None and self._process.rank == 0:
+            weights.warn()
 
     @property
     def plan(self) -> Any:
@@ -437,14 +445,15 @@ class ParallelModule(OnMesh, Idioms):
         stages = self._stages(program)
         parameters = shard_parameters(
             model, program, self._process.coordinates,
-            stages=stages, device=self._process.device, known=self._local_parameters,
+            stages=stages, device=self._process.device, known=self._local_parameters, weights=self._weights,
         )  # fmt: skip
         for name, parameter in parameters.items():
             full, stored = model.get_parameter(name), program.parameters[name]
             mesh = str(program.mesh)
-            shared = part_of_another(model, name, full, mesh, stored.layout)
+            owner, own = (self._weights.users_own(name) if self._weights is not None else None) or (model, full)
+            shared = part_of_another(owner, name, own, mesh, stored.layout)
             parameter = parameter if shared is None else shared
-            remember(model, full, parameter, mesh, stored.layout)
+            remember(owner, own, parameter, mesh, stored.layout)
             self._originals.add(name, full)
             self._local_parameters[name] = parameter
             settle(parameter, name, program, self._process, stage_style_of(self._schedule))
@@ -454,6 +463,8 @@ class ParallelModule(OnMesh, Idioms):
             self.register_parameter(NO_PARAMETERS, nothing)
             settle_empty(nothing, self._process)
         persistent = set(model.state_dict(keep_vars=True))
+        if self._weights is not None:
+            self._weights.fill(model, self._compiler.written)
         written = [(name, model.get_parameter(name)) for name in sorted(self._compiler.written)]
         for name, buffer in (*model.named_buffers(remove_duplicate=False), *written):
             if name not in self._local_buffers and not buffer.is_meta:
@@ -461,8 +472,8 @@ class ParallelModule(OnMesh, Idioms):
                     self._copies[id(buffer)] = buffer.detach().to(self._process.device, copy=True)
                 local = self._copies[id(buffer)]
                 self._local_buffers[name] = local
-                holder, last = holder_of(self, name)
-                holder.register_buffer(last, local, persistent=name in persistent)
+                parent, last = holder(self, name)
+                parent.register_buffer(last, local, persistent=name in persistent)
         if self._program is None or program.parameters.keys() != self._program.parameters.keys():
             self._source.let_go(program.parameters.keys())
         self._program = program
@@ -483,12 +494,6 @@ class ParallelModule(OnMesh, Idioms):
         """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
         for name, _ in model.named_parameters(remove_duplicate=False):
             parameter = self._local_parameters.get(stored_names.get(name, ""))
-            holder, last = holder_of(self, name) if parameter is not None else (self, "")
-            if parameter is not None and last not in holder._parameters:
-                holder.register_parameter(last, parameter)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+            parent, last = holder(self, name) if parameter is not None else (self, "")
+            if parameter is not None and last not in parent._parameters:
+                parent.register_parameter(last, parameter)

@@ -102,3 +102,10 @@ def test_probe_of_gpus():
     points = figures("gpu/probe.py", "--device", "cpu")["points"]
     assert len(points) >= 12
     assert {name: point for name, point in points.items() if "error" in point or point["ok"] is False} == {}
+
+
+@pytest.mark.large
+def test_host_memory():
+    rows = figures("host_memory.py", "--quick", "--only", "2-tp2-folder", "2-pp2-folder", "2-tp2-init")["rows"]
+    assert len(rows) == 6
+    assert all(row["peak_bytes"] < row["shard_bytes"] + row["largest_bytes"] + 2**26 for row in rows)

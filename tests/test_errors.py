@@ -19,6 +19,7 @@ from hardware_errors import HARDWARE_CASES
 from pin_errors import PIN_CASES
 from rule_errors import RULE_CASES
 from torch import Tensor, nn
+from weight_errors import WEIGHT_CASES
 from zero_errors import ZERO_CASES
 from zoo import SkipMLP, gpt2, skip_mlp
 
@@ -306,7 +307,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "inputs are input"),
     "meta": (lambda: autopart.parallelize(on_meta(), "tp1", example_kwargs=input_()),
         "RuntimeSetupError: parameter 'weight' has no values to run with\n  why    it is on the meta device\n  try   "
-        " load the model's weights first; plan() needs none, parallelize() does"),
+        " weights='folder' of safetensors or weights='init', or load the model's weights first"),
     "verify: meta": (lambda: autopart.verify(on_meta(), "tp2", example_kwargs=input_(), scaled=False),
         "RuntimeSetupError: parameter 'weight' has no values to run with\n  why    it is on the meta device\n  try   "
         " load the model's weights first; plan() needs none, verify() does"),
@@ -330,6 +331,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     **RULE_CASES,
     **PIN_CASES,
     **ZERO_CASES,
+    **WEIGHT_CASES,
     **HARDWARE_CASES,
     # plans
     "plan: mesh": (plan_of_another("mesh"),
@@ -480,7 +482,8 @@ RANK_CASES = {
     ("dp2", "world"): "RuntimeSetupError: mesh dp2,tp2 needs 4 processes, there are 2\n  why    dp=2 x tp=2 = 4\n"
         "  try    torchrun --nproc-per-node 4 ..., or a mesh of 2 ranks",
     ("tp2", "no values"): "RuntimeSetupError: parameter 'layers.0.weight' has no values to run with\n  why    it is on "
-        "the meta device\n  try    load the model's weights first; plan() needs none, parallelize() does",
+        "the meta device\n  try    weights='folder' of safetensors or weights='init', or load the model's weights "
+        "first",
     ("pp2", "statistic"): CASES["microbatches: statistic"][1],
     ("tp2", "no loss"): CASES["step: no loss"][1],
     ("dp2", "batch"): CASES["dp: microbatches"][1],

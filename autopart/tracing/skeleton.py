@@ -58,9 +58,9 @@ def without_values(tensor: Tensor) -> Tensor:
     return _as(tensor, form)
 
 
-def emptied(tensor: Tensor) -> Tensor:
-    """A tensor like this one, where it is, whose memory has no size: its values must not be read."""
-    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def emptied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A tensor like this one, on `device` or where it is, whose memory has no size: its values must not be read."""
+    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
     form.untyped_storage().resize_(0)
     return _as(tensor, form)
 
@@ -99,13 +99,23 @@ def _can_be_copied(thing: Any, shared: Mapping[int, Any]) -> bool:
     return True
 
 
-def skeleton_of(model: nn.Module, cut: Collection[str]) -> nn.Module:
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has values that may be read: not on the meta device, and not of a skeleton."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return not tensor.is_meta
+    return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
+
+
+def skeleton_of(
+    model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor] | None = None
+) -> nn.Module:  # fmt: skip
     """A copy of a model that shares its tensors, but for the parameters of some names, which have no memory.
 
+    `instead`: what stands for tensors of the model in the copy, by their ids.
     Raises NoSkeleton where a copy would not be the same model, or would hold the original's parameters.
     """
     try:
-        shared, originals = _twins(model, cut)
+        shared, originals = _twins(model, cut, instead or {})
         made = copy_of(model, shared)
     except Exception as error:  # whatever the attributes of a user's modules make of a copy
         raise NoSkeleton(f"it cannot be copied ({type(error).__name__}: {str(error)[:100]})") from error
@@ -120,12 +130,15 @@ def skeleton_of(model: nn.Module, cut: Collection[str]) -> nn.Module:
     return made
 
 
-def _twins(model: nn.Module, cut: Collection[str]) -> tuple[dict[int, Any], dict[int, Any]]:
+def _twins(
+    model: nn.Module, cut: Collection[str], instead: Mapping[int, Tensor]
+) -> tuple[dict[int, Any], dict[int, Any]]:  # fmt: skip
     """What stands for every tensor of a model in its skeleton, by id; and what no skeleton may refer to."""
-    twins: dict[int, Any] = {}
+    twins: dict[int, Any] = dict(instead)
     originals: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        twins.setdefault(id(parameter), emptied(parameter) if name in cut else parameter)
+        if id(parameter) not in twins:
+            twins[id(parameter)] = emptied(parameter) if name in cut else parameter
         if name in cut:
             originals[id(parameter)] = parameter
     for module in model.modules():

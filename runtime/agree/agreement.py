@@ -23,6 +23,7 @@ from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.program import Program
 from autopart.runtime.agree.checksums import checksums
 from autopart.runtime.comm.watch import finish
+from autopart.tracing.skeleton import has_memory
 
 WEIGHTS = "weights"
 SHOWN = (
@@ -63,7 +64,8 @@ def described(model: nn.Module) -> dict[str, str]:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The model's parameters and buffers that have values, each by its first name."""
-    return {name: t.detach() for _, name, t in _tensors(model, every_name=False) if not t.is_meta and not t.is_sparse}
+    tensors = _tensors(model, every_name=False)
+    return {name: tensor.detach() for _, name, tensor in tensors if has_memory(tensor) and not tensor.is_sparse}
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -6,8 +6,10 @@ where possible and the last ones smaller, and shard i of the dim is the i-th sha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,3 +94,58 @@ class Cut:
         """Shard `index` of each section of `full`, as views."""
         spans = self.spans(index)
         return [(number, full.narrow(self.dim, *span)) for number, span in enumerate(spans)]
+
+
+Span = tuple[int, int]
+"""Elements of a dim: the first, and how many."""
+
+
+class Box(NamedTuple):
+    """A box of the full tensor that a shard holds: where it starts there and in the shard, and its sizes."""
+
+    offsets: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def spans_of(shape: Sequence[int], cuts: Sequence[tuple[Cut, int]]) -> tuple[tuple[Span, ...], ...]:
+    """For each dim of a tensor, the runs of elements that a shard is made of, in its order.
+
+    `cuts`: each with the index of the shard, in the order in which they are made.
+
+    >>> spans_of((8, 3), [(Cut(0, 8, (4, 4), 2), 1)])
+    (((2, 2), (6, 2)), ((0, 3),))
+    """
+    spans: list[list[Span]] = [[(0, size)] for size in shape]
+    for cut, index in cuts:
+        spans[cut.dim] = _within(spans[cut.dim], cut.spans(index))
+    return tuple(map(tuple, spans))
+
+
+def boxes(spans: Sequence[Sequence[Span]]) -> list[Box]:
+    """The boxes that a shard of these spans is made of."""
+    dims = []
+    for row in spans:
+        positions = itertools.accumulate((length for _, length in row), initial=0)
+        dims.append([(start, position, length) for (start, length), position in zip(row, positions, strict=False)])
+    return [
+        Box(tuple(s for s, _, _ in box), tuple(p for _, p, _ in box), tuple(n for _, _, n in box))
+        for box in itertools.product(*dims)
+    ]
+
+
+def _within(outer: Sequence[Span], inner: Sequence[Span]) -> list[Span]:
+    """The parts `inner` of a row that is made of the spans `outer`, one behind the other.
+
+    >>> _within([(0, 4), (8, 4)], [(2, 4)])
+    [(2, 2), (8, 2)]
+    """
+    parts = []
+    for start, length in inner:
+        position = 0
+        for outer_start, outer_length in outer:
+            first, last = max(start, position), min(start + length, position + outer_length)
+            if first < last:
+                parts.append((outer_start + first - position, last - first))
+            position += outer_length
+    return parts

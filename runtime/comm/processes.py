@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopart.compat import is_gloo, runs_on_host
@@ -277,3 +277,10 @@ def _one_gpu_each() -> bool:
 
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's tensors are; the host where it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

@@ -156,19 +156,6 @@ class Branch(nn.Module):
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse_hook
 
 
-def holder_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds `name` below `root`, made where it is missing, and the last part of the name."""
-    *path, last = name.split(".")
-    for part in path:
-        # By the dict: a part may have the name of one of the root's own attributes.
-        if part not in root._modules:
-            root._modules[part] = Branch()
-        child = root._modules[part]
-        assert child is not None
-        root = child
-    return root, last
-
-
 def attribute_of(model: nn.Module, name: str) -> Any:
     """A plain attribute of the user's model, such as its `config`.
 
@@ -225,3 +212,16 @@ def _refuse_change(name: str) -> NoReturn:
         why="the program was traced with what the model had",
         hint="change the model before; values: pm.load_state_dict(...)",
     )
+
+
+def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds `name` below `root`, made where it is missing, and the last part of the name."""
+    *path, last = name.split(".")
+    for part in path:
+        # By the dict: a part may have the name of one of ParallelModule's own attributes.
+        if part not in root._modules:
+            root._modules[part] = Branch()
+        child = root._modules[part]
+        assert child is not None
+        root = child
+    return root, last

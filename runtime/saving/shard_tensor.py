@@ -7,12 +7,11 @@ keeps its place: a state dict that was moved to the host, staged, or pickled is 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +23,10 @@ from autopart.compat import (
     tree_map,
 )
 from autopart.errors import CheckpointError
+from autopart.runtime.comm.pieces import Box, Span, boxes, spans_of
 from autopart.runtime.saving.checkpoint_plans import plan_checkpoints_with, refuse_pieces_in_safetensors
 from autopart.runtime.state.homes import Home, home_of
 
-Span = tuple[int, int]
 """Where a run of elements starts in a dim of the full tensor, and how many they are."""
 
 KEEPING_PLACE = frozenset(
@@ -66,55 +65,21 @@ PLACE = "autopart_place"
 """The attribute that has the place of a tensor in a file."""
 
 
-class Chunk(NamedTuple):
-    """A box of the full tensor that a shard holds: where it starts there and in the shard, and its sizes."""
-
-    offsets: tuple[int, ...]
-    local_offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 def place_of(home: Home, *, only_by_name: bool = False) -> ShardPlace:
     """Where the shards of a home lie on this rank; `only_by_name`: saved under a name of the parameter alone."""
-    spans: list[list[Span]] = [[(0, size)] for size in home.stored.shape]
     coordinates = home.process.coordinates
-    for axis, cut in home.cuts:
-        spans[cut.dim] = _within(spans[cut.dim], cut.spans(coordinates[axis]))
+    spans = spans_of(home.stored.shape, [(cut, coordinates[axis]) for axis, cut in home.cuts])
     keys = (home.name, *home.stored.aliases) if only_by_name else ()
-    return ShardPlace(home.name, tuple(home.stored.shape), tuple(tuple(dim) for dim in spans), keys)
+    return ShardPlace(home.name, tuple(home.stored.shape), spans, keys)
 
 
-def _within(outer: Sequence[Span], inner: Sequence[Span]) -> list[Span]:
-    """The parts `inner` of a row that is made of the spans `outer`, one behind the other.
-
-    >>> _within([(0, 4), (8, 4)], [(2, 4)])
-    [(2, 2), (8, 2)]
-    """
-    parts = []
-    for start, length in inner:
-        position = 0
-        for outer_start, outer_length in outer:
-            first, last = max(start, position), min(start + length, position + outer_length)
-            if first < last:
-                parts.append((outer_start + first - position, last - first))
-            position += outer_length
-    return parts
-
-
-def chunks_of(place: ShardPlace) -> list[Chunk]:
+def chunks_of(place: ShardPlace) -> list[Box]:
     """The boxes that a shard is made of; none where it is empty and its full tensor is not."""
     assert place.spans is not None
     if math.prod(place.shape) == 0:
         zeros = (0,) * len(place.shape)
-        return [Chunk(zeros, zeros, place.shape)] if place.is_whole else []
-    dims = []
-    for spans in place.spans:
-        positions = itertools.accumulate((length for _, length in spans), initial=0)
-        dims.append([(start, position, length) for (start, length), position in zip(spans, positions, strict=False)])
-    return [
-        Chunk(tuple(s for s, _, _ in box), tuple(p for _, p, _ in box), tuple(n for _, _, n in box))
-        for box in itertools.product(*dims)
-    ]
+        return [Box(zeros, zeros, place.shape)] if place.is_whole else []
+    return boxes(place.spans)
 
 
 class ShardTensor(Tensor):

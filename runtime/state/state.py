@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from autopart.runtime.comm.lists import LIST_PRIMITIVES
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process, of_all_stages
 from autopart.runtime.comm.stage_ranks import groups_along, owners
+from autopart.runtime.state.constructed import Cuts
+from autopart.runtime.state.weights import Weights
 
 
 def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
@@ -57,30 +59,40 @@ def shard_parameters(
     stages: Collection[int] | None = None,
     device: torch.device | None = None,
     known: Collection[str] = (),
+    weights: Weights | None = None,
 ) -> dict[str, nn.Parameter]:
     """{name: local parameter} of the rank at `coordinates`, for the `stages` it runs (None: all), but for `known` ones.
 
-    Each is a copy of its part of the model's parameter, with the same dtype and `requires_grad`. Raises
-    RuntimeSetupError for a parameter on the meta device.
+    Each is a copy of its part of the model's parameter, with the same dtype and `requires_grad`; its values are those
+    of `weights` where these are given. Raises RuntimeSetupError for a parameter on the meta device without.
     """
     source = dict(model.named_parameters(remove_duplicate=False))
-    local = {}
+    cuts = {}
     for name, stored in program.parameters.items():
-        if name in known or (stages is not None and not set(stages) & set(stored.stages)):
-            continue
+        if name not in known and (stages is None or set(stages) & set(stored.stages)):
+            cuts[name] = [(cut, coordinates.get(axis, 0)) for axis, cut in stored_cuts(stored, program.mesh)]
+    local = {}
+    for name, value in _parts(source, cuts) if weights is None else weights.read(cuts):
         full = source[name]
-        if full.is_meta:
+        # What was read is nobody else's.
+        value = value.to(device or full.device, copy=weights is None, memory_format=torch.contiguous_format)
+        local[name] = nn.Parameter(value, requires_grad=full.requires_grad)
+    return {name: local[name] for name in cuts}
+
+
+def _parts(source: Mapping[str, Tensor], cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
+    """(name, this rank's part) of the parameters of a model."""
+    for name, cut_here in cuts.items():
+        if source[name].is_meta:
             raise RuntimeSetupError(
                 f"parameter '{name}' has no values to run with",
                 why="it is on the meta device",
-                hint="load the model's weights first; plan() needs none, parallelize() does",
+                hint="weights='folder' of safetensors or weights='init', or load the model's weights first",
             )
-        value = full.detach()
-        for axis, cut in stored_cuts(stored, program.mesh):
-            value = cut.take(value, coordinates.get(axis, 0))
-        value = value.to(device or full.device, copy=True, memory_format=torch.contiguous_format)
-        local[name] = nn.Parameter(value, requires_grad=full.requires_grad)
-    return local
+        value = source[name].detach()
+        for cut, index in cut_here:
+            value = cut.take(value, index)
+        yield name, value
 
 
 def gather(
