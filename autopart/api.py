@@ -108,7 +108,8 @@ def _module(
     options = compiler.options
     module = ParallelModule(
         compiler.source, sizes, compiler, schedule=name, device_mesh=device_mesh, compile=compiled,
-        timeout=options.timeout, check_replicas=options.check_replicas, local_batch=options.local_batch, weights=weights,
+        timeout=options.timeout, check_replicas=options.check_replicas, local_batch=options.local_batch,
+        weights=weights,
     )  # fmt: skip
     module.train(model.training)
     compiler.reseed(module.initial_seed)

@@ -120,7 +120,8 @@ def _zero(level: Any) -> int:
 def _prefetch(blocks: Any) -> int:
     if not isinstance(blocks, int) or isinstance(blocks, bool) or blocks < 0:
         raise OptionError(f"prefetch={blocks!r} is not a number of blocks",
-                          why="weights are gathered so many blocks before they are read", hint="1, or 0: where they are read")  # fmt: skip
+                          why="weights are gathered so many blocks before they are read",
+                          hint="1, or 0: where they are read")  # fmt: skip
     return blocks
 
 
@@ -174,8 +175,8 @@ class Options:
         Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "
         "autopart.plans.pins.", "none", "PATH", read=Pins.parse)
     zero: int | None = _row(
-        None, "What is cut over dp: 0, nothing; 1, the optimizer's state; 2, and gradients; 3, and parameters, which are "
-        "gathered where they are read (ZeRO; FSDP is 3).",
+        None, "What is cut over dp: 0, nothing; 1, the optimizer's state; 2, and gradients; 3, and parameters, which "
+        "are gathered where they are read (ZeRO; FSDP is 3).",
         "0, or as memory needs", int, read=_zero)
     prefetch: int = _row(
         1, "With zero=3: how many blocks ahead weights are gathered.", "1", int, read=_prefetch, in_plan="prefetch")

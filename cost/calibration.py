@@ -55,7 +55,7 @@ def profile(name: str, device: Device, found: Sequence[Measured], date: str, bas
                                     "[bytes that an operator reads and writes, share of memory_bytes_per_s]",
                                     f"{source}: pointwise operators whose results are kept, without the launch"),
         "devices_per_node": _per_node(device, base, source),
-        "overlap": _entry(0 if device.kind == "cpu" else base.overlap, "share of communication", "the processor that computes also sends" if device.kind == "cpu" else f"not measured: from profile {base.name}"),
+        "overlap": _entry(*_overlap(device, base)),
         "causal_block": _entry(base.causal_block, "queries", f"not measured: from profile {base.name}"),
     }  # fmt: skip
     own: defaultdict[str, Entry] = defaultdict(dict)
@@ -81,6 +81,13 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
         return hardware.launch_s
     stride = 1 if row.link == "link" else hardware.devices_per_node
     return time_s(row.kind, row.num_ranks, row.size_bytes, hardware, stride)
+
+
+def _overlap(device: Device, base: Hardware) -> tuple[float, str, str]:
+    """The share of communication that runs beside compute, its unit and where it is from."""
+    if device.kind == "cpu":
+        return 0.0, "share of communication", "the processor that computes also sends"
+    return base.overlap, "share of communication", f"not measured: from profile {base.name}"
 
 
 def _entry(value: Any, unit: str, source: str) -> Entry:

@@ -58,7 +58,8 @@ class Totals:
     `works`: {(part of a step, work): how often}. `stored`: bytes of parameters, of which `trained` get a gradient, and
     ZeRO cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `kept`: of activations,
     by all operators. `temporary`: beyond it at the largest. `sent`: between two stages. `buffers`: of the model and of
-    the inputs. `hidden`: the share of gradients that are complete before the last. `at`: the sizes that all were counted at.
+    the inputs. `hidden`: the share of gradients that are complete before the last. `at`: the sizes that all were
+    counted at.
     """
 
     works: Mapping[tuple[str, Work], int]

@@ -26,8 +26,8 @@ class RankMemory:
     `inputs`: the batch and what is computed from it alone. `activations`: what is kept for backwards when most is, of
     `in_flight` microbatches by stage. `temporary`: how far one forward or backward goes beyond that. `communication`:
     what pipelining receives into, and the largest bucket of tied gradients. `gathered`: with ZeRO 1 and 2 the wholes of
-    parameters that are stored in parts, and with 1 of their gradients, beyond the parts. Not all of these are there at a time: `total` is
-    the most that is. `largest`: single tensors or operators, `{name: bytes}`, the largest first.
+    parameters that are stored in parts, and with 1 of their gradients, beyond the parts. Not all of these are there at
+    a time: `total` is the most that is. `largest`: single tensors or operators, `{name: bytes}`, the largest first.
 
     A step begins without gradients (`optimizer.zero_grad()`, whose default frees them) and AdamW updates without
     copies (`fused=True`; torch's default on GPUs, `foreach`, takes up to the bytes of all trained parameters more).

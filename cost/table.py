@@ -68,8 +68,8 @@ class Table:
     the block's number). `b`, `s`, `tp`: rows of a microbatch, tokens of a row and ranks that were counted.
     `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
     `gathers`: the rows have what ZeRO-3 gathers and scatters. `hidden_sums`: the share of gradients that are complete
-    before the last ones are, so that their sums may run beside the backward. `cuts`: of numbers of stages asked for so far, where
-    stages begin; None where they cannot be.
+    before the last ones are, so that their sums may run beside the backward. `cuts`: of numbers of stages asked for so
+    far, where stages begin; None where they cannot be.
     """
 
     rows: tuple[Row, ...]
@@ -320,8 +320,10 @@ class Priced:
         """Leaves of what weights and gradients take on the data axis what does not run beside the compute of other
         blocks: the first block's, and of equal blocks what takes longer than the compute."""
         axis, overlap = self.setting.mesh.data_axis, self.hardware.overlap
-        found = {(path, number) for position, path, number in (self.table.order[i] for i in stage)
-                 if any(self._is_cut(self.table.parameters[name]) for name in self.table.rows[position].parameters)}  # fmt: skip
+        read = [(path, number, self.table.rows[position].parameters)
+                for position, path, number in (self.table.order[i] for i in stage)]  # fmt: skip
+        found = {(path, number) for path, number, names in read
+                 if any(self._is_cut(self.table.parameters[name]) for name in names)}  # fmt: skip
         blocks = len(found)
         if blocks < 2 or not overlap or (self.setting.zero == 3 and not self.setting.prefetch):
             return

@@ -161,7 +161,8 @@ class Executable:
 
     @contextmanager
     def _summing(self) -> Iterator[None]:
-        """Inside, gradients are summed over ranks while backwards run; at the end those of these stages are complete."""
+        """Inside, gradients are summed over ranks while backwards run; at the end those of these stages are
+        complete."""
         reducers = [module.reducer for module in self.modules]
         try:
             for reducer in reducers:

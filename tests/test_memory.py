@@ -110,8 +110,8 @@ PEAKS = [
     ("gpt2", "pp2", {"schedule": "interleaved_zero_bubble"}, 0.7),
     ("llama", "tp2", {"sequence_parallel": False}, 0.05),
     ("llama", "tp2", {"recompute": "full"}, 0.15), ("llama", "dp2", {"zero": 3}, 0.05),
-    ("llama", "dp2", {"zero": 1}, 0.05), ("llama", "dp2", {"zero": 2}, 0.05), ("gpt2", "dp2", {"zero": 1, "microbatches": 2}, 0.05),
-    ("gpt2", "dp2", {"zero": 2, "microbatches": 2}, 0.05), ("gpt2", "dp2", {"zero": 3, "microbatches": 2}, 0.05),
+    *(("llama", "dp2", {"zero": zero}, 0.05) for zero in (1, 2)),
+    *(("gpt2", "dp2", {"zero": zero, "microbatches": 2}, 0.05) for zero in (1, 2, 3)),
     ("llama", "pp2", {"schedule": "zbv", "recompute": "full"}, 0.9),
     ("bert", "tp2", {"sequence_parallel": True}, 0.05), ("t5", "tp2", {}, 0.01), ("vit", "dp2", {}, 0.05),
 ]  # fmt: skip

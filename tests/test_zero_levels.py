@@ -33,8 +33,8 @@ MODELS = ("gpt2", "llama", "t5", "skip_mlp")  # tied weights; vectors that tp su
 
 def design() -> list[tuple[str, str, dict[str, Any]]]:
     """The combinations that there can be, sampled so that every value of everything comes about as often."""
-    every = [one for one in itertools.product(MESHES, SCHEDULES, (1, 2, 4), (0, 1, 2, 3), RECOMPUTE, (False, True), MODELS)
-             if _can_be(*one)]  # fmt: skip
+    choices = MESHES, SCHEDULES, (1, 2, 4), (0, 1, 2, 3), RECOMPUTE, (False, True), MODELS
+    every = [one for one in itertools.product(*choices) if _can_be(*one)]
     shuffled = random.Random(0)
     levels = {zero: [one for one in every if one[3] == zero] for zero in (0, 1, 2, 3)}
     chosen: list[tuple[Any, ...]] = []
@@ -111,7 +111,7 @@ def test_every_level_is_exact_in_one_process(mesh, zero):
     assert found.ok and found.max_error < 1e-12, str(found)
 
 
-# --- what ranks hold ---------------------------------------------------------------------------------------------------
+# --- what ranks hold -------------------------------------------------------------------------------------------------
 
 
 def holds(zero: int) -> tuple[int, int, int]:
@@ -212,14 +212,14 @@ def test_checkpoints_go_from_level_to_level(tmp_path, made, read):
         dist.run_ranks(work, Mesh.parse(mesh).num_ranks, str(tmp_path / "saved"), mesh, zero, timeout_s=120)
 
 
-# --- what plans say ----------------------------------------------------------------------------------------------------
+# --- what plans say --------------------------------------------------------------------------------------------------
 
 
 def test_memory_falls_with_the_level():
     """Of a model that is large beside its batch: optimizer, then gradients, then parameters (the paper's figure 1)."""
     model, batch = zoo.llama(num_layers=8, hidden=128)
-    totals = [max(row["total"] for row in autopart.plan(model, "dp4", example_kwargs=batch, zero=zero, microbatches=2).memory)
-              for zero in (0, 1, 2, 3)]  # fmt: skip
+    plans = [autopart.plan(model, "dp4", example_kwargs=batch, zero=zero, microbatches=2) for zero in (0, 1, 2, 3)]
+    totals = [max(row["total"] for row in plan.memory) for plan in plans]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4, totals
     assert totals[3] < 0.5 * totals[0]
 

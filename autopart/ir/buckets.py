@@ -1,8 +1,8 @@
 """Which parameters travel together: one collective for each block of a model, which runs beside the work of another.
 
-A bucket holds consecutive parameters in the order in which a stage reads them, of one repeated block; blocks smaller than
-`LEAST_BYTES` share one, and a larger one may be split. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the reasons
-for buckets; Zhao et al. 2023, arXiv:2304.11277, section 3.3, for blocks.)
+A bucket holds consecutive parameters in the order in which a stage reads them, of one repeated block; blocks smaller
+than `LEAST_BYTES` share one, and a larger one may be split. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the
+reasons for buckets; Zhao et al. 2023, arXiv:2304.11277, section 3.3, for blocks.)
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class StageMemory:
 
     `saved`: what autograd keeps, by the node that keeps it first. `bytes`: how much the schedule's actions take.
     `input_bytes`: values of the inputs alone, for all microbatches. `trained`: the parameters that get a gradient.
-    `whole`: {parameter that is held whole for a step: its bytes}. `whole_backward`: whether the runtime never splits the
-    backward, as something is run again in it. `traffic`: what is sent beside its work.
+    `whole`: {parameter that is held whole for a step: its bytes}. `whole_backward`: whether the runtime never splits
+    the backward, as something is run again in it. `traffic`: what is sent beside its work.
     """
 
     saved: dict[fx.Node, int]

@@ -62,7 +62,8 @@ def _rank_memory(
     passing = max(most_at_once(ran, taken, grown), received, gradients + bucket)
     return RankMemory(
         tuple(mine), lasting[0], gradients, *lasting[1:], most.size_bytes,
-        max(memories[stage].temporary_bytes for stage in mine), pipeline + bucket, sum(wholes.values()) + grown - gradients,
+        max(memories[stage].temporary_bytes for stage in mine), pipeline + bucket,
+        sum(wholes.values()) + grown - gradients,
         sum(lasting) + pipeline + sum(wholes.values()) + passing,
         most.in_flight, _largest(largest | _largest_activations(memories, most.in_flight)),
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""What sums the gradients of a stage, and gathers its weights, while it runs: buckets, and the memory that they take."""
+"""What sums the gradients of a stage, and gathers its weights, while it runs: buckets, and the memory that they
+take."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ With `zero` of 1 to 3 (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054, section 
 arXiv:2304.11277) a rank holds one part in `dp` of a weight, and so its optimizer has one part of its state. That is a
 layout as any other, `S(d)` on `dp`: where the weight is read it is converted to `R(grad P)`, which gathers it and
 scatters the sum of its gradient. The levels differ in how long the runtime lets the whole weight and the whole gradient
-live (`Program.zero`). A dim is cut by one axis alone, so that a part is one block of the weight. Which axis that is says
-the mesh (`Axis.stores`).
+live (`Program.zero`). A dim is cut by one axis alone, so that a part is one block of the weight. Which axis that is
+says the mesh (`Axis.stores`).
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ def bind(
 
     Axis names become process groups (an axis without a group has one rank: its conversions fall away), `axis_index`
     an int, every device but the host `device`. `get_attr` nodes read `tensors` by their dotted name where it is there,
-    so several bound graphs share one Parameter; others come from `graph_module`, moved to `device`. Those in `whole` are
-    gathered before the graph runs: what gathers them in it falls away.
+    so several bound graphs share one Parameter; others come from `graph_module`, moved to `device`. Those in `whole`
+    are gathered before the graph runs: what gathers them in it falls away.
     """
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}

@@ -34,8 +34,8 @@ from autopart.runtime.state.part_buckets import PartBucket, Stored
 from autopart.runtime.state.reducing import Crossing, Pending, arrive
 
 KEPT_IN_BACKWARD = 2
-"""Blocks whose weights are whole at a time in the backward, beside those that are gathered ahead: a value that two blocks
-read makes it go to and fro between them."""
+"""Blocks whose weights are whole at a time in the backward, beside those that are gathered ahead: a value that two
+blocks read makes it go to and fro between them."""
 
 
 def gather_blocks(

@@ -93,7 +93,11 @@ def sum_axes(stored: StoredTensor, program: Program) -> tuple[str, ...]:
 
 
 def stage_reducers(
-    program: Program, stages: Sequence[Stage], process: Process, parameters: Mapping[str, Tensor], wholes: Wholes,
+    program: Program,
+    stages: Sequence[Stage],
+    process: Process,
+    parameters: Mapping[str, Tensor],
+    wholes: Wholes,
     unsummed: Unsummed | None = None,
 ) -> tuple[list[Reducer], list[StageBucket]]:
     """What sums the gradients of each of these stages while its backward runs; and the buckets of parameters that
@@ -108,7 +112,8 @@ def stage_reducers(
         same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
         rows = [row for group in same_kind for row in bucketed({name: parameters[name].nbytes for name in group})]
         groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
-        return [SumBucket({name: parameters[name] for name in row}, groups[row[0]], under_way, unsummed) for row in rows]
+        tensors = {row: {name: parameters[name] for name in row} for row in rows}
+        return [SumBucket(tensors[row], groups[row[0]], under_way, unsummed) for row in rows]
 
     reducers = []
     for stage, gathered in zip(stages, wholes.buckets, strict=True):

@@ -1,10 +1,10 @@
 """Gradients are summed over ranks while the backward still runs: a bucket at a time, as soon as it is complete.
 
 A stage's buckets are in the order in which its backward completes them, the last block first. What tells that a
-gradient has come is a hook on the node of autograd that adds it to `.grad`. Buckets begin in their order, whatever order
-their gradients come in, so that all ranks send the same ones to each other (Li et al. 2020, arXiv:2006.15704, section
-3.2.3). Where a schedule runs the weights' part of a backward by itself, no such node runs: a bucket begins when that
-part ends.
+gradient has come is a hook on the node of autograd that adds it to `.grad`. Buckets begin in their order, whatever
+order their gradients come in, so that all ranks send the same ones to each other (Li et al. 2020, arXiv:2006.15704,
+section 3.2.3). Where a schedule runs the weights' part of a backward by itself, no such node runs: a bucket begins when
+that part ends.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Bucket(Protocol):
 class Crossing:
     """Parameters on their way into the graphs of one differentiable call, and their gradients on the way out.
 
-    Two nodes of autograd sum gradients beside the backward. `_Leave`, made where the block begins that reads them, has a
-    backward that begins the collective as soon as all their gradients are there; `_Arrive`, made before all else, one
+    Two nodes of autograd sum gradients beside the backward. `_Leave`, made where the block begins that reads them, has
+    a backward that begins the collective as soon as all their gradients are there; `_Arrive`, made before all else, one
     that waits for it: autograd runs what was made last first, so that it waits when all else has run.
     """
 
