@@ -44,7 +44,7 @@ def in_node_of(axis: str) -> sympy.Symbol:
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
 pp = ranks_of("pp")
 SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(BUILT)), m, v)
-"""`b, s, tp, dp, pp, m, v`: of a mesh without axes of its own."""
+"""`b, s, tp, dp, dpr, pp, m, v`: of a mesh without axes of its own."""
 BACKWARD_SHARE = sympy.Rational(2, 3)
 """Of a step's work: it does twice what the forward does."""
 
@@ -271,7 +271,7 @@ class Formula:
 
 
 def compiled(formulas: Sequence[Formula]) -> Any:
-    """(step_time_s, memory_bytes) of each formula as one numpy function of `b, s, tp, dp, pp, m, v, g_tp, g_dp, g_pp`:
+    """(step_time_s, memory_bytes) of each formula as one numpy function of `b, s, tp, dp, dpr, pp, m, v, g_tp, g_dp, g_dpr, g_pp`:
     numbers or arrays of them. The formulas are of one kind of hardware, for the same axes."""
     constants, sizes = formulas[0].constants, formulas[0].sizes
     found = [expression for f in formulas for expression in (f.step_time_s, f.memory_bytes)]

@@ -162,13 +162,13 @@ class Setting:
     zero: int = 0
     state_bytes: float = 1.0 + OPTIMIZER_VALUES
     hidden_sums: float | None = None
-    prefetch: int = 1
     scatter_sends: bool = False
     overlap_sends: bool | None = None
     fused_sums: bool = False
     receives_held: int | None = None
     cuts: tuple[int, ...] | None = field(default=None)
     tokens: float | None = None
+    prefetch: int = 1
 
     @property
     def b(self) -> float:

@@ -49,7 +49,7 @@ PIN_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "pins: no axis": (pinned({"head": "R"}),
         f"OptionError: the pin 'head': 'R' names no axis\n  try    pins={{{FORM}"),
     "pins: unknown axis": (pinned({"head": {"xp": "R"}}),
-        "OptionError: the pin 'head' names an unknown axis 'xp'\n  why    the axes are pp, dp, cp, ep, tp"),
+        "OptionError: the pin 'head' names an unknown axis 'xp'\n  why    the axes are pp, dpr, dp, cp, ep, tp"),
     "pins: placement": (pinned({"head.weight": {"tp": "column"}}),
         "OptionError: the pin 'head.weight' asks for 'column'\n  why    'column' is not a placement; try R, R(grad P), "
         "P, S(0) or S(0; sections=3)\n  try    R, or S(d) cut along dim d: S(0) for the weight of a column-parallel "

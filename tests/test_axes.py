@@ -51,5 +51,5 @@ def test_a_plan_on_them_cuts_weights_in_two_dims_and_is_read_back():
 
 
 def test_the_table_that_ships_does_not_know_them():
-    with pytest.raises(MeshError, match="unknown mesh axis 'rows'\n  why    the axes are pp, dp, cp, ep, tp"):
+    with pytest.raises(MeshError, match="unknown mesh axis 'rows'\n  why    the axes are pp, dpr, dp, cp, ep, tp"):
         Mesh.parse("dp2,rows2")

@@ -186,7 +186,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh: twice": (plan("tp2,tp2"),
         "MeshError: mesh='tp2,tp2' names axis 'tp' twice\n  try    mesh='dp2,tp2'"),
     "mesh: unknown axis": (plan({"xp": 2}),
-        "MeshError: unknown mesh axis 'xp'\n  why    the axes are pp, dp, cp, ep, tp\n  try    mesh={'dp': 2, 'tp': "
+        "MeshError: unknown mesh axis 'xp'\n  why    the axes are pp, dpr, dp, cp, ep, tp\n  try    mesh={'dp': 2, 'tp': "
         "2}"),
     "mesh: size 0": (plan("tp0"),
         "MeshError: mesh axis 'tp' has size 0\n  why    a size is a whole number from 1"),

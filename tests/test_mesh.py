@@ -28,7 +28,7 @@ def device_mesh(names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Simple
 ], ids=str)  # fmt: skip
 def test_every_form_gives_the_same_mesh(form):
     mesh = Mesh.parse(form)
-    assert [mesh.size(axis.name) for axis in AXES] == [4, 2, 1, 1, 8]
+    assert [mesh.size(axis.name) for axis in AXES] == [4, 1, 2, 1, 1, 8]
     assert mesh.num_ranks == 64
     assert [axis for axis in mesh.sizes if mesh.size(axis) > 1] == ["pp", "dp", "tp"]
 
@@ -85,7 +85,7 @@ def test_ranks_are_those_of_a_device_mesh():
      "pp outermost, then dp, cp, ep, and tp innermost\n  try    give the dims in that order"),
     (device_mesh(None, (2, 2)), "the DeviceMesh has no named dims\n  why    autopart finds its axes by name\n"
      "  try    init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))"),
-    (device_mesh(("dp", "model"), (2, 2)), "unknown mesh axis 'model'\n  why    the axes are pp, dp, cp, ep, tp\n"
+    (device_mesh(("dp", "model"), (2, 2)), "unknown mesh axis 'model'\n  why    the axes are pp, dpr, dp, cp, ep, tp\n"
      "  try    mesh={'dp': 2, 'tp': 2}"),
     ("dp2;tp2",
      "mesh='dp2;tp2' cannot be read\n  why    'dp2;tp2' is not an axis name followed by a size\n"

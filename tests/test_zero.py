@@ -27,7 +27,7 @@ from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.recipe import prepare
 from autopart.runtime import lockstep
-from autopart.runtime.state import regather
+from autopart.runtime.state import gathering, part_buckets
 from autopart.runtime.state.state import join, shard_parameters
 from autopart.tracing.trace import bind_call
 
@@ -273,15 +273,21 @@ def gathers(mesh: str, keep: bool) -> tuple[set[str], int, int]:
     model, batch = zoo.llama()
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=3, microbatches=1)
     found: list[tuple[str, StorageWeakRef]] = []
-    gather = regather._Gather._gather
+    gather = part_buckets.PartBucket.gather
 
-    def noted(self, part):
-        full = gather(self, part)
-        found.append((self.name, StorageWeakRef(full.untyped_storage())))
-        return full
+    def noted(self, *given):
+        wait = gather(self, *given)
 
-    pack = (lambda self, saved: saved) if keep else regather.Gathered._pack
-    with mock.patch.object(regather.Gathered, "_pack", pack), mock.patch.object(regather._Gather, "_gather", noted):
+        def wholes():
+            weights = wait()
+            found.extend((name, StorageWeakRef(w.untyped_storage())) for name, w in zip(self.names, weights, strict=True))
+            return weights
+
+        return wholes
+
+    pack = (lambda self, saved: saved) if keep else gathering.GatheredBlocks._pack
+    kept = mock.patch.object(gathering.GatheredBlocks, "_pack", pack)
+    with kept, mock.patch.object(part_buckets.PartBucket, "gather", noted):
         loss = pm(**batch).loss
         for _ in range(1 if keep else 100):  # a thread of gloo may hold what it has sent a moment longer
             there = {name for name, memory in found if not memory.expired()}
