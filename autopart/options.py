@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from autopart.ir.program import Rng
     from autopart.passes.choose.shard import SequenceParallel
 
-NOT_BUILT = {"precision": "mixed precision"}
+NOT_BUILT: dict[str, str] = {}
+
+PRECISIONS = ("bf16", "fp16", "fp32")
 
 TOLERANCE = 1e-10
 """What counts as equal in `verify`."""
@@ -39,6 +41,8 @@ class SearchOptions(TypedDict, total=False):
 
     hardware: str | None
     memory: int | str | None
+    precision: str | None
+    reduce_dtype: str | None
 
 
 class PlanOptions(SearchOptions, total=False):
@@ -111,6 +115,9 @@ def _zero(level: Any) -> int:
     return _one_of("zero", words, level, "0 (parameters whole on dp) or 3 (cut over dp)")
 
 
+_PRECISIONS = "'bf16' (bfloat16), 'fp16' (float16), 'fp32' (float32), or None: the model's own dtypes"
+
+
 def _timeout(seconds: Any) -> float:
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not math.isfinite(seconds) or seconds <= 0:
@@ -159,6 +166,13 @@ class Options:
         "names of blocks 'h.[0-3]=full,*=none', or a dict of that.", "none, or what the model checkpoints",
         "WORD|PATTERN=WORD,...", read=parse_recompute, in_plan="recompute")
     compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
+    precision: str | None = _row(
+        None, "What is computed in: parameters are stored, trained and summed as they are, and cast where they are read "
+        "(mixed precision); inputs are cast too, outputs are float32.", "the model's own dtypes", "|".join(PRECISIONS),
+        read=lambda given: _one_of("precision", PRECISIONS, given, _PRECISIONS), in_plan="precision")
+    reduce_dtype: str | None = _row(
+        None, "With precision: what gradients are cast to before ranks sum them.", "fp32", "|".join(PRECISIONS),
+        read=lambda given: _one_of("reduce_dtype", PRECISIONS, given, _PRECISIONS), in_plan="reduce_dtype")
     rng: Rng = _row(
         "fast", "exact: dropout and the like draw the numbers that one device draws after the same torch.manual_seed, "
         "which every rank calls; fast: each rank draws for what it holds.", form="fast|exact",
@@ -176,6 +190,10 @@ class Options:
             given = getattr(self, name)
             object.__setattr__(self, name, option.default if given is None else option.read(given))
         check_compile(self.compile, self.schedule, self.zero)
+        if self.reduce_dtype is not None and self.precision is None:
+            raise OptionError(f"reduce_dtype={self.reduce_dtype!r} without precision=",
+                              why="gradients are summed in the dtype of their parameters where no other is computed in",
+                              hint="precision='bf16', or leave reduce_dtype out")  # fmt: skip
 
 
 OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options)}

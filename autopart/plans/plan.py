@@ -139,6 +139,8 @@ class Plan:
     cuts: tuple[str, ...] = ()
     recompute: Recompute = "none"
     compile: bool = False
+    precision: str | None = None
+    reduce_dtype: str | None = None
     stages: tuple[Mapping[str, Any], ...] = ()
     collectives: tuple[Collective, ...] = ()
     unsharded: tuple[Mapping[str, Any], ...] = ()

@@ -182,8 +182,8 @@ class _Writer:
             stage.prologue_outputs.append(stage.seeds)
         return stage.seed
 
-    def mark(self, made: fx.Node, origin: fx.Node, layout: Key) -> None:
-        """Note on a written node which traced value it holds, in which layout."""
+    def mark(self, made: fx.Node, origin: fx.Node, layout: Key, dtype: torch.dtype | None = None) -> None:
+        """Note on a written node which traced value it holds, in which layout; `dtype`: in another than traced."""
         made.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
         made.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
@@ -191,9 +191,9 @@ class _Writer:
             local = local_shape(full.shape, dict(layout), self.sizes)
             for dim, share in facts(origin).get("shares", {}).items():
                 local[dim] = math.ceil(local[dim] * share)
-            form = tuple(local), full.dtype
+            form = tuple(local), dtype or full.dtype
             if form not in self.empty:
-                self.empty[form] = torch.empty(local, dtype=full.dtype, device="meta")
+                self.empty[form] = torch.empty(local, dtype=form[1], device="meta")
             made.meta["val"] = self.empty[form]
 
     def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
@@ -239,6 +239,8 @@ class _Writer:
         role = facts(source_of(node)[0])["role"]
         if role in (INPUT, DATA):
             made = self._from_inputs(node, layout, stage)
+        elif role == PARAMETER and self._stored_dtype(node) is not None:
+            made = self._cast(node, layout, stage)
         else:
             produced = self.produced(node)
             source = self._at_home(node, produced, stage, role)
@@ -276,6 +278,43 @@ class _Writer:
         else:
             self._receive(node, produced, stage)
         return stage.made[node, produced]
+
+    def _stored_dtype(self, node: fx.Node) -> torch.dtype | None:
+        """What a parameter is stored in, where it is computed in, or its gradient summed in, another dtype."""
+        precision, stored = self.trace.precision, self.trace.parameters[node.target].dtype
+        if precision is None or not stored.is_floating_point:
+            return None
+        return None if stored == precision.compute == precision.reduce else stored
+
+    def _cast(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
+        """A parameter in a layout, in the dtype that is computed in.
+
+        It is cast by the first conversion that gathers it, so that the cast value is what travels; what goes before
+        are conversions of its gradient alone, which have that in the dtype it is stored in. One that gathers casts and
+        sums in one operator: between two, autograd would round the sum to the dtype that is computed in.
+        """
+        produced, computed, precision = self.produced(node), value(node).dtype, self.trace.precision
+        stored = dtype = self._stored_dtype(node)
+        assert precision is not None and stored is not None
+        if (node, produced) not in stage.stored:
+            read = stage.graph.create_node("get_attr", node.target, (), {}, node.name)
+            stage.parameters[node.target] = None
+            self.mark(read, node, produced, stored)
+            stage.stored[node, produced] = read
+        made, current = stage.stored[node, produced], dict(produced)
+        for axis, place in _gradient_first(current, self._steps(node, produced, layout)):
+            gathers = current[axis].is_shard
+            options: dict[str, Any] = {"dtype": computed} if gathers and dtype != computed else {}
+            if precision.reduce != (computed if gathers else dtype):
+                options["grad_dtype"] = precision.reduce
+            dtype = computed if gathers else dtype
+            before, current[axis] = dict(current), place
+            known, key = stage.made if dtype == computed else stage.stored, (node, tuple(current.items()))
+            if key not in known:
+                known[key] = self._convert_axis(made, node, before, axis, place, stage, options)
+                self.mark(known[key], node, key[1], dtype)
+            made = known[key]
+        return made if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, made, computed)
 
     def _receive(self, node: fx.Node, layout: Key, stage: StageDraft) -> None:
         """Let a value travel here from the stage before, and there from the one before it."""
@@ -361,16 +400,23 @@ class _Writer:
     def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
         """Go from one layout to another, one axis after the other."""
         current = dict(source)
-        whole = R_GRAD_P if facts(node)["needs_grad"] else R
-        for axis, place in (*_brought_first(current, dict(target), whole), *target):
-            if current[axis] != place:
-                before, current[axis] = dict(current), place
-                layout = tuple(current.items())
-                if (node, layout) not in stage.made:
-                    stage.made[node, layout] = self._convert_axis(made, node, before, axis, place, stage)
-                    self.mark(stage.made[node, layout], node, layout)
-                made = stage.made[node, layout]
+        for axis, place in self._steps(node, source, target):
+            before, current[axis] = dict(current), place
+            layout = tuple(current.items())
+            if (node, layout) not in stage.made:
+                stage.made[node, layout] = self._convert_axis(made, node, before, axis, place, stage, {})
+                self.mark(stage.made[node, layout], node, layout)
+            made = stage.made[node, layout]
         return made
+
+    def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
+        """The axes on which a value changes its place on the way from one layout to another, in order."""
+        current = dict(source)
+        whole = R_GRAD_P if facts(node)["needs_grad"] else R
+        for axis, place in (*_brought_first(dict(source), dict(target), whole), *target):
+            if current[axis] != place:
+                current[axis] = place
+                yield axis, place
 
     def _convert_axis(
         self,
@@ -380,25 +426,27 @@ class _Writer:
         axis: str,
         target: Placement,
         stage: StageDraft,
+        options: Mapping[str, Any],
     ) -> fx.Node:
+        """The value with another place on one axis. `options`: of the operator, dtypes of a parameter."""
         source = current[axis]
         if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
             return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, made, 1.0 / self.sizes[axis])
         step = conversion(source, target)
         if step is None or not is_direct(source, target, shape(node), self.sizes[axis]):
-            whole = self._convert_axis(made, node, current, axis, R_GRAD_P if facts(node)["needs_grad"] else R, stage)
-            between = {**current, axis: R_GRAD_P if facts(node)["needs_grad"] else R}
-            return self._convert_axis(whole, node, between, axis, target, stage)
+            between = R_GRAD_P if facts(node)["needs_grad"] else R
+            whole = self._convert_axis(made, node, current, axis, between, stage, options)
+            return self._convert_axis(whole, node, {**current, axis: between}, axis, target, stage, options)
         operation = getattr(autopart_ops, step.operator).default
         emit = self.emitter(stage, node)
         if step.operator == "all_to_all":
-            return emit(operation, made, axis, source.dim, target.dim)
+            return emit(operation, made, axis, source.dim, target.dim, **options)
         cut = source if source.is_shard else target
         if not cut.is_shard:
-            return emit(operation, made, axis)
+            return emit(operation, made, axis, **options)
         assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
         size, sections = self._over_other_axes(node, current, axis, cut)
-        return emit(operation, made, axis, cut.dim, size, list(sections))
+        return emit(operation, made, axis, cut.dim, size, list(sections), **options)
 
     def _over_other_axes(
         self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement
@@ -443,6 +491,7 @@ class _Writer:
             stored_tensors(self.trace, self.decisions, self._readers(), axes), tuple(results),
             self.trace.output_spec, self.decisions.copied, self.rng if self.draws else None,
             weight_updates=self.trace.weight_updates,
+            reduce_dtype=self.trace.precision.reduce if self.trace.precision is not None else None,
         )  # fmt: skip
 
     def _update(self, name: str, node: fx.Node) -> None:
@@ -479,6 +528,15 @@ class _Writer:
         """The stages that read each parameter."""
         outputs, last = self.trace.graph.output_node(), self.decisions.num_stages - 1
         return parameter_stages(self.decisions.stage_of, outputs, last)
+
+
+def _gradient_first(
+    source: Layout, steps: Iterator[tuple[str, Placement]]
+) -> list[tuple[str, Placement]]:  # fmt: skip
+    """Steps on the way from a layout, those of the gradient alone first, where nothing has to be brought together."""
+    found = list(steps)
+    of_gradient = [step for step in found if source[step[0]].is_replicated and step[1].is_replicated]
+    return [*of_gradient, *(step for step in found if step not in of_gradient)]
 
 
 def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:

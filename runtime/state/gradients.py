@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.program import Program
+from autopart.runtime.comm.collectives import in_dtype
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.comm.watch import sum_over
@@ -65,9 +66,14 @@ def _chunks(
     return [(key, tuple(names)) for (key, _), buckets in rows.items() for names in buckets]
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One vector of all elements, a copy."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """One vector of all elements, a copy; `dtype`: in another than theirs."""
+    return torch.cat([in_dtype(tensor.reshape(-1), dtype) for tensor in tensors])
+
+
+def _sent_dtype(program: Program, grad: Tensor) -> torch.dtype:
+    """What a gradient is summed in: its own dtype, or that of the program's mixed precision."""
+    return program.reduce_dtype if program.reduce_dtype is not None and grad.is_floating_point() else grad.dtype
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -83,10 +89,10 @@ def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: 
     """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place."""
     with_grad = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
     for bucket in axis_buckets(with_grad, program):
-        _sum_bucket(parameters, bucket, [process.groups[axis] for axis in bucket.axes])
+        _sum_bucket(parameters, program, bucket, [process.groups[axis] for axis in bucket.axes])
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for bucket in tied_buckets(trained, program, stage_style):
-        _sum_bucket(parameters, bucket, [process.owner_groups[bucket.owners]])
+        _sum_bucket(parameters, program, bucket, [process.owner_groups[bucket.owners]])
 
 
 def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: str) -> frozenset[str]:
@@ -102,11 +108,14 @@ def connect_tied(program: Program, process: Process, stage_style: str) -> None:
         process.connect_owners(key)
 
 
-def _sum_bucket(parameters: Mapping[str, Tensor], bucket: Bucket, groups: Sequence[dist.ProcessGroup]) -> None:
+def _sum_bucket(
+    parameters: Mapping[str, Tensor], program: Program, bucket: Bucket, groups: Sequence[dist.ProcessGroup]
+) -> None:
     """Sums in place; a gradient that is alone in its bucket is not copied."""
     grads = [_gradient(parameters[name]) for name in bucket.names]
-    alone = len(grads) == 1 and grads[0].is_contiguous()
-    flat = grads[0] if alone else flatten(grads)
+    dtype = _sent_dtype(program, grads[0])
+    alone = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
+    flat = grads[0] if alone else flatten(grads, dtype)
     for group in groups:
         dist.all_reduce(flat, group=group)
     if not alone:
@@ -125,21 +134,23 @@ class _SumGradients(torch.autograd.Function):
     """Identity forward; backward sums the gradients of all its tensors over the groups, in one flat vector."""
 
     @staticmethod
-    def forward(ctx: Any, groups: Sequence[dist.ProcessGroup], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, groups: Sequence[dist.ProcessGroup], program: Program, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.groups = groups
+        ctx.groups, ctx.program = groups, program
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [grad for grad in grads if grad is not None]
         if not present:
-            return None, *grads
-        flat = flatten(present)
+            return None, None, *grads
+        flat = flatten(present, _sent_dtype(ctx.program, present[0]))
         for group in ctx.groups:
             sum_over(group, flat)
         pieces = iter(unflatten(flat, present))
-        return None, *(None if grad is None else next(pieces) for grad in grads)
+        return None, None, *(None if grad is None else next(pieces).to(grad.dtype) for grad in grads)
 
 
 def synchronised(parameters: Mapping[str, Tensor], program: Program, process: Process) -> dict[str, Tensor]:
@@ -152,7 +163,7 @@ def synchronised(parameters: Mapping[str, Tensor], program: Program, process: Pr
     wrapped: dict[str, Tensor] = {}
     for bucket in axis_buckets(trained, program):
         groups = [process.groups[axis] for axis in bucket.axes]
-        members = _SumGradients.apply(groups, *(parameters[name] for name in bucket.names))
+        members = _SumGradients.apply(groups, program, *(parameters[name] for name in bucket.names))
         wrapped.update(zip(bucket.names, members, strict=True))
     return wrapped
 
@@ -177,17 +188,18 @@ def sync_gradients_lockstep(
         for bucket in axis_buckets(with_grad, program, bucket_bytes):
             for axis in bucket.axes:
                 for group in groups_along(mesh, ranks, axis):
-                    _sum_bucket_list([parameters[rank] for rank in group], bucket)
+                    _sum_bucket_list([parameters[rank] for rank in group], program, bucket)
     for column in groups_along(mesh, list(parameters), "pp"):
         trained = {name: p for rank in column for name, p in parameters[rank].items() if p.requires_grad}
         for bucket in tied_buckets(trained, program, stage_style, bucket_bytes):
             group = [rank for rank in column if mesh.coordinates(rank)["pp"] in bucket.owners]
-            _sum_bucket_list([parameters[rank] for rank in group], bucket)
+            _sum_bucket_list([parameters[rank] for rank in group], program, bucket)
 
 
-def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], bucket: Bucket) -> None:
+def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], program: Program, bucket: Bucket) -> None:
     grads = [[_gradient(local[name]) for name in bucket.names] for local in group]
-    flat = torch.stack([flatten(row) for row in grads]).sum(0)
+    dtype = _sent_dtype(program, grads[0][0])
+    flat = torch.stack([flatten(row, dtype) for row in grads]).sum(0)
     for row in grads:
         for grad, piece in zip(row, unflatten(flat, row), strict=True):
             grad.copy_(piece)
