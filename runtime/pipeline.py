@@ -102,7 +102,8 @@ class StageModule(nn.Module):
         def write() -> _Written:
             stage = with_bands(self.stage, dict(bands), self.process.device)
             graph, group = self._bind(stage.graph), self.process.groups.get(self.process.mesh.data_axis)
-            gathered = None if group is None else note_gathers(graph, group.group_name)
+            name = None if group is None else group.group_name
+            gathered = note_gathers(graph, name, casts=not self.compiled)  # a compiler casts again by itself
             names = frozenset(stage_input.name for stage_input in stage.inputs)
             return _Written(compiled(graph) if self.compiled else with_regions(graph), gathered, names)
 

@@ -193,3 +193,15 @@ def axis_of(node: fx.Node) -> str | None:
     if name == "axis_index":
         return str(node.args[0])
     return str(node.args[1]) if name in OPERATORS or name == "all_reduce_max" else None
+
+
+_OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward == "identity")
+
+
+def stored_source(node: fx.Node) -> fx.Node | None:
+    """The parameter that a gather or a cast reads as it is stored, through conversions of its gradient alone; None
+    where it reads another value."""
+    source = node.args[0]
+    while isinstance(source, fx.Node) and operator_name(source) in _OF_GRADIENTS:
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and source.op == "get_attr" else None
