@@ -167,8 +167,8 @@ class Options:
         "WORD|PATTERN=WORD,...", read=parse_recompute, in_plan="recompute")
     compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
     precision: str | None = _row(
-        None, "What is computed in: parameters are stored, trained and summed as they are, and cast where they are read "
-        "(mixed precision); inputs are cast too, outputs are float32.", "the model's own dtypes", "|".join(PRECISIONS),
+        None, "What is computed in (mixed precision): parameters stay and are trained as they are, and are cast where "
+        "they are read; inputs are cast too, outputs are float32.", "the model's own dtypes", "|".join(PRECISIONS),
         read=lambda given: _one_of("precision", PRECISIONS, given, _PRECISIONS), in_plan="precision")
     reduce_dtype: str | None = _row(
         None, "With precision: what gradients are cast to before ranks sum them.", "fp32", "|".join(PRECISIONS),

@@ -53,7 +53,9 @@ class Totals:
     """What one microbatch of the whole model does on the ranks of one pipeline, and what they hold.
 
     `works`: {(part of a step, work): how often}. `stored`: bytes of parameters, of which `trained` get a gradient, and
-    ZeRO-3 cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `kept`: of activations,
+    ZeRO-3 cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `cast`,
+    `cast_cut`: bytes that casting parameters and gradients moves in a microbatch, of those that ZeRO-3 does not cut and
+    of those that it does; `read`, `summed`: as in `cost.table.Parameter`, of all. `kept`: of activations,
     by all operators. `temporary`: beyond it at the largest. `sent`: between two stages. `buffers`: of the model and of
     the inputs. `at`: the sizes that all were counted at.
     """
@@ -63,6 +65,10 @@ class Totals:
     trained: Size
     cut: Size
     num_cut: int
+    cast: Size
+    cast_cut: Size
+    read: float
+    summed: float
     kept: Size
     temporary: Size
     sent: Size
@@ -83,7 +89,8 @@ class Formula:
     zero: int = 0
     state_bytes: float = 3.0
     receives_held: int | None = None
-    """These two as in `cost.table.Setting`."""
+    kept_casts: bool = False
+    """These three as in `cost.table.Setting`."""
 
     axes: tuple[Axis, ...] = BUILT
     """Those that the mesh may have."""
@@ -165,6 +172,10 @@ class Formula:
         for (part, work), count in self.totals.works.items():
             often: Any = count * (m - 1) / m if part == "accumulate" else count
             found[work.name].append(often * self.seconds(work))
+        ranks = ranks_of(self._mesh.data_axis) if self.zero == 3 else 1
+        casts = self.of(self.totals.cast) + self.of(self.totals.cast_cut) / ranks
+        if casts != 0 and not self.kept_casts:
+            found["other"].append(casts / M)
         return {kind: sympy.Add(*terms) for kind, terms in found.items()}
 
     @cached_property
@@ -189,12 +200,16 @@ class Formula:
             several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
             sums.append(several * whole / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M))
-        found = {"gradient sums": sympy.Add(*sums)}
+        found = {"gradient sums": sympy.Add(*sums) * _exact(self.totals.summed)}
         if self.zero == 3 and self.totals.num_cut:
             axis, number = self._mesh.data_axis, m * self.totals.num_cut / pp
             each = self.of(self.totals.cut) / self.totals.num_cut
-            found[f"{axis} all_gather"] = 2 * number * self._collective("all_gather", axis, each)
-            found[f"{axis} reduce_scatter"] = number * self._collective("reduce_scatter", axis, each)
+            found[f"{axis} all_gather"] = (
+                2 * number * self._collective("all_gather", axis, each * _exact(self.totals.read))
+            )
+            found[f"{axis} reduce_scatter"] = number * self._collective(
+                "reduce_scatter", axis, each * _exact(self.totals.summed)
+            )
         return found
 
     def _held(self, size: Size) -> sympy.Expr:
@@ -215,7 +230,8 @@ class Formula:
         held = m if self.receives_held is None else self.receives_held
         flight = sympy.Min(m, pp * more) / pp
         return {
-            "parameters": stored, "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
+            "parameters": stored * (1 + _exact(self.totals.read) * self.kept_casts),
+            "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers),
             "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * held * self.of(self.totals.sent), True)),

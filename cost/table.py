@@ -34,12 +34,28 @@ from .work import NOTHING, Size, Sizes, Work, flops_by_dtype, gradient_sum_s, op
 @dataclass(frozen=True)
 class Parameter:
     """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `cut`:
-    whether ZeRO-3 cuts it over `dp`."""
+    whether ZeRO-3 cuts it over `dp`.
+
+    In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
+    that is stored; `cast_again`: whether the backward reads it too.
+    """
 
     size: Size
     axes: tuple[str, ...]
     trained: bool
     cut: bool
+    read: float = 1.0
+    summed: float = 1.0
+    cast_again: bool = False
+
+    @property
+    def casts(self) -> int:
+        """How often a microbatch casts it, or its gradient."""
+        return (1 + self.trained + self.cast_again) * (self.read != 1)
+
+    def cast(self, ranks: int) -> Work:
+        """Casting it, or its gradient, where it is cut over so many ranks."""
+        return Work("other", self.size * ((1 + self.read) / ranks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,11 +142,21 @@ class Table:
         return Totals(
             self.counts, Size.sum(parameter.size for parameter in held.values()),
             Size.sum(parameter.size for parameter in trained), Size.sum(cut), 0 if self.gathers else len(cut),
+            Size.sum(p.size * ((1 + p.read) * p.casts) for p in held.values() if not p.cut),
+            Size.sum(p.size * ((1 + p.read) * p.casts) for p in held.values() if p.cut),
+            _share((p.size.value, p.read) for p in held.values()),
+            _share((p.size.value, p.summed) for p in held.values()),
             Size.sum(row.kept * int(count) for row, count in zip(self.rows, often, strict=True)),
             max((row.temporary for row in self.rows), key=lambda size: size.value),
             min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
                 default=NOTHING), self.buffer_bytes, Sizes(self.b, self.s, self.tp),
         )  # fmt: skip
+
+
+def _share(found: Iterable[tuple[float, float]]) -> float:
+    """The mean of shares, each of so many bytes."""
+    weights, shares = zip(*found, strict=True)
+    return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
 
 
 def _named(name: str, path: str, number: int) -> str:
@@ -149,7 +175,9 @@ class Setting:
     schedules with several stages a rank overlap them. `fused_sums`: gradients of weights are added to those of earlier
     microbatches by the products that make them (Megatron-LM's gradient accumulation fusion). `receives_held`:
     microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`: where stages begin, if
-    not where they are balanced. `tokens`: of a row, if not those that were counted.
+    not where they are balanced. `tokens`: of a row, if not those that were counted. `kept_casts`: in mixed precision,
+    copies of all parameters in the dtype that is computed in are kept from step to step, as by Megatron-LM's optimizer;
+    autopart's runtime casts in each microbatch.
     """
 
     mesh: Mesh
@@ -164,6 +192,7 @@ class Setting:
     receives_held: int | None = None
     cuts: tuple[int, ...] | None = field(default=None)
     tokens: float | None = None
+    kept_casts: bool = False
 
     @property
     def b(self) -> float:
@@ -262,14 +291,22 @@ class Priced:
     def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
         """What an operator does, with gathering its weights over `dp` where they are cut over it."""
         yield from row.works.items()
-        for name in row.parameters if self.setting.zero == 3 and not self.table.gathers else ():
-            parameter = self.table.parameters[name]
-            if parameter.cut:
-                gather = Work("all_gather", parameter.size, axis=self.setting.mesh.data_axis)
+        for parameter in map(self.table.parameters.__getitem__, row.parameters):
+            is_cut = self.setting.zero == 3 and parameter.cut
+            if parameter.casts and not self.setting.kept_casts:
+                cast = (parameter.cast(self.mesh.size(self.mesh.data_axis) if is_cut else 1),)
+                yield "forward", cast
+                if parameter.trained:
+                    yield "weight_backward", cast
+                if parameter.cast_again:
+                    yield "input_backward", cast
+            if is_cut and not self.table.gathers:
+                axis = self.mesh.data_axis
+                gather = Work("all_gather", parameter.size * parameter.read, axis=axis)
                 yield "forward", (gather,)
                 if parameter.trained:
                     yield "input_backward", (gather,)
-                    yield "weight_backward", (gather._replace(kind="reduce_scatter"),)
+                    yield "weight_backward", (Work("reduce_scatter", parameter.size * parameter.summed, axis=axis),)
 
     def stage(self, index: int, stage: range) -> dict[str, Any]:
         """A stage's row of `Plan.timing`."""
@@ -313,9 +350,13 @@ class Priced:
     def state_bytes(self, held: Mapping[str, str]) -> float:
         """Of parameters, with their gradients and optimizer."""
         return sum(
-            self.local_bytes(known) * (1 + self.setting.state_bytes * self.table.parameters[known].trained)
+            self.parameter_bytes(known) + self.setting.state_bytes * self._gradient_bytes(known)
             for known in held.values()
         )
+
+    def parameter_bytes(self, name: str) -> float:
+        """Of a rank's part of a parameter, with the copy of it that is kept."""
+        return self.local_bytes(name) * (1 + self.table.parameters[name].read * self.setting.kept_casts)
 
     def local_bytes(self, name: str) -> float:
         """Of a rank's part of a parameter, by its name in the table."""
@@ -343,7 +384,7 @@ class Priced:
             owners = sum(name in names for names in everywhere)
             groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
             if groups and parameter.trained:
-                sizes[groups] = sizes.get(groups, 0.0) + self.local_bytes(known)
+                sizes[groups] = sizes.get(groups, 0.0) + self.local_bytes(known) * parameter.summed
         return sizes
 
     def temporary_bytes(self, rows: np.ndarray) -> float:
@@ -386,7 +427,8 @@ class Priced:
             gradients = sum(map(self._gradient_bytes, held.values()))
             bucket = min(BUCKET_BYTES, max(self._sums(held, everywhere).values(), default=0.0))
             row: dict[str, Any] = {
-                "stages": list(mine), "parameters": sum(map(self.local_bytes, held.values())), "gradients": gradients,
+                "stages": list(mine),
+                "parameters": sum(map(self.parameter_bytes, held.values())), "gradients": gradients,
                 "optimizer": gradients * (setting.state_bytes - 1), "buffers": table.buffer_bytes,
                 "inputs": table.input_bytes * setting.rows * self.times.s, "activations": most.size_bytes,
                 "temporary": max(one.backward for one in mine.values()),

@@ -24,6 +24,7 @@ from autopart.cost.work import NOTHING, Powers, Size, Work
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
+from autopart.ir.operators import stored_source
 from autopart.ir.program import Program
 from autopart.tracing.trace import Trace
 
@@ -96,7 +97,8 @@ class _Counter:
         return fused
 
     def _chain(self, chain: Sequence[Counted]) -> list[Counted]:
-        nodes, works = {one.node for one in chain}, [one.node for one in chain if one.forward]
+        nodes = {one.node for one in chain if not _is_cast(one.node)}
+        works = [one.node for one in chain if one.forward]
         ends = [node for node in nodes if not nodes.issuperset(node.users)]
         made = {m for node in ends for m in memories(self.walk.values[node]) if m.made_by in nodes}
         sources = [used for node in works for used in tensor_inputs(node)]
@@ -129,6 +131,8 @@ class _Counter:
         name = operator_name(node).removeprefix("autopart::")
         if name in DIRECTIONS:
             return self._conversion(node, name)
+        if _is_cast(node):  # priced with the parameter: `cost.table.Parameter`
+            return Counted(node, ())
         read = [self.walk.values[used] for used in tensor_inputs(node)]
         forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)
                       if isinstance(v, Value))  # fmt: skip
@@ -142,11 +146,13 @@ class _Counter:
     def _conversion(self, node: fx.Node, name: str) -> Counted:
         forward, backward = DIRECTIONS[name]
         axis: Any = node.args[1]
-        size = max((self.size(n) for n in (node, node.args[0])), key=lambda size: size.value)  # one side has it whole
-        moved = self._moved(axis, forward, size)
+        elements = [self.size(n) * (1 / self.walk.values[n].form.dtype.itemsize) for n in (node, node.args[0])]
+        whole = max(elements, key=lambda size: size.value)  # one side has it whole
+        made = self.walk.values[node].form.dtype
+        moved = self._moved(axis, forward, whole * made.itemsize)
         if node not in self.alive:
             return Counted(node, moved)
-        back = self._moved(axis, backward, size)
+        back = self._moved(axis, backward, whole * (node.kwargs.get("grad_dtype") or made).itemsize)
         towards, others = (back, ()) if node in self.weights else ((), back)
         if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
             others += moved
@@ -216,6 +222,11 @@ class _Counter:
         values = found if isinstance(found, tuple) else (found,)
         own = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
         return Size.of(sum(memory.size_bytes for memory in own), self.growth.of(node))
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether a node casts a parameter to what is computed in."""
+    return operator_name(node) == "autopart::cast" and stored_source(node) is not None
 
 
 def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:

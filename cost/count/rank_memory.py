@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopart.compat import stored_bytes
@@ -96,7 +97,8 @@ def _bytes(boundaries: Sequence[Boundary]) -> int:
 
 
 def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, home: Mapping[int, int]) -> int:
-    """The flat copy of the largest bucket of gradients; one that fills a bucket alone is summed where it is."""
+    """The flat copy of the largest bucket of gradients; one that fills a bucket alone is summed where it is, unless it
+    is summed in another dtype."""
     buckets: dict[Any, list[int]] = defaultdict(list)
     for name, size in trained.items():
         stored, dtype = program.parameters[name], trace.parameters[name].dtype
@@ -106,7 +108,18 @@ def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, ho
             buckets[axes, dtype].append(size)
         if len(owners) > 1:
             buckets[owners, dtype].append(size)
-    return max((min(sum(sizes), BUCKET_BYTES) for sizes in buckets.values() if len(sizes) > 1), default=0)
+    found = [0]
+    for (_, dtype), sizes in buckets.items():
+        sent = summed_dtype(dtype, program)
+        if len(sizes) > 1 or sent != dtype:
+            found.append(min(sum(sizes), BUCKET_BYTES) * sent.itemsize // dtype.itemsize)
+    return max(found)
+
+
+def summed_dtype(stored: torch.dtype, program: Program) -> torch.dtype:
+    """What the gradient of a parameter of this dtype is summed in."""
+    reduce = program.reduce_dtype
+    return reduce if reduce is not None and stored.is_floating_point else stored
 
 
 def _largest_activations(memories: Sequence[StageMemory], in_flight: Mapping[int, int]) -> dict[str, int]:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.program import Program
-from autopart.runtime.comm.collectives import in_dtype
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.comm.watch import sum_over
@@ -68,7 +67,12 @@ def _chunks(
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """One vector of all elements, a copy; `dtype`: in another than theirs."""
-    return torch.cat([in_dtype(tensor.reshape(-1), dtype) for tensor in tensors])
+    if dtype in (None, tensors[0].dtype):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
+    for tensor, piece in zip(tensors, unflatten(flat, tensors), strict=True):
+        piece.copy_(tensor)  # without a second copy of all
+    return flat
 
 
 def _sent_dtype(program: Program, grad: Tensor) -> torch.dtype:
