@@ -205,3 +205,8 @@ def stored_source(node: fx.Node) -> fx.Node | None:
     while isinstance(source, fx.Node) and operator_name(source) in _OF_GRADIENTS:
         source = source.args[0]
     return source if isinstance(source, fx.Node) and source.op == "get_attr" else None
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node casts a parameter to what is computed in, and does nothing else."""
+    return operator_name(node) == "cast" and stored_source(node) is not None

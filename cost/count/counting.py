@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from autopart.cost.collectives import PARTS
@@ -24,7 +25,7 @@ from autopart.cost.work import NOTHING, Powers, Size, Work
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
-from autopart.ir.operators import stored_source
+from autopart.ir.operators import is_cast
 from autopart.ir.program import Program
 from autopart.tracing.trace import Trace
 
@@ -97,7 +98,7 @@ class _Counter:
         return fused
 
     def _chain(self, chain: Sequence[Counted]) -> list[Counted]:
-        nodes = {one.node for one in chain if not _is_cast(one.node)}
+        nodes = {one.node for one in chain if not is_cast(one.node)}
         works = [one.node for one in chain if one.forward]
         ends = [node for node in nodes if not nodes.issuperset(node.users)]
         made = {m for node in ends for m in memories(self.walk.values[node]) if m.made_by in nodes}
@@ -131,7 +132,7 @@ class _Counter:
         name = operator_name(node).removeprefix("autopart::")
         if name in DIRECTIONS:
             return self._conversion(node, name)
-        if _is_cast(node):  # priced with the parameter: `cost.table.Parameter`
+        if is_cast(node):  # priced with the parameter: `cost.table.Parameter`
             return Counted(node, ())
         read = [self.walk.values[used] for used in tensor_inputs(node)]
         forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)
@@ -146,13 +147,17 @@ class _Counter:
     def _conversion(self, node: fx.Node, name: str) -> Counted:
         forward, backward = DIRECTIONS[name]
         axis: Any = node.args[1]
-        elements = [self.size(n) * (1 / self.walk.values[n].form.dtype.itemsize) for n in (node, node.args[0])]
-        whole = max(elements, key=lambda size: size.value)  # one side has it whole
-        made = self.walk.values[node].form.dtype
-        moved = self._moved(axis, forward, whole * made.itemsize)
+        forms = {n: self.walk.values[n].form for n in (node, node.args[0])}
+        whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # one side of it
+        made, own = forms[node].dtype, forms[whole].dtype
+
+        def sent(dtype: torch.dtype) -> Size:
+            return self.size(whole) if dtype == own else self.size(whole) * (dtype.itemsize / own.itemsize)
+
+        moved = self._moved(axis, forward, sent(made))
         if node not in self.alive:
             return Counted(node, moved)
-        back = self._moved(axis, backward, whole * (node.kwargs.get("grad_dtype") or made).itemsize)
+        back = self._moved(axis, backward, sent(node.kwargs.get("grad_dtype") or made))
         towards, others = (back, ()) if node in self.weights else ((), back)
         if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
             others += moved
@@ -222,11 +227,6 @@ class _Counter:
         values = found if isinstance(found, tuple) else (found,)
         own = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
         return Size.of(sum(memory.size_bytes for memory in own), self.growth.of(node))
-
-
-def _is_cast(node: fx.Node) -> bool:
-    """Whether a node casts a parameter to what is computed in."""
-    return operator_name(node) == "autopart::cast" and stored_source(node) is not None
 
 
 def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:

@@ -22,7 +22,7 @@ from autopart.ir.actions import StageBytes
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
-from autopart.ir.operators import stored_source
+from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
 from autopart.tracing.trace import Trace
 
@@ -279,7 +279,7 @@ class Walk:
             self.takes[node] = self._conversion_bytes(node, made.form, self.values[node.args[0]].form)
             return made
         made = call(node, self.values, self.keeps, self.others, self.takes)
-        if name == "cast" and stored_source(node) is not None:
+        if is_cast(node):
             made.memory.again = True
         return made
 

@@ -30,9 +30,9 @@ from autopart.cost.table import Parameter, Row, Table
 from autopart.cost.work import NOTHING, Powers, Size
 from autopart.ir.blocks import blocks as repeated_blocks
 from autopart.ir.facts import facts
-from autopart.ir.graph import active_operators, operator_name, source_of, tensor_inputs
+from autopart.ir.graph import active_operators, source_of, tensor_inputs
 from autopart.ir.layout import MIN_DIMS
-from autopart.ir.operators import stored_source
+from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import Program
 from autopart.tracing.trace import Trace, batch_size
 
@@ -178,7 +178,7 @@ class _Held:
         }
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
         casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}
-        read = (stored_source(n) for n in casts if operator_name(n) == "autopart::cast" or n.kwargs.get("dtype"))
+        read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
         self.cast_again = {str(node.target) for node in read if node is not None}
 
     def row(self, one: Counted) -> Row:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from autopart.errors import InputError, OptionError
-from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
@@ -29,13 +28,11 @@ from autopart.ir.graph import (
     operator_name,
     operators,
     reads,
-    shape,
     source_of,
     tensor_inputs,
     value,
 )
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct, local_shape
-from autopart.ir.operators import autopart_ops
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, local_shape
 from autopart.ir.program import (
     MICROBATCH_AXIS,
     SEEDS,
@@ -54,6 +51,7 @@ from autopart.passes.rules import local_form
 from autopart.passes.rules.dropout import can_draw
 from autopart.passes.rules.local import LocalCall, local_value
 from autopart.passes.rules.tables import COSTS
+from autopart.passes.write.convert import Converter
 from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 from autopart.tracing.trace import Trace
 
@@ -126,6 +124,7 @@ class _Writer:
         self.draws = [node for node in random if node not in self.not_drawn]
         _check_draws(self.draws, rng)
         self.empty: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self.converter = Converter(trace, self.sizes, self.emitter, self.mark)
         self.rng, self.has_seeds = rng, bool(random) and rng == "fast"
         for stage in self.stages:
             for node in trace.graph.find_nodes(op="placeholder"):
@@ -239,14 +238,14 @@ class _Writer:
         role = facts(source_of(node)[0])["role"]
         if role in (INPUT, DATA):
             made = self._from_inputs(node, layout, stage)
-        elif role == PARAMETER and self._stored_dtype(node) is not None:
-            made = self._cast(node, layout, stage)
+        elif role == PARAMETER and self.converter.stored_dtype(node) is not None:
+            made = self.converter.read(node, self.produced(node), layout, stage)
         else:
             produced = self.produced(node)
             source = self._at_home(node, produced, stage, role)
             if produced == layout:
                 return source
-            made = self.convert(source, node, produced, layout, stage)
+            made = self.converter.convert(source, node, produced, layout, stage)
         self.mark(made, node, layout)
         stage.made[node, layout] = made
         return made
@@ -279,43 +278,6 @@ class _Writer:
             self._receive(node, produced, stage)
         return stage.made[node, produced]
 
-    def _stored_dtype(self, node: fx.Node) -> torch.dtype | None:
-        """What a parameter is stored in, where it is computed in, or its gradient summed in, another dtype."""
-        precision, stored = self.trace.precision, self.trace.parameters[node.target].dtype
-        if precision is None or not stored.is_floating_point:
-            return None
-        return None if stored == precision.compute == precision.reduce else stored
-
-    def _cast(self, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
-        """A parameter in a layout, in the dtype that is computed in.
-
-        It is cast by the first conversion that gathers it, so that the cast value is what travels; what goes before
-        are conversions of its gradient alone, which have that in the dtype it is stored in. One that gathers casts and
-        sums in one operator: between two, autograd would round the sum to the dtype that is computed in.
-        """
-        produced, computed, precision = self.produced(node), value(node).dtype, self.trace.precision
-        stored = dtype = self._stored_dtype(node)
-        assert precision is not None and stored is not None
-        if (node, produced) not in stage.stored:
-            read = stage.graph.create_node("get_attr", node.target, (), {}, node.name)
-            stage.parameters[node.target] = None
-            self.mark(read, node, produced, stored)
-            stage.stored[node, produced] = read
-        made, current = stage.stored[node, produced], dict(produced)
-        for axis, place in _gradient_first(current, self._steps(node, produced, layout)):
-            gathers = current[axis].is_shard
-            options: dict[str, Any] = {"dtype": computed} if gathers and dtype != computed else {}
-            if precision.reduce != (computed if gathers else dtype):
-                options["grad_dtype"] = precision.reduce
-            dtype = computed if gathers else dtype
-            before, current[axis] = dict(current), place
-            known, key = stage.made if dtype == computed else stage.stored, (node, tuple(current.items()))
-            if key not in known:
-                known[key] = self._convert_axis(made, node, before, axis, place, stage, options)
-                self.mark(known[key], node, key[1], dtype)
-            made = known[key]
-        return made if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, made, computed)
-
     def _receive(self, node: fx.Node, layout: Key, stage: StageDraft) -> None:
         """Let a value travel here from the stage before, and there from the one before it."""
         assert stage.index > 0, f"{node.name} is used before it is made"
@@ -347,7 +309,7 @@ class _Writer:
         batch = places[self.row_axes[0]] if self.row_axes else R
         if batch == P or any(places[axis] != R for axis in self.features):
             before = self.key(node, dict.fromkeys(self.row_axes, R if batch == P else batch))
-            return self.convert(self.get(node, before, stage), node, before, layout, stage)
+            return self.converter.convert(self.get(node, before, stage), node, before, layout, stage)
         if not batch.is_shard:
             return self._stage_input(node, None, stage)
         made = self._rows(node, batch, stage)
@@ -394,73 +356,6 @@ class _Writer:
                 made.meta = {k: v for k, v in node.meta.items() if k in (*CARRIED, "val")}
             stage.whole[node] = made
         return stage.whole[node]
-
-    # Conversions
-
-    def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
-        """Go from one layout to another, one axis after the other."""
-        current = dict(source)
-        for axis, place in self._steps(node, source, target):
-            before, current[axis] = dict(current), place
-            layout = tuple(current.items())
-            if (node, layout) not in stage.made:
-                stage.made[node, layout] = self._convert_axis(made, node, before, axis, place, stage, {})
-                self.mark(stage.made[node, layout], node, layout)
-            made = stage.made[node, layout]
-        return made
-
-    def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
-        """The axes on which a value changes its place on the way from one layout to another, in order."""
-        current = dict(source)
-        whole = R_GRAD_P if facts(node)["needs_grad"] else R
-        for axis, place in (*_brought_first(dict(source), dict(target), whole), *target):
-            if current[axis] != place:
-                current[axis] = place
-                yield axis, place
-
-    def _convert_axis(
-        self,
-        made: fx.Node,
-        node: fx.Node,
-        current: Mapping[str, Placement],
-        axis: str,
-        target: Placement,
-        stage: StageDraft,
-        options: Mapping[str, Any],
-    ) -> fx.Node:
-        """The value with another place on one axis. `options`: of the operator, dtypes of a parameter."""
-        source = current[axis]
-        if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
-            return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, made, 1.0 / self.sizes[axis])
-        step = conversion(source, target)
-        if step is None or not is_direct(source, target, shape(node), self.sizes[axis]):
-            between = R_GRAD_P if facts(node)["needs_grad"] else R
-            whole = self._convert_axis(made, node, current, axis, between, stage, options)
-            return self._convert_axis(whole, node, {**current, axis: between}, axis, target, stage, options)
-        operation = getattr(autopart_ops, step.operator).default
-        emit = self.emitter(stage, node)
-        if step.operator == "all_to_all":
-            return emit(operation, made, axis, source.dim, target.dim, **options)
-        cut = source if source.is_shard else target
-        if not cut.is_shard:
-            return emit(operation, made, axis, **options)
-        assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
-        size, sections = self._over_other_axes(node, current, axis, cut)
-        return emit(operation, made, axis, cut.dim, size, list(sections), **options)
-
-    def _over_other_axes(
-        self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement
-    ) -> tuple[int, Sections]:
-        """The dim's size over this axis alone, and its sections, given what the other axes cut of the same dim."""
-        others = math.prod(self.sizes[a] for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim)
-        size = shape(node)[cut.dim] // others
-        if len(cut.sections) != 1:
-            return size, cut.sections
-        outer = math.prod(  # the other axes that cut a factor outside this one: they leave fewer sections
-            self.sizes[a] for a, p in current.items()
-            if a != axis and p.is_shard and p.dim == cut.dim and len(p.sections) < 2 and p.sections < cut.sections
-        )  # fmt: skip
-        return size, (cut.sections[0] // outer,)
 
     # Finishing
 
@@ -528,26 +423,3 @@ class _Writer:
         """The stages that read each parameter."""
         outputs, last = self.trace.graph.output_node(), self.decisions.num_stages - 1
         return parameter_stages(self.decisions.stage_of, outputs, last)
-
-
-def _gradient_first(
-    source: Layout, steps: Iterator[tuple[str, Placement]]
-) -> list[tuple[str, Placement]]:  # fmt: skip
-    """Steps on the way from a layout, those of the gradient alone first, where nothing has to be brought together."""
-    found = list(steps)
-    of_gradient = [step for step in found if source[step[0]].is_replicated and step[1].is_replicated]
-    return [*of_gradient, *(step for step in found if step not in of_gradient)]
-
-
-def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
-    """What has to be brought together before anything else: a dim that several axes cut, the innermost cut first, and
-    one that an axis cuts where another is to cut it. Else the shards would be put together in another order."""
-    axes = list(current)
-    for axis in reversed(axes):
-        place = current[axis]
-        if not place.is_shard or target[axis] == place:
-            continue
-        outside = [current[a] for a in axes[: axes.index(axis)] if current[a] != target[a]]
-        arriving = [p for a, p in target.items() if a != axis and current[a] != p]
-        if any(p.is_shard and p.dim == place.dim for p in (*outside, *arriving)):
-            yield axis, target[axis] if target[axis].is_replicated else whole
