@@ -102,7 +102,8 @@ def _module(model: nn.Module, mesh: Any, sizes: Mesh, compiler: Compiler) -> Par
     device_mesh = mesh if hasattr(mesh, "mesh_dim_names") else None
     options = compiler.options
     module = ParallelModule(compiler.source, sizes, compiler, schedule=name, device_mesh=device_mesh, compile=compiled,
-                            timeout=options.timeout, check_replicas=options.check_replicas)  # fmt: skip
+                            timeout=options.timeout, check_replicas=options.check_replicas,
+                            scales_loss=compiler.scales_loss)  # fmt: skip
     module.train(model.training)
     compiler.reseed(module.initial_seed)
     return module

@@ -98,6 +98,11 @@ class Compiler:
         return Precision.parse(said.precision, said.reduce_dtype)
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are too small for what they are computed in."""
+        return self.precision is not None and self.precision.compute == torch.float16
+
+    @property
     def plan(self) -> Plan:
         """The plan; known once the model has been traced or a plan was given. Where the last call that could train ran
         under another `torch.autocast` than it was made for, with the figures of that."""

@@ -28,7 +28,8 @@ from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
 from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
-from autopart.runtime.loop.idioms import Branch, Idioms
+from autopart.runtime.loop.idioms import Idioms, branch_of
+from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
 from autopart.runtime.loop.step_options import StepOptions
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
 from autopart.runtime.saving.full_optimizer import full_state, load_full_state
@@ -72,7 +73,7 @@ class ProgramSource(Protocol):
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
 
 
-class ParallelModule(Idioms):
+class ParallelModule(ScalesLoss, Idioms):
     """A model partitioned over a device mesh.
 
     Every rank makes it from the same model and calls it with the same global batch. Parameters have the model's own
@@ -99,6 +100,7 @@ class ParallelModule(Idioms):
         compile: bool = False,
         timeout: float = TIMEOUT_S,
         check_replicas: int | bool | None = None,
+        scales_loss: bool = False,
     ):
         super().__init__()
         source = model if isinstance(model, Source) else Source(model)
@@ -126,6 +128,7 @@ class ParallelModule(Idioms):
         connect_state_dicts()
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         self._calls: Counter[str] = Counter()
+        self._loss_scaling = LossScaling() if scales_loss else None
         self._replicas = Replicas(self._process, stage_style_of(schedule), check_replicas)
         if program is not None:
             self._adopt(program)
@@ -198,7 +201,8 @@ class ParallelModule(Idioms):
         no loss; it is traced with the model. A batch of another shape is traced when it first comes.
 
         `loss_scale` (a number, or a tensor with one entry): the gradients are those of `loss_scale` times the loss; the
-        loss that is returned is not multiplied, nor is what was in `.grad` before.
+        loss that is returned is not multiplied, nor is what was in `.grad` before. It is beside `pm.loss_scale`, with
+        `precision="fp16"`, which is divided out again; where a gradient is not finite, every `.grad` is None.
         `num_tokens` (where the loss is a mean over labels): how many labels count in all the batches whose gradients
         are added up; the loss is then its sum over this batch's labels divided by that number, and so are gradients.
         `outputs=True` returns `(loss, outputs)`: what the model returns, of this same forward, for the global batch and
@@ -216,7 +220,7 @@ class ParallelModule(Idioms):
             args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
         )
         executable, comparison = self._executable(program, inputs, "step", options.text)
-        loss, flat = executable.step(inputs, options, comparison)
+        loss, flat = executable.step(inputs, options, comparison, self._loss_scaling)
         if not outputs:
             return loss
         returned = tree_unflatten(flat, program.output_spec)
@@ -344,6 +348,7 @@ class ParallelModule(Idioms):
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state_dict = super().state_dict(*args, **kwargs)
         with_places(self, state_dict, prefix, self._extra_state)
+        self._save_loss_scaling(state_dict, prefix)
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -363,6 +368,7 @@ class ParallelModule(Idioms):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
+        self._load_loss_scaling(state_dict, prefix)
         loading = Loading(self, shapes_of(self._traced("load_state_dict()"), self._source.model), missing, errors)
         loading.take(state_dict, prefix, self._extra_state)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
@@ -456,7 +462,7 @@ class ParallelModule(Idioms):
                     self._copies[id(buffer)] = buffer.detach().to(self._process.device, copy=True)
                 local = self._copies[id(buffer)]
                 self._local_buffers[name] = local
-                holder, last = _holder(self, name)
+                holder, last = branch_of(self, name)
                 holder.register_buffer(last, local, persistent=name in persistent)
         if self._program is None or program.parameters.keys() != self._program.parameters.keys():
             self._source.let_go(program.parameters.keys())
@@ -475,22 +481,9 @@ class ParallelModule(Idioms):
         """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
         for name, _ in model.named_parameters(remove_duplicate=False):
             parameter = self._local_parameters.get(stored_names.get(name, ""))
-            holder, last = _holder(self, name) if parameter is not None else (self, "")
+            holder, last = branch_of(self, name) if parameter is not None else (self, "")
             if parameter is not None and last not in holder._parameters:
                 holder.register_parameter(last, parameter)
-
-
-def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds `name` below `root`, made where it is missing, and the last part of the name."""
-    *path, last = name.split(".")
-    for part in path:
-        # By the dict: a part may have the name of one of ParallelModule's own attributes.
-        if part not in root._modules:
-            root._modules[part] = Branch()
-        child = root._modules[part]
-        assert child is not None
-        root = child
-    return root, last
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopart.errors import MissingAttribute, UsageError
+from autopart.runtime.loop.loss_scaling import LossScaling
 
 CONVERT = "convert the model before: parallelize(model.bfloat16().cuda(), ...)"
 _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_local_buffers", "_copies")
@@ -56,7 +57,7 @@ class Idioms(nn.Module):
         for name, value in self.__dict__.items():
             if name in _OWN_TENSORS:
                 value = copy.deepcopy(value, memo)
-            elif isinstance(value, (dict, set, Counter)):
+            elif isinstance(value, (dict, set, Counter, LossScaling)):
                 value = copy.copy(value)
             copied.__dict__[name] = value
         copied._begin_as_copy()
@@ -212,3 +213,16 @@ def _refuse_change(name: str) -> NoReturn:
         why="the program was traced with what the model had",
         hint="change the model before; values: pm.load_state_dict(...)",
     )
+
+
+def branch_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds `name` below `root`, made where it is missing, and the last part of the name."""
+    *path, last = name.split(".")
+    for part in path:
+        # By the dict: a part may have the name of one of ParallelModule's own attributes.
+        if part not in root._modules:
+            root._modules[part] = Branch()
+        child = root._modules[part]
+        assert child is not None
+        root = child
+    return root, last
