@@ -230,7 +230,7 @@ class Formula:
         held = m if self.receives_held is None else self.receives_held
         flight = sympy.Min(m, pp * more) / pp
         return {
-            "parameters": stored * (1 + _exact(self.totals.read) * self.kept_casts),
+            "parameters": stored * (1 + _exact(self.totals.read) * int(self.kept_casts)),
             "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers),

@@ -39,7 +39,7 @@ class Rounded:
     """How far the program is from one device under a precision.
 
     `errors`: by name, as `Verification.errors`. `tolerance`: what was allowed: `ROUNDINGS` of the coarsest dtype, or
-    four times what one device is from float64 itself (`own`), whichever is more; infinite where `own` is above `MOST`.
+    three times what one device is from float64 itself (`own`), whichever is more; infinite where `own` is above `MOST`.
     """
 
     precision: Precision
@@ -94,7 +94,7 @@ class OneDevice:
             return Rounded(self.precision, {"which parameters have a gradient": float("inf")}, 0.0, 0.0)
         own = in_double.distance(_in_double(self.results))
         kinds = self.precision.compute, self.precision.reduce
-        tolerance = max(ROUNDINGS * max(torch.finfo(dtype).eps for dtype in kinds), 4 * own)
+        tolerance = max(ROUNDINGS * max(torch.finfo(dtype).eps for dtype in kinds), 3 * own)
         if own > MOST:
             return Rounded(self.precision, {}, own, float("inf"))
         decisions = decode(self.traced, plan, arrangement.decisions.mesh)
