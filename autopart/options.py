@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from autopart.ir.program import Rng
     from autopart.passes.choose.shard import SequenceParallel
 
-NOT_BUILT: dict[str, str] = {}
-
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 TOLERANCE = 1e-10
@@ -229,14 +227,11 @@ def with_options(kind: Any) -> Callable[[Function], Function]:
 def read_options(function: Callable[..., Any], given: Mapping[str, Any], **more: Any) -> Options:
     """The options that a function `with_options` was given, and `more` that is said elsewhere.
 
-    Raises OptionError for one that it does not take, that is not built yet, or that cannot be.
+    Raises OptionError for one that it does not take, or that cannot be.
     """
     takes = [one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
     takes.sort(key=lambda name: name.startswith("example_"))
     for name in given:
-        if name in NOT_BUILT:
-            why = f"it is for {NOT_BUILT[name]}"
-            raise OptionError(f"option {name}= is not built yet", why=why, hint="leave it out")
         if name not in takes:
             why = f"other functions take it, {function.__name__}() does not" if name in OPTIONS else ""
             raise OptionError(f"unknown option {name}=", why=why, hint=f"one of {', '.join(takes)}")
