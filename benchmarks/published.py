@@ -1,11 +1,12 @@
 """Predicted against published: runs of GPTs on A100s and H100s.
 
-- The ten weak-scaling runs of PTD-P (Narayanan et al. 2021, arXiv:2104.04473, table 1), as its authors ran them: in
-  mixed precision, every layer recomputed, fused kernels between products and collectives, gradients of models without
-  a pipeline summed beside the backward (DDP), pipeline sends scattered over `tp` that nothing runs beside; gradients
-  are summed in float16, and the copies in float16 kept from step to step; microbatches and interleaving are those of their scripts (Megatron-LM, examples/academic_paper_scripts/sc21). 18 bytes a parameter.
+- The ten weak-scaling runs of PTD-P (Narayanan et al. 2021, arXiv:2104.04473, table 1), as its authors ran them: 16
+  bits, every layer recomputed, fused kernels between products and collectives, gradients of models without a pipeline
+  summed beside the backward (DDP), pipeline sends scattered over `tp` that nothing runs beside; microbatches and
+  interleaving are those of their scripts (Megatron-LM, examples/academic_paper_scripts/sc21). 18 bytes a parameter.
 - MosaicML's MPT training benchmarks (llm-foundry, scripts/train/benchmarking/README.md, 2,048 tokens): ZeRO-3 with
-  flash attention in mixed precision, gradients summed in bfloat16 (its `mixed_precision: PURE`), 0.1B to 65B parameters.
+  flash attention in mixed precision, 0.1B to 65B parameters. Gradients are summed in bfloat16 (llm-foundry's
+  `mixed_precision: PURE`).
 
 Every model is traced from its config and counted by autopart; nothing of the papers' own formulas goes into the
 predicted time. Three constants of the A100's profile are fitted (`matmul_half_depth`, `matmul_sustained`,
@@ -35,9 +36,7 @@ from autopart.plans.plan import Schedule
 from autopart.tuning.search import Space, space_of
 
 SEQUENCE, VOCABULARY, MEMORY = 2048, 51200, 80e9
-PTDP = {"kept_casts": True, "scatter_sends": True, "overlap_sends": False, "receives_held": 1}
-"""Of Megatron-LM: its optimizer keeps the copies in 16 bits from step to step; sends of one microbatch at a time, which
-nothing runs beside, scattered over tp."""
+STATES = 8.0  # PTD-P: bytes for each of a parameter in 16 bits: gradient 4, master 4, two moments 8, of 2
 
 
 class Run(NamedTuple):
@@ -153,28 +152,30 @@ def main() -> None:
                           "worst_error": max(errors), "mpt": others}))  # fmt: skip
 
 
-def gpt(hidden: int, layers: int, heads: int, vocabulary: int, **options: Any) -> GPT2LMHeadModel:
+def gpt(hidden: int, layers: int, heads: int, vocabulary: int, dtype: torch.dtype, **options: Any) -> GPT2LMHeadModel:
     """A GPT without memory for its weights."""
     with torch.device("meta"):
         config = GPT2Config(n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=SEQUENCE,
                             bos_token_id=0, eos_token_id=0, **options)  # fmt: skip
-        model = GPT2LMHeadModel(config)
+        model = GPT2LMHeadModel(config).to(dtype)
     model.loss_type = "ForCausalLM"  # which transformers would fall back to, with a warning
     return model
 
 
 def space(hidden: int, layers: int, heads: int, batch: int) -> Space:
-    """A GPT of the paper in mixed precision, to be run on its hardware."""
-    model = gpt(hidden, layers, heads, VOCABULARY, attn_implementation="eager")
-    found = space_of(model, "a100-80gb-sxm", batch, None, Precision.parse("fp16", "fp16"))
-    found.fused, found.assumed = True, PTDP
+    """A GPT of the paper, to be run on its hardware: Megatron-LM's modules and gradients are in 16 bits themselves, its
+    optimizer has the masters, where `precision=` keeps parameters and gradients in float32."""
+    model = gpt(hidden, layers, heads, VOCABULARY, torch.float16, attn_implementation="eager")
+    found = space_of(model, "a100-80gb-sxm", batch, None)
+    found.fused = True
+    found.assumed = {"state_bytes": STATES, "scatter_sends": True, "overlap_sends": False, "receives_held": 1}
     return found
 
 
 def setting(run: Run, scatter: bool = True) -> Setting:
     """As the authors ran it."""
     hidden = 1.0 if run.pp == 1 else 0.0
-    return Setting(run.mesh, run.schedule, run.batch, hidden_sums=hidden, **{**PTDP, "scatter_sends": scatter})
+    return Setting(run.mesh, run.schedule, run.batch, 0, STATES, hidden, scatter, False, receives_held=1)
 
 
 def measure(run: Run, search: bool = False) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def measure(run: Run, search: bool = False) -> dict[str, Any]:
 
 def measure_mpt(run: Mpt, hardware: str) -> dict[str, Any]:
     """MPT has no biases and no table of positions, GPT-2 does: less than a percent of its work."""
-    model = gpt(run.hidden, run.layers, run.heads, 50368, attn_implementation="sdpa", attn_pdrop=0.0,
+    model = gpt(run.hidden, run.layers, run.heads, 50368, torch.float32, attn_implementation="sdpa", attn_pdrop=0.0,
                 resid_pdrop=0.0, embd_pdrop=0.0)  # fmt: skip
     rows = run.gpus * run.microbatch * run.microbatches
     found = space_of(model, hardware, rows, None, Precision.parse("bf16", "bf16"))

@@ -89,8 +89,7 @@ class Formula:
     zero: int = 0
     state_bytes: float = 3.0
     receives_held: int | None = None
-    kept_casts: bool = False
-    """These three as in `cost.table.Setting`."""
+    """These two as in `cost.table.Setting`."""
 
     axes: tuple[Axis, ...] = BUILT
     """Those that the mesh may have."""
@@ -174,7 +173,7 @@ class Formula:
             found[work.name].append(often * self.seconds(work))
         ranks = ranks_of(self._mesh.data_axis) if self.zero == 3 else 1
         casts = self.of(self.totals.cast) + self.of(self.totals.cast_cut) / ranks
-        if casts != 0 and not self.kept_casts:
+        if casts != 0:
             found["other"].append(casts / M)
         return {kind: sympy.Add(*terms) for kind, terms in found.items()}
 
@@ -230,8 +229,7 @@ class Formula:
         held = m if self.receives_held is None else self.receives_held
         flight = sympy.Min(m, pp * more) / pp
         return {
-            "parameters": stored * (1 + _exact(self.totals.read) * int(self.kept_casts)),
-            "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
+            "parameters": stored, "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers),
             "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * held * self.of(self.totals.sent), True)),

@@ -175,9 +175,7 @@ class Setting:
     schedules with several stages a rank overlap them. `fused_sums`: gradients of weights are added to those of earlier
     microbatches by the products that make them (Megatron-LM's gradient accumulation fusion). `receives_held`:
     microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`: where stages begin, if
-    not where they are balanced. `tokens`: of a row, if not those that were counted. `kept_casts`: in mixed precision,
-    copies of all parameters in the dtype that is computed in are kept from step to step, as by Megatron-LM's optimizer;
-    autopart's runtime casts in each microbatch.
+    not where they are balanced. `tokens`: of a row, if not those that were counted.
     """
 
     mesh: Mesh
@@ -192,7 +190,6 @@ class Setting:
     receives_held: int | None = None
     cuts: tuple[int, ...] | None = field(default=None)
     tokens: float | None = None
-    kept_casts: bool = False
 
     @property
     def b(self) -> float:
@@ -293,7 +290,7 @@ class Priced:
         yield from row.works.items()
         for parameter in map(self.table.parameters.__getitem__, row.parameters):
             is_cut = self.setting.zero == 3 and parameter.cut
-            if parameter.casts and not self.setting.kept_casts:
+            if parameter.casts:
                 cast = (parameter.cast(self.mesh.size(self.mesh.data_axis) if is_cut else 1),)
                 yield "forward", cast
                 if parameter.trained:
@@ -350,13 +347,8 @@ class Priced:
     def state_bytes(self, held: Mapping[str, str]) -> float:
         """Of parameters, with their gradients and optimizer."""
         return sum(
-            self.parameter_bytes(known) + self.setting.state_bytes * self._gradient_bytes(known)
-            for known in held.values()
+            self.local_bytes(known) + self.setting.state_bytes * self._gradient_bytes(known) for known in held.values()
         )
-
-    def parameter_bytes(self, name: str) -> float:
-        """Of a rank's part of a parameter, with the copy of it that is kept."""
-        return self.local_bytes(name) * (1 + self.table.parameters[name].read * self.setting.kept_casts)
 
     def local_bytes(self, name: str) -> float:
         """Of a rank's part of a parameter, by its name in the table."""
@@ -427,8 +419,7 @@ class Priced:
             gradients = sum(map(self._gradient_bytes, held.values()))
             bucket = min(BUCKET_BYTES, max(self._sums(held, everywhere).values(), default=0.0))
             row: dict[str, Any] = {
-                "stages": list(mine),
-                "parameters": sum(map(self.parameter_bytes, held.values())), "gradients": gradients,
+                "stages": list(mine), "parameters": sum(map(self.local_bytes, held.values())), "gradients": gradients,
                 "optimizer": gradients * (setting.state_bytes - 1), "buffers": table.buffer_bytes,
                 "inputs": table.input_bytes * setting.rows * self.times.s, "activations": most.size_bytes,
                 "temporary": max(one.backward for one in mine.values()),

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import published
-from published import PTDP, Run, setting, space
+from published import STATES, Run, setting, space
 
 from autopart.cost.table import Setting, predict
 from autopart.ir.mesh import Mesh
@@ -28,7 +28,7 @@ def throughput(name, rows, microbatch, virtual=1, scatter=True, **sizes):
     )
     hidden = 1.0 if stages == 1 else 0.0
     run = Schedule(schedule, microbatches, virtual)
-    chosen = Setting(mesh, run, rows, hidden_sums=hidden, **{**PTDP, "scatter_sends": scatter})
+    chosen = Setting(mesh, run, rows, 0, STATES, hidden, scatter, False, receives_held=1)
     return rows / predict(found.table(mesh.size("tp") > 1, False, "full"), chosen, found.hardware).step_time_s
 
 

@@ -219,9 +219,7 @@ class Space:
         self, settings: Sequence[tuple[Mesh, Schedule]], tensor: bool, sequence_parallel: bool
     ) -> Iterator[Candidate]:
         known: dict[Any, Any] = {}
-        held = {
-            name: self.assumed[name] for name in ("state_bytes", "receives_held", "kept_casts") if name in self.assumed
-        }
+        held = {name: self.assumed[name] for name in ("state_bytes", "receives_held") if name in self.assumed}
         variants = [(recompute, zero) for recompute in get_args(Word) for zero in (0, 3)]
         formulas = [
             Formula(self.table(tensor, sequence_parallel, recompute).totals, self.hardware, zero, **held, known=known)
