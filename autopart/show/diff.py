@@ -89,7 +89,7 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("schedule", "stages per rank"): str(plan.schedule.virtual_stages),
         ("compile", "stages"): "yes" if plan.compile else "no",
         ("precision", "computed in"): plan.precision or "the model's own",
-        ("precision", "gradients summed in"): plan.reduce_dtype or "the model's own",
+        ("reduce_dtype", "gradients summed in"): plan.reduce_dtype or "the model's own",
         ("hardware", "profile"): plan.hardware,
         **{("inputs", name): f"{i['dtype']}{list(i['shape'])}" for name, i in plan.inputs.items()},
         **{("rules", name): "; ".join(rule["lines"]) for name, rule in plan.rules.items()},
