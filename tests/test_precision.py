@@ -24,7 +24,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def on_one_rank(names):
-    """{model: (difference of the loss, names of gradients that are not equal in bits)}."""
+    """{model: (relative difference of the loss, names of gradients that are not equal in bits)}."""
     found = {}
     for name in names:
         model, batch = build(name)
@@ -37,7 +37,7 @@ def on_one_rank(names):
         assert own.dtype == torch.float32
         full = pm.full_grads()
         assert full.keys() == grads.keys()
-        found[name] = (own - loss).abs().item(), [key for key in grads if not torch.equal(full[key], grads[key])]
+        found[name] = (own / loss - 1).abs().item(), [key for key in grads if not torch.equal(full[key], grads[key])]
     return found
 
 
@@ -46,7 +46,8 @@ def test_one_rank_is_equal_in_bits():
     unequal = [key for _, keys in found.values() for key in keys]
     # T5's tables of relative positions: their gradients are sums over the batch, taken in another order.
     assert [key for key in unequal if "relative_attention_bias" not in key] == []
-    assert max(difference for difference, _ in found.values()) < 1e-5  # a mean is a sum divided later
+    for name, (difference, _) in found.items():  # a mean is a sum divided later, in what the model makes its loss in
+        assert difference < (1e-6 if name in ("llama", "mixtral", "regions", "tied") else EPS), name
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
