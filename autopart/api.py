@@ -12,6 +12,7 @@ from torch import nn
 from autopart.compiler import Compiler
 from autopart.errors import InputError, OptionError
 from autopart.ir.mesh import Mesh
+from autopart.ir.precision import Precision
 from autopart.options import OPTIONS, Options, PlanOptions, RunOptions, SearchOptions, read_options, with_options
 from autopart.plans.plan import Plan
 from autopart.recipe import make_plan, prepare
@@ -93,7 +94,8 @@ def plan(
     if type(mesh) is int:
         return _searched(model, mesh, example_args, example_kwargs, asked)[0]
     sizes = Mesh.parse(mesh)
-    traced = prepare(model, bind_call(model, example_args, example_kwargs or {}))
+    precision = Precision.parse(asked.precision, asked.reduce_dtype)
+    traced = prepare(model, bind_call(model, example_args, example_kwargs or {}), precision=precision)
     return advised(make_plan(model, traced, sizes, asked), traced, asked)
 
 
@@ -109,7 +111,7 @@ def _module(
     module = ParallelModule(
         compiler.source, sizes, compiler, schedule=name, device_mesh=device_mesh, compile=compiled,
         timeout=options.timeout, check_replicas=options.check_replicas, local_batch=options.local_batch,
-        weights=weights,
+        weights=weights, scales_loss=compiler.scales_loss,
     )  # fmt: skip
     module.train(model.training)
     compiler.reseed(module.initial_seed)
@@ -134,6 +136,7 @@ def _searched(
                           hint="name the axes, for example mesh='dp2,tp4'")  # fmt: skip
     example = bind_call(model, example_args, example_kwargs or {})
     (best, *_) = search(
-        model, devices, hardware=options.hardware, memory=options.memory, example_kwargs=example, count=1
+        model, devices, hardware=options.hardware, memory=options.memory, precision=options.precision,
+        reduce_dtype=options.reduce_dtype, example_kwargs=example, count=1,
     )  # fmt: skip
     return best, Options(**kept)

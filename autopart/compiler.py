@@ -19,6 +19,7 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.graph import format_value
 from autopart.ir.masks import as_traced
 from autopart.ir.mesh import Mesh
+from autopart.ir.precision import Precision
 from autopart.ir.program import SEEDS, Program
 from autopart.options import Options
 from autopart.passes.choose.batch import without_microbatches
@@ -91,6 +92,17 @@ class Compiler:
     @property
     def has_plan(self) -> bool:
         return self._plan is not None
+
+    @property
+    def precision(self) -> Precision | None:
+        """What is computed in, where it is not the model's own dtypes: by the plan, else by the options."""
+        said = self._plan or self.options
+        return Precision.parse(said.precision, said.reduce_dtype)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are too small for what they are computed in."""
+        return self.precision is not None and self.precision.compute == torch.float16
 
     @property
     def plan(self) -> Plan:
@@ -176,7 +188,7 @@ class Compiler:
             given = flatten_call(arguments)
             if self.options.local_batch:
                 arguments = all_ranks_call(arguments, given, self.mesh.row_ranks)
-            traced = prepare(model, arguments, written=self.written).without_values()
+            traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
         self._check_written(traced)
         if self._plan is None:
             self._plan = make_plan(model, traced, self.mesh, self.options)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autopart.ir.program import Rng
     from autopart.passes.choose.shard import SequenceParallel
 
-NOT_BUILT = {"precision": "mixed precision"}
+PRECISIONS = ("bf16", "fp16", "fp32")
 
 TOLERANCE = 1e-10
 """What counts as equal in `verify`."""
@@ -40,6 +40,8 @@ class SearchOptions(TypedDict, total=False):
 
     hardware: str | None
     memory: int | str | None
+    precision: str | None
+    reduce_dtype: str | None
 
 
 class PlanOptions(SearchOptions, total=False):
@@ -125,6 +127,9 @@ def _prefetch(blocks: Any) -> int:
     return blocks
 
 
+_PRECISIONS = "'bf16' (bfloat16), 'fp16' (float16), 'fp32' (float32), or None: the model's own dtypes"
+
+
 def _timeout(seconds: Any) -> float:
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not math.isfinite(seconds) or seconds <= 0:
@@ -188,6 +193,13 @@ class Options:
         "names of blocks 'h.[0-3]=full,*=none', or a dict of that.", "none, or what the model checkpoints",
         "WORD|PATTERN=WORD,...", read=parse_recompute, in_plan="recompute")
     compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
+    precision: str | None = _row(
+        None, "What is computed in (mixed precision): parameters stay and are trained as they are, and are cast where "
+        "they are read; inputs are cast too, outputs are float32.", "the model's own dtypes", "|".join(PRECISIONS),
+        read=lambda given: _one_of("precision", PRECISIONS, given, _PRECISIONS), in_plan="precision")
+    reduce_dtype: str | None = _row(
+        None, "With precision: what gradients are cast to before ranks sum them.", "fp32", "|".join(PRECISIONS),
+        read=lambda given: _one_of("reduce_dtype", PRECISIONS, given, _PRECISIONS), in_plan="reduce_dtype")
     rng: Rng = _row(
         "fast", "exact: dropout and the like draw the numbers that one device draws after the same torch.manual_seed, "
         "which every rank calls; fast: each rank draws for what it holds.", form="fast|exact",
@@ -213,6 +225,10 @@ class Options:
             given = getattr(self, name)
             object.__setattr__(self, name, option.default if given is None else option.read(given))
         check_compile(self.compile, self.schedule)
+        if self.reduce_dtype is not None and self.precision is None:
+            raise OptionError(f"reduce_dtype={self.reduce_dtype!r} without precision=",
+                              why="gradients are summed in the dtype of their parameters where no other is computed in",
+                              hint="precision='bf16', or leave reduce_dtype out")  # fmt: skip
 
 
 OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options)}
@@ -248,14 +264,11 @@ def with_options(kind: Any) -> Callable[[Function], Function]:
 def read_options(function: Callable[..., Any], given: Mapping[str, Any], **more: Any) -> Options:
     """The options that a function `with_options` was given, and `more` that is said elsewhere.
 
-    Raises OptionError for one that it does not take, that is not built yet, or that cannot be.
+    Raises OptionError for one that it does not take, or that cannot be.
     """
     takes = [one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
     takes.sort(key=lambda name: name.startswith("example_"))
     for name in given:
-        if name in NOT_BUILT:
-            why = f"it is for {NOT_BUILT[name]}"
-            raise OptionError(f"option {name}= is not built yet", why=why, hint="leave it out")
         if name not in takes:
             why = f"other functions take it, {function.__name__}() does not" if name in OPTIONS else ""
             raise OptionError(f"unknown option {name}=", why=why, hint=f"one of {', '.join(takes)}")

@@ -49,6 +49,7 @@ def plan_of(
     """The plan of a draft for a model of class `kind`; `memory`: of its ranks; `notes`: after those of its parts."""
     problem, decisions, program, solved, walks = draft
     traced, mesh, schedule, hardware = problem.trace, problem.mesh, problem.schedule, problem.hardware
+    precision = traced.precision
     pinned = next(iter(problem.pinned.values()), FREE).operators
     own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, problem.zero),
                  *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced),
@@ -73,6 +74,8 @@ def plan_of(
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
+        precision=precision.name if precision is not None else None,
+        reduce_dtype=precision.reduce_name if precision is not None else None,
         cost=cost(rows, moved, step, limit, bound) | certificate(solved),
         memory=held, timing=took,
         notes=(*own_notes, *notes), pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,

@@ -21,6 +21,7 @@ from autopart.errors import LayoutError, OptionError
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.masks import as_traced
 from autopart.ir.mesh import Mesh
+from autopart.ir.precision import Precision
 from autopart.ir.program import Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.options import Options
@@ -41,6 +42,7 @@ from autopart.plan_figures import Draft, plan_of
 from autopart.plans.plan import Plan, Schedule
 from autopart.progress import phase
 from autopart.tracing.lost_gradients import with_gradients_checked
+from autopart.tracing.precision import computing_in, precision_notes
 from autopart.tracing.trace import Trace, batch_size, trace
 from autopart.tracing.with_loss import users_model
 
@@ -63,14 +65,27 @@ def _without_collections() -> Iterator[None]:
 
 @_without_collections()
 def prepare(
-    model: nn.Module, arguments: Mapping[str, Any], double: bool = False, written: Collection[str] = ()
+    model: nn.Module, arguments: Mapping[str, Any], double: bool = False, written: Collection[str] = (),
+    precision: Precision | None = None,
 ) -> Trace:  # fmt: skip
     """Trace, normalise and annotate a model for a call.
 
     `written`: frozen parameters that another call writes.
     `double`: let the graph compute in float64, where the model casts down and where it is not in float64 itself.
+    `precision`: what the model computes in, in the place of its own dtypes; with `double`, the graph is the same and
+    its casts are the identity.
     """
     check_folder()
+    with computing_in(model, precision, written):
+        traced = _prepared(model, arguments, double, written)
+    if precision is not None and not traced.written <= set(written):  # these keep their dtype: they are buffers
+        return prepare(model, arguments, double, {*written, *traced.written}, precision)
+    notes = (*traced.notes, *precision_notes(model, precision))
+    return replace(traced, notes=notes, precision=None if double else precision)
+
+
+def _prepared(model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str]) -> Trace:
+    """The trace of a model in the precision that it has."""
     phase("tracing the model")
     traced = trace(model, arguments, written)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))

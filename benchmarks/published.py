@@ -5,7 +5,8 @@
   summed beside the backward (DDP), pipeline sends scattered over `tp` that nothing runs beside; microbatches and
   interleaving are those of their scripts (Megatron-LM, examples/academic_paper_scripts/sc21). 18 bytes a parameter.
 - MosaicML's MPT training benchmarks (llm-foundry, scripts/train/benchmarking/README.md, 2,048 tokens): ZeRO-3 with
-  flash attention in bfloat16, 0.1B to 65B parameters.
+  flash attention in mixed precision, 0.1B to 65B parameters. Gradients are summed in bfloat16 (llm-foundry's
+  `mixed_precision: PURE`).
 
 Every model is traced from its config and counted by autopart; nothing of the papers' own formulas goes into the
 predicted time. Three constants of the A100's profile are fitted (`matmul_half_depth`, `matmul_sustained`,
@@ -30,11 +31,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopart.cost.table import Setting, predict
 from autopart.ir.mesh import Mesh
+from autopart.ir.precision import Precision
 from autopart.plans.plan import Schedule
 from autopart.tuning.search import Space, space_of
 
 SEQUENCE, VOCABULARY, MEMORY = 2048, 51200, 80e9
-STATES = 8.0  # bytes for each of a parameter in 16 bits: gradient 4, master 4, two moments 8, of 2
+STATES = 8.0  # PTD-P: bytes for each of a parameter in 16 bits: gradient 4, master 4, two moments 8, of 2
 
 
 class Run(NamedTuple):
@@ -161,7 +163,8 @@ def gpt(hidden: int, layers: int, heads: int, vocabulary: int, dtype: torch.dtyp
 
 
 def space(hidden: int, layers: int, heads: int, batch: int) -> Space:
-    """A GPT of the paper in 16 bits, to be run on its hardware."""
+    """A GPT of the paper, to be run on its hardware: Megatron-LM's modules and gradients are in 16 bits themselves, its
+    optimizer has the masters, where `precision=` keeps parameters and gradients in float32."""
     model = gpt(hidden, layers, heads, VOCABULARY, torch.float16, attn_implementation="eager")
     found = space_of(model, "a100-80gb-sxm", batch, None)
     found.fused = True
@@ -197,13 +200,13 @@ def measure(run: Run, search: bool = False) -> dict[str, Any]:
 
 def measure_mpt(run: Mpt, hardware: str) -> dict[str, Any]:
     """MPT has no biases and no table of positions, GPT-2 does: less than a percent of its work."""
-    model = gpt(run.hidden, run.layers, run.heads, 50368, torch.bfloat16, attn_implementation="sdpa", attn_pdrop=0.0,
+    model = gpt(run.hidden, run.layers, run.heads, 50368, torch.float32, attn_implementation="sdpa", attn_pdrop=0.0,
                 resid_pdrop=0.0, embd_pdrop=0.0)  # fmt: skip
     rows = run.gpus * run.microbatch * run.microbatches
-    found = space_of(model, hardware, rows, None)
+    found = space_of(model, hardware, rows, None, Precision.parse("bf16", "bf16"))
     found.fused = True
     mesh = Mesh.parse({"dp": run.gpus})
-    chosen = Setting(mesh, Schedule(None, run.microbatches, 1), rows, 3, STATES)
+    chosen = Setting(mesh, Schedule(None, run.microbatches, 1), rows, 3)
     mfu = predict(found.table(False, False, "full" if run.full else "none"), chosen, found.hardware).mfu
     return {"name": run.name, "hardware": hardware, "gpus": run.gpus, "mfu": mfu, "published": run.mfu,
             "error": mfu / run.mfu - 1}  # fmt: skip

@@ -56,7 +56,9 @@ class Totals:
     """What one microbatch of the whole model does on the ranks of one pipeline, and what they hold.
 
     `works`: {(part of a step, work): how often}. `stored`: bytes of parameters, of which `trained` get a gradient, and
-    ZeRO cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `kept`: of activations,
+    ZeRO cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `cast`,
+    `cast_cut`: bytes that casting parameters and gradients moves in a microbatch, of those that ZeRO-3 does not cut and
+    of those that it does; `read`, `summed`: as in `cost.table.Parameter`, of all. `kept`: of activations,
     by all operators. `temporary`: beyond it at the largest. `sent`: between two stages. `buffers`: of the model and of
     the inputs. `hidden`: the share of gradients that are complete before the last. `at`: the sizes that all were
     counted at.
@@ -67,6 +69,10 @@ class Totals:
     trained: Size
     cut: Size
     num_cut: int
+    cast: Size
+    cast_cut: Size
+    read: float
+    summed: float
     kept: Size
     temporary: Size
     sent: Size
@@ -170,6 +176,10 @@ class Formula:
         for (part, work), count in self.totals.works.items():
             often: Any = count * (m - 1) / m if part == "accumulate" else count
             found[work.name].append(often * self.seconds(work))
+        ranks = ranks_of(self._mesh.data_axis) if self.zero == 3 else 1
+        casts = self.of(self.totals.cast) + self.of(self.totals.cast_cut) / ranks
+        if casts != 0:
+            found["other"].append(casts / M)
         return {kind: sympy.Add(*terms) for kind, terms in found.items()}
 
     @cached_property
@@ -196,14 +206,14 @@ class Formula:
             several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
             sums.append(several * whole / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M))
-        found = {"gradient sums": self._beside(sympy.Add(*sums), work * BACKWARD_SHARE)}
+        found = {"gradient sums": self._beside(sympy.Add(*sums) * _exact(self.totals.summed), work * BACKWARD_SHARE)}
         if self.zero and self.totals.num_cut:
             axis, number = self._mesh.data_axis, sympy.Integer(self.totals.num_cut) / pp
             each = self.of(self.totals.cut) / self.totals.num_cut
             gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[self.zero]
             beside = work * (m if self.zero == 3 else BACKWARD_SHARE * scatters)
-            gathered = gathers * number * self._collective("all_gather", axis, each)
-            scattered = scatters * number * self._collective("reduce_scatter", axis, each)
+            gathered = gathers * number * self._collective("all_gather", axis, each * _exact(self.totals.read))
+            scattered = scatters * number * self._collective("reduce_scatter", axis, each * _exact(self.totals.summed))
             found[f"{axis} all_gather"] = self._beside(gathered, beside / 2)
             found[f"{axis} reduce_scatter"] = self._beside(scattered, beside / 2)
         return found
@@ -240,7 +250,8 @@ class Formula:
     def _gathered(self) -> sympy.Expr:
         """The wholes of parameters that live for a step, and with ZeRO 1 those of their gradients, beyond the parts."""
         cut = self.of(self.totals.cut) if self.zero in (1, 2) else sympy.Integer(0)
-        return cut + (cut - cut / ranks_of(self._mesh.data_axis) if self.zero == 1 else 0)
+        grads = cut * _exact(self.totals.summed) - cut / ranks_of(self._mesh.data_axis) if self.zero == 1 else 0
+        return cut * _exact(self.totals.read) + grads
 
     @cached_property
     def memory_bytes(self) -> sympy.Expr:
@@ -271,8 +282,8 @@ class Formula:
 
 
 def compiled(formulas: Sequence[Formula]) -> Any:
-    """(step_time_s, memory_bytes) of each formula as one numpy function of `b, s, tp, dp, dpr, pp, m, v, g_tp, g_dp, g_dpr, g_pp`:
-    numbers or arrays of them. The formulas are of one kind of hardware, for the same axes."""
+    """(step_time_s, memory_bytes) of each formula as one numpy function of `b, s, tp, dp, dpr, pp, m, v, g_tp, g_dp,
+    g_dpr, g_pp`: numbers or arrays of them. The formulas are of one kind of hardware, for the same axes."""
     constants, sizes = formulas[0].constants, formulas[0].sizes
     found = [expression for f in formulas for expression in (f.step_time_s, f.memory_bytes)]
     inside = (in_node_of(str(axis)) for axis in sizes[2:-2])

@@ -35,12 +35,28 @@ from .work import NOTHING, Size, Sizes, Work, flops_by_dtype, gradient_sum_s, op
 @dataclass(frozen=True)
 class Parameter:
     """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `cut`:
-    whether ZeRO-3 cuts it over `dp`."""
+    whether ZeRO-3 cuts it over `dp`.
+
+    In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
+    that is stored; `cast_again`: whether the backward reads it too.
+    """
 
     size: Size
     axes: tuple[str, ...]
     trained: bool
     cut: bool
+    read: float = 1.0
+    summed: float = 1.0
+    cast_again: bool = False
+
+    @property
+    def casts(self) -> int:
+        """How often a microbatch casts it, or its gradient."""
+        return (1 + self.trained + self.cast_again) * (self.read != 1)
+
+    def cast(self, ranks: int) -> Work:
+        """Casting it, or its gradient, where it is cut over so many ranks."""
+        return Work("other", self.size * ((1 + self.read) / ranks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +145,21 @@ class Table:
         return Totals(
             self.counts, Size.sum(parameter.size for parameter in held.values()),
             Size.sum(parameter.size for parameter in trained), Size.sum(cut), 0 if self.gathers else len(cut),
+            Size.sum(p.size * ((1 + p.read) * p.casts) for p in held.values() if not p.cut),
+            Size.sum(p.size * ((1 + p.read) * p.casts) for p in held.values() if p.cut),
+            _share((p.size.value, p.read) for p in held.values()),
+            _share((p.size.value, p.summed) for p in held.values()),
             Size.sum(row.kept * int(count) for row, count in zip(self.rows, often, strict=True)),
             max((row.temporary for row in self.rows), key=lambda size: size.value),
             min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
                 default=NOTHING), self.buffer_bytes, self.hidden_sums, Sizes(self.b, self.s, self.tp),
         )  # fmt: skip
+
+
+def _share(found: Iterable[tuple[float, float]]) -> float:
+    """The mean of shares, each of so many bytes."""
+    weights, shares = zip(*found, strict=True)
+    return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
 
 
 def _named(name: str, path: str, number: int) -> str:
@@ -275,17 +301,24 @@ class Priced:
     def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
         """What an operator does, with what a microbatch gathers and scatters of its weights that are cut over `dp`."""
         yield from row.works.items()
-        zero = self.setting.zero
-        for name in row.parameters if zero in (2, 3) and not self.table.gathers else ():
-            parameter = self.table.parameters[name]
-            if parameter.cut:
-                gather = Work("all_gather", parameter.size, axis=self.setting.mesh.data_axis)
+        zero, axis = self.setting.zero, self.mesh.data_axis
+        for parameter in map(self.table.parameters.__getitem__, row.parameters):
+            is_cut = self._is_cut(parameter)
+            if parameter.casts and not (is_cut and zero < 3):  # else once a step
+                cast = (parameter.cast(self.mesh.size(axis) if is_cut else 1),)
+                yield "forward", cast
+                if parameter.trained:
+                    yield "weight_backward", cast
+                if parameter.cast_again:
+                    yield "input_backward", cast
+            if is_cut and zero > 1 and not self.table.gathers:
+                gather = Work("all_gather", parameter.size * parameter.read, axis=axis)
                 if zero == 3:
                     yield "forward", (gather,)
-                if parameter.trained:
-                    yield "weight_backward", (gather._replace(kind="reduce_scatter"),)
                 if parameter.trained and zero == 3:
                     yield "input_backward", (gather,)
+                if parameter.trained:
+                    yield "weight_backward", (Work("reduce_scatter", parameter.size * parameter.summed, axis=axis),)
 
     def stage(self, index: int, stage: range) -> dict[str, Any]:
         """A stage's row of `Plan.timing`."""
@@ -351,8 +384,7 @@ class Priced:
     def state_bytes(self, held: Mapping[str, str]) -> float:
         """Of parameters, with their gradients and optimizer."""
         return sum(
-            self.local_bytes(known) * (1 + self.setting.state_bytes * self.table.parameters[known].trained)
-            for known in held.values()
+            self.local_bytes(known) + self.setting.state_bytes * self._gradient_bytes(known) for known in held.values()
         )
 
     def local_bytes(self, name: str) -> float:
@@ -364,7 +396,8 @@ class Priced:
     def whole_bytes(self, name: str) -> float:
         """Of what a rank holds of it for a step beyond its part: with ZeRO 1 and 2 the whole."""
         found = self.table.parameters[name]
-        return float(found.size.at(self.times)) if self._is_cut(found) and self.setting.zero < 3 else 0.0
+        is_held = self._is_cut(found) and self.setting.zero < 3
+        return float(found.size.at(self.times)) * found.read if is_held else 0.0
 
     def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
         """A rank's row of `Plan.timing`: what it does once a step."""
@@ -374,7 +407,7 @@ class Priced:
         mesh, axis = self.mesh, self.mesh.data_axis
         data = ((axis, mesh.size(axis), mesh.stride(axis)),)
         gathered = sum(map(self.whole_bytes, held.values()))
-        scattered = sum(self.whole_bytes(known) for known in held.values() if self.table.parameters[known].trained)
+        scattered = sum(map(self._scattered_bytes, held.values()))
         if self.setting.zero == 1:
             seconds += gradient_sum_s(scattered, data, self.hardware, "reduce_scatter")
         gathers_s = gradient_sum_s(gathered, data, self.hardware, "all_gather")
@@ -396,7 +429,7 @@ class Priced:
             owners = sum(name in names for names in everywhere)
             groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
             if groups and parameter.trained:
-                sizes[groups] = sizes.get(groups, 0.0) + self.local_bytes(known)
+                sizes[groups] = sizes.get(groups, 0.0) + self.local_bytes(known) * parameter.summed
         return sizes
 
     def temporary_bytes(self, rows: np.ndarray) -> float:
@@ -427,7 +460,15 @@ class Priced:
 
     def _whole_gradient(self, name: str) -> float:
         """Of a gradient that is whole until the end of a step."""
-        return self.whole_bytes(name) * self.table.parameters[name].trained if self.setting.zero == 1 else 0.0
+        found, is_first = self.table.parameters[name], self.setting.schedule.microbatches == 1
+        if self.setting.zero != 1 or not found.trained:
+            return 0.0
+        return self.whole_bytes(name) if is_first else self._scattered_bytes(name)
+
+    def _scattered_bytes(self, name: str) -> float:
+        """Of the whole gradient of what is held whole, as it is summed."""
+        found = self.table.parameters[name]
+        return self.whole_bytes(name) / found.read * found.summed * found.trained
 
     def memory(self) -> list[dict[str, Any]]:
         """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""

@@ -66,7 +66,7 @@ def as_data(table: Table) -> dict[str, Any]:
         for row in table.rows
     ]  # fmt: skip
     parameters = {
-        name: {"size": _listed(p.size), "axes": list(p.axes), "trained": p.trained, "cut": p.cut}
+        name: {"size": _listed(p.size), "axes": list(p.axes), "trained": p.trained, "cut": p.cut, **_cast_data(p)}
         for name, p in table.parameters.items()
     }
     runs = [[path, number, [row for row, *_ in run]] for (path, number), run in groupby(table.order, lambda o: o[1:])]
@@ -92,9 +92,10 @@ def from_data(data: Mapping[str, Any]) -> Table:
         for row in data["rows"]
     )  # fmt: skip
     parameters = {
-        name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], p["cut"])
+        name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], p["cut"],
+                        **{key: p[key] for key in _CASTS if key in p})
         for name, p in data["parameters"].items()
-    }
+    }  # fmt: skip
     order = tuple((row, path, n) for entry in data["order"] for path, n, run in _unrolled(entry) for row in run)
     cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
     return Table(rows, order, parameters, **{name: data[name] for name in _NUMBERS if name in data}, cuts=cuts)
@@ -139,9 +140,15 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
     return (run for copy in range(entry.get("times", 1)) for run in _in_block(entry["runs"], copy))
 
 
+_CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False}
+"""What is said of a parameter in mixed precision, and what it is else."""
 _MORE_SIZES = ("flops", "depth", "causal")
 _BYTES = ("kept", "temporary", "crossing", "load")
 _NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
+
+
+def _cast_data(parameter: Parameter) -> dict[str, Any]:
+    return {name: given for name, usual in _CASTS.items() if (given := getattr(parameter, name)) != usual}
 
 
 def _work_data(work: Work) -> dict[str, Any]:

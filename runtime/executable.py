@@ -19,6 +19,7 @@ from autopart.runtime.comm.draws import check_same_state, one_stream
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.loop.hooks import HeldHooks, held_back
+from autopart.runtime.loop.loss_scaling import LossScaling, naming_operators
 from autopart.runtime.loop.step_options import StepOptions, divide_by, scaled
 from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.state.batch import merge_microbatches, merged_shapes
@@ -104,13 +105,21 @@ class Executable:
             self._write_buffers()
         return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
 
-    def step(self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison) -> tuple[Tensor, list[Any]]:
+    def step(
+        self, inputs: Sequence[Any], options: StepOptions, comparison: Comparison, scaling: LossScaling | None = None
+    ) -> tuple[Tensor, list[Any]]:
         """Forward and backward of one global batch; adds to `.grad`. Raises InputError as `forward`.
+
+        `scaling`: what the loss is multiplied by, and the gradients divided by. Where one is not finite every `.grad`
+        is None afterwards, what was there before too: an optimizer then does nothing, as after a step of its own.
 
         Returns the loss and what the program has beside it, for the global batch, detached.
         """
         with held_back(self.parameters) as hooks:
-            runs = self._run(inputs, options, hooks, comparison)
+            runs = self._run(inputs, options, hooks, comparison, scaling)
+        if scaling is not None and scaling.overflowed:
+            for parameter in self.parameters.values():
+                parameter.grad = None
         hooks.see_accumulated()
         loss = self._whole_loss([loss for loss, *_ in runs])
         beside = self.program.outputs[1:]
@@ -133,27 +142,33 @@ class Executable:
                 module.stand_ins = {}
 
     def _run(
-        self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison
-    ) -> list[tuple[Tensor, ...]]:
+        self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison,
+        scaling: LossScaling | None,
+    ) -> list[tuple[Tensor, ...]]:  # fmt: skip
         """Forward and backward of all microbatches; the last stage's outputs of each, where it is here."""
         loaded, leaves = self._loaded(inputs, comparison), self.unsummed.matters
+        fresh = self._fresh_gradients(hooks, scaling is not None)
+        loss_scale = options.loss_scale * (scaling.scale if scaling is not None else 1.0)
         if leaves:
             comparison.finish_comparison()
             self.unsummed.begin()
-        with torch.enable_grad(), no_autocast(), compared(comparison), loaded, self._fresh_gradients(hooks):
+        with torch.enable_grad(), no_autocast(), compared(comparison), loaded, fresh:
             if options.num_tokens is not None:
                 comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
             with self.wholes.gathered(), nullcontext() if leaves else self._summing():
                 if self.pipeline is not None:
-                    runs = self.pipeline.step(options.loss_scale)
+                    runs = self.pipeline.step(loss_scale)
                 else:
                     count = self.program.microbatches
-                    runs = [self._step_microbatch(index, options.loss_scale) for index in range(count)]
+                    runs = [self._step_microbatch(index, loss_scale) for index in range(count)]
             comparison.finish_comparison()
             self._write_buffers()
             if not leaves:
                 sync_gradients(self.parameters, self.program, self.process, self.stage_style, self.wholes.parts)
+            if scaling is not None:
+                scaling.unscale(self.parameters.values(), self.process)
+            if not leaves:
                 hooks.see_gradients()
         if leaves and not self.unsummed.is_open:
             self.unsummed.finish()
@@ -247,13 +262,13 @@ class Executable:
                 module.unload()
 
     @contextmanager
-    def _fresh_gradients(self, hooks: HeldHooks) -> Iterator[None]:
-        """Inside, every `.grad` that ranks sum or a hook sees starts at None; afterwards what was there before is added
-        again, once. To all others autograd adds in place."""
+    def _fresh_gradients(self, hooks: HeldHooks, every: bool) -> Iterator[None]:
+        """Inside, every `.grad` that ranks sum or a hook sees starts at None (`every`: all); afterwards what was there
+        before is added again, once. To all others autograd adds in place."""
         before = {
             parameter: parameter.grad for name, parameter in self.parameters.items()
             if parameter.grad is not None
-            and (name in self.summed or name in self.wholes.parts or hooks.sees(parameter))
+            and (every or name in self.summed or name in self.wholes.parts or hooks.sees(parameter))
         }  # fmt: skip
         for parameter in before:
             parameter.grad = None
@@ -285,7 +300,8 @@ def has_collectives(stage: Stage) -> bool:
 def compared(comparison: Comparison) -> Iterator[None]:
     """Around a call. Where it fails and the ranks were called unlike each other, that is what is raised."""
     try:
-        yield
+        with naming_operators():
+            yield
     except Exception:
         comparison.finish_comparison()
         raise

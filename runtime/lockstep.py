@@ -23,7 +23,7 @@ from autopart.ir.masks import with_bands
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import OPERATORS, axis_of, operator_name
 from autopart.ir.program import Program, Stage
-from autopart.runtime.comm.collectives import attribute, bind, conversion_cuts, on_device
+from autopart.runtime.comm.collectives import Dtypes, attribute, bind, conversion_cuts, in_dtype, on_device
 from autopart.runtime.comm.draws import one_stream
 from autopart.runtime.comm.lists import LIST_PRIMITIVES, Primitives
 from autopart.runtime.comm.pieces import Cut
@@ -205,7 +205,8 @@ class _StageRun:
             if name == "axis_index":
                 return {rank: self.coordinates[rank].get(axis, 0) for rank in self.ranks}
             (x,) = node.all_input_nodes
-            return self._convert(name, values[x], axis, node.args[2:])
+            dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
+            return self._convert(name, values[x], axis, node.args[2:], dtypes)
         assert callable(node.target), f"{node.op} {node.target}"
         result = {}
         arguments = on_device(node, (node.args, node.kwargs), self.device)
@@ -218,10 +219,11 @@ class _StageRun:
         local = self.parameters[rank]
         return local[name] if name in local else attribute(self.stage.graph, name, self.buffers, self.device)
 
-    def _convert(self, name: str, value: PerRank, axis: str, arguments: tuple[Any, ...]) -> PerRank:
+    def _convert(self, name: str, value: PerRank, axis: str, arguments: tuple[Any, ...], dtypes: Dtypes) -> PerRank:
         result: PerRank = {}
         for group in groups_along(self.mesh, self.ranks, axis):
-            converted = convert_list(name, [value[rank] for rank in group], *arguments, primitives=self.primitives)
+            values = [value[rank] for rank in group]
+            converted = convert_list(name, values, *arguments, primitives=self.primitives, dtypes=dtypes)
             result.update(zip(group, converted, strict=True))
         return {rank: result[rank] for rank in self.ranks}
 
@@ -246,9 +248,11 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def convert_list(
-    operator: str, values: Sequence[Tensor], *arguments: Any, primitives: Primitives | None = None
-) -> tuple[Tensor, ...]:
-    """What `torch.ops.autopart.<operator>(x, axis, *arguments)` does, for all ranks of one group at once.
+    operator: str, values: Sequence[Tensor], *arguments: Any, primitives: Primitives | None = None,
+    dtypes: Dtypes = (None, None),
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What `torch.ops.autopart.<operator>(x, axis, *arguments, dtype=, grad_dtype=)` does, for all ranks of one group
+    at once.
 
     >>> convert_list("all_reduce", [torch.tensor(1.0), torch.tensor(2.0)])
     (tensor(3.), tensor(3.))
@@ -257,17 +261,20 @@ def convert_list(
         total = torch.stack([value.detach() for value in values]).amax(0)
         return tuple(total.clone() for _ in values)
     cuts = conversion_cuts(operator, values[0], len(values), arguments)
-    return _ConvertList.apply(OPERATORS[operator], cuts, primitives or LIST_PRIMITIVES, *values)
+    return _ConvertList.apply(OPERATORS[operator], cuts, primitives or LIST_PRIMITIVES, dtypes, *values)
 
 
 class _ConvertList(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, conversion: Conversion, cuts: tuple[Cut, ...], primitives: Primitives, *values: Tensor
+        ctx: Any, conversion: Conversion, cuts: tuple[Cut, ...], primitives: Primitives, dtypes: Dtypes, *values: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.conversion, ctx.cuts, ctx.primitives = conversion, cuts, primitives
-        return tuple(primitives[conversion.forward](list(values), *cuts))
+        ctx.dtypes = (values[0].dtype, dtypes[1])
+        return tuple(primitives[conversion.forward]([in_dtype(value, dtypes[0]) for value in values], *cuts))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.primitives[ctx.conversion.backward](list(grads), *reversed(ctx.cuts))
+        stored, summed = ctx.dtypes
+        moved = ctx.primitives[ctx.conversion.backward]([in_dtype(grad, summed) for grad in grads], *reversed(ctx.cuts))
+        return None, None, None, None, *(grad.to(stored) for grad in moved)

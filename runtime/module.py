@@ -29,6 +29,7 @@ from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
 from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
 from autopart.runtime.loop.idioms import Idioms, holder
+from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
 from autopart.runtime.loop.on_mesh import OnMesh
 from autopart.runtime.loop.step_options import StepOptions
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
@@ -77,7 +78,7 @@ class ProgramSource(Protocol):
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
 
 
-class ParallelModule(OnMesh, Idioms):
+class ParallelModule(OnMesh, ScalesLoss, Idioms):
     """A model partitioned over a device mesh.
 
     Every rank makes it from the same model and calls it with the same global batch, or (`local_batch`) with its own
@@ -107,6 +108,7 @@ class ParallelModule(OnMesh, Idioms):
         check_replicas: int | bool | None = None,
         local_batch: bool = False,
         weights: Weights | None = None,
+        scales_loss: bool = False,
     ):
         super().__init__()
         source = model if isinstance(model, Source) else Source(model)
@@ -138,6 +140,7 @@ class ParallelModule(OnMesh, Idioms):
         connect_state_dicts()
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         self._calls: Counter[str] = Counter()
+        self._loss_scaling = LossScaling() if scales_loss else None
         self._replicas = Replicas(self._process, stage_style_of(schedule), check_replicas)
         self._unsummed = Unsummed(self._process, stage_style_of(schedule))
         if program is not None:
@@ -189,7 +192,8 @@ class ParallelModule(OnMesh, Idioms):
         no loss; it is traced with the model. A batch of another shape is traced when it first comes.
 
         `loss_scale` (a number, or a tensor with one entry): the gradients are those of `loss_scale` times the loss; the
-        loss that is returned is not multiplied, nor is what was in `.grad` before.
+        loss that is returned is not multiplied, nor is what was in `.grad` before. It is beside `pm.loss_scale`, with
+        `precision="fp16"`, which is divided out again; where a gradient is not finite, every `.grad` is None.
         `num_tokens` (where the loss is a mean over labels): how many labels count in all the batches whose gradients
         are added up; the loss is then its sum over this batch's labels divided by that number, and so are gradients.
         `outputs=True` returns `(loss, outputs)`: what the model returns, of this same forward, for the global batch and
@@ -208,7 +212,7 @@ class ParallelModule(OnMesh, Idioms):
                 args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
             )
         executable, comparison = self._executable(program, inputs, "step", options.text)
-        loss, flat = executable.step(inputs, options, comparison)
+        loss, flat = executable.step(inputs, options, comparison, self._loss_scaling)
         if not outputs:
             return loss
         returned = tree_unflatten(flat, program.output_spec)
@@ -337,6 +341,7 @@ class ParallelModule(OnMesh, Idioms):
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state_dict = super().state_dict(*args, **kwargs)
         with_places(self, state_dict, prefix, self._extra_state)
+        self._save_loss_scaling(state_dict, prefix)
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -356,6 +361,7 @@ class ParallelModule(OnMesh, Idioms):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
+        self._load_loss_scaling(state_dict, prefix)
         loading = Loading(self, shapes_of(self._traced("load_state_dict()"), self._source.model), missing, errors)
         loading.take(state_dict, prefix, self._extra_state)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)

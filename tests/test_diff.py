@@ -79,6 +79,8 @@ def test_every_part_is_compared(plan):
         "zero": {"zero": 1},
         "prefetch": {"prefetch": 2},
         "compile": {"compile": True},
+        "precision": {"precision": "bf16"},
+        "reduce_dtype": {"reduce_dtype": "bf16"},
         "cuts": {"cuts": ("model.layers.1.mlp/mul",)},
         "collectives": {"collectives": (dataclasses.replace(first, count=first.count + 1), *rest)},
         "rules": {"rules": {"mylib::op": {"lines": ["a -> a"]}}},

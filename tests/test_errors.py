@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from dist import run_ranks
 from hardware_errors import HARDWARE_CASES
 from pin_errors import PIN_CASES
+from precision_errors import PRECISION_CASES
 from rule_errors import RULE_CASES
 from torch import Tensor, nn
 from weight_errors import WEIGHT_CASES
@@ -148,10 +149,6 @@ def line_of(cls: type, text: str) -> str:
     return f"{__file__}:{first + number}: {lines[number].strip()}"
 
 
-def not_built(name: str, purpose: str) -> str:
-    return f"OptionError: option {name}= is not built yet\n  why    it is for {purpose}\n  try    leave it out"
-
-
 def unknown_before_trace(asked: str) -> str:
     return (
         f"TraceError: {asked} is not known yet\n"
@@ -238,7 +235,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "recompute: no blocks": (plan("dp2", recompute={"layers.9": "full"}),
         "OptionError: recompute of 'layers.9' matches no block of the model\n  why    it has no repeated blocks\n"
         "  try    'none', 'selective' or 'full' for the whole model"),
-    "precision": (plan(precision="bf16"), not_built("precision", "mixed precision")),
+    **PRECISION_CASES,
     "memory: no size": (plan(memory="lots"),
         "OptionError: memory='lots' is not a size\n  try    memory='80GB', memory='24GiB', or a whole number of bytes"),
     "memory: nothing": (plan(memory=0),
@@ -248,11 +245,12 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of schedule, microbatches, virtual_stages, "
-        "sequence_parallel, hardware, pins, zero, memory, recompute, compile, example_args, example_kwargs"),
+        "sequence_parallel, hardware, pins, zero, memory, recompute, compile, precision, "
+        "reduce_dtype, example_args, example_kwargs"),
     "option of another": (plan(timeout=5),
         "OptionError: unknown option timeout=\n  why    other functions take it, plan() does not\n  try    one of "
         "schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, memory, recompute, compile, "
-        "example_args, example_kwargs"),
+        "precision, reduce_dtype, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "
         "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path "
@@ -313,8 +311,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         " load the model's weights first; plan() needs none, verify() does"),
     "verify: scaled": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), scaled="yes"),
         "OptionError: scaled='yes' is not a choice\n  try    True, False or \"auto\""),
-    "verify: unknown option": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), precision="bf16"),
-        not_built("precision", "mixed precision")),
     "verify: memory": (lambda: autopart.verify(linear(), "tp2", example_kwargs=input_(), memory=480),
         "MemoryLimitError: the plan needs 568 B on a rank, and memory is 480 B\n"
         "  why    temporary values 320 B, inputs 128 B, optimizer state 80 B, parameters 40 B, gradients 40 B\n"

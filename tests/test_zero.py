@@ -280,7 +280,9 @@ def gathers(mesh: str, keep: bool) -> tuple[set[str], int, int]:
 
         def wholes():
             weights = wait()
-            found.extend((name, StorageWeakRef(w.untyped_storage())) for name, w in zip(self.names, weights, strict=True))
+            found.extend(
+                (name, StorageWeakRef(w.untyped_storage())) for name, w in zip(self.names, weights, strict=True)
+            )
             return weights
 
         return wholes

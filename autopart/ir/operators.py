@@ -8,6 +8,10 @@ Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one pri
     all_to_all                                                    (x, axis, source_dim, target_dim)
     axis_index                                                    (axis) -> int
 
+Of a parameter in mixed precision they also have `dtype`, to which `x` is cast before it moves, and `grad_dtype`, to
+which its gradient is cast before it is summed; the gradient of `x` has the dtype of `x`. `cast` (x, dtype) is the same
+where nothing moves.
+
 `size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
 they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
 (`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`), leave
@@ -138,9 +142,11 @@ def _define_operators() -> torch.library.Library:
             arguments += ", int dim, int size, int[] sections=[]"
         elif operator == "all_to_all":
             arguments += ", int source_dim, int target_dim"
+        arguments += ", *, ScalarType? dtype=None, ScalarType? grad_dtype=None"
         library.define(f"{operator}({arguments}) -> Tensor")
     library.define("all_reduce_max(Tensor x, str axis) -> Tensor")
     library.define("axis_index(str axis) -> int")
+    define("cast", "Tensor x, ScalarType dtype", Tensor.to)
     define(
         "embedding_shard", "Tensor weight, Tensor ids, int start, int padding_idx=-1, int num_rows=-1", embedding_shard
     )
@@ -164,7 +170,7 @@ autopart_ops = torch.ops.autopart
 
 def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
-    local = ["draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention"]
+    local = ["cast", "draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention"]
     families = (experts, selection, ctc)
     return [
         *OPERATORS,
@@ -187,3 +193,20 @@ def axis_of(node: fx.Node) -> str | None:
     if name == "axis_index":
         return str(node.args[0])
     return str(node.args[1]) if name in OPERATORS or name == "all_reduce_max" else None
+
+
+_OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward == "identity")
+
+
+def stored_source(node: fx.Node) -> fx.Node | None:
+    """The parameter that a gather or a cast reads as it is stored, through conversions of its gradient alone; None
+    where it reads another value."""
+    source = node.args[0]
+    while isinstance(source, fx.Node) and operator_name(source) in _OF_GRADIENTS:
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) and source.op == "get_attr" else None
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node casts a parameter to what is computed in, and does nothing else."""
+    return operator_name(node) == "cast" and stored_source(node) is not None

@@ -154,6 +154,7 @@ class StoredTensor:
 
     `grad_axes`: the axes (dp, tp, ...) over which its gradient ends as a partial sum and is summed once a step.
     `aliases`: other names of the same parameter in the model (tied weights).
+    `compute_dtype`: what it is cast to where it is read; None: it is read as it is stored.
     """
 
     name: str
@@ -162,6 +163,7 @@ class StoredTensor:
     stages: tuple[int, ...]
     grad_axes: tuple[str, ...]
     aliases: tuple[str, ...] = ()
+    compute_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,8 @@ class Program:
     step; 2, the parameter for a step and the gradient for a microbatch; else both for as long as they are used."""
     prefetch: int = 1
     """Where the whole lives for as long as it is used: of how many blocks ahead it is gathered."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients of parameters are cast to before ranks sum them; None: they are summed as they are."""
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:

@@ -25,8 +25,9 @@ def gathers_stored(node: fx.Node, axis: str) -> bool:
 
 
 def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[Any, ...]]:
-    """{parameter: the operator that gathers it, and its arguments} of those whose whole lives for a step (ZeRO 1 and
-    2): all that these stages read in one way, whole over the axis that stores parameters."""
+    """{parameter: what gathers it: operator, dim, size, sections, dtypes of the whole and of its gradient's sum} of
+    those whose whole lives for a step (ZeRO 1 and 2): all that these stages read in one way, whole over the axis that
+    stores parameters."""
     if program.zero not in (1, 2):
         return {}
     read: dict[str, set[tuple[Any, ...] | None]] = {}
@@ -35,7 +36,8 @@ def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[Any
             way = None
             if gathers_stored(user, program.mesh.data_axis):
                 dim, size, sections = user.args[2:]
-                way = (operator_name(user), dim, size, tuple(sections))
+                dtypes = user.kwargs.get("dtype"), user.kwargs.get("grad_dtype")
+                way = (operator_name(user), dim, size, tuple(sections), *dtypes)
             read.setdefault(str(node.target), set()).add(way)
     return {name: way for name, ways in read.items() if len(ways) == 1 and (way := next(iter(ways))) is not None}
 

@@ -12,7 +12,10 @@ from autopart.plans.plan import Plan
 TIMEOUT_S = 120.0
 """How long a rank waits for the others in a call, in seconds, before it says who waits for whom."""
 
-DECIDING = ("mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "compile")
+DECIDING = (
+    "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "compile", "precision",
+    "reduce_dtype",
+)  # fmt: skip
 """The parts of a plan that say what is run. Its figures are left out: they may be rounded otherwise elsewhere."""
 
 

@@ -118,3 +118,11 @@ def headlines(plan: Plan) -> list[str]:
     lines.append(f"memory: {fit_text(plan)}" if fit_text(plan) else "")
     lines += [note for note in plan.notes if note.startswith(ADVICE)]
     return [textwrap.fill(line, TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines if line]
+
+
+def precision_text(plan: Plan) -> str:
+    """What is computed in and what gradients are summed in; "" where those are the model's own dtypes."""
+    if plan.precision is None:
+        return ""
+    scaled = ", the loss scaled" if plan.precision == "fp16" else ""
+    return f"computed in {plan.precision}{scaled}; gradients summed in {plan.reduce_dtype}"

@@ -142,6 +142,8 @@ class Plan:
     zero: int = 0
     prefetch: int = 1
     compile: bool = False
+    precision: str | None = None
+    reduce_dtype: str | None = None
     stages: tuple[Mapping[str, Any], ...] = ()
     collectives: tuple[Collective, ...] = ()
     unsharded: tuple[Mapping[str, Any], ...] = ()

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from autopart.compat import tree_flatten, tree_map
 from autopart.errors import TraceError
 from autopart.ir.graph import draws_random_numbers
+from autopart.ir.precision import Precision
 from autopart.ir.program import Rng
 from autopart.passes.pipeline import PassError
 from autopart.progress import phase
@@ -56,14 +57,19 @@ _CANNOT = (TraceError, RuntimeError, NotImplementedError, TypeError, ValueError,
 class Reference:
     """A copy of a model, traced and run for a call.
 
-    `source`: the model, which stays as it is. `arguments`: of the call. `loss_fn`: as `verify`.
+    `source`: the model, which stays as it is. `arguments`: of the call. `loss_fn`: as `verify`. `precision`: what the
+    graph is traced in, whose casts are the identity here.
 
     `model`: the copy, with the loss function behind it; `base`: without. `arguments`: of the call, in the precision of
     the copy. `traced`: its trace, whose graph, weights, buffers and inputs are float64. `is_double`: so is the copy;
     then the trace has its weights and buffers. `lost`: the buffers that the model changes unseen by the trace.
     """
 
-    def __init__(self, source: nn.Module, arguments: Mapping[str, Any], loss_fn: Any, rng: Rng):
+    def __init__(
+        self, source: nn.Module, arguments: Mapping[str, Any], loss_fn: Any, rng: Rng,
+        precision: Precision | None = None,
+    ):  # fmt: skip
+        self.precision = precision
         self.rng, self.loss_fn, self.training = rng, loss_fn, source.training
         try:
             self._use(in_double(copy_of(source, {})), arguments, is_double=True)
@@ -78,11 +84,11 @@ class Reference:
         self.model = base if self.loss_fn is None else WithLoss(base, self.loss_fn).train(self.training)
         self.arguments = self.converted(arguments)
         phase("tracing the model")
-        traced = prepare(self.model, self.arguments, double=True)
+        traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
         if self.rng == "fast" and any(draws_random_numbers(n) for n in traced.graph.nodes if n.op == "call_function"):
             self.notes.append(NO_DROPOUT)
             self.model.eval()
-            traced = prepare(self.model, self.arguments, double=True)
+            traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
         self.notes += [note for note in traced.notes if is_double or note != LIFTED]
         phase("running the model on one device")
         self.of_model = self._of_model(Subject(traced, find_loss(traced)))
@@ -95,7 +101,7 @@ class Reference:
 
     def trace(self, arguments: Mapping[str, Any]) -> Trace:
         """The trace of another call, with the weights and buffers of this one's."""
-        traced = prepare(self.model, arguments, double=True)
+        traced = prepare(self.model, arguments, double=True, precision=self.precision)
         if self.is_double:
             return traced
         return replace(_doubled(traced), parameters=self.traced.parameters, buffers=self.traced.buffers)

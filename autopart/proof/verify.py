@@ -4,6 +4,9 @@
 outputs, every gradient and every buffer that is written. Where they differ it compares value by value and names the
 first that is wrong.
 
+With `precision=` that is done with casts that are the identity, and the program is then run as it is, casts and all,
+and compared with the same policy on one device (`precision.py`).
+
 A model that computes in float32 inside (transformers' losses and RMS norms) cannot be matched to 1e-10 by any other
 order of additions. Its trace is then computed in float64; the trace is compared with the model to the model's own
 rounding, and the partitioned program with the trace to 1e-10 (`reference.py` says what that proves).
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 
 from autopart.errors import InputError, OptionError, RuntimeSetupError
 from autopart.ir.mesh import Mesh
+from autopart.ir.precision import Precision
 from autopart.ir.program import Rng
 from autopart.options import TOLERANCE, Options, PlanOptions, read_options, with_options
 from autopart.passes.choose.codec import decode
@@ -30,6 +34,7 @@ from autopart.progress import phase
 from autopart.proof.finite import NotFinite, infinite
 from autopart.proof.localize import BROKEN, Mismatch, first_mismatch
 from autopart.proof.loop import train
+from autopart.proof.precision import OneDevice, Rounded
 from autopart.proof.reference import Reference
 from autopart.proof.scale import (
     ONE_PASS,
@@ -67,7 +72,8 @@ class Verification:
     `buffer bn.running_mean`). `first_mismatch`: None if all is well. `smallest`: with `shrink=True`, the smallest part
     that is wrong alone. `steps`: with `steps=`, what each training step was and how far all ranks are from it; their
     errors are in `errors` too (`step 2 weight h.0.up.weight`). `not_finite`: NaN, or an infinite loss or gradient, in
-    the model itself: then nothing is proven, and `ok` is False.
+    the model itself: then nothing is proven, and `ok` is False. `rounded`: with `precision=`, how far the program is
+    from one device in that precision; all else is of the same program with casts that are the identity, in float64.
     """
 
     ok: bool
@@ -79,6 +85,7 @@ class Verification:
     smallest: Subgraph | None = None
     steps: tuple[StepReport, ...] = ()
     not_finite: NotFinite | None = None
+    rounded: Rounded | None = None
 
     def __str__(self) -> str:
         verdict = "exact" if self.ok else "WRONG" if self.not_finite is None else "NOT FINITE"
@@ -91,7 +98,8 @@ class Verification:
         notes = "".join(f"\nnote: {note}" for note in self.notes)
         steps = "".join(f"\n{report}" for report in self.steps)
         bad = f"\n{self.not_finite}" if self.not_finite is not None else ""
-        return head + worst + bad + steps + first + self._smallest_text() + notes
+        rounded = f"\n{self.rounded}" if self.rounded is not None else ""
+        return head + worst + bad + rounded + steps + first + self._smallest_text() + notes
 
     def _smallest_text(self) -> str:
         if self.smallest is None:
@@ -148,12 +156,13 @@ def verify(
         model, arguments, steps, optimizer, max_norm, scaler, batches, loss_fn is not None
     )  # fmt: skip
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    precision = Precision.parse((given or asked).precision, (given or asked).reduce_dtype)
     if given is None:
         asked = _check_fits(model, arguments, loss_fn, target, sizes, asked)
     work = VerifyLoad(sizes, training.steps if training is not None else 0, loss_fn is not None)
     found = []
     for copied in _chosen(model, arguments, scaled, work):
-        run = VerificationRun(model, arguments, loss_fn, target, copied, asked.rng)
+        run = VerificationRun(model, arguments, loss_fn, target, copied, asked.rng, precision)
         found.append(run.check(run.arrange(sizes, given, asked, tamper), tolerance, shrink, training))
     return together(found)
 
@@ -180,7 +189,8 @@ def _check_fits(
     if loss_fn is not None:
         training = model.training
         model, arguments = WithLoss(model, loss_fn).train(training), {"target": target, "call": arguments}
-    make_plan(model, prepare(model, arguments), mesh, replace(options, rng="fast"))
+    precision = Precision.parse(options.precision, options.reduce_dtype)
+    make_plan(model, prepare(model, arguments, precision=precision), mesh, replace(options, rng="fast"))
     return replace(options, memory=None)
 
 
@@ -196,7 +206,7 @@ class VerificationRun:
 
     def __init__(
         self, model: nn.Module, arguments: dict[str, Any], loss_fn: Any = None, target: Any = None,
-        scaled: bool | str | ScaledCopy | None = False, rng: Rng = "exact",
+        scaled: bool | str | ScaledCopy | None = False, rng: Rng = "exact", precision: Precision | None = None,
     ):  # fmt: skip
         if isinstance(scaled, (bool, str)):
             (scaled,) = _chosen(model, arguments, scaled, ONE_PASS)
@@ -208,7 +218,11 @@ class VerificationRun:
         check_trained(model)
         self.source = model if self.scaled is None else self.scaled.model
         self.target, self.has_loss_fn = target, loss_fn is not None
-        self.reference = Reference(self.source, self.taken(arguments, target), loss_fn, rng)
+        taken = self.taken(arguments, target)
+        self.reference = Reference(self.source, taken, loss_fn, rng, precision)
+        self.one_device: OneDevice | None = None
+        if precision is not None:
+            self.one_device = OneDevice(self.source, taken, loss_fn, precision, self.model.training)
         self.parameters = {n: p for n, p in self.parameters.items() if n not in self.traced.written}
         self.notes = [*(self.scaled.notes if self.scaled is not None else ()), *self.reference.notes]
 
@@ -256,7 +270,8 @@ class VerificationRun:
                 plan = self.scaled.plan(plan, identity_of(self.traced.parameters), self.traced)
         elif self.scaled is not None and options.recompute is not None:
             options = replace(options, recompute=self.scaled.recompute(options.recompute, self.traced))
-        chosen = plan or make_plan(self.model, self.traced, sizes, options)
+        traced = self.traced if self.one_device is None else self.one_device.traced
+        chosen = plan or make_plan(self.model, traced, sizes, options)
         decisions = decode(self.traced, chosen, sizes)
         return Arrangement(decisions, stage_style_of(chosen.schedule.name), tamper, chosen)
 
@@ -284,9 +299,14 @@ class VerificationRun:
             *_whole_notes(arrangement.plan),
             *(f"{name} {text}, as they should" for name, text in infinite(self.subject, expected).items()),
         ]
+        rounded = None
+        if self.one_device is not None and equal and bad is None:
+            phase(f"running all {arrangement.decisions.mesh.num_ranks} ranks in mixed precision")
+            rounded = self.one_device.compared(arrangement, expected)
         found = Verification(
-            equal and bad is None, worst, first, errors, str(arrangement.decisions.mesh), tuple(notes), smallest,
-            not_finite=bad and replace(bad, same=equal),
+            equal and bad is None and (rounded is None or rounded.ok), worst, first, errors,
+            str(arrangement.decisions.mesh), tuple(notes), smallest,
+            not_finite=bad and replace(bad, same=equal), rounded=rounded,
         )  # fmt: skip
         return found if training is None else self._trained(found, arrangement, training, tolerance)
 

@@ -90,6 +90,8 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("zero", "level"): str(plan.zero),
         ("zero", "prefetch"): str(plan.prefetch),
         ("compile", "stages"): "yes" if plan.compile else "no",
+        ("precision", "computed in"): plan.precision or "the model's own",
+        ("reduce_dtype", "gradients summed in"): plan.reduce_dtype or "the model's own",
         ("hardware", "profile"): plan.hardware,
         **{("inputs", name): f"{i['dtype']}{list(i['shape'])}" for name, i in plan.inputs.items()},
         **{("rules", name): "; ".join(rule["lines"]) for name, rule in plan.rules.items()},

@@ -16,7 +16,7 @@ from typing import Any
 from autopart.ir.mesh import Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import text_of
-from autopart.plans.headline import TEXT_WIDTH, fit_text, quantity, step_size, utilisation
+from autopart.plans.headline import TEXT_WIDTH, fit_text, precision_text, quantity, step_size, utilisation
 from autopart.plans.plan import MEMORY_KINDS, Collective, Plan
 
 WIDTH = 120
@@ -71,6 +71,7 @@ def _header(plan: Plan) -> str:
         ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
         ("zero", _zero(plan)),
         ("compile", "every stage, by torch.compile" if plan.compile else ""),
+        ("precision", precision_text(plan)),
         ("hardware", plan.hardware),
         ("pins", _pins(plan.pins)),
         *(("note", note) for note in plan.notes),

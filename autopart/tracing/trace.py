@@ -24,6 +24,7 @@ from autopart.compat_sizes import many_elements
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, shape, source_of, source_text, spoken_name, value
+from autopart.ir.precision import Precision
 from autopart.tracing.assigned_buffers import check_caches
 from autopart.tracing.counted import selected_sizes, with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
@@ -78,7 +79,8 @@ class Trace:
     `checkpointed`: paths of the modules that the model runs under `torch.utils.checkpoint`, "" for itself; None: of
     functions that hold no module.
     `written`: those of the buffers that are frozen parameters of the model. `weight_updates`: how trained parameters
-    change before the graph runs.
+    change before the graph runs. `precision`: what the graph was traced in, where its parameters are to be cast to that
+    when they are read; `parameters` are as they are stored.
     """
 
     graph: fx.Graph
@@ -94,6 +96,7 @@ class Trace:
     autocast: str = ""
     written: frozenset[str] = frozenset()
     weight_updates: WeightUpdates = field(default_factory=dict)
+    precision: Precision | None = None
 
     def without_values(self) -> Trace:
         """The same, with parameters that hold no memory."""

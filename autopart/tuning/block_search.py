@@ -17,8 +17,10 @@ from autopart.cost.simulate import Simulation
 from autopart.cost.table import Setting
 from autopart.errors import OptionError
 from autopart.ir.mesh import Mesh
+from autopart.ir.precision import Precision
 from autopart.ir.recomputation import Recompute, Word
 from autopart.ir.schedules import schedule_for
+from autopart.options import Options
 from autopart.plans.headline import quantity
 from autopart.plans.plan import Schedule
 from autopart.tuning.search import Space, space_of
@@ -33,6 +35,7 @@ class BlockSearch:
     found: Found
     simulation: Simulation = field(repr=False)
     sequence_parallel: bool
+    precision: Precision | None = None
 
     @property
     def chosen(self) -> dict[str, BlockOption]:
@@ -69,6 +72,8 @@ class BlockSearch:
         found: dict[str, Any] = {"microbatches": schedule.microbatches, "recompute": self.recompute, "pins": self.pins}
         found |= {"schedule": schedule.name} if schedule.name is not None else {}
         found |= {"sequence_parallel": self.sequence_parallel} if mesh.feature_ranks > 1 else {}
+        if self.precision is not None:
+            found |= {"precision": self.precision.name, "reduce_dtype": self.precision.reduce_name}
         return found | ({"zero": 3 if self._is_cut else 0} if mesh.storing_axis is not None else {})
 
     @property
@@ -104,6 +109,8 @@ def search_blocks(
     global_batch: int | None = None,
     memory: int | str | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
+    precision: str | None = None,
+    reduce_dtype: str | None = None,
     method: Method = "dynamic_programming",
     seed: int = 0,
     budget: int | None = None,
@@ -118,7 +125,7 @@ def search_blocks(
         microbatches: None: as many as divide the batch, up to four a stage.
         sequence_parallel: for a mesh with `tp`.
         zero: 3: what is in no block (embeddings, the head) is cut over `dp` too.
-        hardware, global_batch, memory, example_kwargs: as `search`.
+        hardware, global_batch, memory, example_kwargs, precision, reduce_dtype: as `search`.
         method, seed, budget: one of `autopart.cost.methods`, which says what the budget is.
     Returns:
         The choice: `autopart.plan(model, mesh, example_kwargs=..., **found.options)` is its plan.
@@ -129,12 +136,14 @@ def search_blocks(
         >>> found = autopart.search_blocks(model, "pp4,tp8", memory="80GB")    # doctest: +SKIP
         >>> plan = autopart.plan(model, "pp4,tp8", example_kwargs=batch, **found.options)    # doctest: +SKIP
     """
-    space, sizes = space_of(model, hardware, global_batch, example_kwargs), Mesh.parse(mesh)
+    asked = Options(precision=precision, reduce_dtype=reduce_dtype)
+    computed = Precision.parse(asked.precision, asked.reduce_dtype)
+    space, sizes = space_of(model, hardware, global_batch, example_kwargs, computed), Mesh.parse(mesh)
     limit = parse_size(memory) if memory is not None else space.hardware.memory_bytes
     chosen = completed(space.rows, sizes, schedule, microbatches)
     blocks = blocks_of(space, sizes, chosen, sequence_parallel, zero)
     found = solve(blocks.problem(limit), method, seed, budget)
-    return BlockSearch(blocks, found, blocks.simulation(found.choice), sequence_parallel)
+    return BlockSearch(blocks, found, blocks.simulation(found.choice), sequence_parallel, computed)
 
 
 def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: bool = True, zero: int = 0) -> Blocks:

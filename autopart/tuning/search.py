@@ -25,6 +25,7 @@ from autopart.cost.simulate import Simulation, simulate
 from autopart.cost.table import Setting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
 from autopart.ir.mesh import Mesh
+from autopart.ir.precision import Precision
 from autopart.ir.recomputation import Word
 from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
 from autopart.options import Options, SearchOptions, read_options, with_options
@@ -110,6 +111,7 @@ class Space:
 
     `fused`: whether what lies between two products or collectives counts as one kernel. `assumed`: what is set of
     `cost.table.Setting` in the place of what autopart's runtime does (`state_bytes`, `receives_held`, ...).
+    `precision`: what is computed in.
     """
 
     model: nn.Module
@@ -118,6 +120,7 @@ class Space:
     profile: str
     fused: bool = False
     assumed: Mapping[str, Any] = field(default_factory=dict)
+    precision: Precision | None = None
     tables: dict[tuple[bool, bool, str], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,13 +129,16 @@ class Space:
         self._call = tree_map(lambda x: _rows_of(x, _given_rows(self.example), TRACED_ROWS), dict(self.example))
         small, like = fewer_blocks(self.model)
         try:
-            self._traced, self._like = prepare(small, bind_call(small, (), self._call)), like
+            self._traced, self._like = prepare(small, bind_call(small, (), self._call), precision=self.precision), like
             self._blocks: Blocks = {**each_block(self._traced), **like}
         except Exception:  # whatever a model's own code raises when its blocks are fewer
             self._trace_whole()
 
     def _trace_whole(self) -> None:
-        self._traced, self._like = prepare(self.model, bind_call(self.model, (), self._call)), {}
+        self._traced, self._like = (
+            prepare(self.model, bind_call(self.model, (), self._call), precision=self.precision),
+            {},
+        )
         self._blocks = {}
         self._drafts.clear()
         self.tables.clear()
@@ -352,13 +358,14 @@ def search(
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise OptionError(f"devices={devices!r} is not a number of devices", why="it is a whole number from 1")
     asked = read_options(search, options)
-    space = space_of(model, asked.hardware, global_batch, example_kwargs)
+    precision = Precision.parse(asked.precision, asked.reduce_dtype)
+    space = space_of(model, asked.hardware, global_batch, example_kwargs, precision)
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
     found = space.best(devices, limit)
     rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
-    traced = prepare(model, bind_call(model, (), rows))
+    traced = prepare(model, bind_call(model, (), rows), precision=precision)
     phase("planning the best")
-    best = _planned(model, traced, found, Options(hardware=asked.hardware), limit, count)
+    best = _planned(model, traced, found, replace(asked, memory=None), limit, count)
     if not best:
         raise MemoryLimitError(
             f"none of what was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
@@ -400,15 +407,16 @@ def _planned(
 
 
 def space_of(
-    model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None
-) -> Space:
+    model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None,
+    precision: Precision | None = None,
+) -> Space:  # fmt: skip
     """What `search` searches. Raises as `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)
     given = _given_rows(example)
     rows = global_batch if global_batch is not None else given
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it is a whole number from 1")
-    return Space(model, example, rows, hardware)
+    return Space(model, example, rows, hardware, precision=precision)
 
 
 def _given_rows(example: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from autopart.cost.collectives import PARTS
@@ -24,6 +25,7 @@ from autopart.cost.work import NOTHING, Powers, Size, Work
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
+from autopart.ir.operators import is_cast
 from autopart.ir.program import Program
 from autopart.tracing.trace import Trace
 
@@ -96,7 +98,8 @@ class _Counter:
         return fused
 
     def _chain(self, chain: Sequence[Counted]) -> list[Counted]:
-        nodes, works = {one.node for one in chain}, [one.node for one in chain if one.forward]
+        nodes = {one.node for one in chain if not is_cast(one.node)}
+        works = [one.node for one in chain if one.forward]
         ends = [node for node in nodes if not nodes.issuperset(node.users)]
         made = {m for node in ends for m in memories(self.walk.values[node]) if m.made_by in nodes}
         sources = [used for node in works for used in tensor_inputs(node)]
@@ -129,6 +132,8 @@ class _Counter:
         name = operator_name(node).removeprefix("autopart::")
         if name in DIRECTIONS:
             return self._conversion(node, name)
+        if is_cast(node):  # priced with the parameter: `cost.table.Parameter`
+            return Counted(node, ())
         read = [self.walk.values[used] for used in tensor_inputs(node)]
         forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)
                       if isinstance(v, Value))  # fmt: skip
@@ -144,11 +149,17 @@ class _Counter:
             return Counted(node, ())
         forward, backward = DIRECTIONS[name]
         axis: Any = node.args[1]
-        size = max((self.size(n) for n in (node, node.args[0])), key=lambda size: size.value)  # one side has it whole
-        moved = self._moved(axis, forward, size)
+        forms = {n: self.walk.values[n].form for n in (node, node.args[0])}
+        whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # one side of it
+        made, own = forms[node].dtype, forms[whole].dtype
+
+        def sent(dtype: torch.dtype) -> Size:
+            return self.size(whole) if dtype == own else self.size(whole) * (dtype.itemsize / own.itemsize)
+
+        moved = self._moved(axis, forward, sent(made))
         if node not in self.alive:
             return Counted(node, moved)
-        back = self._moved(axis, backward, size)
+        back = self._moved(axis, backward, sent(node.kwargs.get("grad_dtype") or made))
         towards, others = (back, ()) if node in self.weights else ((), back)
         if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
             others += moved

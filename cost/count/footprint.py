@@ -20,6 +20,7 @@ from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, MadeTensor
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
+from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
 from autopart.ir.storing import held_whole
 from autopart.tracing.trace import Trace
@@ -28,7 +29,7 @@ from autopart.tracing.trace import Trace
 @dataclass(eq=False)
 class Memory:
     """A piece of memory. `lives`: it is there before and after a microbatch, as a parameter is. `again`: a weight that
-    is gathered over `dp`, and gathered again where the backward reads it."""
+    is gathered over `dp`, or cast, and again where the backward reads it."""
 
     size_bytes: int
     lives: bool
@@ -134,9 +135,9 @@ class Walk:
         found = _attribute(self.trace, node)
         if str(node.target) not in self.held:
             return found
-        _, dim, size, _ = self.held[str(node.target)]
+        _, dim, size, _, dtype, _ = self.held[str(node.target)]
         shape = (*found.form.shape[:dim], size, *found.form.shape[dim + 1 :])
-        form = Form.contiguous(shape, found.form.dtype, found.form.needs_grad)
+        form = Form.contiguous(shape, dtype or found.form.dtype, found.form.needs_grad)
         return Value(form, Memory(form.size_bytes, True, node))
 
     def gathers_held(self, node: fx.Node) -> bool:
@@ -152,18 +153,33 @@ class Walk:
             return self.values[node.args[0]]
         if name in DIRECTIONS:
             made = self._convert(node, DIRECTIONS[name][0])
-            sizes = made.form.size_bytes, self.values[node.args[0]].form.size_bytes
-            in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
-            forward, backward = (_moving_bytes(kind, max(sizes), min(sizes), in_order) for kind in DIRECTIONS[name])
-            self.takes[node] = forward, backward
+            self.takes[node] = self._conversion_bytes(node, made.form, self.values[node.args[0]].form)
             return made
-        return call(node, self.values, self.keeps, self.others, self.takes)
+        made = call(node, self.values, self.keeps, self.others, self.takes)
+        if is_cast(node):
+            made.memory.again = True
+        return made
+
+    def _conversion_bytes(self, node: fx.Node, made: Form, source: Form) -> tuple[int, int]:
+        """The most new memory in a conversion and in its backward, with the copies in the dtype that is sent."""
+        name = operator_name(node).removeprefix("autopart::")
+        in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
+        numbers = [form.size_bytes // form.dtype.itemsize for form in (made, source)]
+        sent = made.dtype, node.kwargs.get("grad_dtype") or made.dtype
+        forward, backward = (
+            _moving_bytes(kind, max(numbers) * dtype.itemsize, min(numbers) * dtype.itemsize, in_order)
+            for kind, dtype in zip(DIRECTIONS[name], sent, strict=True)
+        )
+        forward += numbers[1] * sent[0].itemsize * (source.dtype != sent[0])
+        backward += numbers[0] * sent[1].itemsize * (made.dtype != sent[1])
+        return forward, backward + source.size_bytes * (source.dtype != sent[1])
 
     def _convert(self, node: fx.Node, primitive: str) -> Any:
         """A collective, or the local part of one, as `runtime.collectives` makes it."""
         source: Value = self.values[node.args[0]]
         parts = self.program.mesh.size(node.args[1])
         form, owner = source.form, source.memory
+        form = form._replace(dtype=node.kwargs.get("dtype") or form.dtype)
         if primitive == "identity":
             return source
         shape, in_order = list(form.shape), False
@@ -181,7 +197,7 @@ class Walk:
         if in_order and Form(made.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
             return Value(made, owner)
         over_data = node.args[1] == self.program.mesh.data_axis
-        again = primitive == "all_gather" and over_data and node.args[0].op == "get_attr"
+        again = primitive == "all_gather" and over_data and stored_source(node) is not None
         return Value(made, Memory(made.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:

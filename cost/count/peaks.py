@@ -63,7 +63,9 @@ def stage_memory(walk: Walk) -> StageMemory:
     whole = {name: read[name] for name in walk.held if name in read}
     traffic = traffic_of(walk.trace, program, stage, whole)
     scattered = {name: sent for sent in traffic.sent if sent.scatters and sent.each for name in sent.names}
-    lasting = sum(size for name, size in weights.items() if name not in scattered)
+    kept_apart = {name for sent in traffic.sent if sent.kept_bytes for name in sent.names}
+    lasting = sum(size for name, size in weights.items() if name not in scattered and name not in kept_apart)
+    lasting += sum(sent.kept_bytes for sent in traffic.sent)
     is_split = not (regions := bool(walk.regions(alive)))
     first_backward, backward = _backward_peaks(walk, alive, saved, traffic)
     taken = StageBytes(
@@ -162,7 +164,8 @@ class _Backward:
         self.flats: deque[int] = deque(sent.flat_bytes for sent in traffic.sent[:1] if sent.each and is_later)
         self.now += sum(self.flats)
         self.missing = {sent: {name for name in sent.names} for sent in traffic.sent}
-        self.each = {name for sent in traffic.sent if sent.scatters and sent.each for name in sent.names}
+        self.apart = {name for sent in traffic.sent if sent.scatters and (sent.each or sent.kept_bytes)
+                      for name in sent.names}  # fmt: skip
         self.grads: set[Memory] = set()
         self.whole = {str(n.target): made.memory.size_bytes for n, made in walk.values.items() if n.op == "get_attr"}
 
@@ -225,12 +228,12 @@ class _Backward:
         if node is not one.nodes[0]:
             return set()
         self.opened.pop(row, None)
-        self._send(one.flat_bytes)
+        self._send(one.grad_bytes)
         return {m for other in one.nodes for m in memories(self.walk.values[other])} & self.grads
 
     def _complete(self, name: str, memory: Memory) -> None:
         """The gradient of a parameter is whole."""
-        if memory in self.grads and name not in self.each:
+        if memory in self.grads and name not in self.apart:
             self.added_bytes += memory.size_bytes  # nothing gives it a gradient again
         for sent, missing in self.missing.items():
             missing.discard(name)
@@ -241,7 +244,7 @@ class _Backward:
         self.now += sent.part_bytes
         self._send(sent.flat_bytes)
         if sent.scatters:
-            self.now -= sum(self.whole[name] for name in sent.names)
+            self.now -= sum(self.whole[name] for name in sent.names) + sent.kept_bytes
 
     def _send(self, flat_bytes: int) -> None:
         """Gradients are copied together and sent; what was sent long before has arrived."""

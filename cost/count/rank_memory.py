@@ -12,6 +12,7 @@ from torch import fx
 from autopart.compat import stored_bytes
 from autopart.cost.count.footprint import Walk
 from autopart.cost.count.peaks import StageMemory, stage_memory
+from autopart.cost.count.sending import summed_dtype
 from autopart.cost.memory import OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES
@@ -51,9 +52,9 @@ def _rank_memory(
     gradients, pipeline = sum(trained.values()), _pipeline_bytes(program, mine, home, order)
     bucket = _bucket_bytes(trace, trained, program, home)
     wholes = {name: size for stage in mine for name, size in memories[stage].whole.items()}
-    received = sum(sent.flat_bytes for stage in mine for sent in memories[stage].traffic.sent if sent.scatters)
-    grown = sum({name: wholes[name] if name in wholes and program.zero == 1 else size
-                 for name, size in trained.items()}.values())  # fmt: skip
+    received = sum(sent.gather_bytes for stage in mine for sent in memories[stage].traffic.sent)
+    kept = {name for stage in mine for sent in memories[stage].traffic.sent if sent.kept_bytes for name in sent.names}
+    grown = sum(_grown(trace, program, name, size, wholes, name in kept) for name, size in trained.items())
     optimizer = {f"optimizer state of {name}": OPTIMIZER_VALUES * size for name, size in trained.items()}
     stored = {f"parameter {name}": size for name, size in sizes.items()}
     largest = stored | {f"gradient of {name}": size for name, size in trained.items()} | optimizer
@@ -67,6 +68,17 @@ def _rank_memory(
         sum(lasting) + pipeline + sum(wholes.values()) + passing,
         most.in_flight, _largest(largest | _largest_activations(memories, most.in_flight)),
     )  # fmt: skip
+
+
+def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping[str, int], is_kept: bool) -> int:
+    """What the gradient of a parameter takes until a step ends: with ZeRO 1 it is whole."""
+    if name not in wholes or program.zero != 1:
+        return size
+    if not is_kept:
+        return wholes[name]
+    stored = trace.parameters[name].dtype
+    read = program.parameters[name].compute_dtype or stored
+    return wholes[name] // read.itemsize * summed_dtype(stored, program).itemsize
 
 
 def local_bytes(trace: Trace, program: Program, stored: StoredTensor) -> int:
@@ -105,14 +117,19 @@ def _bytes(boundaries: Sequence[Boundary]) -> int:
 
 def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, home: Mapping[int, int]) -> int:
     """The flat copy of the largest bucket of gradients of tied parameters, which are summed when a step has ended; one
-    that fills a bucket alone is summed where it is."""
+    that fills a bucket alone is summed where it is, unless it is summed in another dtype."""
     buckets: dict[Any, list[int]] = defaultdict(list)
     for name, size in trained.items():
         stored, dtype = program.parameters[name], trace.parameters[name].dtype
         owners = tuple(sorted({home[stage] for stage in stored.stages}))
         if len(owners) > 1:
             buckets[owners, dtype].append(size)
-    return max((min(sum(sizes), BUCKET_BYTES) for sizes in buckets.values() if len(sizes) > 1), default=0)
+    found = [0]
+    for (_, dtype), sizes in buckets.items():
+        sent = summed_dtype(dtype, program)
+        if len(sizes) > 1 or sent != dtype:
+            found.append(min(sum(sizes), BUCKET_BYTES) * sent.itemsize // dtype.itemsize)
+    return max(found)
 
 
 def _largest_activations(memories: Sequence[StageMemory], in_flight: Mapping[int, int]) -> dict[str, int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from autopart.ir.buckets import bucketed, in_order_of_use, kinds
@@ -21,22 +22,27 @@ UNDER_WAY = 1
 
 class Sent(NamedTuple):
     """A bucket of gradients. `flat_bytes`: copied together, while they are sent. `part_bytes`: of what becomes a rank's
-    part. `scatters`: the whole gradients are gone then. `each`: after every microbatch."""
+    part. `gather_bytes`: what the wholes are received in. `scatters`: the whole gradients are gone then. `each`: after
+    every microbatch. `kept_bytes`: of the gradients of earlier microbatches, where these are added up in a higher
+    precision."""
 
     names: tuple[str, ...]
     flat_bytes: int
     part_bytes: int = 0
+    gather_bytes: int = 0
     scatters: bool = False
     each: bool = False
+    kept_bytes: int = 0
 
 
 class Row(NamedTuple):
-    """Weights that are gathered together. `flat_bytes`: what they are received in, and sent from."""
+    """Weights that are gathered together. `flat_bytes`: what they are received in, and sent from; `grad_bytes`: what
+    their gradients are sent from."""
 
     nodes: tuple[fx.Node, ...]
     whole_bytes: int
-    part_bytes: int
     flat_bytes: int
+    grad_bytes: int
 
 
 @dataclass(frozen=True)
@@ -64,23 +70,45 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
     sent: list[Sent] = []
     for names in kinds([n for n in order if axes[n] and n not in whole], {n: (axes[n], dtypes[n]) for n in trained}):
         for row in bucketed({name: sizes[name] for name in names}):
-            sent.append(Sent(row, sum(sizes[name] for name in row) if len(row) > 1 else 0))
+            copied = len(row) > 1 or summed_dtype(dtypes[row[0]], program) != dtypes[row[0]]
+            flat = sum(sizes[name] for name in row) * _summed(dtypes[row[0]], program)
+            sent.append(Sent(row, round(flat) if copied else 0))
     for names in kinds([n for n in order if n in whole], dtypes):
         for row in bucketed({name: whole[name] for name in names}):
-            size = sum(whole[name] for name in row)
-            parts = sum(sizes[name] for name in row)
-            sent.append(Sent(row, size if len(row) > 1 else 0, parts, True, program.zero == 2))
+            size, parts = sum(whole[name] for name in row), sum(sizes[name] for name in row)
+            read = program.parameters[row[0]].compute_dtype or dtypes[row[0]]
+            summed = size // read.itemsize * summed_dtype(dtypes[row[0]], program).itemsize
+            alone = len(row) == 1
+            is_kept = program.zero == 1 and program.microbatches > 1 and summed != size
+            sent.append(Sent(row, summed if not alone or summed != size else 0, parts, 0 if alone else size, True,
+                             program.zero == 2, summed if is_kept else 0))  # fmt: skip
     nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, axis) and _source(n) not in whole]
     found = gathered_together(nodes, lambda n: (trace.parameters[_source(n)].dtype, sizes[_source(n)]))
-    rows = [_row(row, sum(sizes[_source(node)] for node in row), mesh.size(axis)) for row in found]
+    rows = [_row(trace, program, row, sum(sizes[_source(node)] for node in row)) for row in found]
     row_of = {node: index for index, row in enumerate(rows) for node in row.nodes}
     return Traffic(tuple(sent), tuple(rows), program.prefetch, row_of)
 
 
-def _row(nodes: list[fx.Node], part_bytes: int, ranks: int) -> Row:
+def _row(trace: Trace, program: Program, nodes: list[fx.Node], part_bytes: int) -> Row:
+    stored, ranks = trace.parameters[_source(nodes[0])].dtype, program.mesh.size(program.mesh.data_axis)
+    read = program.parameters[_source(nodes[0])].compute_dtype or stored
     in_order = len(nodes) == 1 and nodes[0].args[2] == 0
-    flat = 0 if in_order else part_bytes * ranks + (part_bytes if len(nodes) > 1 else 0)
-    return Row(tuple(nodes), part_bytes * ranks, part_bytes, flat)
+    part = part_bytes * read.itemsize // stored.itemsize
+    flat = 0 if in_order else part * ranks + (part if len(nodes) > 1 else 0)
+    summed = summed_dtype(stored, program)
+    grads = 0 if in_order and summed == read else part_bytes * ranks * summed.itemsize // stored.itemsize
+    return Row(tuple(nodes), part * ranks, flat, grads)
+
+
+def summed_dtype(stored: torch.dtype, program: Program) -> torch.dtype:
+    """What the gradient of a parameter of this dtype is summed in."""
+    reduce = program.reduce_dtype
+    return reduce if reduce is not None and stored.is_floating_point else stored
+
+
+def _summed(stored: torch.dtype, program: Program) -> float:
+    """Bytes that are summed for each that is stored."""
+    return summed_dtype(stored, program).itemsize / stored.itemsize
 
 
 def _source(node: fx.Node) -> str:

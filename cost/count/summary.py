@@ -11,13 +11,15 @@ import torch
 from torch import fx
 
 from autopart.cost.collectives import wire_bytes
+from autopart.cost.count.sending import summed_dtype
 from autopart.cost.flops import work
 from autopart.cost.simulate import Simulation
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import PARAMETER, WEIGHT, cost_notes, facts
-from autopart.ir.graph import active_operators, operator_name, pattern_of, size_bytes, source_of, tensor_inputs
+from autopart.ir.graph import active_operators, operator_name, pattern_of, source_of, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.names import layer_of
+from autopart.ir.operators import stored_source
 from autopart.ir.program import Program, Stage
 from autopart.ir.storing import gathers_stored, held_whole
 from autopart.plans.plan import Collective
@@ -61,19 +63,27 @@ def _moves(program: Program) -> Iterator[_Move]:
             axis = node.args[1]
             if gathers_stored(node, program.mesh.data_axis) and str(node.args[0].target) in whole:
                 if program.zero == 2 and facts(node).get("needs_grad", True) and backward:
-                    scattered = round(wire_bytes(backward, program.mesh.size(axis), size_bytes(node)))
-                    yield _Move(stage.index, _module_of(node), axis, "", backward, scattered)
+                    yield _Move(stage.index, _module_of(node), axis, "", backward, _scattered_bytes(node, program))
                 continue
-            size = max(size_bytes(n) for n in (node, node.args[0]))  # the whole array is on one side of it
+            elements = max(value(n).numel() for n in (node, node.args[0]))  # the whole array is on one side of it
+            made = value(node).dtype
+            size, summed = (elements * dtype.itemsize for dtype in (made, node.kwargs.get("grad_dtype") or made))
             grad = facts(node).get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
-            moved += wire_bytes(backward, program.mesh.size(axis), size) if grad else 0
+            moved += wire_bytes(backward, program.mesh.size(axis), summed) if grad else 0
             path = _module_of(node)
             yield _Move(stage.index, path, axis, forward, backward if grad else "", round(moved))
-            is_weight = axis == program.mesh.data_axis and node.args[0].op == "get_attr"
+            is_weight = axis == program.mesh.data_axis and stored_source(node) is not None
             if is_weight and forward == "all_gather" and _is_saved(node):
                 again = round(wire_bytes("all_gather", program.mesh.size(axis), size))
                 yield _Move(stage.index, path, axis, "", "all_gather", again)
+
+
+def _scattered_bytes(node: fx.Node, program: Program) -> int:
+    """What a rank sends of the gradient of a gathered weight."""
+    dtype = node.kwargs.get("grad_dtype") or value(node).dtype
+    ranks = program.mesh.size(program.mesh.data_axis)
+    return round(wire_bytes("reduce_scatter", ranks, value(node).numel() * dtype.itemsize))
 
 
 def _is_saved(weight: fx.Node) -> bool:
@@ -111,7 +121,9 @@ def _gradients(trace: Trace, program: Program) -> list[Collective]:
     for name, stored in program.parameters.items():
         parts = math.prod(program.mesh.size(axis) for axis, place in stored.layout.items() if place.is_shard)
         for axis in stored.grad_axes:
-            sizes[axis] += math.prod(stored.shape) * trace.parameters[name].dtype.itemsize // parts
+            sizes[axis] += (
+                math.prod(stored.shape) * summed_dtype(trace.parameters[name].dtype, program).itemsize // parts
+            )
     for axis, size in sizes.items():
         moved = round(wire_bytes("all_reduce", program.mesh.size(axis), size) / program.mesh.size("pp"))
         rows.append(Collective("gradients of parameters", axis, "", "all_reduce", 1, moved, "step"))
@@ -124,8 +136,9 @@ def _wholes(trace: Trace, program: Program) -> list[Collective]:
     for name in held_whole(program, program.stages):
         stored, parameter = program.parameters[name], trace.parameters[name]
         parts = math.prod(mesh.size(a) for a, place in stored.layout.items() if place.is_shard and a != axis)
-        whole += parameter.nbytes // parts
-        trained += parameter.nbytes // parts * parameter.requires_grad
+        elements = parameter.numel() // parts
+        whole += elements * (stored.compute_dtype or parameter.dtype).itemsize
+        trained += elements * summed_dtype(parameter.dtype, program).itemsize * parameter.requires_grad
     rows = [("parameters", "all_gather", "", whole)]
     rows += [("gradients of parameters", "", "reduce_scatter", trained)] if program.zero == 1 else []
     return [

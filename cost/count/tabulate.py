@@ -33,6 +33,7 @@ from autopart.ir.buckets import bucketed, in_order_of_use
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, source_of, tensor_inputs
 from autopart.ir.layout import MIN_DIMS
+from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import Program
 from autopart.tracing.trace import Trace, batch_size
 
@@ -65,12 +66,14 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     rows = [one.row(each) for one, found in zip(held, stages, strict=True) for each in found]
     starts = tuple(accumulate(map(len, stages)))[:-1]
     trained = frozenset().union(*(one.trained for one in held))
+    again = frozenset().union(*(one.cast_again for one in held))
     is_stored = any(mesh.data_axis in stored.layout for stored in program.parameters.values())
     gathers = is_stored and program.zero not in (1, 2)
     parameters = {
         name: Parameter(
             _stored(trace, program, name), tuple(dict.fromkeys((mesh.data_axis, *stored.grad_axes))), name in trained,
             mesh.data_axis in stored.layout if is_stored else len(stored.shape) >= MIN_DIMS,
+            *_shares(trace, name), name in again,
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
     order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
@@ -103,6 +106,14 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
     parts = mesh.size(mesh.data_axis) if mesh.data_axis in stored.layout else 1
     whole = local_bytes(trace, program, stored) * parts
     return Size.of(whole, Powers(0, 0, int(cut)))
+
+
+def _shares(trace: Trace, name: str) -> tuple[float, float]:
+    """Bytes that are read of a parameter, and summed of its gradient, for each that is stored."""
+    stored, precision = trace.parameters[name].dtype, trace.precision
+    if precision is None or not stored.is_floating_point:
+        return 1.0, 1.0
+    return precision.compute.itemsize / stored.itemsize, precision.reduce.itemsize / stored.itemsize
 
 
 # Repeated blocks
@@ -180,6 +191,9 @@ class _Held:
             for region, size in rerun_bytes(walk, self.alive).items()
         }
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
+        casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}
+        read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
+        self.cast_again = {str(node.target) for node in read if node is not None}
 
     def row(self, one: Counted) -> Row:
         works = {part: found for part in PARTS if (found := getattr(one, part))}

@@ -19,7 +19,7 @@ from autopart.ir.pattern import Pattern
 from autopart.passes.choose.batch import batch_strategies
 from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.pins import Pinned, solve_pinned
-from autopart.passes.choose.prices import Step
+from autopart.passes.choose.prices import Step, summed_share
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.shard import Sharding, ShardingProblem, cheapest
 from autopart.passes.choose.stage_pins import pinned_partition
@@ -77,7 +77,7 @@ def _solve(
 ) -> tuple[ShardingProblem, Sharding]:
     """The cheapest sharding over an axis, beside what was `solved` before."""
     mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
-    step = Step(problem.microbatches, rows, problem.storage, mesh.stride(pinned.axis))
+    step = Step(problem.microbatches, rows, problem.storage, mesh.stride(pinned.axis), summed_share(problem.trace))
     left = pinned.beside((sharding.strategies for _, sharding in solved.values()), stored)
     ranks = mesh.size(pinned.axis)
     return cheapest(problem.graph, ranks, problem.hardware, problem.sequence_parallel, step, left)

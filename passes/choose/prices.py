@@ -26,6 +26,7 @@ from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values
 from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Placement, R, conversion, is_direct
 from autopart.passes.choose.storage import Storage
+from autopart.tracing.trace import Trace
 
 _DIVIDE_FIRST = 1e2
 """How much heavier dividing all matrix work weighs than all communication together."""
@@ -44,12 +45,14 @@ _TELLS = 0.01
 class Step:
     """What of a training step prices depend on. `row_shards`: the parts in which the rows of the batch are cut, over
     ranks and microbatches. `storage`: how what lies on the axis priced is stored over another. `stride`: how far apart
-    in rank numbers neighbours on the axis priced are."""
+    in rank numbers neighbours on the axis priced are. `summed`: bytes that are summed of a parameter's gradient for
+    each that is read of it: in mixed precision not as many."""
 
     microbatches: int = 1
     row_shards: int = 1
     storage: Storage = field(default_factory=Storage)
     stride: int = 1
+    summed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,9 @@ class Prices:
         """The price of an option, conversions left out."""
         if not isinstance(option, Strategy):
             partial = option == R_GRAD_P
-            summed_s = gradient_sync_s(size_bytes(node), self.num_shards, self.hardware, self.step.stride)
+            summed_s = gradient_sync_s(
+                size_bytes(node) * self.step.summed, self.num_shards, self.hardware, self.step.stride
+            )
             return self.in_parts(node, option) + Price(gradient_sync_s=summed_s if partial else 0.0)
         work, weights = self._undivided(node, option)
         return Price(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
@@ -167,7 +172,7 @@ class Prices:
             return Price()
         size = size_bytes(node) / (self.num_shards if place.is_shard else 1)
         is_cut = storage.place(node.target, shape(node), {"": place}) is not None
-        price = stored_parts(size, is_cut, facts(node)["needs_grad"], storage, self.step.microbatches, self.links)
+        price = stored_parts(size, is_cut, facts(node)["needs_grad"], storage, self.step, self.links)
         is_left = bool(storage.zero) and not is_cut and len(shape(node)) >= MIN_DIMS
         left = size * (1 - 1 / storage.ranks) / self.table if is_left else 0.0
         return price + Price(weights=left)
@@ -237,19 +242,26 @@ def gradient_sync_s(size: float, num_ranks: int, hardware: Hardware, stride: int
     return 0.99 * size / BUCKET_BYTES * time_s("all_reduce", num_ranks, BUCKET_BYTES, hardware, stride)
 
 
+def summed_share(trace: Trace) -> float:
+    """Bytes that are summed of a parameter's gradient for each that is read of the parameter."""
+    precision = trace.precision
+    return 1.0 if precision is None else precision.reduce.itemsize / precision.compute.itemsize
+
+
 def stored_parts(
-    size: float, is_cut: bool, trained: bool, storage: Storage, microbatches: int, hardware: Hardware
+    size: float, is_cut: bool, trained: bool, storage: Storage, step: Step, hardware: Hardware
 ) -> Price:  # fmt: skip
     """Of so many bytes of a parameter on every rank of the storing axis: summing the gradient once a step; where it is
     stored in parts, gathering it and scattering the sum of its gradient: in every microbatch, or (ZeRO 1, and the
     gathers of 2) once."""
     ranks, stride = storage.ranks, storage.stride
     if not is_cut:
-        return Price(gradient_sync_s=gradient_sync_s(size, ranks, hardware, stride) if trained else 0.0)
-    gathers = 1 if storage.zero in (1, 2) else microbatches * (2 if trained else 1)
-    scatters = (1 if storage.zero == 1 else microbatches) if trained else 0
+        return Price(gradient_sync_s=gradient_sync_s(size * step.summed, ranks, hardware, stride) if trained else 0.0)
+    gathers = 1 if storage.zero in (1, 2) else step.microbatches * (2 if trained else 1)
+    scatters = (1 if storage.zero == 1 else step.microbatches) if trained else 0
     moved = gathers * time_s("all_gather", ranks, size, hardware, stride)
-    return Price(communication_s=moved + scatters * time_s("reduce_scatter", ranks, size, hardware, stride))
+    moved += scatters * time_s("reduce_scatter", ranks, size * step.summed, hardware, stride)
+    return Price(communication_s=moved)
 
 
 def _flops(node: fx.Node) -> int:

@@ -17,7 +17,7 @@ from autopart.ir.layout import DIRECTIONS, Placement, R, cannot_store_parts
 from autopart.ir.program import Program
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.choose.pins import near_names, pinned_layouts, pinned_parts, solve_pinned
-from autopart.passes.choose.prices import Price, stored_parts
+from autopart.passes.choose.prices import Price, Step, stored_parts, summed_share
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.shard import Choice, Converted, Sharding, ShardingProblem
 from autopart.passes.choose.storage import Storage
@@ -144,12 +144,14 @@ class Reasons:
             if why := cannot_store_parts(place, tuple(parameter.shape), axis, ranks, layout):
                 return Why(name, f"not {wanted}", f"{weight}: {why}")
             cuts = [self.mesh.size(other) for other, lies in layout.items() if lies.is_shard and other != axis]
-            size = parameter.nbytes / math.prod(cuts)
+            read = self.program.parameters[weight].compute_dtype or parameter.dtype
+            size, stored = (parameter.numel() * dtype.itemsize / math.prod(cuts) for dtype in (read, parameter.dtype))
+            step = Step(self.program.microbatches, summed=summed_share(self.trace))
             for sign, cut in ((1, place.is_shard), (-1, before.is_shard)):
                 trained = parameter.requires_grad
-                found = stored_parts(size, cut, trained, storage, self.program.microbatches, self.problem.hardware)
+                found = stored_parts(size, cut, trained, storage, step, self.problem.hardware)
                 price += found * sign
-                held += sign * size * (1 / ranks if cut else 1) * (1 + (1 + OPTIMIZER_VALUES) * trained)
+                held += sign * stored * (1 / ranks if cut else 1) * (1 + (1 + OPTIMIZER_VALUES) * trained)
         if not changed:
             return Why(name, wanted, "it is so in the plan")
         memory = f"{'+' if held > 0 else '-'}{quantity(abs(held), 'B')} of weights, gradients and optimizer state"

@@ -78,5 +78,6 @@ def stored_tensors(
         stored[name] = StoredTensor(
             name, tuple(parameter.shape), shown, tuple(sorted(readers.get(name, {0}))),
             tuple(partial) if parameter.requires_grad else (), trace.aliases.get(name, ()),
+            trace.precision.computed(parameter.dtype) if trace.precision is not None else None,
         )  # fmt: skip
     return stored

@@ -107,7 +107,7 @@ def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
     fits = (
         isinstance(product, fx.Node) and isinstance(bias, fx.Node)
         and product.target is aten.linear.default
-        and len(product.users) == 1 and len(product.args) == 2 and bias.op == "get_attr"
+        and len(product.users) == 1 and len(product.args) == 2 and _is_parameter(bias)
         and value(bias).dim() == 1 and value(bias).shape[0] == value(product).shape[-1]
     )  # fmt: skip
     if fits:
@@ -117,6 +117,11 @@ def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
         node.replace_all_uses_with(fused)
         graph.erase_node(node)
         graph.erase_node(product)
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a node of a stage graph reads a parameter, or casts one."""
+    return node.op == "get_attr" or (operator_name(node) == "autopart::cast" and node.args[0].op == "get_attr")
 
 
 @on_calls("aten::einsum")

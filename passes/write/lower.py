@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from autopart.errors import InputError, OptionError
-from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import (
@@ -29,13 +28,11 @@ from autopart.ir.graph import (
     operator_name,
     operators,
     reads,
-    shape,
     source_of,
     tensor_inputs,
     value,
 )
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct, local_shape
-from autopart.ir.operators import autopart_ops
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, local_shape
 from autopart.ir.program import (
     MICROBATCH_AXIS,
     SEEDS,
@@ -54,6 +51,7 @@ from autopart.passes.rules import local_form
 from autopart.passes.rules.dropout import can_draw
 from autopart.passes.rules.local import LocalCall, local_value
 from autopart.passes.rules.tables import COSTS
+from autopart.passes.write.convert import Converter
 from autopart.passes.write.stage_draft import Key, StageDraft, parameter_stages
 from autopart.tracing.trace import Trace
 
@@ -127,6 +125,7 @@ class _Writer:
         self.draws = [node for node in random if node not in self.not_drawn]
         _check_draws(self.draws, rng)
         self.empty: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self.converter = Converter(trace, self.sizes, self.emitter, self.mark)
         self.rng, self.has_seeds = rng, bool(random) and rng == "fast"
         for stage in self.stages:
             for node in trace.graph.find_nodes(op="placeholder"):
@@ -183,8 +182,8 @@ class _Writer:
             stage.prologue_outputs.append(stage.seeds)
         return stage.seed
 
-    def mark(self, made: fx.Node, origin: fx.Node, layout: Key) -> None:
-        """Note on a written node which traced value it holds, in which layout."""
+    def mark(self, made: fx.Node, origin: fx.Node, layout: Key, dtype: torch.dtype | None = None) -> None:
+        """Note on a written node which traced value it holds, in which layout; `dtype`: in another than traced."""
         made.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
         made.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
@@ -192,9 +191,9 @@ class _Writer:
             local = local_shape(full.shape, dict(layout), self.sizes)
             for dim, share in facts(origin).get("shares", {}).items():
                 local[dim] = math.ceil(local[dim] * share)
-            form = tuple(local), full.dtype
+            form = tuple(local), dtype or full.dtype
             if form not in self.empty:
-                self.empty[form] = torch.empty(local, dtype=full.dtype, device="meta")
+                self.empty[form] = torch.empty(local, dtype=form[1], device="meta")
             made.meta["val"] = self.empty[form]
 
     def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
@@ -240,12 +239,14 @@ class _Writer:
         role = facts(source_of(node)[0])["role"]
         if role in (INPUT, DATA):
             made = self._from_inputs(node, layout, stage)
+        elif role == PARAMETER and self.converter.stored_dtype(node) is not None:
+            made = self.converter.read(node, self.produced(node), layout, stage)
         else:
             produced = self.produced(node)
             source = self._at_home(node, produced, stage, role)
             if produced == layout:
                 return source
-            made = self.convert(source, node, produced, layout, stage)
+            made = self.converter.convert(source, node, produced, layout, stage)
         self.mark(made, node, layout)
         stage.made[node, layout] = made
         return made
@@ -309,7 +310,7 @@ class _Writer:
         batch = places[self.row_axes[0]] if self.row_axes else R
         if batch == P or any(places[axis] != R for axis in self.features):
             before = self.key(node, dict.fromkeys(self.row_axes, R if batch == P else batch))
-            return self.convert(self.get(node, before, stage), node, before, layout, stage)
+            return self.converter.convert(self.get(node, before, stage), node, before, layout, stage)
         if not batch.is_shard:
             return self._stage_input(node, None, stage)
         made = self._rows(node, batch, stage)
@@ -357,64 +358,6 @@ class _Writer:
             stage.whole[node] = made
         return stage.whole[node]
 
-    # Conversions
-
-    def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
-        """Go from one layout to another, one axis after the other."""
-        current = dict(source)
-        whole = R_GRAD_P if facts(node)["needs_grad"] else R
-        for axis, place in (*_brought_first(current, dict(target), whole), *target):
-            if current[axis] != place:
-                before, current[axis] = dict(current), place
-                layout = tuple(current.items())
-                if (node, layout) not in stage.made:
-                    stage.made[node, layout] = self._convert_axis(made, node, before, axis, place, stage)
-                    self.mark(stage.made[node, layout], node, layout)
-                made = stage.made[node, layout]
-        return made
-
-    def _convert_axis(
-        self,
-        made: fx.Node,
-        node: fx.Node,
-        current: Mapping[str, Placement],
-        axis: str,
-        target: Placement,
-        stage: StageDraft,
-    ) -> fx.Node:
-        source = current[axis]
-        if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
-            return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, made, 1.0 / self.sizes[axis])
-        step = conversion(source, target)
-        if step is None or not is_direct(source, target, shape(node), self.sizes[axis]):
-            whole = self._convert_axis(made, node, current, axis, R_GRAD_P if facts(node)["needs_grad"] else R, stage)
-            between = {**current, axis: R_GRAD_P if facts(node)["needs_grad"] else R}
-            return self._convert_axis(whole, node, between, axis, target, stage)
-        operation = getattr(autopart_ops, step.operator).default
-        emit = self.emitter(stage, node)
-        if step.operator == "all_to_all":
-            return emit(operation, made, axis, source.dim, target.dim)
-        cut = source if source.is_shard else target
-        if not cut.is_shard:
-            return emit(operation, made, axis)
-        assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
-        size, sections = self._over_other_axes(node, current, axis, cut)
-        return emit(operation, made, axis, cut.dim, size, list(sections))
-
-    def _over_other_axes(
-        self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement
-    ) -> tuple[int, Sections]:
-        """The dim's size over this axis alone, and its sections, given what the other axes cut of the same dim."""
-        others = math.prod(self.sizes[a] for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim)
-        size = shape(node)[cut.dim] // others
-        if len(cut.sections) != 1:
-            return size, cut.sections
-        outer = math.prod(  # the other axes that cut a factor outside this one: they leave fewer sections
-            self.sizes[a] for a, p in current.items()
-            if a != axis and p.is_shard and p.dim == cut.dim and len(p.sections) < 2 and p.sections < cut.sections
-        )  # fmt: skip
-        return size, (cut.sections[0] // outer,)
-
     # Finishing
 
     def finish(self, outputs: Sequence[tuple[Any, bool]]) -> Program:
@@ -445,6 +388,7 @@ class _Writer:
             self.trace.output_spec, self.decisions.copied, self.rng if self.draws else None,
             weight_updates=self.trace.weight_updates, zero=self.decisions.zero,
             prefetch=self.decisions.prefetch,
+            reduce_dtype=self.trace.precision.reduce if self.trace.precision is not None else None,
         )  # fmt: skip
 
     def _update(self, name: str, node: fx.Node) -> None:
@@ -483,17 +427,3 @@ class _Writer:
         """The stages that read each parameter."""
         outputs, last = self.trace.graph.output_node(), self.decisions.num_stages - 1
         return parameter_stages(self.decisions.stage_of, outputs, last)
-
-
-def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
-    """What has to be brought together before anything else: a dim that several axes cut, the innermost cut first, and
-    one that an axis cuts where another is to cut it. Else the shards would be put together in another order."""
-    axes = list(current)
-    for axis in reversed(axes):
-        place = current[axis]
-        if not place.is_shard or target[axis] == place:
-            continue
-        outside = [current[a] for a in axes[: axes.index(axis)] if current[a] != target[a]]
-        arriving = [p for a, p in target.items() if a != axis and current[a] != p]
-        if any(p.is_shard and p.dim == place.dim for p in (*outside, *arriving)):
-            yield axis, target[axis] if target[axis].is_replicated else whole

@@ -29,6 +29,7 @@ class StageDraft:
     graph: fx.Graph = field(default_factory=fx.Graph)
     prologue: fx.Graph = field(default_factory=fx.Graph)
     made: dict[tuple[fx.Node, Key], fx.Node] = field(default_factory=dict)
+    stored: dict[tuple[fx.Node, Key], fx.Node] = field(default_factory=dict)
     whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
     inputs: list[StageInput] = field(default_factory=list)
     prologue_outputs: list[fx.Node] = field(default_factory=list)

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from autopart.compat import is_gloo, resolve_group
 from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
-from autopart.ir.operators import CUTTING, LIBRARY, OPERATORS, axis_of, operator_name
+from autopart.ir.operators import CUTTING, LIBRARY, OPERATORS, autopart_ops, axis_of, operator_name
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.stacks import line_of_graph
 from autopart.runtime.comm.watch import watching
@@ -40,17 +40,30 @@ def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[A
     return ()
 
 
+Dtypes = tuple[torch.dtype | None, torch.dtype | None]
+"""What a conversion casts to before it moves a value, and its gradient; None: they move in the dtype they have."""
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype)
+
+
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, conversion: Conversion, group_name: str, cuts: tuple[Cut, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, conversion: Conversion, group_name: str, cuts: tuple[Cut, ...], dtypes: Dtypes
+    ) -> Tensor:
         ctx.conversion, ctx.group_name, ctx.cuts = conversion, group_name, cuts
+        ctx.dtypes = (x.dtype, dtypes[1])
         ctx.line = line_of_graph()
-        return PRIMITIVES[conversion.forward](x, group_name, *cuts)
+        return PRIMITIVES[conversion.forward](in_dtype(x, dtypes[0]), group_name, *cuts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         primitive = PRIMITIVES[ctx.conversion.backward]
-        return primitive(grad, ctx.group_name, *reversed(ctx.cuts)), None, None, None
+        stored, summed = ctx.dtypes
+        moved = primitive(in_dtype(grad, summed), ctx.group_name, *reversed(ctx.cuts))
+        return moved.to(stored), None, None, None, None
 
 
 def _communicate(collective: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
@@ -126,9 +139,12 @@ def _implement_operators() -> None:
     """What the operators that need a process group do; the name of an axis is that of a group by then."""
 
     def converter(conversion: Conversion) -> Callable[..., Tensor]:
-        def convert(x: Tensor, axis: str, *arguments: Any) -> Tensor:
+        def convert(
+            x: Tensor, axis: str, *arguments: Any,
+            dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None,
+        ) -> Tensor:  # fmt: skip
             cuts = conversion_cuts(conversion.operator, x, resolve_group(axis).size(), arguments)
-            return _Convert.apply(x, conversion, axis, cuts)
+            return _Convert.apply(x, conversion, axis, cuts, (dtype, grad_dtype))
 
         return convert
 
@@ -178,6 +194,8 @@ def bind(
             values[node] = coordinates.get(axis, 0)
         elif axis is not None and (axis not in groups or _reads(node, whole)):
             values[node] = values[node.args[0]]
+            if node.kwargs.get("dtype") is not None:
+                values[node] = graph.call_function(autopart_ops.cast.default, (values[node], node.kwargs["dtype"]))
         else:
             copy = values[node] = graph.node_copy(node, values.__getitem__)
             copy.args, copy.kwargs = on_device(node, (copy.args, copy.kwargs), device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopart.errors import MissingAttribute, UsageError
+from autopart.runtime.loop.loss_scaling import LossScaling
 
 CONVERT = "convert the model before: parallelize(model.bfloat16().cuda(), ...)"
 _OWN_TENSORS = ("_parameters", "_buffers", "_modules", "_local_parameters", "_local_buffers", "_copies")
@@ -56,7 +57,7 @@ class Idioms(nn.Module):
         for name, value in self.__dict__.items():
             if name in _OWN_TENSORS:
                 value = copy.deepcopy(value, memo)
-            elif isinstance(value, (dict, set, Counter)):
+            elif isinstance(value, (dict, set, Counter, LossScaling)):
                 value = copy.copy(value)
             copied.__dict__[name] = value
         copied._begin_as_copy()

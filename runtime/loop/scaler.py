@@ -95,5 +95,5 @@ def _check_scaled(process: Process, scaler: torch.amp.GradScaler) -> None:
         raise InputError(
             f"the gradients were not multiplied by the scaler's {scaler.get_scale():g}",
             why="step() had no loss_scale: divided, they would be too small",
-            hint="pm.step(..., loss_scale=scaler.get_scale())",
+            hint="pm.step(..., loss_scale=scaler.get_scale()); with precision='fp16' step() needs no scaler",
         )

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopart.compat import in_backward
 from autopart.errors import StageError
 from autopart.ir.facts import facts
-from autopart.ir.operators import operator_name
+from autopart.ir.operators import autopart_ops, is_cast, operator_name, stored_source
 from autopart.ir.storing import GATHERS, gathered_together, gathers_stored
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process
@@ -42,28 +42,32 @@ def gather_blocks(
     module: fx.GraphModule, process: Process, prefetch: int, alone: bool = False, compiled: bool = False
 ) -> GatheredBlocks | None:  # fmt: skip
     """Lets a stage's bound graph gather the weights that it reads over the axis that stores parameters, a block at a
-    time; None where there are none.
+    time, and cast others to what is computed in; None where it does neither.
 
     Args:
         alone: a weight at a time, for a backward that runs for each one by itself.
-        compiled: outside of what is compiled, also what a region that is run again reads.
+        compiled: outside of what is compiled, also what a region that is run again reads. A compiler casts again by
+            itself.
     """
     axis = process.mesh.data_axis
     group = process.groups.get(axis)
-    if group is None:
-        return None
-    nodes = [node for node in module.graph.nodes if gathers_stored(node, group.group_name)]
-    if not nodes:
+    nodes = [] if group is None else [n for n in module.graph.nodes if gathers_stored(n, group.group_name)]
+    # What a region that is run again casts is not kept anyway.
+    casts = [] if compiled else [n for n in module.graph.nodes if is_cast(n) and "region" not in facts(n)]
+    if not nodes and not casts:
         return None
     for node in nodes if compiled else ():
         facts(node).pop("region", None)
-    blocks = GatheredBlocks(process.beside(axis), prefetch)
+    blocks = GatheredBlocks(process.beside(axis) if nodes else None, prefetch)
+    for node in casts:
+        _insert_cast(module, node, blocks)
 
     def form(node: fx.Node) -> tuple[torch.dtype, int]:
         part = module.get_parameter(str(node.args[0].target))
         return part.dtype, part.nbytes
 
     for row in gathered_together(nodes, form, alone):
+        assert group is not None
         part = [module.get_parameter(str(node.args[0].target)) for node in row]
         stored = tuple(_stored(node, one, group.size()) for node, one in zip(row, part, strict=True))
         block = GatheredBlock(len(blocks.order), PartBucket(stored, group), part, blocks)
@@ -78,8 +82,22 @@ def gather_blocks(
 def _stored(node: fx.Node, part: Tensor, ranks: int) -> Stored:
     dim, size, sections = node.args[2:]
     shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
-    cut = Cut(dim, size, tuple(sections), ranks)
-    return Stored(str(node.args[0].target), shape, cut, part.dtype, GATHERS[str(operator_name(node))])
+    cut, sums = Cut(dim, size, tuple(sections), ranks), GATHERS[str(operator_name(node))]
+    read = node.kwargs.get("dtype") or part.dtype
+    summed = node.kwargs.get("grad_dtype") or read
+    return Stored(str(node.args[0].target), shape, cut, sums, part.dtype, read, summed)
+
+
+def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: GatheredBlocks) -> None:
+    """Lets autograd save where a weight is stored in the place of what it is cast to."""
+    source, name = stored_source(node), f"cast_{node.name}"
+    assert source is not None
+    module.add_submodule(name, CastWeight(str(source.target), node.args[1], blocks))
+    with module.graph.inserting_before(node):
+        copy = module.graph.call_module(name, (node.args[0],))
+    copy.meta.update(node.meta)
+    node.replace_all_uses_with(copy)
+    module.graph.erase_node(node)
 
 
 def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: GatheredBlock) -> None:
@@ -102,7 +120,7 @@ def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: GatheredBlock
 class GatheredBlocks:
     """The blocks of a stage graph, in their order, and what is under way of them."""
 
-    reducing: dist.ProcessGroup
+    reducing: dist.ProcessGroup | None
     prefetch: int
     order: list[GatheredBlock] = field(default_factory=list)
     begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
@@ -111,8 +129,8 @@ class GatheredBlocks:
     """{block: its weights}, which the backward has gathered again; the last one that was read is last."""
     read_again: set[int] = field(default_factory=set)
     """The blocks whose weights the backward reads."""
-    weights: dict[StorageWeakRef, _Weight] = field(default_factory=dict)
-    """The weights that the forward which runs has gathered so far, by the memory they are in."""
+    weights: dict[StorageWeakRef, _Weight | _Cast] = field(default_factory=dict)
+    """The weights that the forward which runs has gathered or cast so far, by the memory they are in."""
     under_way: deque[Pending] = field(default_factory=deque)
 
     @contextmanager
@@ -164,7 +182,8 @@ class GatheredBlocks:
         weight = self.weights.get(StorageWeakRef(saved.untyped_storage()))
         if weight is None or saved.dtype != weight.dtype or saved.is_conj():
             return saved
-        self.read_again.add(weight.block.index)
+        if isinstance(weight, _Weight):
+            self.read_again.add(weight.block.index)
         return _View(weight, saved.shape, saved.stride(), saved.storage_offset())
 
 
@@ -178,20 +197,39 @@ class _Weight:
     dtype: torch.dtype
 
     def again(self) -> Tensor:
-        if self.block.parts[self.position]._version != self.version:
-            raise StageError(
-                f"'{self.block.bucket.names[self.position]}' was changed between a forward and its backward",
-                why="the backward gathers it again, and would find other values",
-                hint="optimizer.step() after backward()",
-            )  # fmt: skip
+        _check_unchanged(self.block.bucket.names[self.position], self.block.parts[self.position], self.version)
         return self.block.blocks.take_again(self.block.index)[self.position]
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """Where to find a weight that was cast. `version`: of the weight, when it was."""
+
+    name: str
+    stored: Tensor
+    version: int
+    dtype: torch.dtype
+
+    def again(self) -> Tensor:
+        _check_unchanged(self.name, self.stored, self.version)
+        return self.stored.to(self.dtype)
+
+
+def _check_unchanged(name: str, stored: Tensor, version: int) -> None:
+    """Raises StageError where a parameter is not what a forward has read."""
+    if stored._version != version:
+        raise StageError(
+            f"'{name}' was changed between a forward and its backward",
+            why="the backward reads it again, and would find other values",
+            hint="optimizer.step() after backward()",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _View:
     """What autograd saves: a view of a gathered weight, without the weight."""
 
-    weight: _Weight
+    weight: _Weight | _Cast
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -201,6 +239,21 @@ def _unpack(saved: Any) -> Tensor:
     if not isinstance(saved, _View):
         return saved
     return saved.weight.again().as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class CastWeight(nn.Module):
+    """Casts a weight, each time that a graph reads it."""
+
+    def __init__(self, name: str, dtype: torch.dtype, blocks: GatheredBlocks):
+        super().__init__()
+        self.name, self.dtype, self.blocks = name, dtype, blocks
+
+    def forward(self, stored: Tensor) -> Tensor:
+        cast = autopart_ops.cast(stored, self.dtype)
+        if torch.is_grad_enabled() and not in_backward():
+            found = _Cast(self.name, stored.detach(), stored._version, cast.dtype)
+            self.blocks.weights[StorageWeakRef(cast.untyped_storage())] = found
+        return cast
 
 
 class GatheredBlock(Crossing, nn.Module):
@@ -233,5 +286,6 @@ class GatheredBlock(Crossing, nn.Module):
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
         self.blocks.again.pop(self.index, None)
+        assert self.blocks.reducing is not None
         bucket = PartBucket(tuple(self.bucket.stored[i] for i in present), self.blocks.reducing)
         return bucket.scatter(grads, bucket.stored)

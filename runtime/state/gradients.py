@@ -19,7 +19,15 @@ from autopart.ir.buckets import BUCKET_BYTES, bucketed, in_order_of_use, kinds
 from autopart.ir.program import Program, Stage, StoredTensor
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
-from autopart.runtime.state.reducing import Crossing, Pending, Reducer, SumBucket
+from autopart.runtime.state.reducing import (
+    Crossing,
+    Pending,
+    Reducer,
+    SumBucket,
+    flatten,
+    sent_dtype,
+    unflatten,
+)
 from autopart.runtime.state.wholes import WholeBucket, Wholes
 
 if TYPE_CHECKING:
@@ -73,17 +81,6 @@ def _chunks(
     return [(key, tuple(names)) for (key, _), buckets in rows.items() for names in buckets]
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One vector of all elements, a copy."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `flatten`: views of `flat` in the shapes of `like`."""
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
-
-
 # --- On process groups.
 
 
@@ -113,15 +110,16 @@ def stage_reducers(
         rows = [row for group in same_kind for row in bucketed({name: parameters[name].nbytes for name in group})]
         groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
         tensors = {row: {name: parameters[name] for name in row} for row in rows}
-        return [SumBucket(tensors[row], groups[row[0]], under_way, unsummed) for row in rows]
+        return [SumBucket(tensors[row], groups[row[0]], under_way, program.reduce_dtype, unsummed) for row in rows]
 
+    shared: list[StageBucket] = [*sums(name for name, count in uses.items() if count > 1), *wholes.shared]
     reducers = []
     for stage, gathered in zip(stages, wholes.buckets, strict=True):
         order = in_order_of_use(stage.graph.graph, stage.parameters)
         buckets: list[StageBucket] = [*sums(name for name in order if uses[name] == 1), *gathered]
         buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
-        reducers.append(Reducer(buckets, leaves, program.microbatches))
-    return reducers, [*sums(name for name, count in uses.items() if count > 1), *wholes.shared]
+        reducers.append(Reducer(buckets, leaves, program.microbatches, shared))
+    return reducers, shared
 
 
 def sync_gradients(
@@ -135,10 +133,10 @@ def sync_gradients(
     with_grad = {name: parameter for name, parameter in parameters.items()
                  if parameter.grad is not None and (unsummed is None or name in unsummed)}  # fmt: skip
     for bucket in axis_buckets(with_grad, program):
-        _sum_bucket(parameters, bucket, [process.groups[axis] for axis in bucket.axes])
+        _sum_bucket(parameters, program, bucket, [process.groups[axis] for axis in bucket.axes])
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for bucket in tied_buckets(trained, program, stage_style):
-        _sum_bucket(parameters, bucket, [process.owner_groups[bucket.owners]])
+        _sum_bucket(parameters, program, bucket, [process.owner_groups[bucket.owners]])
 
 
 def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: str) -> frozenset[str]:
@@ -166,11 +164,14 @@ def connect_tied(program: Program, process: Process, stage_style: str) -> None:
         process.connect_owners(key)
 
 
-def _sum_bucket(parameters: Mapping[str, Tensor], bucket: SummedTogether, groups: Sequence[dist.ProcessGroup]) -> None:
+def _sum_bucket(
+    parameters: Mapping[str, Tensor], program: Program, bucket: SummedTogether, groups: Sequence[dist.ProcessGroup]
+) -> None:
     """Sums in place; a gradient that is alone in its bucket is not copied."""
     grads = [_gradient(parameters[name]) for name in bucket.names]
-    alone = len(grads) == 1 and grads[0].is_contiguous()
-    flat = grads[0] if alone else flatten(grads)
+    dtype = sent_dtype(program.reduce_dtype, grads[0])
+    alone = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
+    flat = grads[0] if alone else flatten(grads, dtype)
     for group in groups:
         dist.all_reduce(flat, group=group)
     if not alone:
@@ -197,7 +198,8 @@ def begin_call(
     parts = {name: p for name, p in parameters.items() if p.requires_grad and data in program.parameters[name].layout}
     for together in axis_buckets(parts, program):
         groups = [process.beside(axis) for axis in together.axes]
-        bucket = SumBucket({name: parameters[name] for name in together.names}, groups, deque())
+        crossing = {name: parameters[name] for name in together.names}
+        bucket = SumBucket(crossing, groups, deque(), program.reduce_dtype)
         bucket.begin_call(parameters)
         stand_ins |= zip(together.names, bucket.enter(together.names, ()), strict=True)
     for one in buckets:
@@ -225,17 +227,18 @@ def sync_gradients_lockstep(
         for bucket in axis_buckets(with_grad, program, bucket_bytes):
             for axis in bucket.axes:
                 for group in groups_along(mesh, ranks, axis):
-                    _sum_bucket_list([parameters[rank] for rank in group], bucket)
+                    _sum_bucket_list([parameters[rank] for rank in group], program, bucket)
     for column in groups_along(mesh, list(parameters), "pp"):
         trained = {name: p for rank in column for name, p in parameters[rank].items() if p.requires_grad}
         for bucket in tied_buckets(trained, program, stage_style, bucket_bytes):
             group = [rank for rank in column if mesh.coordinates(rank)["pp"] in bucket.owners]
-            _sum_bucket_list([parameters[rank] for rank in group], bucket)
+            _sum_bucket_list([parameters[rank] for rank in group], program, bucket)
 
 
-def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], bucket: SummedTogether) -> None:
+def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], program: Program, bucket: SummedTogether) -> None:
     grads = [[_gradient(local[name]) for name in bucket.names] for local in group]
-    flat = torch.stack([flatten(row) for row in grads]).sum(0)
+    dtype = sent_dtype(program.reduce_dtype, grads[0][0])
+    flat = torch.stack([flatten(row, dtype) for row in grads]).sum(0)
     for row in grads:
         for grad, piece in zip(row, unflatten(flat, row), strict=True):
             grad.copy_(piece)

@@ -25,13 +25,16 @@ from autopart.runtime.comm.watch import watching
 @dataclass(frozen=True)
 class Stored:
     """A parameter stored in parts. `shape`: of its whole on this rank, other axes' cuts done. `sums`: whether its
-    gradient is a partial sum on every rank, and not the same."""
+    gradient is a partial sum on every rank, and not the same. `dtype`: of the part; `read_dtype`: of the whole, to
+    which a part is cast before it is sent; `grad_dtype`: in which gradients are summed."""
 
     name: str
     shape: tuple[int, ...]
     cut: Cut
-    dtype: torch.dtype
     sums: bool
+    dtype: torch.dtype
+    read_dtype: torch.dtype
+    grad_dtype: torch.dtype
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -40,7 +43,8 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Of the whole."""
+        return math.prod(self.shape) * self.read_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class PartBucket:
     def gather(self, parts: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
         """Begins to gather the whole of each parameter, and gives what waits for it; `into`: where they are to be."""
         ranks = self.group.size()
-        sent = [one.cut.padded(part).reshape(-1) for one, part in zip(self.stored, parts, strict=True)]
+        pairs = zip(self.stored, parts, strict=True)
+        sent = [one.cut.padded(part).to(one.read_dtype).reshape(-1) for one, part in pairs]
         flat = sent[0] if len(sent) == 1 else torch.cat(sent)
         only = self.stored[0].cut.is_in_order and len(sent) == 1
         target = into[0].view(-1) if only and into is not None else flat.new_empty(ranks * flat.numel())
@@ -84,18 +89,18 @@ class PartBucket:
         waits for them."""
         rank, ranks = self.group.rank(), self.group.size()
         if not stored[0].sums:
-            return lambda: [one.cut.take(grad, rank).clone() for one, grad in zip(stored, grads, strict=True)]
+            own = [one.cut.take(grad, rank).to(one.dtype, copy=True) for one, grad in zip(stored, grads, strict=True)]
+            return lambda: own
         if len(stored) == 1 and stored[0].cut.is_in_order:
-            flat = grads[0].contiguous().view(-1)
+            flat = grads[0].contiguous().view(-1).to(stored[0].grad_dtype)
         else:
             flat = _flat(stored, grads, ranks)
         wait = _begin(scatter_collective(), flat.new_empty(flat.numel() // ranks), flat, self.group)
 
         def parts() -> list[Tensor]:
             pieces = wait().split([math.prod(one.padded_shape) for one in stored])
-            return [
-                one.cut.trimmed(piece.view(one.padded_shape), rank) for one, piece in zip(stored, pieces, strict=True)
-            ]
+            pairs = zip(stored, pieces, strict=True)
+            return [one.cut.trimmed(piece.view(one.padded_shape), rank).to(one.dtype) for one, piece in pairs]
 
         return parts
 
@@ -107,7 +112,7 @@ class PartBucket:
 def _flat(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -> Tensor:
     """All shards of the first rank, then those of the second, and so on."""
     length = sum(math.prod(one.padded_shape) for one in stored)
-    flat = grads[0].new_zeros(ranks, length)
+    flat = grads[0].new_zeros(ranks, length, dtype=stored[0].grad_dtype)
     start = 0
     for one, grad in zip(stored, grads, strict=True):
         size = math.prod(one.padded_shape)
@@ -138,6 +143,6 @@ def _begin(
 def part_buckets(stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None) -> list[PartBucket]:
     """The buckets of parameters, in the order of their use (`autopart.ir.buckets`)."""
     named = {one.name: one for one in stored}
-    same_kind = kinds(list(named), {one.name: (one.dtype, one.sums) for one in stored})
+    same_kind = kinds(list(named), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})
     rows = [row for names in same_kind for row in bucketed({name: named[name].nbytes for name in names}, most_bytes)]
     return [PartBucket(tuple(named[name] for name in row), group) for row in rows]

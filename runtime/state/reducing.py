@@ -40,6 +40,9 @@ class Bucket(Protocol):
         """Begins to sum the gradients that are there, and gives what waits for the sums and puts them in their place;
         None where there are none."""
 
+    def keep(self) -> None:
+        """After a microbatch that is not the last."""
+
 
 class Crossing:
     """Parameters on their way into the graphs of one differentiable call, and their gradients on the way out.
@@ -166,40 +169,44 @@ class SumBucket(Crossing):
 
     def __init__(
         self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], under_way: deque[Pending],
-        unsummed: Unsummed | None = None,
+        reduce_dtype: torch.dtype | None = None, unsummed: Unsummed | None = None,
     ):  # fmt: skip
         self.names, self.parameters, self.groups, self.under_way = tuple(parameters), parameters, groups, under_way
-        self.unsummed = unsummed
+        self.reduce_dtype, self.unsummed = reduce_dtype, unsummed
 
     @torch.no_grad()
     def begin(self) -> Finish | None:
-        """Sums in place; a gradient that is alone is not copied."""
+        """Sums in place; a gradient that is alone is not copied, unless it is summed in another dtype."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not grads:
             return None
-        alone = len(grads) == 1 and grads[0].is_contiguous()
-        flat = grads[0] if alone else _flat(grads)
+        dtype = sent_dtype(self.reduce_dtype, grads[0])
+        alone = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
+        flat = grads[0] if alone else flatten(grads, dtype)
         wait = self._sum(flat)
 
         @torch.no_grad()
         def finish() -> None:
             wait()
             if not alone:
-                for grad, piece in zip(grads, _pieces(flat, grads), strict=True):
+                for grad, piece in zip(grads, unflatten(flat, grads), strict=True):
                     grad.copy_(piece)
 
         return finish
+
+    def keep(self) -> None:
+        """Autograd adds gradients up in the dtype of their parameters."""
 
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.view_as(tensor) for tensor in tensors]
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
-        flat = _flat(grads)
-        wait = self._sum(flat)
+        flat, dtype = flatten(grads, sent_dtype(self.reduce_dtype, grads[0])), grads[0].dtype
+        wait, forms = self._sum(flat), [grad.new_empty(()).expand(grad.shape) for grad in grads]
 
         def sums() -> list[Tensor]:
             wait()
-            return _pieces(flat, grads)
+            return [piece.to(dtype) for piece in unflatten(flat, forms)]
 
         return sums
 
@@ -217,15 +224,25 @@ class SumBucket(Crossing):
         return wait
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """One vector of all elements, a copy."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """One vector of all elements, a copy; `dtype`: in another than theirs."""
+    if dtype in (None, tensors[0].dtype):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=tensors[0].device)
+    for tensor, piece in zip(tensors, unflatten(flat, tensors), strict=True):
+        piece.copy_(tensor)  # without a second copy of all
+    return flat
 
 
-def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a vector in the shapes of tensors."""
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `flatten`: views of `flat` in the shapes of `like`."""
     pieces = flat.split([tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def sent_dtype(reduce_dtype: torch.dtype | None, grad: Tensor) -> torch.dtype:
+    """What a gradient is summed in: its own dtype, or that of mixed precision."""
+    return reduce_dtype if reduce_dtype is not None and grad.is_floating_point() else grad.dtype
 
 
 class Reducer:
@@ -235,10 +252,13 @@ class Reducer:
         buckets: in the order in which a backward completes them.
         leaves: {name: the tensor that autograd adds the gradient to}.
         microbatches: how many backwards a step has.
+        shared: buckets that stages beside this one add to as well.
     """
 
-    def __init__(self, buckets: Sequence[Any], leaves: Mapping[str, Tensor], microbatches: int):
-        self.buckets, self.leaves, self.microbatches = buckets, leaves, microbatches
+    def __init__(
+        self, buckets: Sequence[Any], leaves: Mapping[str, Tensor], microbatches: int, shared: Sequence[Any] = ()
+    ):
+        self.buckets, self.leaves, self.microbatches, self.shared = buckets, leaves, microbatches, shared
         self.nodes: dict[str, Any] = {}
         self.is_armed = False
         self.missing: list[int] = []
@@ -297,7 +317,10 @@ class Reducer:
         if self.is_armed:
             self._begin_rest()
             self.backwards += 1
-            if self.backwards < self.microbatches:
+            is_last = self.backwards == self.microbatches
+            for bucket in (*self.shared, *(() if is_last else self.buckets)):
+                bucket.keep()
+            if not is_last:
                 self._begin_microbatch()
 
     def finish(self) -> None:

@@ -58,12 +58,14 @@ class Wholes:
 
     def _stored(self, name: str, way: tuple[Any, ...], ranks: int) -> Stored:
         """A parameter, whose whole is made, without memory."""
-        operator, dim, size, sections = way
+        operator, dim, size, sections, dtype, grad_dtype = way
         part = self.parts[name]
-        shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
-        whole = self.parameters[name] = nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
+        shape, read = (*part.shape[:dim], size, *part.shape[dim + 1 :]), dtype or part.dtype
+        empty = part.new_empty(shape, dtype=read)
+        whole = self.parameters[name] = nn.Parameter(empty, requires_grad=part.requires_grad)
         whole.untyped_storage().resize_(0)
-        return Stored(name, shape, Cut(dim, size, sections, ranks), part.dtype, GATHERS[operator])
+        cut = Cut(dim, size, sections, ranks)
+        return Stored(name, shape, cut, GATHERS[operator], part.dtype, read, grad_dtype or read)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -75,6 +77,8 @@ class Wholes:
         finally:
             for bucket in self.all_buckets:
                 bucket.be_there()
+            for bucket in self.all_buckets:
+                bucket.kept.clear()
             for whole in self.parameters.values():
                 whole.grad = None
                 whole.untyped_storage().resize_(0)
@@ -87,6 +91,19 @@ class WholeBucket(Crossing):
         self.wholes, self.parts, self.names, self.each = wholes, parts, parts.names, wholes.each_microbatch
         self.under_way = wholes.under_way
         self.wait: Callable[[], list[Tensor]] | None = None
+        self.kept: dict[str, Tensor] = {}
+        """{parameter: the sum of its gradients of earlier microbatches}, where it is computed in a lower precision than
+        its gradients are summed in."""
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """After a microbatch that is not the last: gradients that are summed in a higher precision are added up in
+        it."""
+        for one in self.parts.stored if not self.each else ():
+            whole = self.wholes.parameters[one.name]
+            if one.grad_dtype != one.read_dtype and whole.grad is not None:
+                grad = _taken_gradient(whole).to(one.grad_dtype)
+                self.kept[one.name] = self.kept[one.name].add_(grad) if one.name in self.kept else grad
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -124,10 +141,11 @@ class WholeBucket(Crossing):
     @torch.no_grad()
     def begin(self) -> Finish | None:
         """Begins to add the gradients of the wholes, summed, to those of the parts."""
-        present = [one for one in self.parts.stored if self.wholes.parameters[one.name].grad is not None]
+        present = [one for one in self.parts.stored
+                   if self.wholes.parameters[one.name].grad is not None or one.name in self.kept]  # fmt: skip
         if not present:
             return None
-        wait = self.parts.scatter([_taken_gradient(self.wholes.parameters[one.name]) for one in present], present)
+        wait = self.parts.scatter([self._taken(one.name) for one in present], present)
 
         @torch.no_grad()
         def finish() -> None:
@@ -136,6 +154,15 @@ class WholeBucket(Crossing):
                 part.grad = piece.contiguous() if part.grad is None else part.grad.add_(piece)
 
         return finish
+
+    def _taken(self, name: str) -> Tensor:
+        """The gradient of a whole of all microbatches, which it has no longer."""
+        whole, kept = self.wholes.parameters[name], self.kept.pop(name, None)
+        if whole.grad is None:
+            assert kept is not None
+            return kept
+        grad = _taken_gradient(whole)
+        return grad if kept is None else kept.add_(grad)
 
 
 def _taken_gradient(whole: nn.Parameter) -> Tensor:

@@ -1,0 +1,158 @@
+"""How a value gets from one layout to another, and a parameter to the dtype that is computed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopart.ir.atoms import selections_in
+from autopart.ir.facts import facts
+from autopart.ir.graph import shape, value
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct
+from autopart.ir.operators import autopart_ops
+from autopart.ir.program import MICROBATCH_AXIS
+from autopart.passes.write.stage_draft import Key, StageDraft
+from autopart.tracing.trace import Trace
+
+
+class Converter:
+    """Writes conversions on any stage.
+
+    `sizes`: of the axes. `emitter`, `mark`: write a node for a traced one, and note which layout it holds
+    (`lower._Writer`).
+    """
+
+    def __init__(
+        self, trace: Trace, sizes: Mapping[str, int], emitter: Callable[[StageDraft, fx.Node], Any],
+        mark: Callable[..., None],
+    ):  # fmt: skip
+        self.trace, self.sizes, self.emitter, self.mark = trace, sizes, emitter, mark
+
+    def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
+        """Go from one layout to another, one axis after the other."""
+        current = dict(source)
+        for axis, place in self._steps(node, source, target):
+            before, current[axis] = dict(current), place
+            layout = tuple(current.items())
+            if (node, layout) not in stage.made:
+                stage.made[node, layout] = self._convert_axis(made, node, before, axis, place, stage, {})
+                self.mark(stage.made[node, layout], node, layout)
+            made = stage.made[node, layout]
+        return made
+
+    def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
+        """The axes on which a value changes its place on the way from one layout to another, in order."""
+        current = dict(source)
+        whole = R_GRAD_P if facts(node)["needs_grad"] else R
+        for axis, place in (*_brought_first(dict(source), dict(target), whole), *target):
+            if current[axis] != place:
+                current[axis] = place
+                yield axis, place
+
+    def _convert_axis(
+        self,
+        made: fx.Node,
+        node: fx.Node,
+        current: Mapping[str, Placement],
+        axis: str,
+        target: Placement,
+        stage: StageDraft,
+        options: Mapping[str, Any],
+    ) -> fx.Node:
+        """The value with another place on one axis. `options`: of the operator, dtypes of a parameter."""
+        source = current[axis]
+        if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
+            return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, made, 1.0 / self.sizes[axis])
+        step = conversion(source, target)
+        if step is None or not is_direct(source, target, shape(node), self.sizes[axis]):
+            between = R_GRAD_P if facts(node)["needs_grad"] else R
+            whole = self._convert_axis(made, node, current, axis, between, stage, options)
+            return self._convert_axis(whole, node, {**current, axis: between}, axis, target, stage, options)
+        operation = getattr(autopart_ops, step.operator).default
+        emit = self.emitter(stage, node)
+        if step.operator == "all_to_all":
+            return emit(operation, made, axis, source.dim, target.dim, **options)
+        cut = source if source.is_shard else target
+        if not cut.is_shard:
+            return emit(operation, made, axis, **options)
+        assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
+        size, sections = self._over_other_axes(node, current, axis, cut)
+        return emit(operation, made, axis, cut.dim, size, list(sections), **options)
+
+    def _over_other_axes(
+        self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement
+    ) -> tuple[int, Sections]:
+        """The dim's size over this axis alone, and its sections, given what the other axes cut of the same dim."""
+        others = math.prod(self.sizes[a] for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim)
+        size = shape(node)[cut.dim] // others
+        if len(cut.sections) != 1:
+            return size, cut.sections
+        outer = math.prod(  # the other axes that cut a factor outside this one: they leave fewer sections
+            self.sizes[a] for a, p in current.items()
+            if a != axis and p.is_shard and p.dim == cut.dim and len(p.sections) < 2 and p.sections < cut.sections
+        )  # fmt: skip
+        return size, (cut.sections[0] // outer,)
+
+    def stored_dtype(self, node: fx.Node) -> torch.dtype | None:
+        """What a parameter is stored in, where it is computed in, or its gradient summed in, another dtype."""
+        precision, stored = self.trace.precision, self.trace.parameters[node.target].dtype
+        if precision is None or not stored.is_floating_point:
+            return None
+        return None if stored == precision.compute == precision.reduce else stored
+
+    def read(self, node: fx.Node, produced: Key, layout: Key, stage: StageDraft) -> fx.Node:
+        """A parameter in a layout, in the dtype that is computed in; `produced`: the layout it is stored in.
+
+        It is cast by the first conversion that gathers it, so that the cast value is what travels; what goes before
+        are conversions of its gradient alone, which have that in the dtype it is stored in. One that gathers casts and
+        sums in one operator: between two, autograd would round the sum to the dtype that is computed in.
+        """
+        computed, precision = value(node).dtype, self.trace.precision
+        stored = dtype = self.stored_dtype(node)
+        assert precision is not None and stored is not None
+        if (node, produced) not in stage.stored:
+            read = stage.graph.create_node("get_attr", node.target, (), {}, node.name)
+            stage.parameters[node.target] = None
+            self.mark(read, node, produced, stored)
+            stage.stored[node, produced] = read
+        made, current = stage.stored[node, produced], dict(produced)
+        for axis, place in _gradient_first(current, self._steps(node, produced, layout)):
+            gathers = current[axis].is_shard
+            options: dict[str, Any] = {"dtype": computed} if gathers and dtype != computed else {}
+            if precision.reduce != (computed if gathers else dtype):
+                options["grad_dtype"] = precision.reduce
+            dtype = computed if gathers else dtype
+            before, current[axis] = dict(current), place
+            known, key = stage.made if dtype == computed else stage.stored, (node, tuple(current.items()))
+            if key not in known:
+                known[key] = self._convert_axis(made, node, before, axis, place, stage, options)
+                self.mark(known[key], node, key[1], dtype)
+            made = known[key]
+        return made if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, made, computed)
+
+
+def _gradient_first(
+    source: Layout, steps: Iterator[tuple[str, Placement]]
+) -> list[tuple[str, Placement]]:  # fmt: skip
+    """Steps on the way from a layout, those of the gradient alone first, where nothing has to be brought together."""
+    found = list(steps)
+    of_gradient = [step for step in found if source[step[0]].is_replicated and step[1].is_replicated]
+    return [*of_gradient, *(step for step in found if step not in of_gradient)]
+
+
+def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
+    """What has to be brought together before anything else: a dim that several axes cut, the innermost cut first, and
+    one that an axis cuts where another is to cut it. Else the shards would be put together in another order."""
+    axes = list(current)
+    for axis in reversed(axes):
+        place = current[axis]
+        if not place.is_shard or target[axis] == place:
+            continue
+        outside = [current[a] for a in axes[: axes.index(axis)] if current[a] != target[a]]
+        arriving = [p for a, p in target.items() if a != axis and current[a] != p]
+        if any(p.is_shard and p.dim == place.dim for p in (*outside, *arriving)):
+            yield axis, target[axis] if target[axis].is_replicated else whole
