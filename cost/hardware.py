@@ -37,8 +37,8 @@ class Hardware:
     `causal_block`: causal attention of `s` queries takes `(s + causal_block) / 2s` of what attention to all keys takes:
     as many queries as a kernel works on at a time, and more where the work of its blocks is uneven.
 
-    `overlap`: the share of communication that costs nothing where it runs beside compute: on a GPU its kernels take a part
-    of the device, and where the processor that computes also sends nothing is gained.
+    `overlap`: the share of communication that costs nothing where it runs beside compute: on a GPU its kernels take a
+    part of the device, and where the processor that computes also sends nothing is gained.
 
     `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
     reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.

@@ -258,12 +258,24 @@ class Blocks:
         parameters several hold."""
         priced, schedule = self.priced, self.setting.schedule
         rows = np.array([row for row, _, _ in order], dtype=int)
-        time = sum(sum(priced.by_row[row][part].values()) for row in rows for part in TIMING_PARTS)
+        time = sum(sum(priced.by_row[row][part].values()) for row in rows for part in TIMING_PARTS) - self._hidden(rows)
         held, *others = (priced.held(part) for part in (order, *ends))
-        once = sum(priced.once(held, [set(names) for names in (others or [held])]).values())
+        once = priced.once(held, [set(names) for names in (others or [held])])
+        once["gradient_sum_s"] *= 1 - priced.hidden_sums
         states = priced.state_bytes(held)
         temporary = priced.temporary_bytes(rows) if len(rows) else 0.0
-        return time + once / schedule.microbatches, states, float(priced.kept[rows].sum()), temporary
+        return time + sum(once.values()) / schedule.microbatches, states, float(priced.kept[rows].sum()), temporary
+
+    def _hidden(self, rows: np.ndarray) -> float:
+        """Seconds of gathering and scattering weights that run beside the compute of as many operators, in a stage of
+        many blocks of which the first has nothing beside it."""
+        axis, number = self.setting.mesh.data_axis, len(self.blocks) / self.setting.mesh.size("pp")
+        hidden = 0.0
+        for parts in (("forward",), ("recompute", "input_backward", "weight_backward")):
+            kinds = [(kind, s) for row in rows for part in parts for kind, s in self.priced.by_row[row][part].items()]
+            moved = sum(s for kind, s in kinds if kind in (f"{axis} all_gather", f"{axis} reduce_scatter"))
+            hidden += min(moved, sum(s for _, s in kinds) - moved)
+        return hidden * self.priced.hardware.overlap * max(0.0, 1 - 1 / number)
 
 
 def _blocks(table: Table) -> list[Block]:

@@ -156,7 +156,7 @@ class Executable:
             if options.num_tokens is not None:
                 comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
-            with self.wholes.gathered(), nullcontext() if leaves else self._summing():
+            with self.wholes.gathered(), nullcontext() if leaves else self._summing(comparison):
                 if self.pipeline is not None:
                     runs = self.pipeline.step(loss_scale)
                 else:
@@ -175,19 +175,20 @@ class Executable:
         return runs
 
     @contextmanager
-    def _summing(self) -> Iterator[None]:
+    def _summing(self, comparison: Comparison) -> Iterator[None]:
         """Inside, gradients are summed over ranks while backwards run; at the end those of these stages are
         complete."""
         reducers = [module.reducer for module in self.modules]
         try:
             for reducer in reducers:
-                reducer.arm()
+                reducer.arm(comparison.finish_comparison)
             yield
             for reducer in reducers:
                 reducer.finish()
         finally:
             for reducer in reducers:
                 reducer.abandon()
+        comparison.finish_comparison()
         finishes = [finish for bucket in self.shared_buckets if (finish := bucket.begin()) is not None]
         for finish in finishes:
             finish()

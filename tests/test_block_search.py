@@ -140,7 +140,7 @@ def test_what_is_searched_is_what_is_simulated_and_planned(space, mesh, schedule
     simulated = blocks.simulation(choice)
     assert problem.step_time_s(choice) == pytest.approx(simulated.step_time_s, rel=off)
     if schedule != "gpipe":  # its slowest forward and its slowest backward may be of two stages
-        assert problem.step_time_s(choice) >= simulated.step_time_s * 0.999
+        assert problem.step_time_s(choice) >= simulated.step_time_s * 0.995
     held = problem.stage_bytes(choice) / np.array(simulated.peak_memory_bytes)
     assert (held > 0.999).all() and (held < 1.2).all()
     ids = torch.zeros(32, 64, dtype=torch.long, device="meta")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -99,11 +102,49 @@ def summed_over_data(zero, reduce_dtype):
     return {name: torch.equal(full[name], sums[name]) for name in full}
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
 def test_gradients_are_cast_before_they_are_summed(zero, reduce_dtype):
     for equal in run_ranks(summed_over_data, 2, zero, reduce_dtype):
         assert equal and all(equal.values())
+
+
+def at_levels(mesh, options, own_backward):
+    """The largest difference of gradients from those of `zero=0`, relative to the largest."""
+    model, batch = build("llama")
+    found = []
+    for zero in (0, options["zero"]):
+        asked = {**options, "zero": zero}
+        pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, precision="bf16", **asked)
+        pm(**batch).loss.backward() if own_backward else pm.step(**batch)
+        found.append(pm.full_grads())
+    most = max(grad.abs().max() for grad in found[0].values())
+    return max(((found[0][name] - found[1][name]).abs().max() / most).item() for name in found[0])
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(("mesh", "options"), [
+    *(("dp2", {"zero": zero}) for zero in (1, 2, 3)),
+    *(("dp2", {"zero": zero, "microbatches": 4}) for zero in (1, 2, 3)),
+    ("pp2,dp2", {"zero": 1}), ("dp2,tp2", {"zero": 2, "microbatches": 2}), ("dpr2,dp2", {"zero": 3}),
+])  # fmt: skip
+def test_levels_of_zero_compute_the_same(mesh, options):
+    """In bits; the parts of microbatches are added up in float32, in another order with 2 and 3."""
+    several = options.get("microbatches", 1) > 1 and options["zero"] > 1
+    for own_backward in (False, True) if mesh == "dp2" else (False,):
+        ranks = math.prod(int(size) for size in re.findall(r"\d", mesh))
+        for apart_by in run_ranks(at_levels, ranks, mesh, options, own_backward, timeout_s=120):
+            assert apart_by <= (1e-7 if several or own_backward else 0.0)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_wholes_are_gathered_in_two_bytes(zero):
+    """And hold two: the parts, gradients and optimizer are in float32."""
+    model, batch = build("llama")
+    rows = [autopart.plan(model, "dp2", example_kwargs=batch, zero=zero, precision=precision).memory[0]
+            for precision in (None, "bf16")]  # fmt: skip
+    assert rows[1]["parameters"] == rows[0]["parameters"] and rows[1]["optimizer"] == rows[0]["optimizer"]
+    assert rows[1]["gathered"] < rows[0]["gathered"]
 
 
 def accumulated():
@@ -156,7 +197,7 @@ def test_products_run_at_the_rate_of_what_is_computed_in():
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "dp2,tp2"])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_plan_and_its_file_predict_the_same(mesh, zero):
     model, batch = build("llama")
     plan = autopart.plan(model, mesh, example_kwargs=batch, precision="bf16", zero=zero)
@@ -190,7 +231,7 @@ def test_activations_are_those_that_autograd_saves(name, mesh, options):
             assert held == estimated > 0, f"stage {stage}"
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_states_are_as_parameters_are_stored(zero):
     model, batch = build("gpt2")
     options = {"zero": zero, "precision": "bf16"}

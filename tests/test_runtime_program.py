@@ -22,7 +22,7 @@ from autopart.runtime.comm.collectives import bind
 from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of, stages_at
 from autopart.runtime.lockstep import run_lockstep
 from autopart.runtime.module import ParallelModule
-from autopart.runtime.state.gradients import Bucket, axis_buckets, sync_gradients_lockstep
+from autopart.runtime.state.gradients import SummedTogether, axis_buckets, sync_gradients_lockstep
 from autopart.runtime.state.state import join, shard_parameters
 
 WIDTH, HIDDEN, BATCH = 6, 7, 16
@@ -551,8 +551,8 @@ def test_buckets_hold_one_dtype_and_one_set_of_axes():
     tensors = {name: torch.zeros(10) for name in program.parameters}
     tensors["blocks.1.up.bias"] = torch.zeros(10, dtype=torch.float64)
     buckets = axis_buckets(tensors, program, bucket_bytes=100)
-    assert buckets[0] == Bucket(("blocks.0.gain", "blocks.1.gain"), ("dp", "tp"))
-    assert Bucket(("blocks.1.up.bias",), ("dp",)) in buckets
+    assert buckets[0] == SummedTogether(("blocks.0.gain", "blocks.1.gain"), ("dp", "tp"))
+    assert SummedTogether(("blocks.1.up.bias",), ("dp",)) in buckets
     assert sorted(name for bucket in buckets for name in bucket.names) == sorted(program.parameters)
     assert all(len(bucket.names) <= 2 for bucket in buckets)
 

@@ -88,7 +88,7 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("schedule", "microbatches"): str(plan.schedule.microbatches),
         ("schedule", "stages per rank"): str(plan.schedule.virtual_stages),
         ("zero", "level"): str(plan.zero),
-        ("zero", "prefetch"): str(plan.prefetch),
+        ("prefetch", "blocks ahead"): str(plan.prefetch),
         ("compile", "stages"): "yes" if plan.compile else "no",
         ("precision", "computed in"): plan.precision or "the model's own",
         ("reduce_dtype", "gradients summed in"): plan.reduce_dtype or "the model's own",

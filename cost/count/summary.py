@@ -16,7 +16,15 @@ from autopart.cost.flops import work
 from autopart.cost.simulate import Simulation
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import PARAMETER, WEIGHT, cost_notes, facts
-from autopart.ir.graph import active_operators, operator_name, pattern_of, source_of, tensor_inputs, value
+from autopart.ir.graph import (
+    active_operators,
+    operator_name,
+    pattern_of,
+    size_bytes,
+    source_of,
+    tensor_inputs,
+    value,
+)
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.names import layer_of
 from autopart.ir.operators import stored_source
@@ -65,9 +73,10 @@ def _moves(program: Program) -> Iterator[_Move]:
                 if program.zero == 2 and facts(node).get("needs_grad", True) and backward:
                     yield _Move(stage.index, _module_of(node), axis, "", backward, _scattered_bytes(node, program))
                 continue
-            elements = max(value(n).numel() for n in (node, node.args[0]))  # the whole array is on one side of it
-            made = value(node).dtype
-            size, summed = (elements * dtype.itemsize for dtype in (made, node.kwargs.get("grad_dtype") or made))
+            size = summed = max(size_bytes(n) for n in (node, node.args[0]))  # the whole array is on one side of it
+            if node.kwargs:  # of a parameter in mixed precision
+                elements, made = max(value(n).numel() for n in (node, node.args[0])), value(node).dtype
+                size, summed = (elements * dtype.itemsize for dtype in (made, node.kwargs.get("grad_dtype") or made))
             grad = facts(node).get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
             moved += wire_bytes(backward, program.mesh.size(axis), summed) if grad else 0

@@ -120,8 +120,9 @@ def fuse_bias(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """Whether a node of a stage graph reads a parameter, or casts one."""
-    return node.op == "get_attr" or (operator_name(node) == "autopart::cast" and node.args[0].op == "get_attr")
+    """Whether a node of a stage graph reads a parameter, gathers one where it is stored in parts, or casts one."""
+    reads = operator_name(node) in ("autopart::cast", "autopart::all_gather", "autopart::all_gather_sum")
+    return node.op == "get_attr" or (reads and node.args[0].op == "get_attr")
 
 
 @on_calls("aten::einsum")

@@ -192,7 +192,9 @@ def bind(
             graph.output(fx.map_arg(node.args[0], values.__getitem__))
         elif name == "axis_index" and axis is not None:
             values[node] = coordinates.get(axis, 0)
-        elif axis is not None and (axis not in groups or _reads(node, whole)):
+        elif axis is not None and _reads(node, whole):
+            values[node] = values[node.args[0]]
+        elif axis is not None and axis not in groups:
             values[node] = values[node.args[0]]
             if node.kwargs.get("dtype") is not None:
                 values[node] = graph.call_function(autopart_ops.cast.default, (values[node], node.kwargs["dtype"]))

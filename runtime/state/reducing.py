@@ -261,13 +261,15 @@ class Reducer:
         self.buckets, self.leaves, self.microbatches, self.shared = buckets, leaves, microbatches, shared
         self.nodes: dict[str, Any] = {}
         self.is_armed = False
+        self.before_first: Finish = _nothing
         self.missing: list[int] = []
         self.next = self.backwards = 0
         self.begun: deque[Finish] = deque()
 
-    def arm(self) -> None:
-        """A step begins."""
+    def arm(self, before_first: Finish) -> None:
+        """A step begins; `before_first` is called before the first bucket is sent, maybe more than once."""
         self.abandon()
+        self.before_first = before_first
         for index, bucket in enumerate(self.buckets):
             for name in bucket.names:
                 if name not in self.nodes and self.leaves[name].requires_grad:
@@ -302,7 +304,10 @@ class Reducer:
     def _begin_next(self) -> None:
         bucket = self.buckets[self.next]
         self.next += 1
-        finish = bucket.begin() if bucket.each or self.backwards >= self.microbatches - 1 else None
+        if not bucket.each and self.backwards < self.microbatches - 1:
+            return
+        self.before_first()
+        finish = bucket.begin()
         if finish is not None:
             self.begun.append(finish)
         while len(self.begun) > IN_FLIGHT:
@@ -331,5 +336,9 @@ class Reducer:
 
     def abandon(self) -> None:
         """A step has failed."""
-        self.is_armed = False
+        self.is_armed, self.before_first = False, _nothing
         self.begun.clear()
+
+
+def _nothing() -> None:
+    pass
