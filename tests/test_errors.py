@@ -452,6 +452,9 @@ def on_two_ranks(mesh: str, use: str) -> Any:
         next(iter(pm.parameters())).register_post_accumulate_grad_hook(print)
         with pm.no_sync():
             return pm.step(**batch)
+    if use == "norm":
+        pm.step(**batch)
+        return pm.clip_grad_norm_(float("nan"))
     first = torch.distributed.get_rank() == 0
     if use == "shapes":
         return pm.step(**(batch if first else half))
@@ -507,6 +510,8 @@ RANK_CASES = {
     ("dp2", "not summed"): "UsageError: the norm of the gradients needs gradients that are summed over the ranks\n"
         "  why    those there are were made inside no_sync(), and each rank has its part of them\n  try    make the "
         "last call before the optimizer's step outside no_sync(): it sums all of them",
+    ("dp2", "norm"): "OptionError: max_norm=nan is not what gradients can be clipped to\n  why    it is a number from 0 "
+        "on\n  try    pm.clip_grad_norm_(1.0)",
     ("dp2", "hook"): "UsageError: 'layers.0.weight' has a hook on its gradient, and is used with no_sync()\n  why    "
         "the hook would see this rank's part for the gradient of the whole batch\n  try    remove it, and change "
         "p.grad before optimizer.step()",

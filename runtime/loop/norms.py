@@ -248,6 +248,7 @@ def _clip_grad_norm(
             parts.append(NormPart(parameter.grad, home))
         elif parameter.grad is not None:
             others.append(parameter.grad)
+    check_max_norm(max_norm)
     with inside(process, "clip_grad_norm_"):
         total = _norm(parts, others, process, _checked(norm_type), of_one=isinstance(parameters, Tensor))
     check_finite(total, error_if_nonfinite)
@@ -275,6 +276,14 @@ def _get_total_norm(
         total = _norm(parts, others, process, _checked(norm_type), of_one=isinstance(tensors, Tensor))
     check_finite(total, error_if_nonfinite)
     return total
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Raises OptionError for what gradients cannot be clipped to: NaN would make all of them NaN, without a word."""
+    number = float(max_norm) if isinstance(max_norm, (int, float, Tensor)) else math.nan
+    if math.isnan(number) or number < 0:
+        raise OptionError(f"max_norm={max_norm!r} is not what gradients can be clipped to",
+                          why="it is a number from 0 on", hint="pm.clip_grad_norm_(1.0)")  # fmt: skip
 
 
 def check_finite(total: Tensor, asked: bool) -> None:
