@@ -19,14 +19,13 @@ import numpy as np
 
 from autopart.errors import StageError
 from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_held
-from autopart.ir.buckets import BUCKET_BYTES
-from autopart.ir.mesh import Mesh
-from autopart.plans.plan import TIMING_PARTS, Schedule
+from autopart.ir.buckets import BUCKET_BYTES, block_of
+from autopart.plans.plan import TIMING_PARTS
 
 from .collectives import time_s
 from .formula import Totals
 from .hardware import Hardware
-from .memory import OPTIMIZER_VALUES
+from .setting import Setting
 from .simulate import Simulation, simulated
 from .stages import balance
 from .work import NOTHING, Size, Sizes, Work, flops_by_dtype, gradient_sum_s, optimizer_s
@@ -165,41 +164,6 @@ def _share(found: Iterable[tuple[float, float]]) -> float:
 def _named(name: str, path: str, number: int) -> str:
     """A name for a parameter that is read by a block of the model, one name a block."""
     return f"{path}.{number} {name}" if path and name.startswith(f"{path}.") else name
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a table is run: `rows` of the global batch, on a mesh, with a schedule; `zero` as in `plan`.
-
-    `state_bytes`: of gradients and optimizer for each byte of a trained parameter (AdamW in the parameter's dtype: 3).
-    `hidden_sums`: the share of the gradients' sums that run beside the last backward; None: as the runtime has it, on
-    this hardware. `prefetch`: with ZeRO-3, of how many blocks ahead weights are gathered. `scatter_sends`: ranks of
-    `tp` that have the same value each send a part to the next stage, which gathers it (Narayanan et al. 2021, section
-    4.1). `overlap_sends`: whether values travel between stages while ranks compute; None: as the runtime has it, whose
-    schedules with several stages a rank overlap them. `fused_sums`: gradients of weights are added to those of earlier
-    microbatches by the products that make them (Megatron-LM's gradient accumulation fusion). `receives_held`:
-    microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`: where stages begin, if
-    not where they are balanced. `tokens`: of a row, if not those that were counted.
-    """
-
-    mesh: Mesh
-    schedule: Schedule
-    rows: float
-    zero: int = 0
-    state_bytes: float = 1.0 + OPTIMIZER_VALUES
-    hidden_sums: float | None = None
-    scatter_sends: bool = False
-    overlap_sends: bool | None = None
-    fused_sums: bool = False
-    receives_held: int | None = None
-    cuts: tuple[int, ...] | None = field(default=None)
-    tokens: float | None = None
-    prefetch: int = 1
-
-    @property
-    def b(self) -> float:
-        """Rows of a microbatch on a rank."""
-        return self.rows / (self.mesh.row_ranks * self.schedule.microbatches)
 
 
 def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
@@ -470,6 +434,17 @@ class Priced:
         found = self.table.parameters[name]
         return self.whole_bytes(name) / found.read * found.summed * found.trained
 
+    def _travelling_bytes(self, held: Mapping[str, str]) -> float:
+        """With ZeRO-3, of the largest block: its weights and those that are gathered ahead, its gradients as they are
+        sent."""
+        blocks: dict[str, float] = {}
+        for name, known in held.items() if self.setting.zero == 3 else ():
+            found = self.table.parameters[known]
+            if found.cut:
+                times = found.read * (1 + min(1, self.setting.prefetch)) + found.summed * found.trained
+                blocks[block_of(name)] = blocks.get(block_of(name), 0.0) + float(found.size.at(self.times)) * times
+        return max((size for block, size in blocks.items() if block), default=0.0)
+
     def memory(self) -> list[dict[str, Any]]:
         """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
         setting, table = self.setting, self.table
@@ -494,7 +469,8 @@ class Priced:
                                               for i in mine),
             }  # fmt: skip
             lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
-            row["total"] = round(lasting + whole + max(most_at_once(order, mine, round(grown)), gradients + bucket))
+            passing = most_at_once(order, mine, round(grown)) + self._travelling_bytes(held)
+            row["total"] = round(lasting + whole + max(passing, gradients + bucket))
             row["gathered"] = whole + grown - gradients
             row["communication"] += bucket
             rows.append(row | {"in_flight": [most.in_flight[i] for i in mine]})

@@ -27,6 +27,7 @@ from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
+from autopart.runtime.loop.clipping import Clips
 from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
 from autopart.runtime.loop.idioms import Idioms, holder
 from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
@@ -78,7 +79,7 @@ class ProgramSource(Protocol):
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
 
 
-class ParallelModule(OnMesh, ScalesLoss, Idioms):
+class ParallelModule(OnMesh, ScalesLoss, Clips, Idioms):
     """A model partitioned over a device mesh.
 
     Every rank makes it from the same model and calls it with the same global batch, or (`local_batch`) with its own
@@ -217,31 +218,6 @@ class ParallelModule(OnMesh, ScalesLoss, Idioms):
             return loss
         returned = tree_unflatten(flat, program.output_spec)
         return loss, returned if loss_fn is None else returned[1]
-
-    @watched
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the whole model's gradients, a detached scalar, the same on every rank: what
-        `torch.nn.utils.get_total_norm` gives on one device. A collective call.
-
-        Every part of a parameter counts once, wherever it is held: shards are put together, copies are not added.
-        `norm_type`: any p but 0; `math.inf` is the largest element. Raises OptionError for 0.
-        """
-        self._traced("grad_norm")
-        return norms.grad_norm(self._local_parameters.values(), self._process, norm_type)
-
-    @watched
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients so that the whole model's norm is at most `max_norm`, and return what it was: a detached
-        scalar, the same on every rank, as `torch.nn.utils.clip_grad_norm_` on one device. A collective call.
-
-        With `error_if_nonfinite` a norm that is not finite raises RuntimeError on every rank, and nothing is scaled.
-
-        Example: `pm.step(**batch); pm.clip_grad_norm_(1.0); optimizer.step()`
-        """
-        total = self.grad_norm(norm_type)
-        norms.check_finite(total, error_if_nonfinite)
-        torch.nn.utils.clip_grads_with_norm_(self._local_parameters.values(), max_norm, total)
-        return total
 
     def graph(self, stage: int | None = None) -> fx.GraphModule:
         """The graph of a stage (None: this rank's first), with axis names in its collectives."""

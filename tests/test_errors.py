@@ -183,8 +183,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh: twice": (plan("tp2,tp2"),
         "MeshError: mesh='tp2,tp2' names axis 'tp' twice\n  try    mesh='dp2,tp2'"),
     "mesh: unknown axis": (plan({"xp": 2}),
-        "MeshError: unknown mesh axis 'xp'\n  why    the axes are pp, dpr, dp, cp, ep, tp\n  try    mesh={'dp': 2, 'tp': "
-        "2}"),
+        "MeshError: unknown mesh axis 'xp'\n  why    the axes are pp, dpr, dp, cp, ep, tp\n  try    mesh={'dp': 2, "
+        "'tp': 2}"),
     "mesh: size 0": (plan("tp0"),
         "MeshError: mesh axis 'tp' has size 0\n  why    a size is a whole number from 1"),
     "mesh: text size": (plan({"tp": "2"}),
@@ -510,8 +510,8 @@ RANK_CASES = {
     ("dp2", "not summed"): "UsageError: the norm of the gradients needs gradients that are summed over the ranks\n"
         "  why    those there are were made inside no_sync(), and each rank has its part of them\n  try    make the "
         "last call before the optimizer's step outside no_sync(): it sums all of them",
-    ("dp2", "norm"): "OptionError: max_norm=nan is not what gradients can be clipped to\n  why    it is a number from 0 "
-        "on\n  try    pm.clip_grad_norm_(1.0)",
+    ("dp2", "norm"): "OptionError: max_norm=nan is not what gradients can be clipped to\n  why    it is a number from "
+        "0 on\n  try    pm.clip_grad_norm_(1.0)",
     ("dp2", "hook"): "UsageError: 'layers.0.weight' has a hook on its gradient, and is used with no_sync()\n  why    "
         "the hook would see this rank's part for the gradient of the whole batch\n  try    remove it, and change "
         "p.grad before optimizer.step()",
