@@ -263,7 +263,7 @@ class Blocks:
         once = priced.once(held, [set(names) for names in (others or [held])])
         once["gradient_sum_s"] *= 1 - priced.hidden_sums
         states = priced.state_bytes(held)
-        temporary = priced.temporary_bytes(rows) if len(rows) else 0.0
+        temporary = (priced.temporary_bytes(rows) if len(rows) else 0.0) + priced.travelling_bytes(held)
         return time + sum(once.values()) / schedule.microbatches, states, float(priced.kept[rows].sum()), temporary
 
     def _hidden(self, rows: np.ndarray) -> float:

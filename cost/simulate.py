@@ -198,8 +198,8 @@ def _parts(
                 for kind, seconds in row.get(part, {}).items():
                     kinds[kind] += microbatches * seconds
     once = ranks[busiest]
-    begun, ended = found.grad_sums[busiest]
-    sums = ended - max(begun, found.spans[busiest][-1].end_s)  # what does not run beside the last backward
+    hidden = found.spans[busiest][-1].end_s - found.grad_sums[busiest][0]  # beside the last backward
+    sums = once["gradient_sum_s"] - hidden
     last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0), "optimizer": once["optimizer_s"]}
     idle = found.step_time_s - found.busy_s[busiest] - math.fsum(last.values())
     last["idle"] = max(0.0, idle)

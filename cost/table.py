@@ -434,7 +434,7 @@ class Priced:
         found = self.table.parameters[name]
         return self.whole_bytes(name) / found.read * found.summed * found.trained
 
-    def _travelling_bytes(self, held: Mapping[str, str]) -> float:
+    def travelling_bytes(self, held: Mapping[str, str]) -> float:
         """With ZeRO-3, of the largest block: its weights and those that are gathered ahead, its gradients as they are
         sent."""
         blocks: dict[str, float] = {}
@@ -469,7 +469,7 @@ class Priced:
                                               for i in mine),
             }  # fmt: skip
             lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
-            passing = most_at_once(order, mine, round(grown)) + self._travelling_bytes(held)
+            passing = most_at_once(order, mine, round(grown)) + self.travelling_bytes(held)
             row["total"] = round(lasting + whole + max(passing, gradients + bucket))
             row["gathered"] = whole + grown - gradients
             row["communication"] += bucket
