@@ -435,13 +435,12 @@ class Priced:
         return self.whole_bytes(name) / found.read * found.summed * found.trained
 
     def travelling_bytes(self, held: Mapping[str, str]) -> float:
-        """With ZeRO-3, of the largest block: its weights and those that are gathered ahead, its gradients as they are
-        sent."""
+        """With ZeRO-3, of the largest block: its weights, and those of another that are gathered ahead."""
         blocks: dict[str, float] = {}
         for name, known in held.items() if self.setting.zero == 3 else ():
             found = self.table.parameters[known]
             if found.cut:
-                times = found.read * (1 + min(1, self.setting.prefetch)) + found.summed * found.trained
+                times = found.read * (1 + min(1, self.setting.prefetch))
                 blocks[block_of(name)] = blocks.get(block_of(name), 0.0) + float(found.size.at(self.times)) * times
         return max((size for block, size in blocks.items() if block), default=0.0)
 
