@@ -27,10 +27,9 @@ def in_parts(node: fx.Node, layout: Layout, mesh: Mesh) -> dict[str, Placement] 
     axes = mesh.along("features")
     if not axes or any(layout.get(axis, R) != R for axis in axes):
         return None
-    known = facts(node)
-    sizes, taken = shape(node), {place.dim for place in layout.values() if place.is_shard} | {*known.get("shares", ())}
-    for dim in reversed(range(len(sizes))):
-        if dim not in taken and sizes[dim] and sizes[dim] % mesh.feature_ranks == 0:
-            if not selections_in(known["atoms"][dim]):
-                return {**layout, **dict.fromkeys(axes, shard(dim))}
+    taken = {place.dim for place in layout.values() if place.is_shard} | {*facts(node).get("shares", ())}
+    for dim, size in reversed(list(enumerate(shape(node)))):
+        divides = size > 0 and size % mesh.feature_ranks == 0 and not selections_in(facts(node)["atoms"][dim])
+        if dim not in taken and divides:
+            return {**layout, **dict.fromkeys(axes, shard(dim))}
     return None
