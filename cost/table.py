@@ -411,7 +411,7 @@ class Priced:
         return max(0.0, float((kept + self.temporary[rows]).max() - kept[-1]))
 
     def _bytes(self, stage: range, gathered: float) -> StageBytes:
-        """What a microbatch of a stage takes, `gathered` of it from received parts; at each operator those after it keep
+        """What a microbatch of a stage takes, `gathered` of it from received parts; at each operator those after keep
         nothing, and have made the gradients of the weights that they read."""
         positions = self.table.positions[stage.start : stage.stop]
         kept = np.cumsum(self.kept[positions])
