@@ -74,7 +74,8 @@ def plan_of(
         for name, t in zip(traced.call.names, traced.call.tensors, strict=True)
     }
     counted = whole if whole is not None else Written(program, walks)
-    table = folded(tabulate(traced, counted.program, counted.walks, {}, options.compile))
+    table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
+    table = folded(table, decisions.scatter_sends)
     held = tuple(rank.as_row() for rank in memory)
     chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends
     took = {

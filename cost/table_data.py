@@ -13,7 +13,7 @@ from autopart.plans.plan import Schedule
 
 from .rows import Parameter, Row
 from .table import Setting, Table
-from .work import Powers, Size, Work
+from .work import NOTHING, Powers, Size, Work
 
 _Run = list[Any]
 """`[container, number, [position in rows, ...]]`: operators of one block that follow one another."""
@@ -32,12 +32,13 @@ def own_setting(
     )  # fmt: skip
 
 
-def folded(table: Table) -> Table:
-    """The table with a row for all operators that do the same, also with the parameters of another block."""
+def folded(table: Table, scatter_sends: bool = False) -> Table:
+    """The table with a row for all operators that do the same, also with the parameters of another block; without what
+    may be sent in parts, where nothing is."""
     known: dict[Any, int] = {}
     rows, order, parameters = list[Row](), list[tuple[int, str, int]](), dict[str, Parameter]()
     for position, *_ in table.order:
-        row = table.rows[position]
+        row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
         path, number, names = _at_first(row.parameters, table.parameters)
         key = (tuple(row.works.items()), row.kept, row.temporary, row.crossing, row.load, names, row.alike)
         if key not in known:

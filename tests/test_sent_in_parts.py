@@ -18,6 +18,7 @@ from traced import plan_of, run_of, verified
 
 import autopart
 from autopart.cost.collectives import time_s
+from autopart.cost.count.tabulate import tabulate
 from autopart.cost.hardware import Hardware
 from autopart.cost.sends import Crossing, scattering_pays
 from autopart.cost.table import Setting, predict
@@ -26,11 +27,12 @@ from autopart.ir.layout import R_GRAD_P, P, R, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import operator_name
 from autopart.ir.scattering import in_parts
+from autopart.options import Options
 from autopart.passes.choose.codec import decode
 from autopart.passes.write.lower import lower
 from autopart.plans.agreed import DECIDING
 from autopart.plans.plan import Plan
-from autopart.recipe import plan_outputs
+from autopart.recipe import drafted, plan_outputs
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
 
 BUILDERS = {"gpt2": zoo.gpt2, "llama": zoo.llama, "t5": zoo.t5}
@@ -261,8 +263,9 @@ def test_parts_are_chosen_where_they_are_faster(link, expected, tmp_path):
     path = profile(tmp_path, devices_per_node=2, link_bytes_per_s=link, node_link_bytes_per_s=1e9)
     run, plan = planned("gpt2", "pp2,tp2", path)
     assert plan.scatter_sends is expected
-    setting = Setting(Mesh.parse("pp2,tp2"), plan.schedule, 8)
-    table, hardware = plan.cost.table, Hardware.load(path)
+    draft = drafted(run.traced, Mesh.parse("pp2,tp2"), Options(hardware=path, **WHOLE_STREAM))
+    table = tabulate(run.traced, *(draft.whole or (draft.program, draft.walks)), {})
+    setting, hardware = Setting(Mesh.parse("pp2,tp2"), plan.schedule, 8), Hardware.load(path)
     times = [predict(table, replace(setting, scatter_sends=how), hardware).step_time_s for how in (None, True, False)]
     assert times[0] == min(times[1:]) and times[1] != times[2]
     assert times[0] == pytest.approx(autopart.simulate(plan).step_time_s, rel=1e-9)
@@ -320,7 +323,7 @@ def test_what_is_gathered_is_counted(name, slow):
 
 
 def test_a_slow_link_costs_less_with_parts(slow):
-    run, plan = planned("gpt2", "pp2,tp2", slow)
+    _, plan = planned("gpt2", "pp2,tp2", slow)
     table, hardware = plan.cost.table, Hardware.load(slow)
     setting = Setting(Mesh.parse("pp2,tp2"), plan.schedule, 8, scatter_sends=False)
     whole = predict(table, setting, hardware)

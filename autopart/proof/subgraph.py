@@ -288,8 +288,8 @@ class _Parser:
             raise PlanError("a subgraph begins with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2")
         self.stage_style = "V" if "V" in options else "loop"
         mesh = Mesh.parse(options["mesh"], axes) if options["mesh"] != "one device" else Mesh({})
-        counts = (int(options.get(name, 1)) for name in ("microbatches", "stages"))
-        self.builder = Builder(mesh, *counts, scatter_sends="sends" in options)
+        microbatches, stages = (int(options.get(name, 1)) for name in ("microbatches", "stages"))
+        self.builder = Builder(mesh, microbatches, stages, "sends" in options)
         self.nodes: dict[str, fx.Node] = {}
         self.values: dict[fx.Node, Any] = {}
         self.said: dict[fx.Node, dict[str, str]] = {}
