@@ -32,6 +32,7 @@ from autopart.passes.choose.codec import decode
 from autopart.passes.write.lower import lower
 from autopart.plans.agreed import DECIDING
 from autopart.plans.plan import Plan
+from autopart.proof.subgraph import Subgraph
 from autopart.recipe import drafted, plan_outputs
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
 
@@ -343,3 +344,18 @@ def test_the_plan_says_it(slow):
     text = json.dumps(json.loads(plan.to_json()) | {"scatter_sends": "tp"})
     with pytest.raises(PlanError, match="scatter_sends: 'tp' is not of type 'boolean'"):
         Plan.from_json(text)
+
+
+def test_a_fault_is_found_in_a_graph_that_says_how_it_sends():
+    text = """
+        mesh pp2,tp2 | stages 2 | sends in parts
+        x = input f64[4,6]
+        w = weight f64[6,6]
+        y = aten.mm.default(x, w) | stage 0 | tp R, R -> R
+        z = aten.tanh.default(y) | stage 1 | tp R -> R
+        return z
+    """
+    found = Subgraph.parse(text)
+    assert found.arrangement.decisions.scatter_sends and found.max_error() < 1e-12
+    assert str(found).splitlines()[0] == "mesh pp2,tp2 | stages 2 | sends in parts"
+    assert Subgraph.parse(str(found)).arrangement.decisions.scatter_sends
