@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.compat import tree_map
-from autopart.cost.count.footprint import walked
 from autopart.cost.count.rank_memory import memory_of
 from autopart.errors import InputError, PlanError, TraceError
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import format_value
-from autopart.ir.masks import as_traced
 from autopart.ir.mesh import Mesh
 from autopart.ir.precision import Precision
 from autopart.ir.program import SEEDS, Program
@@ -30,7 +28,7 @@ from autopart.plan_checks import check_plan_mesh, check_plan_model, check_plan_o
 from autopart.plan_figures import Draft, plan_of
 from autopart.plans.agreed import agreed
 from autopart.plans.plan import Plan
-from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of
+from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
 from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
 from autopart.tracing.own_rows import all_ranks_call, are_rows
 from autopart.tracing.skeleton import Source
@@ -120,12 +118,13 @@ class Compiler:
     def _plan_as_run(self, plan: Plan, call: _Traced) -> Plan:
         """The plan of a call that follows a plan made for another."""
         outputs = plan_outputs(call.trace, call.with_outputs)
-        program = as_traced(lower(call.trace, call.decisions, outputs, whole_outputs=False, rng="fast"))
-        walks = [walked(call.trace, program, stage) for stage in program.stages]
+        program, walks = written(call.trace, call.decisions, outputs, "fast")
+        in_parts = call.decisions.scatter_sends
+        whole = written(call.trace, replace(call.decisions, scatter_sends=False), outputs, "fast") if in_parts else None
         schedule = replace(plan.schedule, microbatches=call.decisions.microbatches)
         options = replace(self.options, hardware=plan.hardware or self.options.hardware, compile=plan.compile)
         problem = problem_of(call.trace, self.mesh, options, schedule)
-        draft = Draft(problem, call.decisions, program, {}, walks)
+        draft = Draft(problem, call.decisions, program, {}, walks, whole)
         memory = memory_of(call.trace, program, schedule, walks)
         figures = plan_of(class_of(self.model), draft, options, memory, plan.reasons)
         return replace(figures, pins=plan.pins)

@@ -32,14 +32,25 @@ if TYPE_CHECKING:
     from autopart.options import Options
 
 
+class Written(NamedTuple):
+    """A program, and a walk of every stage."""
+
+    program: Program
+    walks: Sequence[Walk]
+
+
 class Draft(NamedTuple):
-    """What is chosen for a problem, the program of it, what was solved for it by axis, and a walk of every stage."""
+    """What is chosen for a problem, the program of it, what was solved for it by axis, and a walk of every stage.
+
+    `whole`: the same with values sent whole, which is what operators are counted in; None: it is that program.
+    """
 
     problem: Problem
     decisions: Decisions
     program: Program
     solved: Mapping[str, Solved]
     walks: Sequence[Walk]
+    whole: Written | None = None
 
 
 def plan_of(
@@ -47,7 +58,7 @@ def plan_of(
     notes: Sequence[str] = (),
 ) -> Plan:  # fmt: skip
     """The plan of a draft for a model of class `kind`; `memory`: of its ranks; `notes`: after those of its parts."""
-    problem, decisions, program, solved, walks = draft
+    problem, decisions, program, solved, walks, whole = draft
     traced, mesh, schedule, hardware = problem.trace, problem.mesh, problem.schedule, problem.hardware
     precision = traced.precision
     pinned = next(iter(problem.pinned.values()), FREE).operators
@@ -62,10 +73,13 @@ def plan_of(
         name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
         for name, t in zip(traced.call.names, traced.call.tensors, strict=True)
     }
-    table = folded(tabulate(traced, program, walks, {}, options.compile))
+    counted = whole if whole is not None else Written(program, walks)
+    table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
+    table = folded(table, decisions.scatter_sends)
     held = tuple(rank.as_row() for rank in memory)
+    chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends
     took = {
-        **Priced(table, own_setting(table, mesh, schedule, decisions.zero, decisions.prefetch), hardware).timing,
+        **Priced(table, own_setting(table, mesh, schedule, *chosen), hardware).timing,
         "table": as_data(table),
     }
     step = simulated(took, schedule, mesh, held)

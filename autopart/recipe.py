@@ -14,10 +14,13 @@ from torch import fx, nn
 from autopart.compat import tree_unflatten
 from autopart.cost.count.footprint import walked
 from autopart.cost.count.rank_memory import memory_of
+from autopart.cost.count.summary import crossings
 from autopart.cost.fit import Estimate, does_not_fit, fullest
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import RankMemory
+from autopart.cost.sends import scattering_pays
 from autopart.errors import LayoutError, OptionError
+from autopart.ir.decisions import Decisions
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.masks import as_traced
 from autopart.ir.mesh import Mesh
@@ -38,7 +41,7 @@ from autopart.passes.facts.selections import share_selections
 from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
 from autopart.passes.pipeline import run_passes
 from autopart.passes.write.lower import lower
-from autopart.plan_figures import Draft, plan_of
+from autopart.plan_figures import Draft, Written, plan_of
 from autopart.plans.plan import Plan, Schedule
 from autopart.progress import phase
 from autopart.tracing.lost_gradients import with_gradients_checked
@@ -146,9 +149,20 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
         decisions, solved = cut_again(problem, known.decisions), known.solved
     decisions = replace(decisions, stored=choose_parts(problem, decisions.stored))
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
-    program = as_traced(lower(traced, decisions, plan_outputs(traced), whole_outputs=False, rng=rng))
-    walks = [walked(traced, program, stage) for stage in program.stages]
-    return Draft(problem, decisions, program, solved, walks)
+    whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng)
+    decisions = replace(
+        decisions, scatter_sends=scattering_pays(crossings(traced, whole.program), mesh, problem.hardware)
+    )
+    if not decisions.scatter_sends:
+        return Draft(problem, decisions, whole.program, solved, whole.walks)
+    parts = written(traced, decisions, plan_outputs(traced), rng)
+    return Draft(problem, decisions, parts.program, solved, parts.walks, whole)
+
+
+def written(traced: Trace, decisions: Decisions, outputs: Sequence[Any], rng: Rng) -> Written:
+    """The program of a training step for a plan's figures."""
+    program = as_traced(lower(traced, decisions, outputs, whole_outputs=False, rng=rng))
+    return Written(program, [walked(traced, program, stage) for stage in program.stages])
 
 
 def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule | None = None) -> Problem:

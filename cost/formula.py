@@ -58,7 +58,7 @@ class Totals:
     `works`: {(part of a step, work): how often}. `stored`: bytes of parameters, of which `trained` get a gradient, and
     ZeRO cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `cast`,
     `cast_cut`: bytes that casting parameters and gradients moves in a microbatch, of those that ZeRO-3 does not cut and
-    of those that it does; `read`, `summed`: as in `cost.table.Parameter`, of all. `kept`: of activations,
+    of those that it does; `read`, `summed`: as in `cost.rows.Parameter`, of all. `kept`: of activations,
     by all operators. `temporary`: beyond it at the largest. `sent`: between two stages. `buffers`: of the model and of
     the inputs. `hidden`: the share of gradients that are complete before the last. `at`: the sizes that all were
     counted at.
@@ -94,7 +94,8 @@ class Formula:
     zero: int = 0
     state_bytes: float = 3.0
     receives_held: int | None = None
-    """These two as in `cost.table.Setting`."""
+    scatter_sends: bool = False
+    """These three as in `cost.table.Setting`; scattered is what does not get smaller with `tp`."""
 
     axes: tuple[Axis, ...] = BUILT
     """Those that the mesh may have."""
@@ -187,13 +188,27 @@ class Formula:
         """Seconds of a step of equal stages by kind: work, `"sends"`, `"bubble"` ((p - 1) / v m of the work: Narayanan
         et al. 2021, section 2.2), `"gradient sums"` and `"optimizer"`."""
         work = {kind: m * seconds / pp for kind, seconds in self.kinds_s.items()}
-        send = self._collective("send", "pp", self.of(self.totals.sent))
         several = sympy.Piecewise((0, sympy.Eq(pp, 1)), (1, True))
         return {
-            **work, "sends": several * (2 * m + 2 * (pp - 1)) * send,
+            **work, "sends": several * (2 * m + 2 * (pp - 1)) * self._send_s(),
             "bubble": (pp - 1) / (v * m) * sympy.Add(*work.values()),
             **self._sums(), "optimizer": OPTIMIZER_TRAFFIC * self._held(self.totals.trained) / pp / M,
         }  # fmt: skip
+
+    def _sent(self) -> tuple[sympy.Expr, sympy.Expr]:
+        """Bytes that a rank sends to the next stage in a microbatch, and that ranks gather of what they receive."""
+        sent = self.totals.sent
+        if not self.scatter_sends:
+            return self.of(sent), sympy.Integer(0)
+        alike = self.of(Size(tuple(term for term in sent.terms if not term[0].tp)))
+        return self.of(sent) - alike + alike / ranks_of(self._mesh.tensor_axis), alike
+
+    def _send_s(self) -> sympy.Expr:
+        sent, gathered = self._sent()
+        axis = self._mesh.tensor_axis
+        return self._collective("send", "pp", sent) + (
+            self._collective("all_gather", axis, gathered) if gathered else 0
+        )
 
     def _sums(self) -> dict[str, sympy.Expr]:
         """All-reduces in buckets over each axis that cuts rows, and the copies into these and out, but for what runs
@@ -244,7 +259,7 @@ class Formula:
             "parameters": stored, "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers), "gathered": self._gathered() / pp,
-            "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * held * self.of(self.totals.sent), True)),
+            "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * held * self._sent()[0], True)),
         }  # fmt: skip
 
     def _gathered(self) -> sympy.Expr:

@@ -23,8 +23,10 @@ from autopart.ir.recomputation import Word
 from autopart.plans.plan import TIMING_PARTS
 
 from .hardware import Hardware
+from .rows import Parameter, Row
+from .sends import scattering_pays
 from .simulate import Simulation
-from .table import Parameter, Priced, Row, Setting, Table, predict
+from .table import Priced, Setting, Table, predict
 
 SCHEDULES = (None, "gpipe", "1f1b")
 
@@ -206,14 +208,16 @@ class Blocks:
         base_s, base_states, base_kept, base_temporary = np.array([self._part(order, ends) for order in ends]).T
         flight = np.minimum(schedule.microbatches, np.inf if schedule.name == "gpipe" else pp - np.arange(pp))
         flight = np.broadcast_to(flight, pp)
-        crossing = self._all.rows[self._order(self.options[0], len(self.blocks) - 1)[0][0]].crossing
-        sent = float(crossing.at(self.priced.times)) if crossing is not None and pp > 1 else 0.0
+        crossing = self.priced.crossing(self._all.rows[self._order(self.options[0], len(self.blocks) - 1)[0][0]])
+        given, on = self.setting.scatter_sends, (self.setting.mesh, self.hardware)
+        scatters = scattering_pays([crossing], *on) if given is None else given
+        sent = crossing.sent_bytes(self.setting.mesh, scatters) if pp > 1 else 0.0
         neighbours = np.array([(i > 0) + (i < pp - 1) for i in range(pp)])
         posted = schedule.microbatches if self.setting.receives_held is None else self.setting.receives_held
         fixed = self._all.buffer_bytes + self._all.input_bytes * self.setting.rows
         return BlockProblem(
             times, states, kept, temporary, flight,
-            base_s + neighbours * (self.priced.received_s(sent) if sent else 0.0),
+            base_s + neighbours * (crossing.time_s(*on, scatters) if sent else 0.0),
             base_states + flight * base_kept + fixed + neighbours * sent * posted, base_temporary,
             schedule.microbatches, memory_bytes,
         )  # fmt: skip

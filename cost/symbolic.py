@@ -101,7 +101,8 @@ class Cost(dict[str, Any]):
 
         table, plan = self.table, self._plan
         hardware = Hardware.load(plan.hardware)
-        return Formula(table.totals, hardware, 3 if table.gathers else plan.zero, axes=self._axes)
+        zero = 3 if table.gathers else plan.zero
+        return Formula(table.totals, hardware, zero, scatter_sends=plan.scatter_sends, axes=self._axes)
 
     @property
     def _axes(self) -> tuple[Axis, ...]:
@@ -193,14 +194,15 @@ class Cost(dict[str, Any]):
         from .table import predict
         from .table_data import own_setting
 
-        own, was, mesh = self._plan.mesh_object(), self._plan.schedule, self._mesh(sizes)
+        plan, mesh = self._plan, self._mesh(sizes)
+        was = plan.schedule
         m, v = int(sizes.get("m", was.microbatches)), int(sizes.get("v", was.virtual_stages))
         schedule = _schedule(was, mesh.size("pp"), m, v)
         table = self.table
         rows = sizes.get("b", table.b) * mesh.row_ranks * schedule.microbatches
-        counted = own_setting(table, own, was, self._plan.zero, self._plan.prefetch)
+        counted = own_setting(table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends)
         setting = replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"))
-        return predict(table, setting, Hardware.load(self._plan.hardware))
+        return predict(table, setting, Hardware.load(plan.hardware))
 
     def _mesh(self, sizes: Mapping[str, float]) -> Mesh:
         """The plan's with other sizes of axes."""

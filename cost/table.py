@@ -22,57 +22,14 @@ from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_
 from autopart.ir.buckets import BUCKET_BYTES, block_of
 from autopart.plans.plan import TIMING_PARTS
 
-from .collectives import time_s
 from .formula import Totals
 from .hardware import Hardware
+from .rows import Parameter, Row
+from .sends import Crossing, gather_cost, scattering_pays
 from .setting import Setting
 from .simulate import Simulation, simulated
 from .stages import balance
 from .work import NOTHING, Size, Sizes, Work, flops_by_dtype, gradient_sum_s, optimizer_s
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `cut`:
-    whether ZeRO-3 cuts it over `dp`.
-
-    In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
-    that is stored; `cast_again`: whether the backward reads it too.
-    """
-
-    size: Size
-    axes: tuple[str, ...]
-    trained: bool
-    cut: bool
-    read: float = 1.0
-    summed: float = 1.0
-    cast_again: bool = False
-
-    @property
-    def casts(self) -> int:
-        """How often a microbatch casts it, or its gradient."""
-        return (1 + self.trained + self.cast_again) * (self.read != 1)
-
-    def cast(self, ranks: int) -> Work:
-        """Casting it, or its gradient, where it is cut over so many ranks."""
-        return Work("other", self.size * ((1 + self.read) / ranks))
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One operator of a microbatch.
-
-    `works`: what it does by part of a step, `count.counting.Counted`'s names. `kept`: bytes that are held from its
-    forward to its backward. `temporary`: bytes there while it runs. `crossing`: what a cut before it would send, None
-    where none can be. `load`: what stages are balanced by. `parameters`: those that it reads.
-    """
-
-    works: Mapping[str, tuple[Work, ...]]
-    kept: Size
-    temporary: Size
-    crossing: Size | None
-    load: Size
-    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,6 +165,23 @@ class Priced:
         cuts = self.setting.cuts if self.setting.cuts is not None else stage_cuts(self.table, self.setting)
         return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
 
+    def crossing(self, row: Row) -> Crossing:
+        """What a cut before an operator sends."""
+        whole = row.crossing if row.crossing is not None else NOTHING
+        return Crossing(float(whole.at(self.times)), float(row.alike.at(self.times)))
+
+    @cached_property
+    def crossings(self) -> list[Crossing]:
+        """What every stage receives."""
+        starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
+        return [Crossing(0.0, 0.0), *map(self.crossing, starts)]
+
+    @cached_property
+    def scatters(self) -> bool:
+        """Whether values are sent in parts."""
+        given = self.setting.scatter_sends
+        return scattering_pays(self.crossings, self.mesh, self.hardware) if given is None else given
+
     @cached_property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """What the rank at each `pp` coordinate runs."""
@@ -300,17 +274,22 @@ class Priced:
                         sent = work.sent_bytes(self.mesh, self.times)
                         for i, much in enumerate((1, sent, self.seconds[work])):
                             row[i] += much * count
-        crossing = self.table.rows[self.table.positions[stage.start]].crossing if index else NOTHING
-        size = float(crossing.at(self.times)) if crossing is not None else 0.0
+        received, sent_on = self.crossings[index], self.crossings[index + 1 : index + 2]
+        for crossing in (received, *sent_on):  # the values, and the gradients of what the stage sends
+            if gathered := crossing.gathered_bytes(self.mesh, self.scatters):
+                row = moved.setdefault((self.mesh.tensor_axis, "all_gather"), [0, 0.0, 0.0])
+                for i, much in enumerate(gather_cost(gathered, self.mesh, self.hardware)):
+                    row[i] += much
         collectives = [
             {"axis": axis, "kind": kind, "count": int(count), "bytes": round(sent), "seconds": _digits(took)}
             for (axis, kind), (count, sent, took) in moved.items()
         ]
         self._hide(parts, stage)
         shown = {part: {kind: _digits(s) for kind, s in parts[part].items() if s} for part in TIMING_PARTS}
-        received = _digits(self.received_s(size)) if size else 0.0
         return {
-            "stage": index, **shown, "collectives": collectives, "receives_bytes": round(size), "receives_s": received
+            "stage": index, **shown, "collectives": collectives,
+            "receives_bytes": round(received.sent_bytes(self.mesh, self.scatters)),
+            "receives_s": _digits(received.time_s(self.mesh, self.hardware, self.scatters)),
         }  # fmt: skip
 
     def _hide(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
@@ -333,12 +312,6 @@ class Priced:
             for part, kind in kinds:
                 if kind in parts[part]:
                     parts[part][kind] *= share
-
-    def received_s(self, size: float) -> float:
-        mesh, hardware = self.mesh, self.hardware
-        parts = mesh.feature_ranks if self.setting.scatter_sends else 1
-        sent = time_s("send", mesh.size("pp"), size / parts, hardware, mesh.stride("pp"))
-        return sent + (time_s("all_gather", parts, size, hardware) if parts > 1 else 0.0)
 
     def held(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
         """The parameters that operators read: {name: name in the table}."""
@@ -401,9 +374,9 @@ class Priced:
         kept = np.cumsum(self.kept[rows])
         return max(0.0, float((kept + self.temporary[rows]).max() - kept[-1]))
 
-    def _bytes(self, stage: range) -> StageBytes:
-        """What a microbatch of a stage takes; at each operator the later ones keep nothing, and have made the gradients
-        of the weights that they read."""
+    def _bytes(self, stage: range, gathered: float) -> StageBytes:
+        """What a microbatch of a stage takes, `gathered` of it from received parts; at each operator those after keep
+        nothing, and have made the gradients of the weights that they read."""
         positions = self.table.positions[stage.start : stage.stop]
         kept = np.cumsum(self.kept[positions])
         temporary = kept + self.temporary[positions]
@@ -416,7 +389,7 @@ class Priced:
                 read.add(named)
         grown = temporary + np.cumsum(gradients[::-1])[::-1]
         beyond, first = (max(0, round(float(each.max() - kept[-1]))) for each in (temporary, grown))
-        return StageBytes(round(float(kept[-1])), 0, beyond, beyond, first, round(float(gradients.sum())))
+        return StageBytes(round(float(kept[-1]) + gathered), 0, beyond, beyond, first, round(float(gradients.sum())))
 
     def _gradient_bytes(self, name: str) -> float:
         """Of a rank's part of a parameter's gradient, in the parameter's dtype."""
@@ -448,7 +421,8 @@ class Priced:
         """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
         setting, table = self.setting, self.table
         posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
-        taken = {i: self._bytes(stage) for i, stage in enumerate(self.stages)}
+        gathered = [crossing.gathered_bytes(self.mesh, self.scatters) for crossing in self.crossings]
+        taken = {i: self._bytes(stage, gathered[i]) for i, stage in enumerate(self.stages)}
         sent = [row["receives_bytes"] for row in self.timing["stages"]] + [0.0]
         everywhere = [set(names) for names in self.ranks_hold]
         rows = []

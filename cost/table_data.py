@@ -11,8 +11,9 @@ from typing import Any
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Schedule
 
-from .table import Parameter, Row, Setting, Table
-from .work import Powers, Size, Work
+from .rows import Parameter, Row
+from .table import Setting, Table
+from .work import NOTHING, Powers, Size, Work
 
 _Run = list[Any]
 """`[container, number, [position in rows, ...]]`: operators of one block that follow one another."""
@@ -21,20 +22,25 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 """The name of a parameter in a repeated block: its container, number, and the rest."""
 
 
-def own_setting(table: Table, mesh: Mesh, schedule: Schedule, zero: int = 0, prefetch: int = 1) -> Setting:
-    """What the table of a plan was counted under, by the plan's mesh, schedule, `zero` and `prefetch`."""
+def own_setting(
+    table: Table, mesh: Mesh, schedule: Schedule, zero: int = 0, prefetch: int = 1, scatter_sends: bool = False
+) -> Setting:
+    """What the table of a plan was counted under, by the plan's mesh, schedule and fields of these names."""
     rows = table.b * mesh.row_ranks * schedule.microbatches
-    return Setting(mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch)
+    return Setting(
+        mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch, scatter_sends=scatter_sends
+    )  # fmt: skip
 
 
-def folded(table: Table) -> Table:
-    """The table with a row for all operators that do the same, also with the parameters of another block."""
+def folded(table: Table, scatter_sends: bool = False) -> Table:
+    """The table with a row for all operators that do the same, also with the parameters of another block; without what
+    may be sent in parts, where nothing is."""
     known: dict[Any, int] = {}
     rows, order, parameters = list[Row](), list[tuple[int, str, int]](), dict[str, Parameter]()
     for position, *_ in table.order:
-        row = table.rows[position]
+        row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
         path, number, names = _at_first(row.parameters, table.parameters)
-        key = (tuple(row.works.items()), row.kept, row.temporary, row.crossing, row.load, names)
+        key = (tuple(row.works.items()), row.kept, row.temporary, row.crossing, row.load, names, row.alike)
         if key not in known:
             known[key] = len(rows)
             rows.append(replace(row, parameters=names))
@@ -62,7 +68,8 @@ def as_data(table: Table) -> dict[str, Any]:
     rows = [
         {"works": {part: [index[work] for work in found] for part, found in row.works.items()},
          **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
-         **({"parameters": list(row.parameters)} if row.parameters else {})}
+         **({"parameters": list(row.parameters)} if row.parameters else {}),
+         **({"alike": _listed(row.alike)} if row.alike.terms else {})}
         for row in table.rows
     ]  # fmt: skip
     parameters = {
@@ -88,7 +95,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
     rows = tuple(
         Row({part: tuple(works[i] for i in found) for part, found in row["works"].items()}, _read(row["kept"]),
             _read(row["temporary"]), _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]),
-            tuple(row.get("parameters", ())))
+            tuple(row.get("parameters", ())), _read(row.get("alike", ())))
         for row in data["rows"]
     )  # fmt: skip
     parameters = {

@@ -459,7 +459,9 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
     cuts = sorted(draw(st.permutations(places))[: num_stages - 1])
     stage_of = {node: sum(cut <= i for cut in cuts) for i, node in enumerate(nodes)}
     strategies = {**over_rows(mesh, microbatches, rows), **chosen}
-    return Decisions(mesh, microbatches, strategies, stored, stage_of, num_stages)
+    return Decisions(
+        mesh, microbatches, strategies, stored, stage_of, num_stages, scatter_sends=draw(st.booleans())
+    )  # fmt: skip
 
 
 def _stored(draw: Any, node: fx.Node, num_shards: int, kinds: frozenset[str], beside: Pinned) -> Placement:

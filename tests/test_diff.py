@@ -78,6 +78,7 @@ def test_every_part_is_compared(plan):
         "recompute": {"recompute": "full"},
         "zero": {"zero": 1},
         "prefetch": {"prefetch": 2},
+        "scatter_sends": {"scatter_sends": True},
         "compile": {"compile": True},
         "precision": {"precision": "bf16"},
         "reduce_dtype": {"reduce_dtype": "bf16"},

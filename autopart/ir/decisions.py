@@ -35,7 +35,8 @@ class Decisions:
 
     `strategies`: of every axis of the mesh that cuts something, and of the microbatches. Axes that cut rows have the
     same; one that is not here computes all rows on every rank. `stored`: {parameter: its layout, where it is not `R`}.
-    `zero`, `prefetch`: how long what is gathered of them lives, and how early it is (`Program`).
+    `zero`, `prefetch`: how long what is gathered of them lives, and how early it is (`Program`). `scatter_sends`: what
+    ranks of the feature axes hold alike is sent to the next stage in parts (`autopart.ir.scattering`).
     """
 
     mesh: Mesh
@@ -47,6 +48,7 @@ class Decisions:
     recompute: Recompute = "none"
     zero: int = 0
     prefetch: int = 1
+    scatter_sends: bool = False
 
     def place(self, name: str, axis: str) -> Placement:
         """How a parameter is stored on an axis."""

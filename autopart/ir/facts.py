@@ -85,6 +85,7 @@ class Facts(TypedDict, total=False):
     origin: str  # the traced node whose value it holds
     layout: Layout  # the layout in which it holds it
     region: int  # the nodes that the backward runs again together
+    received: bool  # it puts together what was received in parts
     cost: CostNotes  # of its operator, where there are any
 
     # Of a subgraph that is shown as text.

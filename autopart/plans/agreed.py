@@ -13,8 +13,8 @@ TIMEOUT_S = 120.0
 """How long a rank waits for the others in a call, in seconds, before it says who waits for whom."""
 
 DECIDING = (
-    "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "compile", "precision",
-    "reduce_dtype",
+    "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "scatter_sends",
+    "compile", "precision", "reduce_dtype",
 )  # fmt: skip
 """The parts of a plan that say what is run. Its figures are left out: they may be rounded otherwise elsewhere."""
 

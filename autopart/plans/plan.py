@@ -141,6 +141,7 @@ class Plan:
     recompute: Recompute = "none"
     zero: int = 0
     prefetch: int = 1
+    scatter_sends: bool = False
     compile: bool = False
     precision: str | None = None
     reduce_dtype: str | None = None

@@ -133,7 +133,8 @@ class _Cut:
         self.subject, self.arrangement, self.values = subject, arrangement, values
         self.chosen, self.is_recorded = chosen, recorded
         decisions = arrangement.decisions
-        self.builder = Builder(decisions.mesh, decisions.microbatches, decisions.num_stages)
+        chosen_once = decisions.microbatches, decisions.num_stages, decisions.scatter_sends
+        self.builder = Builder(decisions.mesh, *chosen_once)
         self.new: dict[fx.Node, fx.Node] = {}
 
     def subgraph(self) -> Subgraph:

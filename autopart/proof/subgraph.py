@@ -83,8 +83,9 @@ class Subgraph:
 class Builder:
     """Builds a subgraph value by value, in the order of its graph."""
 
-    def __init__(self, mesh: Mesh, microbatches: int = 1, num_stages: int = 1):
+    def __init__(self, mesh: Mesh, microbatches: int = 1, num_stages: int = 1, scatter_sends: bool = False):
         self.mesh, self.microbatches, self.num_stages = mesh, microbatches, num_stages
+        self.scatter_sends = scatter_sends
         self.graph = fx.Graph()
         self.inputs: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
@@ -180,7 +181,8 @@ class Builder:
         strategies = {**over_rows(self.mesh, self.microbatches, self.chosen[ROWS]), **self.chosen}
         del strategies[ROWS]
         decisions = Decisions(
-            self.mesh, self.microbatches, strategies, self.stored, self.stage_of, self.num_stages
+            self.mesh, self.microbatches, strategies, self.stored, self.stage_of, self.num_stages,
+            scatter_sends=self.scatter_sends,
         )  # fmt: skip
         return Arrangement(decisions, **options)
 
@@ -199,6 +201,7 @@ def _lines(subgraph: Subgraph) -> list[str]:
     header = [f"mesh {decisions.mesh}"]
     header += [f"microbatches {decisions.microbatches}"] * (decisions.microbatches > 1)
     header += [f"stages {decisions.num_stages}"] * (decisions.num_stages > 1)
+    header += ["sends in parts"] * decisions.scatter_sends
     header += ["V"] * (subgraph.arrangement.stage_style == "V")
     lines = [" | ".join(header)]
     for node in subject.traced.graph.nodes:
@@ -285,7 +288,8 @@ class _Parser:
             raise PlanError("a subgraph begins with its mesh", why=f"it begins with '{head}'", hint="mesh dp2,tp2")
         self.stage_style = "V" if "V" in options else "loop"
         mesh = Mesh.parse(options["mesh"], axes) if options["mesh"] != "one device" else Mesh({})
-        self.builder = Builder(mesh, int(options.get("microbatches", 1)), int(options.get("stages", 1)))
+        microbatches, stages = (int(options.get(name, 1)) for name in ("microbatches", "stages"))
+        self.builder = Builder(mesh, microbatches, stages, "sends" in options)
         self.nodes: dict[str, fx.Node] = {}
         self.values: dict[fx.Node, Any] = {}
         self.said: dict[fx.Node, dict[str, str]] = {}

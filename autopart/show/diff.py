@@ -89,6 +89,7 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("schedule", "stages per rank"): str(plan.schedule.virtual_stages),
         ("zero", "level"): str(plan.zero),
         ("prefetch", "blocks ahead"): str(plan.prefetch),
+        ("scatter_sends", "between stages"): _sent(plan),
         ("compile", "stages"): "yes" if plan.compile else "no",
         ("precision", "computed in"): plan.precision or "the model's own",
         ("reduce_dtype", "gradients summed in"): plan.reduce_dtype or "the model's own",
@@ -98,6 +99,10 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
     } for plan in (a, b))  # fmt: skip
     keys = dict.fromkeys([*first, *second])
     return [row for key in keys for row in _row(*key, first.get(key, ""), second.get(key, ""))]
+
+
+def _sent(plan: Plan) -> str:
+    return "in parts" if plan.scatter_sends else "whole"
 
 
 def _recompute(a: Plan, b: Plan) -> list[DiffRow]:

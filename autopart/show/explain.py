@@ -70,6 +70,7 @@ def _header(plan: Plan) -> str:
         ("schedule", run),
         ("recompute", text_of(plan.recompute) if plan.recompute != "none" else ""),
         ("zero", _zero(plan)),
+        ("sends", _sends(plan)),
         ("compile", "every stage, by torch.compile" if plan.compile else ""),
         ("precision", precision_text(plan)),
         ("hardware", plan.hardware),
@@ -87,6 +88,12 @@ def _zero(plan: Plan) -> str:
         return ""
     gathered = f", gathered {ahead} block{'s' * (ahead > 1)} ahead" if plan.zero == 3 and ahead else ""
     return f"{plan.zero}: {words[plan.zero]} cut over {axis}{gathered}"
+
+
+def _sends(plan: Plan) -> str:
+    """How values go from stage to stage, where that is not whole."""
+    axes = ",".join(plan.mesh_object().along("features"))
+    return f"in parts: each rank of {axes} sends one, and the next stage gathers them" if plan.scatter_sends else ""
 
 
 def _pins(pins: Mapping[str, Any]) -> str:

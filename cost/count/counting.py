@@ -132,7 +132,7 @@ class _Counter:
         name = operator_name(node).removeprefix("autopart::")
         if name in DIRECTIONS:
             return self._conversion(node, name)
-        if is_cast(node):  # priced with the parameter: `cost.table.Parameter`
+        if is_cast(node):  # priced with the parameter: `cost.rows.Parameter`
             return Counted(node, ())
         read = [self.walk.values[used] for used in tensor_inputs(node)]
         forms = tuple((v.form, self.growth.of(n)) for n, v in zip(tensor_inputs(node), read, strict=True)

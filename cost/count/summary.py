@@ -13,6 +13,7 @@ from torch import fx
 from autopart.cost.collectives import wire_bytes
 from autopart.cost.count.sending import summed_dtype
 from autopart.cost.flops import work
+from autopart.cost.sends import Crossing
 from autopart.cost.simulate import Simulation
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import PARAMETER, WEIGHT, cost_notes, facts
@@ -28,7 +29,8 @@ from autopart.ir.graph import (
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.names import layer_of
 from autopart.ir.operators import stored_source
-from autopart.ir.program import Program, Stage
+from autopart.ir.program import Boundary, Program, Stage
+from autopart.ir.scattering import in_parts
 from autopart.ir.storing import gathers_stored, held_whole
 from autopart.plans.plan import Collective
 from autopart.tracing.trace import Trace
@@ -122,6 +124,19 @@ def _sends(program: Program) -> list[Collective]:
         size = sum(b.size_bytes for b in stage.receives)
         rows.append(Collective(f"into stage {stage.index}", "pp", "send", "send", len(stage.receives), 2 * size))
     return rows
+
+
+def crossings(trace: Trace, program: Program) -> list[Crossing]:
+    """What every stage but the first receives in a program that sends values whole."""
+    nodes = {node.name: node for node in trace.graph.nodes}
+
+    def alike(sent: Boundary) -> bool:
+        return in_parts(nodes[sent.name], sent.layout, program.mesh) is not None
+
+    return [
+        Crossing(sum(b.size_bytes for b in stage.receives), sum(b.size_bytes for b in stage.receives if alike(b)))
+        for stage in program.stages[1:]
+    ]
 
 
 def _gradients(trace: Trace, program: Program) -> list[Collective]:

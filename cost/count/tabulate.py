@@ -26,7 +26,8 @@ from autopart.cost.count.footprint import (
 from autopart.cost.count.growth import Growth, tokens
 from autopart.cost.count.rank_memory import local_bytes
 from autopart.cost.flops import matrix_work
-from autopart.cost.table import Parameter, Row, Table
+from autopart.cost.rows import Parameter, Row
+from autopart.cost.table import Table
 from autopart.cost.work import NOTHING, Powers, Size
 from autopart.ir.blocks import blocks as repeated_blocks
 from autopart.ir.buckets import bucketed, in_order_of_use
@@ -35,6 +36,7 @@ from autopart.ir.graph import active_operators, source_of, tensor_inputs
 from autopart.ir.layout import MIN_DIMS
 from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import Program
+from autopart.ir.scattering import in_parts
 from autopart.tracing.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
@@ -184,6 +186,8 @@ class _Held:
 
     def __init__(self, walk: Walk, growth: Growth):
         self.walk, self.growth = walk, growth
+        self.traced = {node.name: node for node in walk.trace.graph.nodes}
+        self.scattered: dict[fx.Node, bool] = {}
         self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
         self.saved = saved_memory(walk, self.alive)
         self.rerun = {
@@ -200,11 +204,23 @@ class _Held:
         products = [work.flops for work in one.forward if work.flops.terms]
         computes = any(not work.axis for work in one.forward)
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
+        travelling = self.crossing[one.node]
+        crossing = None if None in travelling.values() else Size.sum(filter(None, travelling.values()))
+        alike = Size.sum(size for node, size in travelling.items() if size is not None and self._in_parts(node))
         return Row(
-            works, self.kept(one.node), self.temporary(one.node), self.crossing[one.node],
+            works, self.kept(one.node), self.temporary(one.node), crossing,
             products[0] if products else self._elements(one.node) if computes else NOTHING,
-            tuple(sorted(names & self.parameters)),
+            tuple(sorted(names & self.parameters)), NOTHING if crossing is None else alike,
         )  # fmt: skip
+
+    def _in_parts(self, node: fx.Node) -> bool:
+        """Whether a value of the stage can be sent in parts."""
+        if node not in self.scattered:
+            origin = self.traced.get(facts(node).get("origin", ""))
+            layout = facts(node).get("layout", {})
+            mesh = self.walk.program.mesh
+            self.scattered[node] = origin is not None and in_parts(origin, layout, mesh) is not None
+        return self.scattered[node]
 
     def _powers(self, nodes: Sequence[fx.Node]) -> Powers:
         """Those of the largest of what operators keep."""
@@ -238,19 +254,18 @@ class _Held:
         return Size.sum([again, *map(self.size, {memory for found in values for memory in memories(found)})])
 
     @cached_property
-    def crossing(self) -> dict[fx.Node, Size | None]:
-        """What a stage that begins at a node would receive: None where a value without gradient would travel."""
+    def crossing(self) -> dict[fx.Node, dict[fx.Node, Size | None]]:
+        """What a stage that begins at a node would receive: None of a value without gradient, which cannot travel."""
         nodes = list(self.walk.values)
         last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
         last |= dict.fromkeys(self.walk.outputs[: len(self.walk.stage.sends)], len(nodes))
         received = [n for n in nodes if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
         data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
         travelling: dict[fx.Node, Size | None] = {}
-        found: dict[fx.Node, Size | None] = {}
+        found: dict[fx.Node, dict[fx.Node, Size | None]] = {}
         for i, node in enumerate(nodes):
             travelling = {made: size for made, size in travelling.items() if last[made] >= i}
-            sizes = list(travelling.values())
-            found[node] = None if None in sizes else Size.sum([size for size in sizes if size is not None])
+            found[node] = dict(travelling)
             reads, value = node.all_input_nodes, self.walk.values[node]
             if node in received:
                 travelling[node] = self.size(value.memory)

@@ -40,8 +40,8 @@ OnAxes = Mapping[str, str]
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
-    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero` and `prefetch` that hold these
-    decisions."""
+    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch` and `scatter_sends`
+    that hold these decisions."""
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
     chosen = decisions.features
@@ -70,6 +70,7 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
         "recompute": recompute,
         "zero": decisions.zero,
         "prefetch": decisions.prefetch,
+        "scatter_sends": decisions.scatter_sends,
     }
 
 
@@ -149,6 +150,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         plan.recompute,
         plan.zero,
         plan.prefetch,
+        plan.scatter_sends,
     )
 
 

@@ -150,13 +150,14 @@ def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
 
 def _of_the_block(run: Region, own: set[fx.Node]) -> Region:
     """A run without what does not depend on the block: it is kept for the region, which need not make it again; but for
-    what is larger than what it is made of, and read here alone, such as a gathered weight."""
+    what is larger than what it is made of, and read here alone, such as a gathered weight. A value that was received in
+    parts is gathered once, and kept whole."""
     members = own.intersection(run)
     for node in run:
         if not members.isdisjoint(node.all_input_nodes):
             members.add(node)
     for node in reversed(run):
-        grows = size_bytes(node) > sum(map(size_bytes, node.all_input_nodes))
+        grows = size_bytes(node) > sum(map(size_bytes, node.all_input_nodes)) and not facts(node).get("received")
         if grows and members.issuperset(node.users):
             members.add(node)
     return [node for node in run if node in members]

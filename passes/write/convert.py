@@ -10,11 +10,13 @@ import torch
 from torch import fx
 
 from autopart.ir.atoms import selections_in
+from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
 from autopart.ir.graph import shape, value
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct
 from autopart.ir.operators import autopart_ops
 from autopart.ir.program import MICROBATCH_AXIS
+from autopart.ir.scattering import in_parts
 from autopart.passes.write.stage_draft import Key, StageDraft
 from autopart.tracing.trace import Trace
 
@@ -22,15 +24,15 @@ from autopart.tracing.trace import Trace
 class Converter:
     """Writes conversions on any stage.
 
-    `sizes`: of the axes. `emitter`, `mark`: write a node for a traced one, and note which layout it holds
+    `sizes`: of the axes, in time too. `emitter`, `mark`: write a node for a traced one, and note which layout it holds
     (`lower._Writer`).
     """
 
     def __init__(
-        self, trace: Trace, sizes: Mapping[str, int], emitter: Callable[[StageDraft, fx.Node], Any],
-        mark: Callable[..., None],
+        self, trace: Trace, decisions: Decisions, sizes: Mapping[str, int],
+        emitter: Callable[[StageDraft, fx.Node], Any], mark: Callable[..., None],
     ):  # fmt: skip
-        self.trace, self.sizes, self.emitter, self.mark = trace, sizes, emitter, mark
+        self.trace, self.decisions, self.sizes, self.emitter, self.mark = trace, decisions, sizes, emitter, mark
 
     def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
         """Go from one layout to another, one axis after the other."""
@@ -96,6 +98,17 @@ class Converter:
             if a != axis and p.is_shard and p.dim == cut.dim and len(p.sections) < 2 and p.sections < cut.sections
         )  # fmt: skip
         return size, (cut.sections[0] // outer,)
+
+    def sent(self, node: fx.Node, produced: Key) -> Key:
+        """The layout in which a value goes from stage to stage."""
+        parts = in_parts(node, dict(produced), self.decisions.mesh) if self.decisions.scatter_sends else None
+        return produced if parts is None else tuple(parts.items())
+
+    def gather(self, received: fx.Node, node: fx.Node, produced: Key, stage: StageDraft) -> None:
+        """Put a value together, where it was received in parts."""
+        sent = self.sent(node, produced)
+        if sent != produced:
+            facts(self.convert(received, node, sent, produced, stage))["received"] = True
 
     def stored_dtype(self, node: fx.Node) -> torch.dtype | None:
         """What a parameter is stored in, where it is computed in, or its gradient summed in, another dtype."""

@@ -125,7 +125,7 @@ class _Writer:
         self.draws = [node for node in random if node not in self.not_drawn]
         _check_draws(self.draws, rng)
         self.empty: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        self.converter = Converter(trace, self.sizes, self.emitter, self.mark)
+        self.converter = Converter(trace, decisions, self.sizes, self.emitter, self.mark)
         self.rng, self.has_seeds = rng, bool(random) and rng == "fast"
         for stage in self.stages:
             for node in trace.graph.find_nodes(op="placeholder"):
@@ -243,6 +243,8 @@ class _Writer:
             made = self.converter.read(node, self.produced(node), layout, stage)
         else:
             produced = self.produced(node)
+            if self._is_received(node, stage) and layout == self.converter.sent(node, produced):
+                return self._receive(node, produced, stage)
             source = self._at_home(node, produced, stage, role)
             if produced == layout:
                 return source
@@ -276,21 +278,31 @@ class _Writer:
             self.mark(made, node, produced)
             stage.made[node, produced] = made
         else:
-            self._receive(node, produced, stage)
+            self.converter.gather(self._receive(node, produced, stage), node, produced, stage)
         return stage.made[node, produced]
 
-    def _receive(self, node: fx.Node, layout: Key, stage: StageDraft) -> None:
-        """Let a value travel here from the stage before, and there from the one before it."""
+    def _receive(self, node: fx.Node, produced: Key, stage: StageDraft) -> fx.Node:
+        """A value of an earlier stage in the layout in which it is sent: let it travel here from the stage before, and
+        there from the one before it."""
         assert stage.index > 0, f"{node.name} is used before it is made"
-        before = self.stages[stage.index - 1]
-        if (node, layout) not in before.made:
-            self._receive(node, layout, before)
-        before.sends.append((node, layout))
+        sent, before = self.converter.sent(node, produced), self.stages[stage.index - 1]
+        if (node, sent) in stage.made:
+            return stage.made[node, sent]
+        if (node, produced) in before.made:
+            self.converter.convert(before.made[node, produced], node, produced, sent, before)
+        else:
+            self._receive(node, produced, before)
+        before.sends.append((node, sent))
         made = stage.placeholder(node.name)
         stage.received.append(made)
-        self.mark(made, node, layout)
-        stage.made[node, layout] = made
-        stage.receives.append((node, layout))
+        self.mark(made, node, sent)
+        stage.made[node, sent] = made
+        stage.receives.append((node, sent))
+        return made
+
+    def _is_received(self, node: fx.Node, stage: StageDraft) -> bool:
+        """Whether an earlier stage makes a value."""
+        return self.decisions.stage_of.get(source_of(node)[0], stage.index) < stage.index
 
     def _check_input_gradient(self, node: fx.Node) -> None:
         """Raises InputError where a gradient would have to come back through time or other stages."""

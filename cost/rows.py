@@ -1,0 +1,54 @@
+"""What a `Table` says of a model: its parameters and its operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .work import NOTHING, Size, Work
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `cut`:
+    whether ZeRO-3 cuts it over `dp`.
+
+    In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
+    that is stored; `cast_again`: whether the backward reads it too.
+    """
+
+    size: Size
+    axes: tuple[str, ...]
+    trained: bool
+    cut: bool
+    read: float = 1.0
+    summed: float = 1.0
+    cast_again: bool = False
+
+    @property
+    def casts(self) -> int:
+        """How often a microbatch casts it, or its gradient."""
+        return (1 + self.trained + self.cast_again) * (self.read != 1)
+
+    def cast(self, ranks: int) -> Work:
+        """Casting it, or its gradient, where it is cut over so many ranks."""
+        return Work("other", self.size * ((1 + self.read) / ranks))
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One operator of a microbatch.
+
+    `works`: what it does by part of a step, `count.counting.Counted`'s names. `kept`: bytes that are held from its
+    forward to its backward. `temporary`: bytes there while it runs. `crossing`: what a cut before it would send, None
+    where none can be; `alike`: of that, what may be sent in parts (`sends.Crossing`). `load`: what stages are balanced
+    by. `parameters`: those that it reads.
+    """
+
+    works: Mapping[str, tuple[Work, ...]]
+    kept: Size
+    temporary: Size
+    crossing: Size | None
+    load: Size
+    parameters: tuple[str, ...] = ()
+    alike: Size = NOTHING
