@@ -210,6 +210,7 @@ AIMS = {"gloo": 1.0, "sleep": 0.95}
 
 def measured(case: Case, sizes: Sizes, link: str, rounds: int) -> dict[str, Any]:
     """The ratios of a case."""
+    gc.collect()
     LINK.rate_bytes_per_s = float("inf")
     model, batch = build(sizes)
     work_s = None
@@ -229,8 +230,6 @@ def measured(case: Case, sizes: Sizes, link: str, rounds: int) -> dict[str, Any]
         if number >= sizes.warm_ups:
             pairs.append((taken[id(ours)], taken[id(theirs)]))
     LINK.rate_bytes_per_s = float("inf")
-    del ours, theirs, turn
-    gc.collect()
     found = {side: {kind: statistics.median(getattr(pair[i], kind) for pair in pairs) for kind in ("wall_s", "cpu_s")}
              for i, side in enumerate(("autopart", "torch"))}  # fmt: skip
     ratios = {kind: sorted(getattr(a, kind) / getattr(b, kind) for a, b in pairs) for kind in ("wall_s", "cpu_s")}
@@ -272,9 +271,11 @@ def report(link: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         ours, theirs = row["autopart"], row["torch"]
         low, high = row["wall_quartiles"]
-        print(f"{row['case']:<12} {row['wall_ratio']:>6.3f} {low:>6.3f} {high:>6.3f} {row['cpu_ratio']:>6.3f}", end="   ")
-        print(f"{ours['wall_s']:>6.3f} / {theirs['wall_s']:<6.3f}   {ours['cpu_s']:>6.3f} / {theirs['cpu_s']:<6.3f}", end="")
-        print(f"   {row['load']:.1f}")
+        ratios = f"{row['wall_ratio']:>6.3f} {low:>6.3f} {high:>6.3f} {row['cpu_ratio']:>6.3f}"
+        wall = f"{ours['wall_s']:>6.3f} / {theirs['wall_s']:<6.3f}"
+        print(
+            f"{row['case']:<12} {ratios}   {wall}   {ours['cpu_s']:>6.3f} / {theirs['cpu_s']:<6.3f}   {row['load']:.1f}"
+        )
 
 
 # --- The picture.

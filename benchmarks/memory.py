@@ -55,6 +55,7 @@ def rank_main(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     sizes = QUICK if arguments.quick else LARGE
     rows = []
     for zero, recompute, precision in itertools.product(arguments.zero, arguments.recompute, PRECISIONS):
+        gc.collect()
         row = measured(sizes, zero, recompute, precision)
         if rank == 0:
             if not rows:
@@ -97,8 +98,6 @@ def measured(sizes: Sizes, zero: int, recompute: str, precision: str | None) -> 
     everyones = torch.tensor(min(held))
     dist.all_reduce(everyones, dist.ReduceOp.MIN)  # both ranks do the same
     held_bytes, plan_bytes = int(everyones), pm.plan.memory[0]["total"]
-    del pm, optimizer, moments, step
-    gc.collect()
     return {
         "zero": zero, "recompute": recompute, "precision": precision or "fp32", "parameters": parameters,
         "held_bytes": held_bytes, "plan_bytes": plan_bytes, "off_percent": 100 * (plan_bytes / held_bytes - 1),
