@@ -72,7 +72,6 @@ def main() -> None:
             rows = json.loads(Path(folder, "rows").read_text())
         if not arguments.trace:
             ROWS.extend(rows)
-            report(link, rows)
     if arguments.json:
         print(json.dumps({"benchmark": "beside_torch", "load": os.getloadavg(), "rows": ROWS}))
 
@@ -91,7 +90,13 @@ def rank_main(rank: int, folder: str, link: str, arguments: argparse.Namespace) 
         traced(sizes, arguments.trace)
     else:
         chosen = [c for c in CASES if link in c.links and (arguments.only is None or c.name in arguments.only)]
-        rows = [measured(case, sizes, link, arguments.rounds or sizes.rounds) for case in chosen]
+        rows = []
+        if rank == 0:
+            heading(link)
+        for case in chosen:
+            rows.append(measured(case, sizes, link, arguments.rounds or sizes.rounds))
+            if rank == 0:
+                report(rows[-1])
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.barrier()
@@ -265,17 +270,17 @@ def check_equal(case: Case, ours: Step, theirs: Step) -> None:
         assert abs(mine - other) <= case.tolerance * other, f"{case.name}: {name} is {mine}, torch's {other}"
 
 
-def report(link: str, rows: list[dict[str, Any]]) -> None:
+def heading(link: str) -> None:
     print(f"\n{link}: autopart over torch, medians of paired steps; the aim of the time is at most {AIMS[link]:g}\n")
     print(f"{'case':<12} {'time':>6} {'quartiles':>13} {'cpu':>6}   {'seconds':>15}   {'cpu seconds':>15}   load")
-    for row in rows:
-        ours, theirs = row["autopart"], row["torch"]
-        low, high = row["wall_quartiles"]
-        ratios = f"{row['wall_ratio']:>6.3f} {low:>6.3f} {high:>6.3f} {row['cpu_ratio']:>6.3f}"
-        wall = f"{ours['wall_s']:>6.3f} / {theirs['wall_s']:<6.3f}"
-        print(
-            f"{row['case']:<12} {ratios}   {wall}   {ours['cpu_s']:>6.3f} / {theirs['cpu_s']:<6.3f}   {row['load']:.1f}"
-        )
+
+
+def report(row: dict[str, Any]) -> None:
+    ours, theirs = row["autopart"], row["torch"]
+    low, high = row["wall_quartiles"]
+    ratios = f"{row['wall_ratio']:>6.3f} {low:>6.3f} {high:>6.3f} {row['cpu_ratio']:>6.3f}"
+    wall, cpu = (f"{ours[kind]:>6.3f} / {theirs[kind]:<6.3f}" for kind in ("wall_s", "cpu_s"))
+    print(f"{row['case']:<12} {ratios}   {wall}   {cpu}   {row['load']:.1f}", flush=True)
 
 
 # --- The picture.
