@@ -19,10 +19,10 @@ class Setting:
     this hardware. `prefetch`: with ZeRO-3, of how many blocks ahead weights are gathered. `scatter_sends`: ranks of
     `tp` that have the same value each send a part to the next stage, which gathers it (Narayanan et al. 2021, section
     4.1); None: where it pays. `overlap_sends`: whether values travel between stages while ranks compute; None: as the
-    runtime has it, whose schedules with several stages a rank overlap them. `fused_sums`: gradients of weights are added to those of earlier
-    microbatches by the products that make them (Megatron-LM's gradient accumulation fusion). `receives_held`:
-    microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`: where stages begin, if
-    not where they are balanced. `tokens`: of a row, if not those that were counted.
+    runtime has it, whose schedules with several stages a rank overlap them. `fused_sums`: gradients of weights are
+    added to those of earlier microbatches by the products that make them (Megatron-LM's gradient accumulation fusion).
+    `receives_held`: microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`: where
+    stages begin, if not where they are balanced. `tokens`: of a row, if not those that were counted.
     """
 
     mesh: Mesh

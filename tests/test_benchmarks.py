@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -69,6 +70,41 @@ def test_predicted():
     for rank, predicted in zip(row["ranks"], row["predicted_peak_bytes"], strict=True):
         assert predicted == pytest.approx(rank["peak_bytes"], rel=0.15)
         assert {"matmul", "attention", "optimizer", "other"} <= rank["kinds_s"].keys() and rank["thread_s"] > 0
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("link", ["gloo", "sleep"])
+def test_beside_torch(link):
+    rows = figures("beside_torch.py", "--quick", "--links", link, "--only", "zero0", "zero1", "zero3-bf16", "pp2")[
+        "rows"
+    ]
+    expected = ["zero0", "zero1", "zero3-bf16", *(["pp2"] if link == "gloo" else [])]
+    assert [row["case"] for row in rows] == expected
+    for row in rows:
+        assert row["autopart"]["wall_s"] > 0 and row["cpu_ratio"] > 0
+        low, high = row["wall_quartiles"]
+        assert low <= row["wall_ratio"] <= high
+        assert (row["work_s"] is None) == (link == "gloo")
+
+
+@pytest.mark.large
+def test_picture_of_a_step(tmp_path):
+    """It shows both sides, and what each gathers and scatters."""
+    file = tmp_path / "step.svg"
+    figures("beside_torch.py", "--quick", "--trace", str(file))
+    drawn = ElementTree.fromstring(file.read_text())
+    texts = [element.text or "" for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text.startswith(("autopart, zero=3:", "torch, fully_shard:"))] == texts[5::4]
+    colors = [element.get("fill") for element in drawn.iter("{http://www.w3.org/2000/svg}rect")]
+    assert colors.count("#72b7b2") > 6 and colors.count("#e45756") > 4  # gathers and scatters, beside the legend
+
+
+@pytest.mark.large
+def test_memory():
+    found = figures("memory.py", "--quick", "--zero", "0", "3", "--recompute", "none", "full")
+    assert len(found["rows"]) == 8
+    assert all(row["held_bytes"] > 0 for row in found["rows"])
+    assert found["worst_percent"] == max(abs(row["off_percent"]) for row in found["rows"]) < 15
 
 
 @pytest.mark.large

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -52,7 +53,8 @@ def _rank_memory(
     gradients, pipeline = sum(trained.values()), _pipeline_bytes(program, mine, home, order)
     bucket = _bucket_bytes(trace, trained, program, home)
     wholes = {name: size for stage in mine for name, size in memories[stage].whole.items()}
-    received = sum(sent.gather_bytes for stage in mine for sent in memories[stage].traffic.sent)
+    gathers = [sent.gather_bytes for stage in mine for sent in memories[stage].traffic.sent]
+    received = max(map(sum, pairwise([0, *gathers])), default=0)  # `GATHERED_AHEAD` in runtime.state.wholes
     kept = {name for stage in mine for sent in memories[stage].traffic.sent if sent.kept_bytes for name in sent.names}
     grown = sum(_grown(trace, program, name, size, wholes, name in kept) for name, size in trained.items())
     optimizer = {f"optimizer state of {name}": OPTIMIZER_VALUES * size for name, size in trained.items()}

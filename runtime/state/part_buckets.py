@@ -95,7 +95,7 @@ class PartBucket:
             flat = grads[0].contiguous().view(-1).to(stored[0].grad_dtype)
         else:
             flat = _flat(stored, grads, ranks)
-        wait = _begin(scatter_collective(), flat.new_empty(flat.numel() // ranks), flat, self.group)
+        wait = _begin_scatter(flat, self.group)
 
         def parts() -> list[Tensor]:
             pieces = wait().split([math.prod(one.padded_shape) for one in stored])
@@ -138,6 +138,24 @@ def _begin(
         return output.copy_(received) if on_host else output
 
     return wait
+
+
+def _begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begins to sum vectors of all ranks of which each keeps a part, and gives what waits for it. Gloo all-reduces them
+    whole, which sends twice as much as each part to the rank that sums it."""
+    ranks = group.size()
+    if flat.is_cuda or dist.get_backend(group) != "gloo":
+        return _begin(scatter_collective(), flat.new_empty(flat.numel() // ranks), flat, group)
+    received = _begin(dist.all_to_all_single, torch.empty_like(flat), flat, group)
+
+    def part() -> Tensor:
+        first, *others = received().view(ranks, -1)
+        total = first + others[0]
+        for other in others[1:]:
+            total += other
+        return total
+
+    return part
 
 
 def part_buckets(stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None) -> list[PartBucket]:

@@ -176,8 +176,10 @@ class SumBucket(Crossing):
 
     @torch.no_grad()
     def begin(self) -> Finish | None:
-        """Sums in place; a gradient that is alone is not copied, unless it is summed in another dtype."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        """A gradient that is alone is summed in place. Others become views of their sum, as with DDP's
+        `gradient_as_bucket_view`; where that is in another dtype it is copied back."""
+        owners = [p for p in self.parameters.values() if p.grad is not None]
+        grads = [p.grad for p in owners if p.grad is not None]
         if not grads:
             return None
         dtype = sent_dtype(self.reduce_dtype, grads[0])
@@ -188,8 +190,12 @@ class SumBucket(Crossing):
         @torch.no_grad()
         def finish() -> None:
             wait()
-            if not alone:
-                for grad, piece in zip(grads, unflatten(flat, grads), strict=True):
+            if alone:
+                return
+            for owner, grad, piece in zip(owners, grads, unflatten(flat, grads), strict=True):
+                if piece.dtype == grad.dtype and grad.is_contiguous():  # a fused optimizer reads it as it lies
+                    owner.grad = piece
+                else:
                     grad.copy_(piece)
 
         return finish

@@ -25,6 +25,9 @@ from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored, part_buckets
 from autopart.runtime.state.reducing import Crossing, Finish, Pending
 
+GATHERED_AHEAD = 2
+"""How many buckets are gathered at a time where a step begins: each takes its whole twice until it has come."""
+
 
 class Wholes:
     """The whole parameters of a program's stages on this rank; between calls they have no memory.
@@ -38,6 +41,7 @@ class Wholes:
         self.parts = {name: parts[name] for name in read}
         self.each_microbatch = program.zero == 2
         self.under_way: deque[Pending] = deque()
+        self.to_gather: deque[WholeBucket] = deque()
         self.parameters: dict[str, nn.Parameter] = {}
         self.buckets: list[list[WholeBucket]] = [[] for _ in stages]
         self.shared: list[WholeBucket] = []
@@ -71,10 +75,15 @@ class Wholes:
     def gathered(self) -> Iterator[None]:
         """Inside, the whole parameters have their values where graphs read them."""
         try:
-            for bucket in self.all_buckets:
-                bucket.gather()
+            for name, whole in self.parameters.items():
+                whole.requires_grad_(self.parts[name].requires_grad)
+                whole.untyped_storage().resize_(whole.nbytes)
+            self.to_gather = deque(self.all_buckets)
+            for _ in range(GATHERED_AHEAD):
+                self.gather_next()
             yield
         finally:
+            self.to_gather.clear()
             for bucket in self.all_buckets:
                 bucket.be_there()
             for bucket in self.all_buckets:
@@ -82,6 +91,11 @@ class Wholes:
             for whole in self.parameters.values():
                 whole.grad = None
                 whole.untyped_storage().resize_(0)
+
+    def gather_next(self) -> None:
+        """Begins to gather the first bucket that is not."""
+        if self.to_gather:
+            self.to_gather.popleft().gather()
 
 
 class WholeBucket(Crossing):
@@ -110,16 +124,16 @@ class WholeBucket(Crossing):
         """Begins to give the wholes their values."""
         wholes = [self.wholes.parameters[name] for name in self.names]
         parts = [self.wholes.parts[name] for name in self.names]
-        for whole, part in zip(wholes, parts, strict=True):
-            whole.requires_grad_(part.requires_grad)
-            whole.untyped_storage().resize_(whole.nbytes)
         self.wait = self.parts.gather(parts, [whole.detach() for whole in wholes])
 
     @torch.no_grad()
     def be_there(self) -> None:
+        while self in self.wholes.to_gather:
+            self.wholes.gather_next()
         if self.wait is not None:
             self.wait()
             self.wait = None
+            self.wholes.gather_next()
 
     def begin_call(self, tensors: Mapping[str, Tensor]) -> None:
         super().begin_call(tensors)
