@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._higher_order_ops import utils as higher_order
 from torch.amp import autocast_mode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401 - its code is written late
@@ -22,6 +23,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -167,6 +169,30 @@ class Tracing:
             node = self.tracer.create_node("call_function", target, (self.node_of(base), *options), {}, name)
             proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
 
+    def put_in_place(self, tensor: torch.Tensor, made: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
+        """Let what reads `tensor`, now or later, read `made` instead, which is made of it by one call.
+
+        False where the call needs something that is younger than a reader. `before`: {what was put in place: of what}.
+        """
+        old, new = self.node_of(tensor), self.node_of(made)
+        assert old is not None and new is not None and old in new.all_input_nodes
+        base = old
+        while base in before:  # what was put in place first stays the one that is read
+            base = before[base]
+        new.replace_input_with(old, base)
+        order = {node: i for i, node in enumerate(self.tracer.graph.nodes)}
+        readers = [user for user in base.users if user is not new]
+        last = max(new.all_input_nodes, key=order.__getitem__)
+        if any(order[user] < order[last] for user in readers):
+            return False
+        last.append(new)
+        base.replace_all_uses_with(new, lambda user: user is not new)
+        before[new] = base
+        if base is old:
+            with torch._C.DisableTorchFunction():
+                proxy_tensor.track_tensor_tree(tensor, fx.Proxy(new, self.tracer), constant=None, tracer=self.tracer)
+        return True
+
     def counts(self) -> Any:
         """How often which module has run so far, and which run now."""
         tracer, scope = self.tracer, self.tracer.scope
@@ -254,6 +280,27 @@ def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
+def redirected_conditions(to: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `torch.cond(condition, a, b, operands)` of a tensor is `to(condition, a, b, operands)`."""
+    module: Any = higher_order
+    own = getattr(module, "_hop_compile_and_call", None)
+    if own is None:  # a torch in which torch.cond is refused
+        yield
+        return
+
+    def call(function: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        if getattr(function, "__qualname__", "").startswith("cond."):
+            return to(*args)
+        return own(function, args, *rest, **options)
+
+    module._hop_compile_and_call = call
+    try:
+        yield
+    finally:
+        module._hop_compile_and_call = own
+
+
+@contextmanager
 def exporting() -> Iterator[None]:
     """Inside, `torch.compiler.is_exporting()` is true, as while `torch.export` runs a model."""
     flags = "_is_exporting_flag", "_is_compiling_flag"
@@ -298,6 +345,13 @@ def runs_on_host(group: dist.ProcessGroup) -> bool:
 def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group has a backend for tensors on this kind of device."""
     return torch.device(device.type) in group._device_types
+
+
+def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Let a lazy module become what it is once it was called with these."""
+    lazy: Any = module
+    if isinstance(lazy, LazyModuleMixin):  # an earlier one may have brought it with it
+        lazy._infer_parameters(lazy, args, dict(kwargs))
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopart.compat import Tracing, tree_flatten, tree_unflatten
+from autopart.compat import Tracing, redirected_conditions, tree_flatten, tree_unflatten
 from autopart.tracing.assigned_buffers import AssignedBuffers
 from autopart.tracing.checkpoints import OwnCheckpoints
+from autopart.tracing.conditions import both_branches
 from autopart.tracing.eager_semantics import EagerSemantics
 from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.functions import apply_as_operator
@@ -70,7 +71,8 @@ class Entry(nn.Module):
         hook = register_module_forward_hook(name_output)
         floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
         written = self.assigned.written(self.semantics.known if is_traced else None)
-        with written, self.state, self.autocast, floats, semantics, hook, checkpoints:
+        conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
+        with written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions:
             output = call(self.model, tree_unflatten(leaves, self.spec))
         register_dataclasses(output)
         return output

@@ -32,7 +32,8 @@ from autopart.tracing.entry import PREFIX, Entry, register_dataclasses, tensor_n
 from autopart.tracing.exported import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.floats import ReadsFloat
 from autopart.tracing.functions import name_functions
-from autopart.tracing.model_checks import check_hooks, check_model
+from autopart.tracing.gradient_hooks import Rewrites
+from autopart.tracing.model_checks import check_hooks, check_model, give_lazy_weights
 from autopart.tracing.python_state import check_attributes, check_draws
 from autopart.tracing.repeated import NotAlike, Repeats
 from autopart.tracing.saved_views import saved_views
@@ -136,6 +137,8 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 
     Raises InputError where the call does not fit the signature.
     """
+    if isinstance(model, nn.Module):
+        give_lazy_weights(model, args, kwargs)
     check_model(model)
     signature = inspect.signature(model.forward)
     try:
@@ -227,7 +230,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
     with_known_sizes(traced.graph, assumed)
     passed = [f"a check of values is not in the program: {text}" for text in entry.semantics.passed]
-    notes = (*traced.notes, *passed, *entry.assumptions.notes())
+    both = ["both branches of torch.cond are computed, and its condition chooses"] * entry.semantics.both
+    notes = (*traced.notes, *passed, *both, *entry.semantics.hook_notes, *entry.assumptions.notes())
     traced = replace(traced, notes=notes, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
     frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
@@ -242,15 +246,19 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
             return _export_blocks(entry, example)
         except ReadsFloat:  # another module of Python is known to call `float(tensor)`
             continue
+        except Rewrites:
+            entry.semantics.may_rewrite = True
 
 
 def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+    if entry.semantics.may_rewrite:
+        return _exported(entry, example)
     repeats = Repeats(entry.model, entry.semantics.known)
     try:
         with repeats.watching():
             program = _exported(entry, example)
         repeats.expand(program.graph)
-    except ReadsFloat:
+    except (ReadsFloat, Rewrites):
         raise
     except Exception as error:  # of a repeat that is not one, or of the model itself: then the full trace has it too
         if not repeats.tried and not entry.semantics.differentiates:
@@ -269,6 +277,8 @@ def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     saved = saved_views() if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.assumptions)
+    entry.semantics.hooked.clear()
+    entry.semantics.hooks.clear()
     with torch.enable_grad(), no_autocast(), quiet, traceable(entry, entry.apply_function), saved:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
