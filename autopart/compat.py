@@ -7,15 +7,19 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import overrides as torch_overrides
+from torch._functorch import apis as functorch_apis
+from torch._functorch import eager_transforms as functorch
+from torch._guards import detect_fake_mode
 from torch._higher_order_ops import utils as higher_order
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401 - its code is written late
@@ -109,6 +113,20 @@ def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
     with outside_of_tracing(), FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
         return make_fx(function)(*fakes)
+
+
+def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators that a function calls on tensors of the trace that is being made, beside that trace; what else it
+    reads of the trace is an attribute. What nothing reads is left out."""
+    popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
+    try:
+        with _disable_current_modes(), detect_fake_mode(tensors) or nullcontext():
+            traced = make_fx(function)(*tensors)
+    finally:
+        for mode in reversed(popped):
+            torch_overrides._push_mode(mode)
+    traced.graph.eliminate_dead_code()
+    return traced
 
 
 class Tracing:
@@ -301,6 +319,32 @@ def redirected_conditions(to: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
+def redirected_transforms(to: Callable[..., Any]) -> Iterator[None]:
+    """Inside, what does the work of `torch.func`'s transforms is `to(name, own, args, kwargs)`, for torch's own.
+
+    A Hessian is made by `jacrev` alone: fake tensors have no forward derivative of a backward.
+    """
+    places = [(functorch_apis, "vmap_impl")]
+    places += [(functorch, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
+    before = [getattr(place, name) for place, name in places]
+    module: Any = functorch
+    forward = module.jacfwd
+
+    def instead(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: to(name, own, args, kwargs)
+
+    for (place, name), own in zip(places, before, strict=True):
+        setattr(place, name, instead(name, own))
+    module.jacfwd = module.jacrev
+    try:
+        yield
+    finally:
+        module.jacfwd = forward
+        for (place, name), own in zip(places, before, strict=True):
+            setattr(place, name, own)
+
+
+@contextmanager
 def exporting() -> Iterator[None]:
     """Inside, `torch.compiler.is_exporting()` is true, as while `torch.export` runs a model."""
     flags = "_is_exporting_flag", "_is_compiling_flag"
@@ -349,8 +393,8 @@ def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Let a lazy module become what it is once it was called with these."""
-    lazy: Any = module
-    if isinstance(lazy, LazyModuleMixin):  # an earlier one may have brought it with it
+    if isinstance(module, LazyModuleMixin):  # an earlier one may have brought it with it
+        lazy: Any = module
         lazy._infer_parameters(lazy, args, dict(kwargs))
 
 

@@ -43,7 +43,9 @@ def by_a_buffer(m, x):
 
 def by_one_number(m, x):
     h = m.a(x)
-    return torch.cond(x[:1, 0] > 0, lambda h, g: (h + g, {"both": 2 * g}), lambda h, g: (h - g, {"both": 3 * h}), (h, m.b(x)))
+    return torch.cond(
+        x[:1, 0] > 0, lambda h, g: (h + g, {"both": 2 * g}), lambda h, g: (h - g, {"both": 3 * h}), (h, m.b(x))
+    )
 
 
 def infinite_elsewhere(m, x):

@@ -168,7 +168,6 @@ class EagerSemantics(TorchFunctionMode):
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
 
-
     def condition(self, *arguments: Any) -> Any:
         """`torch.cond` of these, in a trace."""
         if not self.may_rewrite:

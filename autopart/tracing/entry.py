@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopart.compat import Tracing, redirected_conditions, tree_flatten, tree_unflatten
+from autopart.compat import Tracing, redirected_conditions, redirected_transforms, tree_flatten, tree_unflatten
 from autopart.tracing.assigned_buffers import AssignedBuffers
 from autopart.tracing.checkpoints import OwnCheckpoints
 from autopart.tracing.conditions import both_branches
@@ -20,6 +20,7 @@ from autopart.tracing.eager_semantics import EagerSemantics
 from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.python_state import PythonState
+from autopart.tracing.transforms import transformed
 from autopart.tracing.with_loss import call, users_input, users_modules
 
 PREFIX = "model."
@@ -72,7 +73,8 @@ class Entry(nn.Module):
         floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
         written = self.assigned.written(self.semantics.known if is_traced else None)
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
-        with written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions:
+        transforms = redirected_transforms(transformed)
+        with written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms:
             output = call(self.model, tree_unflatten(leaves, self.spec))
         register_dataclasses(output)
         return output

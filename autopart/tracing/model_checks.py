@@ -25,7 +25,8 @@ def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) 
     if not paths:
         return
     buffers = [b for b in model.buffers() if is_lazy(b)]  # torch cannot copy these
-    new = {id(b): UninitializedBuffer(requires_grad=False, device=b.device, dtype=b.dtype) for b in buffers}
+    kind: Any = UninitializedBuffer
+    new = {id(b): kind(requires_grad=False, device=b.device, dtype=b.dtype) for b in buffers}
     copied, calls = copy.deepcopy(model, new), dict[str, tuple[tuple, dict[str, Any]]]()
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], path: str) -> None:
@@ -44,7 +45,8 @@ def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) 
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    return any(map(is_lazy, (*module._parameters.values(), *module._buffers.values())))
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(is_lazy(tensor) for tensor in own if tensor is not None)
 
 
 def _lazy(model: nn.Module, path: str, why: str) -> TraceError:
