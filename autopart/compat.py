@@ -398,6 +398,11 @@ def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, A
         lazy._infer_parameters(lazy, args, dict(kwargs))
 
 
+def keep_calls(target: Any) -> None:
+    """Let calls of an operator stay in a graph although nothing reads what they give."""
+    fx.node.has_side_effect(target)
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds numbers, and not its form alone."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)

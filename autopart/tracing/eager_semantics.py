@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -22,10 +23,11 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopart.compat import BatchNorm, InstanceNorm, redirected_functions, tree_flatten, tree_map
+from autopart.compat import BatchNorm, InstanceNorm, Tracing, redirected_functions, tree_flatten, tree_map
 from autopart.errors import Refusal
 from autopart.ir.ctc import ctc_loss
 from autopart.ir.graph import DTYPE_NAMES
+from autopart.tracing.chances import Chances, is_by_chance
 from autopart.tracing.checks import check_text, passing_answer
 from autopart.tracing.conditions import both_branches
 from autopart.tracing.floats import Floats, ReadsFloat
@@ -86,6 +88,9 @@ class EagerSemantics(TorchFunctionMode):
         self.hooked: set[Any] = set()  # the memory of tensors whose gradients have a hook
         self.hooks: dict[fx.Node, fx.Node] = {}  # {operator of a hook: what it was put in place of}
         self.hook_notes: dict[str, None] = {}
+        self.chances = Chances()
+        self.numbers_drawn = False  # whether forward takes a random number out of its tensor
+        self.numbers_stay = False  # whether it gets the tensor instead
         self.both = False  # whether both branches of a torch.cond are in the trace
 
     def __torch_function__(
@@ -98,6 +103,12 @@ class EagerSemantics(TorchFunctionMode):
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
+        if func is Tensor.__bool__ and (told := self._by_chance(args[0], sys._getframe(1))) is not None:
+            return told
+        if func is Tensor.item and self._is_drawn(args[0]):
+            self.numbers_drawn = True
+            if self.numbers_stay:
+                return args[0].reshape(())
         passing = passing_answer(func, tensors, frame := sys._getframe(1))
         if passing is not None:
             self.passed[check_text(frame, NOT_THE_USERS)] = None
@@ -167,6 +178,20 @@ class EagerSemantics(TorchFunctionMode):
                 )
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _by_chance(self, condition: Tensor, frame: FrameType) -> bool | None:
+        """What Python is told of a truth value that random numbers alone decide; None for others."""
+        told = self.chances.answer(condition)
+        if told is not None and not self.may_rewrite:
+            raise Rewrites
+        if told is not None:
+            self.chances.lines[check_text(frame, NOT_THE_USERS)] = None
+        return told
+
+    def _is_drawn(self, number: Tensor) -> bool:
+        tracing = Tracing.current()
+        node = tracing.node_of(number) if tracing is not None and number.is_floating_point() else None
+        return node is not None and is_by_chance(node)
 
     def condition(self, *arguments: Any) -> Any:
         """`torch.cond` of these, in a trace."""

@@ -25,6 +25,7 @@ from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, shape, source_of, source_text, spoken_name, value
 from autopart.tracing.assigned_buffers import check_caches
+from autopart.tracing.chances import note_chances, with_chances
 from autopart.tracing.counted import selected_sizes, with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.emptiness import Assumptions
@@ -34,6 +35,7 @@ from autopart.tracing.floats import ReadsFloat
 from autopart.tracing.functions import name_functions
 from autopart.tracing.gradient_hooks import Rewrites
 from autopart.tracing.model_checks import check_hooks, check_model, give_lazy_weights
+from autopart.tracing.python_draws import DRAWN_BY_TORCH
 from autopart.tracing.python_state import check_attributes, check_draws
 from autopart.tracing.repeated import NotAlike, Repeats
 from autopart.tracing.saved_views import saved_views
@@ -79,7 +81,7 @@ class Trace:
     `checkpointed`: paths of the modules that the model runs under `torch.utils.checkpoint`, "" for itself; None: of
     functions that hold no module.
     `written`: those of the buffers that are frozen parameters of the model. `weight_updates`: how trained parameters
-    change before the graph runs.
+    change before the graph runs. `by_chance`: whether random numbers decide what the model runs.
     """
 
     graph: fx.Graph
@@ -95,6 +97,7 @@ class Trace:
     autocast: str = ""
     written: frozenset[str] = frozenset()
     weight_updates: WeightUpdates = field(default_factory=dict)
+    by_chance: bool = False
 
     def without_values(self) -> Trace:
         """The same, with parameters that hold no memory."""
@@ -216,7 +219,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         program = _export(entry, example)
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
-        check_draws(users_model(model), entry.state, program, lambda: _exported(entry, example))
+        program = _with_draws(entry, example, program)
         read = entry.semantics.known.read
         notes = check_attributes(users_model(model), entry.state, program, read, lambda: _exported(entry, example))
         check_caches(users_model(model), entry.assigned, program, lambda: _exported(entry, example))
@@ -231,12 +234,40 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     with_known_sizes(traced.graph, assumed)
     passed = [f"a check of values is not in the program: {text}" for text in entry.semantics.passed]
     both = ["both branches of torch.cond are computed, and its condition chooses"] * entry.semantics.both
-    notes = (*traced.notes, *passed, *both, *entry.semantics.hook_notes, *entry.assumptions.notes())
+    notes = (
+        *traced.notes,
+        *passed,
+        *both,
+        *note_chances(entry.semantics.chances, traced.graph),
+        *[DRAWN_BY_TORCH] * entry.draws_by_torch,
+        *entry.semantics.hook_notes,
+        *entry.assumptions.notes(),
+    )
+    traced = replace(traced, by_chance=entry.semantics.chances.count > 0)
     traced = replace(traced, notes=notes, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
     frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
     traced = _with_buffers(traced, {*written, *traced.buffer_updates} & frozen)
     return with_weight_updates(traced, type(users_model(model)).__name__)
+
+
+def _with_draws(entry: Entry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
+    """The program, if Python's random numbers decide nothing in it; else one that draws them by torch."""
+
+    def check(program: Any) -> None:
+        check_draws(users_model(entry.model), entry.state, program, lambda: _exported(entry, example))
+
+    try:
+        check(program)
+        return program
+    except TraceError as refused:
+        entry.draws_by_torch = entry.semantics.may_rewrite = True
+        try:
+            program = _exported(entry, example)
+        except Exception:  # a number is needed where torch gives a tensor
+            raise refused from None
+        check(program)
+        return program
 
 
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
@@ -248,6 +279,11 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
             continue
         except Rewrites:
             entry.semantics.may_rewrite = True
+        except Exception:
+            semantics = entry.semantics
+            if semantics.numbers_stay or not semantics.numbers_drawn:
+                raise
+            semantics.may_rewrite = semantics.numbers_stay = True
 
 
 def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
@@ -275,6 +311,13 @@ def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+    chances = entry.semantics.chances
+    chances.answers, chances.count = (), 0
+    program = _exported_once(entry, example)
+    return with_chances(program, chances, lambda: _exported_once(entry, example)) if chances.count else program
+
+
+def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     saved = saved_views() if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.assumptions)
     entry.semantics.hooked.clear()
