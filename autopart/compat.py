@@ -129,6 +129,16 @@ def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
     return traced
 
 
+def noted(call: Callable[[], Any], note: str) -> Any:
+    """What a call gives; the operators that it adds to the innermost trace have `note` in their meta."""
+    graph = proxy_tensor._CURRENT_MAKE_FX_TRACER.fx_tracer.graph  # type: ignore[union-attr]
+    before = len(graph.nodes)
+    found = call()
+    for node in list(graph.nodes)[before:]:
+        node.meta[note] = True
+    return found
+
+
 class Tracing:
     """A trace that torch is making at this moment: its graph, and which node each tensor is."""
 

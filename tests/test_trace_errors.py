@@ -152,7 +152,7 @@ class Counts(Base):
 
 class DrawsInPython(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) if random.random() < 1e-6 else x
+        return self.out(self.gate(x)) if random.randint(0, 9) < 1 else x
 
 
 class DrawsInNumpy(Base):
@@ -241,7 +241,7 @@ class While(Base):
 
 class Differentiates(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(torch.func.grad(lambda x: self.gate(x).square().sum())(x))
+        return self.out(torch.func.linearize(lambda x: self.gate(x).square(), x)[1](x))
 
 
 class Cache:

@@ -23,6 +23,7 @@ class Net(nn.Module):
         super().__init__()
         self.a, self.b, self.out = nn.Linear(SIZE, 6), nn.Linear(6, 6), nn.Linear(6, 1)
         self.run = forward
+        self.norm, self.groups, self.conv = nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.Conv1d(1, 2, 3)
         self.force = grad(self.energy)  # made before the trace
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -90,6 +91,13 @@ TRANSFORMED = {
     "jvp": lambda m, x: sum(jvp(m.hidden, (x,), (torch.ones_like(x),))),
     "vmap alone": lambda m, x: vmap(m.hidden)(x),
     "vmap with weights": lambda m, x: vmap(lambda y, w: y * w, in_dims=(0, None))(m.hidden(x), m.b.bias),
+    "layer norm": lambda m, x: grad(lambda y: m.norm(m.a(y)).pow(3).sum())(x),
+    "layer norm of rows": lambda m, x: vmap(grad(lambda y: m.norm(m.a(y)).pow(3).sum()))(x),
+    "group norm": lambda m, x: vmap(grad(lambda y: m.groups(m.a(y)[None]).pow(3).sum()))(x),
+    "cross entropy": lambda m, x: vmap(grad(lambda y: F.cross_entropy(m.a(y)[None], torch.tensor([2]))))(x),
+    "attention": lambda m, x: vmap(grad(lambda y: F.scaled_dot_product_attention(*[m.a(y)[None]] * 3).sum()))(x),
+    "maximum": lambda m, x: vmap(grad(lambda y: m.a(y).max(-1)[0].square() + m.a(y)[2:4].prod()))(x),
+    "unit length": lambda m, x: vmap(grad(lambda y: F.normalize(m.a(y), dim=-1).pow(3).sum()))(x),
     "score": score, "value": with_value, "extra": with_extra, "softmax": of_softmax, "detached": detached,
     "weights": of_weights, "inner step": inner_step,
 }  # fmt: skip
@@ -147,6 +155,13 @@ def trained(mesh):
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_transforms_over_processes(mesh):
     dist.run_ranks(trained, 2, mesh, timeout_s=120.0)
+
+
+def test_an_operator_whose_backward_has_no_gradient_in_a_program_is_refused():
+    with pytest.raises(TraceError, match="it needs the gradient of convolution_backward") as error:
+        autopart.plan(Net(lambda m, x: vmap(grad(lambda y: m.conv(y[None]).pow(3).sum()))(x)), "tp2",
+                      example_args=(rows(),))  # fmt: skip
+    assert error.value.refusal is Refusal.GRADIENT and "test_transforms.py" in str(error.value)
 
 
 def without_gradient(m, x):
