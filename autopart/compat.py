@@ -1,4 +1,4 @@
-"""Private parts of torch are touched here, and in `compat_training.py`, alone. Each name says what it stands for."""
+"""Private parts of torch are touched here, and in the other files `compat_*.py`, alone. Each name says what it is."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch import overrides as torch_overrides
-from torch._functorch import apis as functorch_apis
-from torch._functorch import eager_transforms as functorch
-from torch._guards import detect_fake_mode
-from torch._higher_order_ops import utils as higher_order
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group, _set_pg_timeout
@@ -27,7 +22,6 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -113,30 +107,6 @@ def trace_apart(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
     with outside_of_tracing(), FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
         return make_fx(function)(*fakes)
-
-
-def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The operators that a function calls on tensors of the trace that is being made, beside that trace; what else it
-    reads of the trace is an attribute. What nothing reads is left out."""
-    popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
-    try:
-        with _disable_current_modes(), detect_fake_mode(tensors) or nullcontext():
-            traced = make_fx(function)(*tensors)
-    finally:
-        for mode in reversed(popped):
-            torch_overrides._push_mode(mode)
-    traced.graph.eliminate_dead_code()
-    return traced
-
-
-def noted(call: Callable[[], Any], note: str) -> Any:
-    """What a call gives; the operators that it adds to the innermost trace have `note` in their meta."""
-    graph = proxy_tensor._CURRENT_MAKE_FX_TRACER.fx_tracer.graph  # type: ignore[union-attr]
-    before = len(graph.nodes)
-    found = call()
-    for node in list(graph.nodes)[before:]:
-        node.meta[note] = True
-    return found
 
 
 class Tracing:
@@ -308,53 +278,6 @@ def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def redirected_conditions(to: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `torch.cond(condition, a, b, operands)` of a tensor is `to(condition, a, b, operands)`."""
-    module: Any = higher_order
-    own = getattr(module, "_hop_compile_and_call", None)
-    if own is None:  # a torch in which torch.cond is refused
-        yield
-        return
-
-    def call(function: Any, args: Any, *rest: Any, **options: Any) -> Any:
-        if getattr(function, "__qualname__", "").startswith("cond."):
-            return to(*args)
-        return own(function, args, *rest, **options)
-
-    module._hop_compile_and_call = call
-    try:
-        yield
-    finally:
-        module._hop_compile_and_call = own
-
-
-@contextmanager
-def redirected_transforms(to: Callable[..., Any]) -> Iterator[None]:
-    """Inside, what does the work of `torch.func`'s transforms is `to(name, own, args, kwargs)`, for torch's own.
-
-    A Hessian is made by `jacrev` alone: fake tensors have no forward derivative of a backward.
-    """
-    places = [(functorch_apis, "vmap_impl")]
-    places += [(functorch, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
-    before = [getattr(place, name) for place, name in places]
-    module: Any = functorch
-    forward = module.jacfwd
-
-    def instead(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: to(name, own, args, kwargs)
-
-    for (place, name), own in zip(places, before, strict=True):
-        setattr(place, name, instead(name, own))
-    module.jacfwd = module.jacrev
-    try:
-        yield
-    finally:
-        module.jacfwd = forward
-        for (place, name), own in zip(places, before, strict=True):
-            setattr(place, name, own)
-
-
-@contextmanager
 def exporting() -> Iterator[None]:
     """Inside, `torch.compiler.is_exporting()` is true, as while `torch.export` runs a model."""
     flags = "_is_exporting_flag", "_is_compiling_flag"
@@ -399,18 +322,6 @@ def runs_on_host(group: dist.ProcessGroup) -> bool:
 def runs_on(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group has a backend for tensors on this kind of device."""
     return torch.device(device.type) in group._device_types
-
-
-def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Let a lazy module become what it is once it was called with these."""
-    if isinstance(module, LazyModuleMixin):  # an earlier one may have brought it with it
-        lazy: Any = module
-        lazy._infer_parameters(lazy, args, dict(kwargs))
-
-
-def keep_calls(target: Any) -> None:
-    """Let calls of an operator stay in a graph although nothing reads what they give."""
-    fx.node.has_side_effect(target)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

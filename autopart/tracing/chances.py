@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopart.compat import Tracing, keep_calls
+from autopart.compat import Tracing
+from autopart.compat_tracing import keep_calls
 from autopart.errors import Refusal
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers, value

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopart.compat import Tracing, redirected_conditions, redirected_transforms, tree_flatten, tree_unflatten
+from autopart.compat import Tracing, tree_flatten, tree_unflatten
+from autopart.compat_tracing import redirected_conditions, redirected_transforms
 from autopart.tracing.assigned_buffers import AssignedBuffers
 from autopart.tracing.checkpoints import OwnCheckpoints
 from autopart.tracing.conditions import both_branches

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from autopart.compat import GRAD_MODE, Tracing, noted, trace_inside, tree_flatten, tree_unflatten
+from autopart.compat import GRAD_MODE, Tracing, tree_flatten, tree_unflatten
+from autopart.compat_tracing import noted, trace_inside
 from autopart.errors import Refusal
 from autopart.ir.graph import operator_name, short_name
 from autopart.tracing.trace_errors import Lost
