@@ -61,7 +61,7 @@ def parallelize(
     weights = None if asked.weights is None else Weights(model, asked.weights)
     whole = model if weights is None else weights.model
     compiler = Compiler(whole, sizes, replace(asked, weights=None), chosen)  # ranks compare what is in it
-    if (example_args or example_kwargs) and (weights is None or weights.problem is None):
+    if (example_args or example_kwargs is not None) and (weights is None or weights.problem is None):
         compiler.trace_example(example_args, example_kwargs or {})
     return _module(whole, mesh, sizes, compiler, weights)
 
@@ -88,7 +88,7 @@ def plan(
         >>> print(autopart.plan(model, "dp8,tp8", example_kwargs=batch).explain())    # doctest: +SKIP
     """
     asked = read_options(plan, options)
-    if not example_args and not example_kwargs:
+    if not example_args and example_kwargs is None:
         raise InputError("plan() needs an example call", why="the model is traced on it",
                          hint="plan(model, mesh, example_kwargs={'input_ids': ids, 'labels': labels})")  # fmt: skip
     if type(mesh) is int:
@@ -122,7 +122,7 @@ def _searched(
     model: nn.Module, devices: int, example_args: tuple, example_kwargs: Mapping[str, Any] | None, options: Options
 ) -> tuple[Plan, Options]:
     """The best plan for a number of devices, and the options that are not the plan's."""
-    if not example_args and not example_kwargs:
+    if not example_args and example_kwargs is None:
         raise InputError(f"mesh={devices} needs an example call", why="the axes are chosen for what it computes",
                          hint="example_kwargs={'input_ids': ids, 'labels': labels}")  # fmt: skip
     kept = {name: getattr(options, name) for name in OPTIONS if name not in PlanOptions.__annotations__}

@@ -1,4 +1,4 @@
-"""Private parts of torch are touched here, and in `compat_training.py`, alone. Each name says what it stands for."""
+"""Private parts of torch are touched here, and in the other files `compat_*.py`, alone. Each name says what it is."""
 
 from __future__ import annotations
 
@@ -166,6 +166,30 @@ class Tracing:
         with torch._C.DisableTorchFunction():
             node = self.tracer.create_node("call_function", target, (self.node_of(base), *options), {}, name)
             proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
+
+    def put_in_place(self, tensor: torch.Tensor, made: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
+        """Let what reads `tensor`, now or later, read `made` instead, which is made of it by one call.
+
+        False where the call needs something that is younger than a reader. `before`: {what was put in place: of what}.
+        """
+        old, new = self.node_of(tensor), self.node_of(made)
+        assert old is not None and new is not None and old in new.all_input_nodes
+        base = old
+        while base in before:  # what was put in place first stays the one that is read
+            base = before[base]
+        new.replace_input_with(old, base)
+        order = {node: i for i, node in enumerate(self.tracer.graph.nodes)}
+        readers = [user for user in base.users if user is not new]
+        last = max(new.all_input_nodes, key=order.__getitem__)
+        if any(order[user] < order[last] for user in readers):
+            return False
+        last.append(new)
+        base.replace_all_uses_with(new, lambda user: user is not new)
+        before[new] = base
+        if base is old:
+            with torch._C.DisableTorchFunction():
+                proxy_tensor.track_tensor_tree(tensor, fx.Proxy(new, self.tracer), constant=None, tracer=self.tracer)
+        return True
 
     def counts(self) -> Any:
         """How often which module has run so far, and which run now."""

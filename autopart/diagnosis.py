@@ -143,7 +143,7 @@ def doctor(
     Example:
         >>> print(autopart.doctor(model, example_kwargs=batch))    # doctest: +SKIP
     """
-    if not example_args and not example_kwargs:
+    if not example_args and example_kwargs is None:
         raise InputError("doctor() needs an example call", why="the model is traced on it",
                          hint="doctor(model, example_kwargs={'input_ids': ids, 'labels': labels})")  # fmt: skip
     tried = [Mesh.parse(one) for one in (MESHES if mesh is None else (mesh,))]

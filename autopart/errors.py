@@ -36,7 +36,7 @@ class Refusal(Enum):
 
     DECISION = "its Python decides what to run by the values in a tensor"
     SIZE = "how large a tensor is depends on the values in another"
-    REGION = "an operator holds a part of the model, such as torch.cond"
+    REGION = "an operator holds a part of the model, such as torch.while_loop"
     NUMPY = "numpy computes with its tensors"
     RANDOM = "its random numbers cannot be drawn by a program"
     STATE = "it keeps something from one call to the next that is not a buffer"

@@ -287,6 +287,25 @@ def test_other_selections_and_numbers_are_exact(name, mesh):
     assert report.ok, report
 
 
+class OfRows(nn.Module):
+    """Whole rows of the batch by an input mask of one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return self.a(x)[keep]
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2", "dp2,tp2"])
+@pytest.mark.parametrize("keep", [[1, 0, 1, 1, 0, 1], [0] * 6, [1] * 6])
+def test_rows_of_a_mask_that_is_an_input_are_exact(mesh, keep):
+    torch.manual_seed(0)
+    report = autopart.verify(OfRows(), mesh, example_args=(torch.randn(6, 4), torch.tensor(keep).bool()))
+    assert report.ok, report
+
+
 REFUSED = {
     "end": (
         lambda m, x, ids: m.a(x)[:, : ids.max().item()].sum(),

@@ -21,6 +21,7 @@ changes every result by less than the model's own rounding does.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -40,6 +41,7 @@ from autopart.proof.subject import Results, Subject, buffers_restored, one_seed,
 from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, prepare
 from autopart.tracing.caches import Caches
 from autopart.tracing.checkpoints import plain_checkpoints
+from autopart.tracing.python_draws import DRAWN_BY_TORCH, drawn_by_torch
 from autopart.tracing.skeleton import copy_of
 from autopart.tracing.trace import Trace
 from autopart.tracing.with_loss import WithLoss, call
@@ -148,7 +150,8 @@ class Reference:
         """What the copy itself computes, its gradients too."""
         before = {name: buffer.clone() for name, buffer in self.base.named_buffers()}
         with buffers_restored(self.base, {*subject.traced.written, *subject.traced.weight_updates}), Caches(self.model):
-            with one_seed(), plain_checkpoints():
+            by_torch = DRAWN_BY_TORCH in subject.traced.notes
+            with one_seed(), plain_checkpoints(), drawn_by_torch(as_numbers=True) if by_torch else nullcontext():
                 flat = tree_flatten(call(self.model, self.arguments))[0]
             written = {name: self.buffer(name).detach().clone() for name in subject.traced.buffer_updates}
             changed = {name for name, value in before.items() if relative(self.buffer(name), value) > 0}

@@ -147,7 +147,7 @@ def verify(
         >>> assert autopart.verify(model, "tp2", example_kwargs=batch, steps=3, max_norm=1.0).ok  # doctest: +SKIP
     """
     asked = read_options(verify, options, rng=rng)
-    if not example_args and not example_kwargs:
+    if not example_args and example_kwargs is None:
         raise InputError("verify() needs an example call", hint="verify(model, mesh, example_kwargs=batch)")
     sizes = Mesh.parse(mesh)
     arguments = bind_call(model, example_args, example_kwargs or {})

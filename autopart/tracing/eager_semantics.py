@@ -14,22 +14,26 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopart.compat import BatchNorm, InstanceNorm, redirected_functions, tree_flatten, tree_map
+from autopart.compat import BatchNorm, InstanceNorm, Tracing, redirected_functions, tree_flatten, tree_map
 from autopart.errors import Refusal
 from autopart.ir.ctc import ctc_loss
 from autopart.ir.graph import DTYPE_NAMES
+from autopart.tracing.chances import Chances, is_by_chance
 from autopart.tracing.checks import check_text, passing_answer
+from autopart.tracing.conditions import both_branches
 from autopart.tracing.floats import Floats, ReadsFloat
 from autopart.tracing.functions import apply_as_operator
-from autopart.tracing.known_values import UNKNOWN, KnownValues, written_by
+from autopart.tracing.gradient_hooks import Removable, Rewrites, hook_gradient
+from autopart.tracing.known_values import UNKNOWN, KnownValues, memory_of, written_by
 from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
 
 _ASKING = frozenset(
@@ -80,6 +84,14 @@ class EagerSemantics(TorchFunctionMode):
         self.floats = Floats()
         self.differentiates = False  # whether forward has called torch.autograd.grad
         self.passed: dict[str, None] = {}  # checks of values, as notes say them
+        self.may_rewrite = False  # whether what was traced before may be changed
+        self.hooked: set[Any] = set()  # the memory of tensors whose gradients have a hook
+        self.hooks: dict[fx.Node, fx.Node] = {}  # {operator of a hook: what it was put in place of}
+        self.hook_notes: dict[str, None] = {}
+        self.chances = Chances()
+        self.numbers_drawn = False  # whether forward takes a random number out of its tensor
+        self.numbers_stay = False  # whether it gets the tensor instead
+        self.both = False  # whether both branches of a torch.cond are in the trace
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -91,6 +103,12 @@ class EagerSemantics(TorchFunctionMode):
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
+        if func is Tensor.__bool__ and (told := self._by_chance(args[0], sys._getframe(1))) is not None:
+            return told
+        if func is Tensor.item and self._is_drawn(args[0]):
+            self.numbers_drawn = True
+            if self.numbers_stay:
+                return args[0].reshape(())
         passing = passing_answer(func, tensors, frame := sys._getframe(1))
         if passing is not None:
             self.passed[check_text(frame, NOT_THE_USERS)] = None
@@ -131,12 +149,7 @@ class EagerSemantics(TorchFunctionMode):
                 Refusal.RANDOM,
             )
         if func == Tensor.register_hook and args[0].requires_grad:
-            raise Lost(
-                "a tensor has a hook on its gradient",
-                "only the forward is traced; gradients are computed without hooks",
-                "the same change of the gradient by operations in forward()",
-                Refusal.HOOK,
-            )
+            return self._hook(*args, **kwargs)
         if func == Tensor.detach_ and args[0].requires_grad:
             raise Lost("detach_() cuts a tensor off in place", "a trace loses that: what was made of it before would "
                        "keep its gradient", "x = x.detach()", Refusal.WRITE)  # fmt: skip
@@ -148,6 +161,9 @@ class EagerSemantics(TorchFunctionMode):
         if written:
             self.known.forget(written)
         self.differentiates |= func is torch.autograd.grad
+        if self.hooked and (self.differentiates or self.hooked & {memory_of(t) for t in written}):
+            did = "the forward differentiates inside" if self.differentiates else f"{func.__name__} writes to it"
+            raise Lost("a tensor has a hook on its gradient", did, "operations in place of the hook", Refusal.HOOK)
         if func is torch.autograd.grad and not _CALL_OF_GRAD.bind(*args, **kwargs).arguments.get("create_graph"):
             return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, func(*args, **kwargs))
         if torch.is_grad_enabled() and not any(t in self.data for t in written):
@@ -162,6 +178,37 @@ class EagerSemantics(TorchFunctionMode):
                 )
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _by_chance(self, condition: Tensor, frame: FrameType) -> bool | None:
+        """What Python is told of a truth value that random numbers alone decide; None for others."""
+        told = self.chances.answer(condition)
+        if told is not None and not self.may_rewrite:
+            raise Rewrites
+        if told is not None:
+            self.chances.lines[check_text(frame, NOT_THE_USERS)] = None
+        return told
+
+    def _is_drawn(self, number: Tensor) -> bool:
+        tracing = Tracing.current()
+        node = tracing.node_of(number) if tracing is not None and number.is_floating_point() else None
+        return node is not None and is_by_chance(node)
+
+    def condition(self, *arguments: Any) -> Any:
+        """`torch.cond` of these, in a trace."""
+        if not self.may_rewrite:
+            raise Rewrites
+        self.both = True
+        return both_branches(*arguments)
+
+    def _hook(self, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Removable:
+        if not self.may_rewrite:
+            raise Rewrites
+        note = hook_gradient(tensor, hook, self.hooks)
+        if note:
+            self.hook_notes[note] = None
+        else:
+            self.hooked.add(memory_of(tensor))
+        return Removable()
 
 
 def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:

@@ -13,12 +13,16 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopart.compat import Tracing, tree_flatten, tree_unflatten
+from autopart.compat_tracing import redirected_conditions, redirected_transforms
 from autopart.tracing.assigned_buffers import AssignedBuffers
 from autopart.tracing.checkpoints import OwnCheckpoints
+from autopart.tracing.conditions import both_branches
 from autopart.tracing.eager_semantics import EagerSemantics
 from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.functions import apply_as_operator
+from autopart.tracing.python_draws import drawn_by_torch
 from autopart.tracing.python_state import PythonState
+from autopart.tracing.transforms import transformed
 from autopart.tracing.with_loss import call, users_input, users_modules
 
 PREFIX = "model."
@@ -44,6 +48,7 @@ class Entry(nn.Module):
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
+        self.draws_by_torch = False  # whether Python's random numbers are torch's
         self.spoken = [users_input(model, name) for name in names]
         self.tensor_names = tensor_names(names)
 
@@ -70,7 +75,10 @@ class Entry(nn.Module):
         hook = register_module_forward_hook(name_output)
         floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
         written = self.assigned.written(self.semantics.known if is_traced else None)
-        with written, self.state, self.autocast, floats, semantics, hook, checkpoints:
+        draws = drawn_by_torch(as_numbers=not is_traced) if self.draws_by_torch else nullcontext()
+        conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
+        transforms = redirected_transforms(transformed)
+        with written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms, draws:
             output = call(self.model, tree_unflatten(leaves, self.spec))
         register_dataclasses(output)
         return output

@@ -167,6 +167,12 @@ def apply_as_operator(apply: Callable[..., Any], function: type, args: tuple, kw
     return outputs if made.examined.single or isinstance(outputs, (tuple, list)) else (outputs,)
 
 
+def code_of(function: type, tensors: Sequence[Tensor]) -> str:
+    """What a Function of tensors alone computes, forward and backward, as code. Raises Lost, as `apply_as_operator`."""
+    wanted = [t.requires_grad for t in tensors]
+    return _examined(UserFunction(function, (Tensor,) * len(tensors), None), tensors, wanted).code
+
+
 def is_of_a_model(function: type) -> bool:
     """Whether a Function is what a model computes, and not how torch itself traces and differentiates."""
     name = function.__module__

@@ -79,6 +79,8 @@ def with_gradients_checked(
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained and not traced.call.with_gradient:
         return traced
+    if traced.by_chance:
+        return traced  # a run of the model takes one side of each decision
     device = device_of_weights(model)
     entry = Entry(model, arguments, flatten_call(arguments).names, _autocast(device))
     leaves = {id(p): name for name, p in traced.parameters.items() if p.requires_grad}

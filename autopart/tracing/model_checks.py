@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 
+from autopart.compat_tracing import initialize_lazy
 from autopart.errors import Refusal, TraceError
+
+
+def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Give the lazy modules of a model their weights, as its first call does, without what else a call changes.
+
+    A copy of the model is called, and each lazy module is then initialized for what its copy was called with, in that
+    order. Raises TraceError where the call fails.
+    """
+    paths = [path for path, module in model.named_modules() if _is_lazy(module)]
+    if not paths:
+        return
+    buffers = [b for b in model.buffers() if is_lazy(b)]  # torch cannot copy these
+    kind: Any = UninitializedBuffer
+    new = {id(b): kind(requires_grad=False, device=b.device, dtype=b.dtype) for b in buffers}
+    copied, calls = copy.deepcopy(model, new), dict[str, tuple[tuple, dict[str, Any]]]()
+
+    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], path: str) -> None:
+        calls.setdefault(path, (args, kwargs))
+
+    for path in paths:
+        copied.get_submodule(path).register_forward_pre_hook(partial(note, path=path), with_kwargs=True)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            copied(*args, **kwargs)
+    except Exception as error:  # whatever the model's code raises
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+        raise _lazy(model, paths[0], f"their shapes come with its first call, which fails: {said}") from error
+    for path, (args, kwargs) in calls.items():
+        initialize_lazy(model.get_submodule(path), args, kwargs)
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(is_lazy(tensor) for tensor in own if tensor is not None)
+
+
+def _lazy(model: nn.Module, path: str, why: str) -> TraceError:
+    name = f"'{path}'" if path else "the model"
+    return TraceError(
+        f"{name} is a {type(model.get_submodule(path)).__name__} that has no weights yet", refusal=Refusal.PART,
+        why=why, hint="call the model once before: with torch.no_grad(): model(...)",
+    )  # fmt: skip
 
 
 def check_model(model: Any) -> None:
@@ -25,13 +71,8 @@ def check_model(model: Any) -> None:
                 f"{name} is a TorchScript module", refusal=Refusal.PART, why="a trace follows Python, and it has none",
                 hint="the nn.Module that it was scripted or traced from; compile=True compiles it",
             )  # fmt: skip
-        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
-            raise TraceError(
-                f"{name} is a {type(module).__name__} that has no weights yet",
-                refusal=Refusal.PART,
-                why="their shapes come with its first call",
-                hint="call the model once before: with torch.no_grad(): model(...)",
-            )
+        if _is_lazy(module):
+            raise _lazy(model, path, "their shapes come with its first call, and this one does not call it")
 
 
 def check_hooks(model: nn.Module) -> None:

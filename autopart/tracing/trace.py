@@ -26,6 +26,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import module_path, shape, source_of, source_text, spoken_name, value
 from autopart.ir.precision import Precision
 from autopart.tracing.assigned_buffers import check_caches
+from autopart.tracing.chances import note_chances, with_chances
 from autopart.tracing.counted import selected_sizes, with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.emptiness import Assumptions
@@ -33,7 +34,9 @@ from autopart.tracing.entry import PREFIX, Entry, register_dataclasses, tensor_n
 from autopart.tracing.exported import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.floats import ReadsFloat
 from autopart.tracing.functions import name_functions
-from autopart.tracing.model_checks import check_hooks, check_model
+from autopart.tracing.gradient_hooks import Rewrites
+from autopart.tracing.model_checks import check_hooks, check_model, give_lazy_weights
+from autopart.tracing.python_draws import DRAWN_BY_TORCH
 from autopart.tracing.python_state import check_attributes, check_draws
 from autopart.tracing.repeated import NotAlike, Repeats
 from autopart.tracing.saved_views import saved_views
@@ -81,6 +84,7 @@ class Trace:
     `written`: those of the buffers that are frozen parameters of the model. `weight_updates`: how trained parameters
     change before the graph runs. `precision`: what the graph was traced in, where its parameters are to be cast to that
     when they are read; `parameters` are as they are stored.
+    `by_chance`: whether random numbers decide what the model runs.
     """
 
     graph: fx.Graph
@@ -97,6 +101,7 @@ class Trace:
     written: frozenset[str] = frozenset()
     weight_updates: WeightUpdates = field(default_factory=dict)
     precision: Precision | None = None
+    by_chance: bool = False
 
     def without_values(self) -> Trace:
         """The same, with parameters that hold no memory."""
@@ -139,6 +144,8 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 
     Raises InputError where the call does not fit the signature.
     """
+    if isinstance(model, nn.Module):
+        give_lazy_weights(model, args, kwargs)
     check_model(model)
     signature = inspect.signature(model.forward)
     try:
@@ -216,7 +223,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         program = _export(entry, example)
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
-        check_draws(users_model(model), entry.state, program, lambda: _exported(entry, example))
+        program = _with_draws(entry, example, program)
         read = entry.semantics.known.read
         notes = check_attributes(users_model(model), entry.state, program, read, lambda: _exported(entry, example))
         check_caches(users_model(model), entry.assigned, program, lambda: _exported(entry, example))
@@ -230,12 +237,41 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
     with_known_sizes(traced.graph, assumed)
     passed = [f"a check of values is not in the program: {text}" for text in entry.semantics.passed]
-    notes = (*traced.notes, *passed, *entry.assumptions.notes())
+    both = ["both branches of torch.cond are computed, and its condition chooses"] * entry.semantics.both
+    notes = (
+        *traced.notes,
+        *passed,
+        *both,
+        *note_chances(entry.semantics.chances, traced.graph),
+        *[DRAWN_BY_TORCH] * entry.draws_by_torch,
+        *entry.semantics.hook_notes,
+        *entry.assumptions.notes(),
+    )
+    traced = replace(traced, by_chance=entry.semantics.chances.count > 0)
     traced = replace(traced, notes=notes, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
     _check_shapes(model, traced.graph, entry.semantics.asked)
     frozen = {name for name, parameter in traced.parameters.items() if not parameter.requires_grad}
     traced = _with_buffers(traced, {*written, *traced.buffer_updates} & frozen)
     return with_weight_updates(traced, type(users_model(model)).__name__)
+
+
+def _with_draws(entry: Entry, example: Mapping[str, torch.Tensor], program: Any) -> Any:
+    """The program, if Python's random numbers decide nothing in it; else one that draws them by torch."""
+
+    def check(program: Any) -> None:
+        check_draws(users_model(entry.model), entry.state, program, lambda: _exported(entry, example))
+
+    try:
+        check(program)
+        return program
+    except TraceError as refused:
+        entry.draws_by_torch = entry.semantics.may_rewrite = True
+        try:
+            program = _exported(entry, example)
+        except Exception:  # a number is needed where torch gives a tensor
+            raise refused from None
+        check(program)
+        return program
 
 
 def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
@@ -245,15 +281,24 @@ def _export(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
             return _export_blocks(entry, example)
         except ReadsFloat:  # another module of Python is known to call `float(tensor)`
             continue
+        except Rewrites:
+            entry.semantics.may_rewrite = True
+        except Exception:
+            semantics = entry.semantics
+            if semantics.numbers_stay or not semantics.numbers_drawn:
+                raise
+            semantics.may_rewrite = semantics.numbers_stay = True
 
 
 def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+    if entry.semantics.may_rewrite:
+        return _exported(entry, example)
     repeats = Repeats(entry.model, entry.semantics.known)
     try:
         with repeats.watching():
             program = _exported(entry, example)
         repeats.expand(program.graph)
-    except ReadsFloat:
+    except (ReadsFloat, Rewrites):
         raise
     except Exception as error:  # of a repeat that is not one, or of the model itself: then the full trace has it too
         if not repeats.tried and not entry.semantics.differentiates:
@@ -270,8 +315,17 @@ def _export_blocks(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
+    chances = entry.semantics.chances
+    chances.answers, chances.count = (), 0
+    program = _exported_once(entry, example)
+    return with_chances(program, chances, lambda: _exported_once(entry, example)) if chances.count else program
+
+
+def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     saved = saved_views() if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.assumptions)
+    entry.semantics.hooked.clear()
+    entry.semantics.hooks.clear()
     with torch.enable_grad(), no_autocast(), quiet, traceable(entry, entry.apply_function), saved:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)

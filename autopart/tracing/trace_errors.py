@@ -52,7 +52,7 @@ _KINDS = (
           "an autograd.Function reads a tensor that is not among its arguments",
           "that tensor as an argument of apply()"),
     _Kind(Refusal.REGION, r"[Hh]igher.order op",
-          "torch.cond, while_loop and the like hold parts of the model that cannot be cut",
+          "while_loop, scan and the like hold parts of the model that cannot be cut",
           "torch.where and plain operations, or parallelize the modules inside"),
     _Kind(Refusal.OUTPUT, r"Found <class '(?P<name>[^']+)'> in output, which is not a known type",
           "it returns a {name}, in which autopart cannot look for tensors",

@@ -82,8 +82,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     flops = sum(matrix_work(n) * _copies(facts(n).get("key", ""), blocks) for n in active_operators(trace.graph))
     buffers = {id(buffer): stored_bytes(buffer) * _copies(name, blocks) for name, buffer in trace.buffers.items()}
     batch = batch_size(trace)
+    of_rank = max(1, batch // (program.row_ranks * program.microbatches))  # a call without rows is alike on every rank
     return Table(
-        tuple(rows), tuple(order), parameters, batch // (program.row_ranks * program.microbatches), tokens(trace),
+        tuple(rows), tuple(order), parameters, of_rank, tokens(trace),
         mesh.size(mesh.tensor_axis), flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch,
         sum(buffers.values()), gathers, _hidden(trace, program), {len(walks): starts},
     )  # fmt: skip

@@ -17,7 +17,17 @@ from autopart.errors import StageError
 from autopart.ir.atoms import BATCH
 from autopart.ir.decisions import Decisions, Strategy, over_rows
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
-from autopart.ir.graph import describe, is_tensor, operators, size_bytes, source_of, spoken_name, tensor_inputs, value
+from autopart.ir.graph import (
+    describe,
+    is_tensor,
+    operators,
+    shape,
+    size_bytes,
+    source_of,
+    spoken_name,
+    tensor_inputs,
+    value,
+)
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, conversion
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, schedule_for
@@ -156,7 +166,8 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
 
 def batch_strategies(trace: Trace, mesh: Mesh, microbatches: int) -> Mapping[fx.Node, Strategy]:
     """What every operator does with the rows of the batch; follows from the rules, nothing is chosen."""
-    check_batch(batch_size(trace), mesh, microbatches)
+    if any(map(shape, trace.graph.find_nodes(op="placeholder"))) or microbatches > 1:  # without rows, no cut
+        check_batch(batch_size(trace), mesh, microbatches)
     chosen = _row_strategies(trace, mesh.row_ranks * microbatches)
     check_microbatches(trace.graph, chosen, microbatches)
     return chosen

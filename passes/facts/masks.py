@@ -131,7 +131,7 @@ class _Values:
 
 def _unlike(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The first of the rows of each kind, by all these values."""
-    together = torch.cat([value.flatten(1).double() for value in values], 1)
+    together = torch.cat([value.reshape(len(value), math.prod(value.shape[1:])).double() for value in values], 1)
     _, kinds = torch.unique(together, dim=0, return_inverse=True)
     firsts = torch.full((int(kinds.max()) + 1,), len(kinds))
     return firsts.scatter_reduce(0, kinds, torch.arange(len(kinds)), "amin").sort().values

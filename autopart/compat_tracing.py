@@ -1,0 +1,103 @@
+"""Private parts of torch for what a trace takes in another form: conditions, transforms, lazy modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch import overrides as torch_overrides
+from torch._functorch import apis as functorch_apis
+from torch._functorch import eager_transforms as functorch
+from torch._guards import detect_fake_mode
+from torch._higher_order_ops import utils as higher_order
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The operators that a function calls on tensors of the trace that is being made, beside that trace; what else it
+    reads of the trace is an attribute. What nothing reads is left out."""
+    popped = [torch_overrides._pop_mode() for _ in torch_overrides._get_current_function_mode_stack()]
+    try:
+        with _disable_current_modes(), detect_fake_mode(tensors) or nullcontext():
+            traced = make_fx(function)(*tensors)
+    finally:
+        for mode in reversed(popped):
+            torch_overrides._push_mode(mode)
+    traced.graph.eliminate_dead_code()
+    return traced
+
+
+def noted(call: Callable[[], Any], note: str) -> Any:
+    """What a call gives; the operators that it adds to the innermost trace have `note` in their meta."""
+    tracer: Any = proxy_tensor._CURRENT_MAKE_FX_TRACER
+    graph = tracer.fx_tracer.graph
+    before = len(graph.nodes)
+    found = call()
+    for node in list(graph.nodes)[before:]:
+        node.meta[note] = True
+    return found
+
+
+@contextmanager
+def redirected_conditions(to: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `torch.cond(condition, a, b, operands)` of a tensor is `to(condition, a, b, operands)`."""
+    module: Any = higher_order
+    own = getattr(module, "_hop_compile_and_call", None)
+    if own is None:  # a torch in which torch.cond is refused
+        yield
+        return
+
+    def call(function: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        if getattr(function, "__qualname__", "").startswith("cond."):
+            return to(*args)
+        return own(function, args, *rest, **options)
+
+    module._hop_compile_and_call = call
+    try:
+        yield
+    finally:
+        module._hop_compile_and_call = own
+
+
+@contextmanager
+def redirected_transforms(to: Callable[..., Any]) -> Iterator[None]:
+    """Inside, what does the work of `torch.func`'s transforms is `to(name, own, args, kwargs)`, for torch's own.
+
+    A Hessian is made by `jacrev` alone: fake tensors have no forward derivative of a backward.
+    """
+    places = [(functorch_apis, "vmap_impl")]
+    places += [(functorch, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
+    before = [getattr(place, name) for place, name in places]
+    module: Any = functorch
+    forward = module.jacfwd
+
+    def instead(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: to(name, own, args, kwargs)
+
+    for (place, name), own in zip(places, before, strict=True):
+        setattr(place, name, instead(name, own))
+    module.jacfwd = module.jacrev
+    try:
+        yield
+    finally:
+        module.jacfwd = forward
+        for (place, name), own in zip(places, before, strict=True):
+            setattr(place, name, own)
+
+
+def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Let a lazy module become what it is once it was called with these."""
+    if isinstance(module, LazyModuleMixin):  # an earlier one may have brought it with it
+        lazy: Any = module
+        lazy._infer_parameters(lazy, args, dict(kwargs))
+
+
+def keep_calls(target: Any) -> None:
+    """Let calls of an operator stay in a graph although nothing reads what they give."""
+    fx.node.has_side_effect(target)
