@@ -309,11 +309,6 @@ def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> I
         module._checkpoint_without_reentrant_generator = own
 
 
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def gather_collective() -> Callable[..., Any]:
     """Gathers one tensor into one tensor; torch 2.13 has given it another name."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

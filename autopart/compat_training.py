@@ -18,6 +18,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Norms:
     """Holds the code that two functions of `torch.nn.utils` have once `redirect_norms` has run, and torch's own."""
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopart.compat import in_backward
+from autopart.compat_training import in_backward
 from autopart.errors import StageError
 from autopart.ir.facts import facts
 from autopart.ir.operators import autopart_ops, is_cast, operator_name, stored_source
