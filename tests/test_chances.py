@@ -188,6 +188,7 @@ def trained(mesh):
     return steps
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_ranks_draw_alike(mesh):
     first, second = dist.run_ranks(trained, 2, mesh, timeout_s=120.0)

@@ -81,6 +81,7 @@ def over_processes(name, mesh, options):
     return found
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh", "options"), MESHES, ids=str)
 def test_processes_are_as_near_as_rounding(name, mesh, options):
     ranks = 4 if "," in mesh else 2
@@ -196,6 +197,7 @@ def test_products_run_at_the_rate_of_what_is_computed_in():
     assert peaks == {"bf16": "bfloat16", "fp16": "float16"}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "dp2,tp2"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_plan_and_its_file_predict_the_same(mesh, zero):
@@ -323,6 +325,7 @@ def scaled_steps(mesh, options, path):
     return (own - loss).abs().item(), difference
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "options"), [("dp2", {"zero": 3}), ("tp2", {}), ("pp2", {"microbatches": 2})], ids=str
 )

@@ -72,6 +72,7 @@ def assert_exact(run, mesh, plan):
 # --- The program ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("mesh", ["pp2,tp2", "pp4,tp2", "pp2,tp4"])
 @pytest.mark.parametrize("name", BUILDERS)
@@ -199,12 +200,14 @@ def same_steps(name, mesh, path, runs):
     same_training(pm, model, batch)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", BUILDERS)
 def test_processes_send_parts(name, slow):
     runs = [{"recompute": "full"}, {"schedule": "gpipe", "microbatches": 2}, {}]
     dist.run_ranks(same_steps, 4, name, "pp2,tp2", slow, runs, timeout_s=240.0)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "schedules", [("interleaved_1f1b", "looped_bfs"), ("interleaved_zero_bubble", "zbv", "dualpipev")]
 )
@@ -235,6 +238,7 @@ def test_a_plan_from_a_file_runs_the_same_program(slow, tmp_path):
         assert found == [expected] * 4
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", BUILDERS)
 def test_memory_is_what_autograd_holds(name, slow):
     options = {"hardware": slow, **WHOLE_STREAM, "microbatches": 2}

@@ -221,6 +221,7 @@ def assert_is(result: dict[str, Any], model: nn.Module) -> None:
 MESHES = [("tp2", {}), ("pp2", {}), ("dp2", {"zero": 3})]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_rank_reads_its_part_of_a_folder_once(name: str, tmp_path: Path) -> None:
     model = real(name)
@@ -241,6 +242,7 @@ def test_every_rank_of_two_axes_reads_its_part(name: str, tmp_path: Path) -> Non
         assert result["read"] == result["local"] and result["most"] == 1
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["plain", "gpt2", "bert", "llama", "mixtral"])
 def test_weights_are_made_to_the_bit_as_on_one_device(name: str) -> None:
     torch.manual_seed(3)
