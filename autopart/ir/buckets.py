@@ -21,6 +21,10 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients are summed, and wholes that live for a step gathered, in buckets of at most so much, which are copied."""
 
 
+UNDER_WAY = 1
+"""How many buckets of gradients are sent when another begins: each holds a copy of its gradients."""
+
+
 def in_order_of_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
     """Those of the `names` that a stage graph reads, by their first use."""
     wanted = set(names)

@@ -165,6 +165,10 @@ class StoredTensor:
     aliases: tuple[str, ...] = ()
     compute_dtype: torch.dtype | None = None
 
+    def summed_over(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes of several ranks over which its gradient is summed once a step."""
+        return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1)
+
 
 @dataclass(frozen=True)
 class Output:

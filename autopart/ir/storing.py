@@ -4,12 +4,14 @@ by block, and which travel together."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from autopart.ir.buckets import bucketed
 from autopart.ir.facts import facts
+from autopart.ir.layout import Sections
 from autopart.ir.operators import axis_of, operator_name
 from autopart.ir.program import Program, Stage
 
@@ -24,20 +26,34 @@ def gathers_stored(node: fx.Node, axis: str) -> bool:
     return isinstance(source, fx.Node) and source.op == "get_attr"
 
 
-def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[Any, ...]]:
-    """{parameter: what gathers it: operator, dim, size, sections, dtypes of the whole and of its gradient's sum} of
-    those whose whole lives for a step (ZeRO 1 and 2): all that these stages read in one way, whole over the axis that
-    stores parameters."""
+class Way(NamedTuple):
+    """How a parameter is gathered: by which operator, along which dim, which has this size and these sections on a
+    rank's share of other axes; in mixed precision the dtypes of the whole and of its gradient's sum."""
+
+    operator: str
+    dim: int
+    size: int
+    sections: Sections
+    dtype: torch.dtype | None
+    grad_dtype: torch.dtype | None
+
+
+def way_of(node: fx.Node) -> Way:
+    """How a node gathers a parameter."""
+    dim, size, sections = node.args[2:]
+    dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
+    return Way(str(operator_name(node)), dim, size, tuple(sections), *dtypes)
+
+
+def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
+    """{parameter: how it is gathered} of those whose whole lives for a step (ZeRO 1 and 2): all that these stages read
+    in one way, whole over the axis that stores parameters."""
     if program.zero not in (1, 2):
         return {}
-    read: dict[str, set[tuple[Any, ...] | None]] = {}
+    read: dict[str, set[Way | None]] = {}
     for node in (node for stage in stages for node in stage.graph.graph.nodes if node.op == "get_attr"):
         for user in node.users:
-            way = None
-            if gathers_stored(user, program.mesh.data_axis):
-                dim, size, sections = user.args[2:]
-                dtypes = user.kwargs.get("dtype"), user.kwargs.get("grad_dtype")
-                way = (operator_name(user), dim, size, tuple(sections), *dtypes)
+            way = way_of(user) if gathers_stored(user, program.mesh.data_axis) else None
             read.setdefault(str(node.target), set()).add(way)
     return {name: way for name, ways in read.items() if len(ways) == 1 and (way := next(iter(ways))) is not None}
 
@@ -57,7 +73,7 @@ def gathered_together(
     rows: list[list[fx.Node]] = []
     kinds: dict[Any, dict[str, fx.Node]] = {}
     for node in nodes:
-        name, (dtype, _) = _source(node), form(node)
+        name, (dtype, _) = source_name(node), form(node)
         named = kinds.setdefault((facts(node).get("region"), operator_name(node), dtype), {})
         if name in named:  # read in another layout too
             rows.append([node])
@@ -70,7 +86,8 @@ def gathered_together(
     return sorted(rows, key=lambda row: order[row[0]])
 
 
-def _source(node: fx.Node) -> str:
+def source_name(node: fx.Node) -> str:
+    """Of the parameter that a node gathers."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return str(source.target)

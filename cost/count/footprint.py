@@ -22,7 +22,7 @@ from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
 from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
-from autopart.ir.storing import held_whole
+from autopart.ir.storing import Way, held_whole
 from autopart.tracing.trace import Trace
 
 
@@ -106,7 +106,7 @@ class Walk:
     stage: Stage
     inputs: Mapping[str, Any]
     input_bytes: int
-    held: Mapping[str, Any] = field(default_factory=dict)
+    held: Mapping[str, Way] = field(default_factory=dict)
     """The parameters that are whole for a step (`autopart.ir.storing.held_whole`)."""
     values: dict[fx.Node, Any] = field(default_factory=dict)
     keeps: dict[fx.Node, list[Memory]] = field(default_factory=dict)
@@ -135,9 +135,9 @@ class Walk:
         found = _attribute(self.trace, node)
         if str(node.target) not in self.held:
             return found
-        _, dim, size, _, dtype, _ = self.held[str(node.target)]
-        shape = (*found.form.shape[:dim], size, *found.form.shape[dim + 1 :])
-        form = Form.contiguous(shape, dtype or found.form.dtype, found.form.needs_grad)
+        way = self.held[str(node.target)]
+        shape = (*found.form.shape[: way.dim], way.size, *found.form.shape[way.dim + 1 :])
+        form = Form.contiguous(shape, way.dtype or found.form.dtype, found.form.needs_grad)
         return Value(form, Memory(form.size_bytes, True, node))
 
     def gathers_held(self, node: fx.Node) -> bool:

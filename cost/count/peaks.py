@@ -14,8 +14,9 @@ from typing import Any
 from torch import fx
 
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, rerun_bytes, saved_memory, saved_others
-from autopart.cost.count.sending import UNDER_WAY, Row, Sent, Traffic, traffic_of
+from autopart.cost.count.sending import Row, Sent, Traffic, traffic_of
 from autopart.ir.actions import StageBytes
+from autopart.ir.buckets import UNDER_WAY
 from autopart.ir.facts import cost_notes, facts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -13,14 +12,13 @@ from torch import fx
 from autopart.compat import stored_bytes
 from autopart.cost.count.footprint import Walk
 from autopart.cost.count.peaks import StageMemory, stage_memory
-from autopart.cost.count.sending import summed_dtype
+from autopart.cost.count.sending import local_bytes, summed_dtype
 from autopart.cost.memory import OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of, short_name
-from autopart.ir.layout import local_shape
-from autopart.ir.program import Boundary, Program, StoredTensor
+from autopart.ir.program import Boundary, Program
 from autopart.plans.plan import Schedule
 from autopart.tracing.trace import Trace
 
@@ -81,12 +79,6 @@ def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping
     stored = trace.parameters[name].dtype
     read = program.parameters[name].compute_dtype or stored
     return wholes[name] // read.itemsize * summed_dtype(stored, program).itemsize
-
-
-def local_bytes(trace: Trace, program: Program, stored: StoredTensor) -> int:
-    """Bytes of a rank's part of a parameter."""
-    sizes = {axis: program.mesh.size(axis) for axis in stored.layout}
-    return math.prod(local_shape(stored.shape, stored.layout, sizes)) * trace.parameters[stored.name].dtype.itemsize
 
 
 def _buffer_bytes(trace: Trace) -> int:

@@ -3,6 +3,7 @@ take."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,11 +14,8 @@ from torch import fx
 from autopart.ir.buckets import bucketed, in_order_of_use, kinds
 from autopart.ir.layout import local_shape
 from autopart.ir.program import Program, Stage, StoredTensor
-from autopart.ir.storing import gathered_together, gathers_stored
+from autopart.ir.storing import gathered_together, gathers_stored, source_name
 from autopart.tracing.trace import Trace
-
-UNDER_WAY = 1
-"""Buckets of gradients that are under way when another begins (`runtime.state.reducing.IN_FLIGHT`)."""
 
 
 class Sent(NamedTuple):
@@ -62,10 +60,10 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
         whole: {parameter that is held whole for a step: its bytes}.
     """
     mesh, axis = program.mesh, program.mesh.data_axis
-    sizes = {name: _local_bytes(trace, program, program.parameters[name]) for name in stage.parameters}
+    sizes = {name: local_bytes(trace, program, program.parameters[name]) for name in stage.parameters}
     trained = [name for name in stage.parameters if trace.parameters[name].requires_grad]
     dtypes = {name: trace.parameters[name].dtype for name in trained}
-    axes = {name: tuple(a for a in program.parameters[name].grad_axes if mesh.size(a) > 1) for name in trained}
+    axes = {name: program.parameters[name].summed_over(mesh) for name in trained}
     order = in_order_of_use(stage.graph.graph, trained)
     sent: list[Sent] = []
     for names in kinds([n for n in order if axes[n] and n not in whole], {n: (axes[n], dtypes[n]) for n in trained}):
@@ -82,16 +80,16 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
             is_kept = program.zero == 1 and program.microbatches > 1 and summed != size
             sent.append(Sent(row, summed if not alone or summed != size else 0, parts, 0 if alone else size, True,
                              program.zero == 2, summed if is_kept else 0))  # fmt: skip
-    nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, axis) and _source(n) not in whole]
-    found = gathered_together(nodes, lambda n: (trace.parameters[_source(n)].dtype, sizes[_source(n)]))
-    rows = [_row(trace, program, row, sum(sizes[_source(node)] for node in row)) for row in found]
+    nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, axis) and source_name(n) not in whole]
+    found = gathered_together(nodes, lambda n: (trace.parameters[source_name(n)].dtype, sizes[source_name(n)]))
+    rows = [_row(trace, program, row, sum(sizes[source_name(node)] for node in row)) for row in found]
     row_of = {node: index for index, row in enumerate(rows) for node in row.nodes}
     return Traffic(tuple(sent), tuple(rows), program.prefetch, row_of)
 
 
 def _row(trace: Trace, program: Program, nodes: list[fx.Node], part_bytes: int) -> Row:
-    stored, ranks = trace.parameters[_source(nodes[0])].dtype, program.mesh.size(program.mesh.data_axis)
-    read = program.parameters[_source(nodes[0])].compute_dtype or stored
+    stored, ranks = trace.parameters[source_name(nodes[0])].dtype, program.mesh.size(program.mesh.data_axis)
+    read = program.parameters[source_name(nodes[0])].compute_dtype or stored
     in_order = len(nodes) == 1 and nodes[0].args[2] == 0
     part = part_bytes * read.itemsize // stored.itemsize
     flat = 0 if in_order else part * ranks + (part if len(nodes) > 1 else 0)
@@ -111,15 +109,7 @@ def _summed(stored: torch.dtype, program: Program) -> float:
     return summed_dtype(stored, program).itemsize / stored.itemsize
 
 
-def _source(node: fx.Node) -> str:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return str(source.target)
-
-
-def _local_bytes(trace: Trace, program: Program, stored: StoredTensor) -> int:
-    size = trace.parameters[stored.name].dtype.itemsize
+def local_bytes(trace: Trace, program: Program, stored: StoredTensor) -> int:
+    """Bytes of a rank's part of a parameter."""
     sizes = {axis: program.mesh.size(axis) for axis in stored.layout}
-    for length in local_shape(stored.shape, stored.layout, sizes):
-        size *= length
-    return size
+    return math.prod(local_shape(stored.shape, stored.layout, sizes)) * trace.parameters[stored.name].dtype.itemsize

@@ -24,7 +24,7 @@ from autopart.cost.count.footprint import (
     saved_others,
 )
 from autopart.cost.count.growth import Growth, tokens
-from autopart.cost.count.rank_memory import local_bytes
+from autopart.cost.count.sending import local_bytes
 from autopart.cost.flops import matrix_work
 from autopart.cost.rows import Parameter, Row
 from autopart.cost.table import Table

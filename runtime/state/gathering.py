@@ -26,9 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopart.compat_training import in_backward
 from autopart.errors import StageError
 from autopart.ir.facts import facts
-from autopart.ir.operators import autopart_ops, is_cast, operator_name, stored_source
-from autopart.ir.storing import GATHERS, gathered_together, gathers_stored
-from autopart.runtime.comm.pieces import Cut
+from autopart.ir.operators import autopart_ops, is_cast, stored_source
+from autopart.ir.storing import gathered_together, gathers_stored, source_name, way_of
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored
 from autopart.runtime.state.reducing import Crossing, Pending, arrive
@@ -63,13 +62,14 @@ def gather_blocks(
         _insert_cast(module, node, blocks)
 
     def form(node: fx.Node) -> tuple[torch.dtype, int]:
-        part = module.get_parameter(str(node.args[0].target))
+        part = module.get_parameter(source_name(node))
         return part.dtype, part.nbytes
 
     for row in gathered_together(nodes, form, alone):
         assert group is not None
-        part = [module.get_parameter(str(node.args[0].target)) for node in row]
-        stored = tuple(_stored(node, one, group.size()) for node, one in zip(row, part, strict=True))
+        part = [module.get_parameter(source_name(node)) for node in row]
+        stored = tuple(Stored.of(source_name(node), one, way_of(node), group.size())
+                       for node, one in zip(row, part, strict=True))  # fmt: skip
         block = GatheredBlock(len(blocks.order), PartBucket(stored, group), part, blocks)
         _insert(module, row, block)
         if "region" in facts(row[0]):
@@ -77,15 +77,6 @@ def gather_blocks(
         blocks.order.append(block)
     module.recompile()
     return blocks
-
-
-def _stored(node: fx.Node, part: Tensor, ranks: int) -> Stored:
-    dim, size, sections = node.args[2:]
-    shape = (*part.shape[:dim], size, *part.shape[dim + 1 :])
-    cut, sums = Cut(dim, size, tuple(sections), ranks), GATHERS[str(operator_name(node))]
-    read = node.kwargs.get("dtype") or part.dtype
-    summed = node.kwargs.get("grad_dtype") or read
-    return Stored(str(node.args[0].target), shape, cut, sums, part.dtype, read, summed)
 
 
 def _insert_cast(module: fx.GraphModule, node: fx.Node, blocks: GatheredBlocks) -> None:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.buckets import BUCKET_BYTES, bucketed, in_order_of_use, kinds
-from autopart.ir.program import Program, Stage, StoredTensor
+from autopart.ir.program import Program, Stage
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.state.reducing import (
+    Bucket,
     Crossing,
     Pending,
     Reducer,
@@ -28,13 +29,10 @@ from autopart.runtime.state.reducing import (
     sent_dtype,
     unflatten,
 )
-from autopart.runtime.state.wholes import WholeBucket, Wholes
+from autopart.runtime.state.wholes import Wholes
 
 if TYPE_CHECKING:
     from autopart.runtime.state.unsummed import Unsummed
-
-StageBucket = SumBucket | WholeBucket
-"""What a stage's gradients are summed in."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[SummedTogether]:
     """The buckets of those `tensors` whose gradients end as partial sums, in their order."""
-    axes = [(sum_axes(program.parameters[name], program), name) for name in tensors]
+    axes = [(program.parameters[name].summed_over(program.mesh), name) for name in tensors]
     chunks = _chunks([(key, name) for key, name in axes if key], tensors, bucket_bytes)
     return [SummedTogether(names, axes=key) for key, names in chunks]
 
@@ -84,11 +82,6 @@ def _chunks(
 # --- On process groups.
 
 
-def sum_axes(stored: StoredTensor, program: Program) -> tuple[str, ...]:
-    """The axes of several ranks over which the gradient of a parameter is summed once a step."""
-    return tuple(axis for axis in stored.grad_axes if program.mesh.size(axis) > 1)
-
-
 def stage_reducers(
     program: Program,
     stages: Sequence[Stage],
@@ -96,7 +89,7 @@ def stage_reducers(
     parameters: Mapping[str, Tensor],
     wholes: Wholes,
     unsummed: Unsummed | None = None,
-) -> tuple[list[Reducer], list[StageBucket]]:
+) -> tuple[list[Reducer], list[Bucket]]:
     """What sums the gradients of each of these stages while its backward runs; and the buckets of parameters that
     several of them read, whose gradients are complete when all have run."""
     uses = Counter(name for stage in stages for name in stage.parameters)
@@ -105,18 +98,20 @@ def stage_reducers(
     under_way: deque[Pending] = deque()
 
     def sums(names: Iterable[str]) -> list[SumBucket]:
-        axes = {name: sum_axes(program.parameters[name], program) for name in names if name not in wholes.parameters}
+        axes = {
+            name: program.parameters[name].summed_over(program.mesh) for name in names if name not in wholes.parameters
+        }
         same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
         rows = [row for group in same_kind for row in bucketed({name: parameters[name].nbytes for name in group})]
         groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
         tensors = {row: {name: parameters[name] for name in row} for row in rows}
         return [SumBucket(tensors[row], groups[row[0]], under_way, program.reduce_dtype, unsummed) for row in rows]
 
-    shared: list[StageBucket] = [*sums(name for name, count in uses.items() if count > 1), *wholes.shared]
+    shared: list[Bucket] = [*sums(name for name, count in uses.items() if count > 1), *wholes.shared]
     reducers = []
     for stage, gathered in zip(stages, wholes.buckets, strict=True):
         order = in_order_of_use(stage.graph.graph, stage.parameters)
-        buckets: list[StageBucket] = [*sums(name for name in order if uses[name] == 1), *gathered]
+        buckets: list[Bucket] = [*sums(name for name in order if uses[name] == 1), *gathered]
         buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
         reducers.append(Reducer(buckets, leaves, program.microbatches, shared))
     return reducers, shared
@@ -148,7 +143,7 @@ def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: s
 def connect_sums(program: Program, process: Process) -> None:
     """Makes the process groups in which gradients are summed beside the work of stages. Every rank calls this with the
     same program."""
-    axes = {axis for stored in program.parameters.values() for axis in sum_axes(stored, program)}
+    axes = {axis for stored in program.parameters.values() for axis in stored.summed_over(program.mesh)}
     data = program.mesh.data_axis
     if any(data in stored.layout for stored in program.parameters.values()):
         axes.add(data)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopart.compat import gather_collective, is_gloo, scatter_collective
 from autopart.ir.buckets import bucketed, kinds
+from autopart.ir.storing import GATHERS, Way
 from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.watch import watching
 
@@ -35,6 +36,13 @@ class Stored:
     dtype: torch.dtype
     read_dtype: torch.dtype
     grad_dtype: torch.dtype
+
+    @staticmethod
+    def of(name: str, part: Tensor, way: Way, ranks: int) -> Stored:
+        """A parameter of which this rank has this part, gathered in this way."""
+        shape = (*part.shape[: way.dim], way.size, *part.shape[way.dim + 1 :])
+        cut, read = Cut(way.dim, way.size, way.sections, ranks), way.dtype or part.dtype
+        return Stored(name, shape, cut, GATHERS[way.operator], part.dtype, read, way.grad_dtype or read)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:

@@ -13,35 +13,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopart.ir.buckets import UNDER_WAY
 from autopart.runtime.comm.watch import sum_over, watching
 
 if TYPE_CHECKING:
     from autopart.runtime.state.unsummed import Unsummed
 
-IN_FLIGHT = 1
-"""How many buckets are under way when another begins: each holds a copy of its gradients."""
-
 Finish = Callable[[], None]
-
-
-class Bucket(Protocol):
-    """Gradients that are summed in one collective. `each`: after every microbatch, and not once a step."""
-
-    names: tuple[str, ...]
-    each: bool
-
-    def begin(self) -> Finish | None:
-        """Begins to sum the gradients that are there, and gives what waits for the sums and puts them in their place;
-        None where there are none."""
-
-    def keep(self) -> None:
-        """After a microbatch that is not the last."""
 
 
 class Crossing:
@@ -94,6 +78,20 @@ class Crossing:
         return _Leave.apply(self, pending, *arrived)
 
 
+class Bucket(Crossing):
+    """Gradients that are summed in one collective. `each`: after every microbatch, and not once a step."""
+
+    each: bool = False
+
+    def begin(self) -> Finish | None:
+        """Begins to sum the gradients that are there, and gives what waits for the sums and puts them in their place;
+        None where there are none."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """After a microbatch that is not the last. Autograd adds gradients up in the dtype of their parameters."""
+
+
 def arrive(tensors: Sequence[Tensor]) -> tuple[Pending, tuple[Tensor, ...]]:
     """Tensors whose gradients are waited for when all else has run, if they `cross` later."""
     pending = Pending()
@@ -135,7 +133,7 @@ class _Leave(torch.autograd.Function):
             ctx.pending.wait = ctx.crossing.send(given, present)
             under_way = ctx.crossing.under_way
             under_way.append(ctx.pending)
-            while len(under_way) > IN_FLIGHT:
+            while len(under_way) > UNDER_WAY:
                 under_way.popleft().finish()
         return None, None, *(ctx.forms[i] if i in present else None for i in range(len(grads)))
 
@@ -162,10 +160,8 @@ def _as_trained(ctx: Any, values: tuple[Tensor, ...], others: int) -> tuple[Tens
     return values
 
 
-class SumBucket(Crossing):
+class SumBucket(Bucket):
     """Gradients of whole parameters, summed over one group after the other."""
-
-    each = False
 
     def __init__(
         self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], under_way: deque[Pending],
@@ -199,9 +195,6 @@ class SumBucket(Crossing):
                     grad.copy_(piece)
 
         return finish
-
-    def keep(self) -> None:
-        """Autograd adds gradients up in the dtype of their parameters."""
 
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.view_as(tensor) for tensor in tensors]
@@ -262,7 +255,7 @@ class Reducer:
     """
 
     def __init__(
-        self, buckets: Sequence[Any], leaves: Mapping[str, Tensor], microbatches: int, shared: Sequence[Any] = ()
+        self, buckets: Sequence[Bucket], leaves: Mapping[str, Tensor], microbatches: int, shared: Sequence[Bucket] = ()
     ):
         self.buckets, self.leaves, self.microbatches, self.shared = buckets, leaves, microbatches, shared
         self.nodes: dict[str, Any] = {}
@@ -316,7 +309,7 @@ class Reducer:
         finish = bucket.begin()
         if finish is not None:
             self.begun.append(finish)
-        while len(self.begun) > IN_FLIGHT:
+        while len(self.begun) > UNDER_WAY:
             self.begun.popleft()()
 
     def _begin_rest(self) -> None:

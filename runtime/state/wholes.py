@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopart.ir.buckets import BUCKET_BYTES, in_order_of_use
 from autopart.ir.program import Program, Stage
-from autopart.ir.storing import GATHERS, held_whole
-from autopart.runtime.comm.pieces import Cut
+from autopart.ir.storing import Way, held_whole
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored, part_buckets
-from autopart.runtime.state.reducing import Crossing, Finish, Pending
+from autopart.runtime.state.reducing import Bucket, Finish, Pending
 
 GATHERED_AHEAD = 2
 """How many buckets are gathered at a time where a step begins: each takes its whole twice until it has come."""
@@ -60,16 +58,14 @@ class Wholes:
     def all_buckets(self) -> list[WholeBucket]:
         return [bucket for buckets in (*self.buckets, self.shared) for bucket in buckets]
 
-    def _stored(self, name: str, way: tuple[Any, ...], ranks: int) -> Stored:
+    def _stored(self, name: str, way: Way, ranks: int) -> Stored:
         """A parameter, whose whole is made, without memory."""
-        operator, dim, size, sections, dtype, grad_dtype = way
         part = self.parts[name]
-        shape, read = (*part.shape[:dim], size, *part.shape[dim + 1 :]), dtype or part.dtype
-        empty = part.new_empty(shape, dtype=read)
+        stored = Stored.of(name, part, way, ranks)
+        empty = part.new_empty(stored.shape, dtype=stored.read_dtype)
         whole = self.parameters[name] = nn.Parameter(empty, requires_grad=part.requires_grad)
         whole.untyped_storage().resize_(0)
-        cut = Cut(dim, size, sections, ranks)
-        return Stored(name, shape, cut, GATHERS[operator], part.dtype, read, grad_dtype or read)
+        return stored
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -86,7 +82,6 @@ class Wholes:
             self.to_gather.clear()
             for bucket in self.all_buckets:
                 bucket.be_there()
-            for bucket in self.all_buckets:
                 bucket.kept.clear()
             for whole in self.parameters.values():
                 whole.grad = None
@@ -98,7 +93,7 @@ class Wholes:
             self.to_gather.popleft().gather()
 
 
-class WholeBucket(Crossing):
+class WholeBucket(Bucket):
     """Parameters that are gathered, and whose gradients are scattered, in one collective."""
 
     def __init__(self, wholes: Wholes, parts: PartBucket):
