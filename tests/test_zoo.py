@@ -6,7 +6,19 @@ import re
 import pytest
 import torch
 from torch import nn
-from zoo import ZOO, assert_close_outputs, assert_same_grads, bert, gpt2, llama, no_cache, phi3, reference, t5
+from zoo import (
+    ZOO,
+    assert_close_outputs,
+    assert_same_grads,
+    assert_steps_alike,
+    bert,
+    gpt2,
+    llama,
+    no_cache,
+    phi3,
+    reference,
+    t5,
+)
 
 EVERY_MODEL = pytest.mark.parametrize("name", ZOO)
 
@@ -255,3 +267,23 @@ def test_seed_is_set_per_test():
     torch.manual_seed(0)
     assert torch.rand(1).item() == first
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradient"])
+def test_steps_that_differ_are_found(wrong):
+    class Summed(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum()
+
+    class Stepped:
+        """Stands for a partitioned model that is wrong."""
+
+        def step(self, x):
+            return model(x).detach() + (wrong == "loss")
+
+        def full_grads(self):
+            return {name: p.grad + (wrong == "gradient") for name, p in model.named_parameters()}
+
+    model = Summed(2, 1)
+    with pytest.raises(AssertionError):
+        assert_steps_alike(Stepped(), model, torch.ones(1, 2))

@@ -297,3 +297,13 @@ def assert_close_outputs(actual: Any, expected: Any, tol: float = 1e-10, where: 
 
 def _largest(value: Tensor) -> float:
     return value.detach().abs().max().item() if value.numel() else 0.0
+
+
+def assert_steps_alike(pm: Any, model: nn.Module, *given: Any) -> None:
+    """A step of a partitioned model, which returns its loss: loss and every gradient are the model's own."""
+    loss, expected = pm.step(*given), model(*given)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
+    found = pm.full_grads()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-10)
