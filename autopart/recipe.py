@@ -209,7 +209,7 @@ def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Esti
 
 
 def _feature_sizes(mesh: Mesh) -> dict[str, int]:
-    return {axis: mesh.size(axis) for axis in mesh.along("features")}
+    return {axis: mesh.size(axis) for axis in mesh.chosen}
 
 
 def left_open(options: Options) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Decisions:
     @property
     def features(self) -> dict[str, Mapping[fx.Node, Strategy]]:
         """What every operator does, of the axes that cut features."""
-        return {axis: self.strategies[axis] for axis in self.mesh.along("features")}
+        return {axis: self.strategies[axis] for axis in self.mesh.chosen}
 
     @property
     def copied(self) -> bool:

@@ -14,7 +14,9 @@ from autopart.errors import MeshError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Cuts = Literal["stages", "rows", "features"]
+Cuts = Literal["stages", "rows", "features", "positions", "experts"]
+
+_CHOSEN: tuple[Cuts, ...] = ("positions", "experts", "features")
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ AXES = (
     Axis("pp", "stages"),
     Axis("dpr", "rows"),
     Axis("dp", "rows", stores=True),
-    Axis("cp", "rows", unbuilt="context parallelism"),
-    Axis("ep", "features", unbuilt="expert parallelism"),
+    Axis("cp", "positions"),
+    Axis("ep", "experts"),
     Axis("tp", "features"),
 )
 """Every axis autopart knows, outermost first: pipeline, data with whole replicas, data, context, expert, tensor.
@@ -112,9 +114,14 @@ class Mesh:
         return tuple(axis.name for axis in self.axes if axis.cuts == cuts and self.size(axis.name) > 1)
 
     @property
+    def chosen(self) -> tuple[str, ...]:
+        """The axes of several ranks on which layouts are chosen, outermost first."""
+        return tuple(axis.name for axis in self.axes if axis.cuts in _CHOSEN and self.size(axis.name) > 1)
+
+    @property
     def solving_order(self) -> tuple[str, ...]:
-        """The axes on which layouts are chosen, one after another: the innermost first, with the fastest links."""
-        return self.along("features")[::-1]
+        """The same, as they are solved for one after another: the innermost first, with the fastest links."""
+        return self.chosen[::-1]
 
     @property
     def row_ranks(self) -> int:

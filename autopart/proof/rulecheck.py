@@ -104,7 +104,7 @@ class Proof:
     def decisions(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> Decisions:
         """Replicated work, except for what is chosen on an axis."""
         whole = {node: strategies(node, 2, ANY_KIND)[0] for node in self.nodes}
-        on_axes = {axis: {**whole, **chosen.get(axis, {})} for axis in (*mesh.along("rows"), *mesh.along("features"))}
+        on_axes = {axis: {**whole, **chosen.get(axis, {})} for axis in (*mesh.along("rows"), *mesh.chosen)}
         return Decisions(mesh, 1, on_axes, {}, dict.fromkeys(whole, 0), 1)
 
     def error(self, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]]) -> str:

@@ -89,7 +89,7 @@ class Builder:
         self.graph = fx.Graph()
         self.inputs: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
-        self.parts = {ROWS: mesh.row_ranks * microbatches} | {axis: mesh.size(axis) for axis in mesh.along("features")}
+        self.parts = {ROWS: mesh.row_ranks * microbatches} | {axis: mesh.size(axis) for axis in mesh.chosen}
         self.chosen: dict[str, dict[fx.Node, Strategy]] = {over: {} for over in self.parts}
         self.stored: dict[str, Layout] = {}
         self.stage_of: dict[fx.Node, int] = {}
@@ -263,7 +263,7 @@ def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strate
 
 def _stored_over(mesh: Mesh) -> list[str]:
     """The axes over which parameters may be in parts."""
-    return [*mesh.along("features"), *([mesh.storing_axis] if mesh.storing_axis is not None else [])]
+    return [*mesh.chosen, *([mesh.storing_axis] if mesh.storing_axis is not None else [])]
 
 
 def _comment(node: fx.Node) -> str:

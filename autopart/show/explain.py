@@ -92,7 +92,7 @@ def _zero(plan: Plan) -> str:
 
 def _sends(plan: Plan) -> str:
     """How values go from stage to stage, where that is not whole."""
-    axes = ",".join(plan.mesh_object().along("features"))
+    axes = ",".join(plan.mesh_object().chosen)
     return f"in parts: each rank of {axes} sends one, and the next stage gathers them" if plan.scatter_sends else ""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import fx
@@ -27,7 +28,7 @@ from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.choose.recompute import check_recompute
 from autopart.passes.choose.shard import fit_around
 from autopart.passes.choose.storage import fitting_parts
-from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, strategies
+from autopart.passes.facts.strategies import strategies, ways
 from autopart.passes.pipeline import driven
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
 from autopart.plans.plan import Plan
@@ -76,7 +77,7 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
 
 def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...]:
     """`(axis, placement)` of a parameter; whole on an axis that cuts rows need not be said."""
-    features = decisions.mesh.along("features")
+    features = decisions.mesh.chosen
     places = {axis: str(decisions.place(name, axis)) for axis in (*decisions.mesh.along("rows"), *features)}
     return tuple((axis, place) for axis, place in places.items() if axis in features or place != str(R))
 
@@ -124,7 +125,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     stored: dict[str, Layout] = {}
     chosen: dict[str, Mapping[fx.Node, Strategy]] = {}
     for axis in mesh.solving_order:
-        beside = FREE.beside(chosen.values(), stored)
+        beside = replace(FREE, axis=axis, cuts=mesh.axis(axis).cuts).beside(chosen.values(), stored)
         stored = with_places(stored, axis, _read_stored(trace, plan, mesh, axis, stored))
         read = _read_strategies if own else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
@@ -198,14 +199,14 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
         where = plan.where("parameters", key)
         hint = f"S({len(sizes) - 1}) or R" if place.is_shard and place.dim >= len(sizes) else "R"
         hint = "R or S(0)" if place == P else hint
-        if mesh.axis(axis).cuts == "features":
+        if axis in mesh.chosen:
             why = cannot_store(place, sizes, axis, mesh.size(axis))
         else:
             layout = others.get(name, {})
             why = cannot_store_parts(place, sizes, axis, mesh.size(axis), layout)
             hint = fitting_parts(sizes, axis, mesh.size(axis), layout)
         if why:
-            over = "" if len(mesh.along("features")) == 1 and mesh.axis(axis).cuts == "features" else f" on {axis}"
+            over = "" if len(mesh.chosen) == 1 and axis in mesh.chosen else f" on {axis}"
             raise PlanError(f"the plan stores '{name}' as {place}{over}", why=why, where=where, hint=hint)
     return stored
 
@@ -222,7 +223,7 @@ def _fit_strategies(
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     nodes = [n for n in operators(trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
     for node in nodes:
-        found = beside.strategies(node, strategies(node, mesh.size(axis), ALL_TENSOR_KINDS))
+        found = beside.strategies(node, ways(node, mesh.size(axis), mesh.axis(axis).cuts))
         options = {str(option): option for option in found if not _cuts_otherwise(node, option, on_axis)}
         strategy = options.get(decided.get(facts(node)["key"], ""))
         if strategy is None:
@@ -248,7 +249,7 @@ def _read_strategies(
     for node in operators(trace.graph):
         if facts(node)["role"] not in (ACTIVE, WEIGHT):
             continue
-        options = beside.strategies(node, strategies(node, mesh.size(axis), ALL_TENSOR_KINDS))
+        options = beside.strategies(node, ways(node, mesh.size(axis), mesh.axis(axis).cuts))
         found = plan.operator_entry(facts(node)["key"], facts(node)["group"])
         strategy = options[0]
         if found is not None:

@@ -80,7 +80,8 @@ def _solve(
     step = Step(problem.microbatches, rows, problem.storage, mesh.stride(pinned.axis), summed_share(problem.trace))
     left = pinned.beside((sharding.strategies for _, sharding in solved.values()), stored)
     ranks = mesh.size(pinned.axis)
-    return cheapest(problem.graph, ranks, problem.hardware, problem.sequence_parallel, step, left)
+    cut_values = problem.sequence_parallel if pinned.cuts == "features" else True
+    return cheapest(problem.graph, ranks, problem.hardware, cut_values, step, left)
 
 
 @driven(notes=decision_notes)
@@ -118,7 +119,7 @@ def check_divides(
     """Raises LayoutError where the first axis that is solved for divides no matrix product of the model; where layouts
     are pinned, no weight."""
     axis = next(iter(chosen), None)
-    if axis is None:
+    if axis is None or mesh.axis(axis).cuts != "features":
         return
     products = [
         n for n in active_operators(trace.graph) if facts(n)["pattern"] is not None and facts(n)["pattern"].flops

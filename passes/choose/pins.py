@@ -22,9 +22,9 @@ from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
 from autopart.ir.layout import Layout, Placement, R, cannot_store
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Cuts, Mesh
 from autopart.passes.choose.pairs import NoSolution
-from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, output_atoms, possible, strategies
+from autopart.passes.facts.strategies import output_atoms, possible, ways, ways_without_cuts_of_values
 from autopart.plans.pins import LayoutPin, Pin, Pins
 from autopart.tracing.trace import Trace
 
@@ -41,6 +41,7 @@ class Pinned:
     """
 
     axis: str = ""
+    cuts: Cuts = "features"
     parameters: Mapping[str, tuple[LayoutPin, ...]] = field(default_factory=dict)
     operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
     variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]] = field(default_factory=dict)
@@ -127,7 +128,8 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
             parameters.update({name: (*parameters[name], pin) for name in names})
         if pin.axis == axis:
             nodes.update({node: (*nodes[node], pin) for node in found})
-    return Pinned(axis, parameters, nodes, _variants(trace, parameters, nodes))
+    cuts = mesh.axis(axis).cuts if axis else "features"
+    return Pinned(axis, cuts, parameters, nodes, _variants(trace, parameters, nodes))
 
 
 def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
@@ -210,7 +212,7 @@ def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
         )  # fmt: skip
     axis = mesh.axis(pin.axis)
     is_stored_so = (pin.is_replicated and axis.cuts != "stages") or (axis.stores and not pin.of_operator)
-    if axis.cuts == "features" or is_stored_so:
+    if axis.name in mesh.chosen or is_stored_so:
         return
     why = f"what an operator does over {pin.axis} follows from the rows of the batch"
     if not axis.stores:
@@ -231,9 +233,9 @@ def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: 
 
 
 def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> None:
-    if pin.axis not in mesh.along("features"):
+    if pin.axis not in mesh.chosen:
         return
-    options = possible(node, strategies(node, mesh.size(pin.axis), ALL_TENSOR_KINDS))
+    options = possible(node, ways(node, mesh.size(pin.axis), mesh.axis(pin.axis).cuts))
     if any(_runs_as(option, pin) for option in options):
         return
     outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
@@ -292,7 +294,7 @@ def _layout_conflict(
     pinned, ranks = pinned_layouts(trace, mesh, Pins(tuple(found)), axis), mesh.size(axis)
     if len(found) == 1:
         for node in pinned.operators:
-            if not pinned.strategies(node, strategies(node, ranks, TENSOR_KINDS)):
+            if not pinned.strategies(node, ways_without_cuts_of_values(node, ranks, pinned.cuts)):
                 why = f"{describe(node)} runs so with sequence parallelism only"
                 return LayoutError(cannot_hold(found), why=why, where=where, hint="sequence_parallel='auto' or True")
     why = _where_they_meet(trace, pinned, ranks)
@@ -308,7 +310,7 @@ def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
             return f"{_every_name(trace, name)}: a dim is cut by one axis alone"
     taken: dict[str, list[str]] = defaultdict(list)
     for node in pinned.operators:
-        options = pinned.strategies(node, strategies(node, ranks, ALL_TENSOR_KINDS))
+        options = pinned.strategies(node, ways(node, ranks, pinned.cuts))
         if not options:
             return f"{describe(node)} runs in one way"
         for weight, how in _on_weights(trace, node, options):

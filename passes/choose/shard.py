@@ -25,7 +25,7 @@ from autopart.passes.choose.pairs import NoSolution, Pairs
 from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.choose.prices import Price, Prices, Step, is_latency_bound
 from autopart.passes.facts.blocks import BlockPosition
-from autopart.passes.facts.strategies import ALL_TENSOR_KINDS, TENSOR_KINDS, possible, strategies
+from autopart.passes.facts.strategies import possible, ways, ways_without_cuts_of_values
 
 SequenceParallel = bool | Literal["auto"]
 """Whether values are cut along dims that no weight has: wherever they can be, never, or where that is faster."""
@@ -155,7 +155,8 @@ def fit_around(
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """The cheapest strategies around where the parameters lie and what is decided for the operators in `fixed`; values
     stay whole between matrix products where they do in all of those. `pinned`: what other axes leave."""
-    is_whole = all(s in strategies(node, num_shards, TENSOR_KINDS) for node, s in fixed.items())
+    cuts = pinned.cuts
+    is_whole = all(s in ways_without_cuts_of_values(node, num_shards, cuts) for node, s in fixed.items())
     between: Between = "whole" if is_whole else "free"
     return ShardingProblem(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
 
@@ -186,7 +187,8 @@ class ShardingProblem:
         self._collect(graph)
         self.values = self._find_values()
         nodes = list(self.choice_of)
-        self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", not stored)
+        weights_chosen = not stored and pinned.cuts != "positions"
+        self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", weights_chosen)
         self.real_prices = self.prices.with_all_latency()
         for choice in self.choices.values():
             ties = 1e-9 * self.prices.scale * len(choice.members)
@@ -225,21 +227,23 @@ class ShardingProblem:
             if facts(node)["role"] == ACTIVE:
                 self._join(BlockPosition(node), node, [R])
         for node, placements in wanted.items():
-            places = [R, *([R_GRAD_P] if facts(node)["needs_grad"] else []), *(p for p in placements if p.is_shard)]
+            cut = [p for p in placements if p.is_shard and self.pinned.cuts != "positions"]
+            places = [R, *([R_GRAD_P] if facts(node)["needs_grad"] else []), *cut]
             pinned = self.pinned.placements(node.target, places)
             places = [self.stored[node.target]] if node.target in self.stored else pinned
             self._join(facts(node)["place"], node, places)
 
     def _options(self, node: fx.Node) -> list[Strategy]:
         """What an operator may do; where values are to be cut, not whole what can be cut along a dim of no weight."""
+        plain = ways_without_cuts_of_values(node, self.num_shards, self.pinned.cuts)
         if self.between == "whole" or facts(node)["role"] != ACTIVE:
-            return self.pinned.strategies(node, strategies(node, self.num_shards, TENSOR_KINDS))
-        found = strategies(node, self.num_shards, ALL_TENSOR_KINDS)
+            return self.pinned.strategies(node, plain)
+        found = ways(node, self.num_shards, self.pinned.cuts)
         left = self.pinned.strategies(node, found)
         if self.between == "free":
             return left
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
-        return cut if cut and len(found) > len(strategies(node, self.num_shards, TENSOR_KINDS)) else left
+        return cut if cut and len(found) > len(plain) else left
 
     def _join(self, place: BlockPosition, node: fx.Node, options: list) -> None:
         if not options:

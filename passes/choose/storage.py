@@ -69,7 +69,7 @@ def stored_tensors(
         readers: the stages that read each parameter.
         axes: those of the mesh that have more than one rank, but for the stages.
     """
-    stored, features = {}, decisions.mesh.along("features")
+    stored, features = {}, decisions.mesh.chosen
     for name, parameter in trace.parameters.items():
         layout = {axis: decisions.place(name, axis) for axis in axes}
         partial = [axis for axis, place in layout.items() if place == R_GRAD_P or (axis not in features and place == R)]

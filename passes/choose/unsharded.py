@@ -76,7 +76,7 @@ def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
     if not total:
         return {}
     mesh, nowhere = decisions.mesh, dict[fx.Node, Strategy]()
-    on_axes = {axis: decisions.strategies.get(axis, nowhere) for axis in (*mesh.along("rows"), *mesh.along("features"))}
+    on_axes = {axis: decisions.strategies.get(axis, nowhere) for axis in (*mesh.along("rows"), *mesh.chosen)}
     return {
         axis: sum(flops[node] for node, strategy in on.items() if strategy.factor and node in flops) / total
         for axis, on in on_axes.items()

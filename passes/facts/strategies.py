@@ -18,9 +18,10 @@ from torch import fx
 
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, counted_atoms, factor_atoms, selections_in
 from autopart.ir.decisions import Strategy
-from autopart.ir.facts import DATA, INPUT, facts
+from autopart.ir.facts import DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import draws_random_numbers, is_tensor, source_of, tensor_inputs, tuple_values
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
+from autopart.ir.mesh import Cuts
 from autopart.ir.pattern import Pattern
 from autopart.ir.selection import is_selection
 from autopart.passes.rules.selections import moves_rows
@@ -30,16 +31,55 @@ ALL_TENSOR_KINDS = frozenset({FEATURE, DATA_DIM})
 ANY_KIND = frozenset({BATCH, DATA_DIM, FEATURE})
 """What may be cut on the tensor axis: features of weights; with sequence parallelism also positions."""
 
+_KINDS: Mapping[Cuts, frozenset[str]] = {
+    "features": ALL_TENSOR_KINDS, "positions": ALL_TENSOR_KINDS, "experts": frozenset({BATCH, FEATURE})
+}  # fmt: skip
+"""By what an axis cuts, all that may be cut on it of values. Weights are whole but on one that cuts features, and for
+experts (`_keeps_weights`)."""
 
-def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> tuple[Strategy, ...]:
+
+def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], uneven: bool = False) -> tuple[Strategy, ...]:
     """All strategies of `node` on an axis of `num_shards` ranks whose factors may be of these kinds (`FEATURE`, ...).
+    `uneven`: positions may be cut into shards of unequal sizes, as features are.
 
     The first ones are replicated work.
     """
-    known = facts(node)["strategies"]  # of all nodes like this one
-    if (num_shards, kinds) not in known:
-        known[num_shards, kinds] = tuple(dict.fromkeys(_strategies(node, num_shards, kinds)))
-    return known[num_shards, kinds]
+    known, key = facts(node)["strategies"], (num_shards, kinds, uneven)  # of all nodes like this one
+    if key not in known:
+        known[key] = tuple(dict.fromkeys(_strategies(node, num_shards, kinds, uneven)))
+    return known[key]
+
+
+def ways(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
+    """All that an operator may do on a chosen axis of so many ranks, which cuts this (`Axis.cuts`)."""
+    if cuts == "features":
+        return strategies(node, num_shards, ALL_TENSOR_KINDS)
+    known = facts(node)["strategies"]
+    if (num_shards, cuts) not in known:
+        found = strategies(node, num_shards, _KINDS[cuts], cuts == "positions")
+        known[num_shards, cuts] = tuple([s for s in found if _keeps_weights(node, s, cuts)])
+    return known[num_shards, cuts]
+
+
+def ways_without_cuts_of_values(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
+    """Those of `ways` that cut nothing but what comes from weights."""
+    plain = strategies(node, num_shards, TENSOR_KINDS)
+    return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])
+
+
+def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts) -> bool:
+    """Whether an operator takes weights whole, or cuts them as values that it takes beside them (a table of positions
+    that is added to them), or as experts: a dim of the weights that the rows choose from, or one that all have."""
+    weights = [facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node)]
+    if facts(node)["role"] == WEIGHT:
+        return cuts == "experts" or not strategy.is_sharded
+    if not any(place.is_shard and weight for place, weight in zip(strategy.inputs, weights, strict=True)):
+        return True
+    pattern: Pattern = facts(node)["pattern"]
+    if pattern.lookup and strategy.factor == pattern.lookup:
+        return cuts == "experts" and bool(pattern.flops)
+    beside = [dims for dims, weight in zip(pattern.inputs, weights, strict=True) if not weight]
+    return all(any(strategy.factor in dim for dims in side for dim in dims) for side in (beside, pattern.outputs))
 
 
 def possible(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
@@ -87,7 +127,7 @@ def can_make_rows(node: fx.Node, place: Placement, num_shards: int) -> bool:
     )
 
 
-def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[Strategy]:
+def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], uneven: bool) -> list[Strategy]:
     sources = tensor_inputs(node)
     num_outputs = len(tuple_values(node))
     grads = [facts(s)["needs_grad"] for s in sources]
@@ -101,10 +141,12 @@ def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str]) -> list[S
     for linear in pattern.linear:
         inputs = tuple(P if i in linear else (R_GRAD_P if grad else R) for i, grad in enumerate(grads))
         found.append(Strategy(inputs, (P,) * num_outputs))
-    return found + list(_sharded(node, pattern, grads, num_shards, kinds))
+    return found + list(_sharded(node, pattern, grads, num_shards, kinds, uneven))
 
 
-def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset) -> Iterator[Strategy]:
+def _sharded(
+    node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset, uneven: bool
+) -> Iterator[Strategy]:  # fmt: skip
     atoms = factor_atoms(node, pattern)
     if is_selection(node):
         atoms = {factor: counted_atoms([found], node.name) for factor, found in atoms.items()}
@@ -119,7 +161,7 @@ def _sharded(node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kind
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
-        for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds):
+        for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, uneven):
             if factor == pattern.lookup and sections:
                 continue  # a rank's rows of a table are known by the first one
             inputs = _places(pattern.inputs, given, factor, sections, pattern)
@@ -155,7 +197,7 @@ def _unsharded_output(pattern: Pattern, factor: str) -> Placement:
 
 
 def _ways_to_cut(
-    node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset
+    node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset, uneven: bool
 ) -> Iterator[Sections]:
     """The sections in which a factor can be sharded: whole, at the inner atoms of a merged dim, or as asked for."""
     size = pattern.sizes[factor]
@@ -167,7 +209,7 @@ def _ways_to_cut(
     outer = 1
     for atom in atoms:
         even = atom.size % num_shards == 0
-        if atom.kind in kinds and (even or (len(atoms) == 1 and _can_be_uneven(pattern, factor, atom, num_shards))):
+        if atom.kind in kinds and (even or (len(atoms) == 1 and _can_be_uneven(pattern, factor, atom, num_shards, uneven))):
             yield (outer,) if outer > 1 else ()
         outer *= atom.size
     if len(atoms) == 1 and atoms[0].kind in kinds:
@@ -177,7 +219,7 @@ def _ways_to_cut(
                 yield sections
 
 
-def _can_be_uneven(pattern: Pattern, factor: str, atom: Atom, num_shards: int) -> bool:
+def _can_be_uneven(pattern: Pattern, factor: str, atom: Atom, num_shards: int, positions: bool) -> bool:
     """Unequal shards are for features (a vocabulary of 50257, an inner width of 50) that are a dim of their own in all
     operands and are not made here, and leave no rank empty."""
     size = pattern.sizes[factor]
@@ -185,7 +227,7 @@ def _can_be_uneven(pattern: Pattern, factor: str, atom: Atom, num_shards: int) -
     alone = all(dim == (factor,) for dims in (*pattern.inputs, *pattern.outputs) for dim in dims if factor in dim)
     given = any(factor in dim for dims in pattern.inputs for dim in dims)
     few = size < 2 * num_shards or step * (num_shards - 1) >= size
-    return atom.kind == FEATURE and alone and given and not few
+    return (atom.kind == FEATURE or (positions and atom.kind == DATA_DIM)) and alone and given and not few
 
 
 def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:

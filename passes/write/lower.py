@@ -114,7 +114,7 @@ class _Writer:
     def __init__(self, trace: Trace, decisions: Decisions, rng: Rng, local_rows: bool = False):
         self.trace, self.decisions, self.local_rows = trace, decisions, local_rows
         mesh = decisions.mesh
-        rows, self.features = mesh.along("rows"), mesh.along("features")
+        rows, self.features = mesh.along("rows"), mesh.chosen
         in_time = {MICROBATCH_AXIS: decisions.microbatches} if decisions.microbatches > 1 else {}
         self.sizes = {a: mesh.size(a) for a in rows} | in_time | {a: mesh.size(a) for a in self.features}
         self.chosen = {axis: decisions.strategies[axis] for axis in self.sizes if axis in decisions.strategies}
