@@ -28,8 +28,6 @@ from .collectives import levels
 from .hardware import Hardware
 from .work import BUCKET_COPIES, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 
-BUILT = tuple(axis for axis in AXES if not axis.unbuilt)
-
 
 def ranks_of(axis: str) -> sympy.Symbol:
     """The symbol of an axis."""
@@ -43,7 +41,7 @@ def in_node_of(axis: str) -> sympy.Symbol:
 
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
 pp = ranks_of("pp")
-SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(BUILT)), m, v)
+SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(AXES)), m, v)
 """`b, s, tp, dp, dpr, pp, m, v`: of a mesh without axes of its own."""
 BACKWARD_SHARE = sympy.Rational(2, 3)
 """Of a step's work: it does twice what the forward does."""
@@ -97,7 +95,7 @@ class Formula:
     scatter_sends: bool = False
     """These three as in `cost.table.Setting`; scattered is what does not get smaller with `tp`."""
 
-    axes: tuple[Axis, ...] = BUILT
+    axes: tuple[Axis, ...] = AXES
     """Those that the mesh may have."""
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)

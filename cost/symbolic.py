@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autopart.errors import OptionError, PlanError, StageError
-from autopart.ir.mesh import Axis, Mesh
+from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, check_schedule, schedule_for
 from autopart.plans.plan import MEMORY_KINDS, Plan, Schedule
 
@@ -102,11 +102,7 @@ class Cost(dict[str, Any]):
         table, plan = self.table, self._plan
         hardware = Hardware.load(plan.hardware)
         zero = 3 if table.gathers else plan.zero
-        return Formula(table.totals, hardware, zero, scatter_sends=plan.scatter_sends, axes=self._axes)
-
-    @property
-    def _axes(self) -> tuple[Axis, ...]:
-        return tuple(axis for axis in self._plan.axes if not axis.unbuilt)
+        return Formula(table.totals, hardware, zero, scatter_sends=plan.scatter_sends, axes=plan.axes)
 
     @property
     def _plan(self) -> Plan:
@@ -154,7 +150,7 @@ class Cost(dict[str, Any]):
         from .formula import in_node_of
 
         pairs = [values] if len(values) == 2 else list(dict(*values).items())
-        inside = (in_node_of(axis.name) for axis in self._axes)
+        inside = (in_node_of(axis.name) for axis in self._plan.axes)
         symbols = {str(symbol): symbol for symbol in (*self.formula.sizes, *inside, *self.formula.constants)}
         given = {str(name): value for name, value in (*pairs, *named.items())}
         unknown = [name for name in given if name not in symbols]
@@ -172,7 +168,7 @@ class Cost(dict[str, Any]):
         Raises OptionError for other names and for sizes that are not above zero, StageError where there are too few
         places to cut, or no schedule runs so many stages and microbatches.
         """
-        names = ("b", "s", *(axis.name for axis in reversed(self._axes)), "m", "v")
+        names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():
             if name not in names or not size > 0:
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ SETTINGS = [
     ("tp2", 2, 1, "loop"), ("tp6", 1, 1, "loop"), ("dp2,tp2", 1, 1, "loop"), ("dp2,tp2", 3, 1, "loop"),
     ("pp2,dp2,tp2", 1, 2, "loop"), ("dp2,rows2", 1, 1, "loop"), ("dp2,rows3,tp2", 2, 1, "loop"),
     ("tp2,feat2", 1, 1, "loop"), ("tp3,feat2", 1, 1, "loop"), ("pp2,rows2,tp2,feat2", 2, 2, "loop"),
+    ("cp2", 1, 1, "loop"), ("cp3", 1, 1, "loop"), ("cp2,tp2", 1, 1, "loop"), ("dp2,ep2", 1, 1, "loop"),
+    ("cp2,ep2", 1, 1, "loop"),
 ]  # fmt: skip
 WIDER = (*AXES[:2], Axis("rows", "rows"), Axis("feat", "features"), *AXES[2:])
 """The table of axes that ships, with a second that cuts rows and a second that cuts features."""
@@ -443,7 +446,7 @@ def decisions(draw: Any, subject: Subject, mesh: Mesh, microbatches: int, num_st
     chosen: dict[str, dict[fx.Node, Strategy]] = {}
     stored: dict[str, dict[str, Placement]] = {str(n.target): {} for n in graph.find_nodes(op="get_attr")}
     for axis in mesh.solving_order:
-        beside = FREE.beside(chosen.values(), stored)
+        beside = replace(FREE, axis=axis, cuts=mesh.axis(axis).cuts).beside(chosen, stored, mesh)
         places = {
             str(n.target): _stored(draw, n, mesh.size(axis), kinds, beside) for n in graph.find_nodes(op="get_attr")
         }

@@ -22,7 +22,7 @@ from autopart.plans.plan import Plan
 from autopart.recipe import drafted, prepare
 from autopart.tracing.trace import bind_call
 
-b, s, tp, dp, dpr, pp, m, v = SIZES
+b, s, tp, ep, cp, dp, dpr, pp, m, v = SIZES
 
 
 @cache

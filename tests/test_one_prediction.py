@@ -36,6 +36,7 @@ CASES = [
     ("dp1", {"microbatches": 4}), ("dp2", {}), ("dp2", {"zero": 3, "microbatches": 2}), ("tp2", {"recompute": "full"}),
     ("tp2", {"sequence_parallel": True}), ("tp2", {"compile": True}), ("tp8", {"recompute": "selective"}), ("pp2", {}),
     ("pp2", INTERLEAVED | {"virtual_stages": 2}), ("pp4", INTERLEAVED | {"virtual_stages": 1}),
+    ("cp2", {}), ("dp2,cp4", {"zero": 3}), ("pp2,cp2,tp2", {"recompute": "full"}), ("dp2,ep2", {}),
     ("dp2,pp2,tp2", {}), ("dp2,pp2,tp2", {"zero": 3, "recompute": "full"}),
 ]  # fmt: skip
 

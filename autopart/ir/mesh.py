@@ -16,24 +16,28 @@ if TYPE_CHECKING:
 
 Cuts = Literal["stages", "rows", "features", "positions", "experts"]
 
-_CHOSEN: tuple[Cuts, ...] = ("positions", "experts", "features")
-
 
 @dataclass(frozen=True)
 class Axis:
     """What an axis of a mesh cuts, as data: all that tells one kind of parallelism from another.
 
     `cuts`: `"stages"`, the operators of the model into the stages of a pipeline; `"rows"`, the batch, as its rows pass
-    through the rules of the operators (nothing is chosen); `"features"`, the dims that come from weights, and positions
-    between them, as a solve finds cheapest for every operator. What gradients need follows from the layouts that come
-    of it: where a parameter is whole on an axis that cuts rows, they end as partial sums, and are summed once a step.
-    `stores`: parameters may be stored in parts over it too, whatever it cuts (ZeRO). `unbuilt`: what it is to be for.
+    through the rules of the operators (nothing is chosen). Of the others a solve finds what is cheapest for every
+    operator: `"features"` cuts the dims that come from weights, and positions between them; `"positions"` the other
+    dims of values, weights are whole (a sequence, and heads where no weight is read); `"experts"` rows of the batch,
+    and of the weights those of experts alone. What gradients need follows from the layouts that come of it: where a
+    parameter is whole and values are cut, they end as partial sums, and are summed once a step.
+    `stores`: parameters may be stored in parts over it too, whatever it cuts (ZeRO).
     """
 
     name: str
     cuts: Cuts
     stores: bool = False
-    unbuilt: str = ""
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether layouts are chosen on it, as is cheapest for every operator."""
+        return self.cuts in ("positions", "experts", "features")
 
 
 AXES = (
@@ -116,7 +120,7 @@ class Mesh:
     @property
     def chosen(self) -> tuple[str, ...]:
         """The axes of several ranks on which layouts are chosen, outermost first."""
-        return tuple(axis.name for axis in self.axes if axis.cuts in _CHOSEN and self.size(axis.name) > 1)
+        return tuple(axis.name for axis in self.axes if axis.is_chosen and self.size(axis.name) > 1)
 
     @property
     def solving_order(self) -> tuple[str, ...]:
@@ -222,9 +226,3 @@ def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise MeshError(f"mesh axis '{name}' has size {size!r}", why="a size is a whole number from 1")
-        if known[name].unbuilt and size > 1:
-            raise MeshError(
-                f"mesh axis '{name}' has size {size}",
-                why=f"{known[name].unbuilt} is not built yet",
-                hint=f"use the axes {', '.join(axis.name for axis in axes if not axis.unbuilt)}",
-            )

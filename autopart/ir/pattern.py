@@ -56,5 +56,10 @@ class Pattern:
         return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, self.flops, joined, self.tied
 
 
+def is_innermost(pattern: Pattern, factor: str) -> bool:
+    """Whether every dim that has a factor has no other one inside it."""
+    return all(dim[-1] == factor for dims in (*pattern.inputs, *pattern.outputs) for dim in dims if factor in dim)
+
+
 def _dim_text(factors: tuple[str, ...]) -> str:
     return factors[0] if len(factors) == 1 else f"({' '.join(factors)})" if factors else "1"

@@ -51,10 +51,9 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
     """Regular expressions of all axes, of those that parameters are placed on, and of those that operators are."""
-    built = [axis for axis in axes if not axis.unbuilt]
-    features = [axis.name for axis in built if axis.cuts == "features"]
-    stored = [axis.name for axis in built if axis.stores or axis.cuts == "features"]
-    return tuple(map("|".join, ([axis.name for axis in axes], stored, features)))
+    chosen = [axis.name for axis in axes if axis.is_chosen]
+    stored = [axis.name for axis in axes if axis.stores or axis.is_chosen]
+    return tuple(map("|".join, ([axis.name for axis in axes], stored, chosen)))
 
 
 class ShownText(str):

@@ -125,7 +125,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     stored: dict[str, Layout] = {}
     chosen: dict[str, Mapping[fx.Node, Strategy]] = {}
     for axis in mesh.solving_order:
-        beside = replace(FREE, axis=axis, cuts=mesh.axis(axis).cuts).beside(chosen.values(), stored)
+        beside = replace(FREE, axis=axis, cuts=mesh.axis(axis).cuts).beside(chosen, stored, mesh)
         stored = with_places(stored, axis, _read_stored(trace, plan, mesh, axis, stored))
         read = _read_strategies if own else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}

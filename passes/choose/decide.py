@@ -78,7 +78,8 @@ def _solve(
     """The cheapest sharding over an axis, beside what was `solved` before."""
     mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
     step = Step(problem.microbatches, rows, problem.storage, mesh.stride(pinned.axis), summed_share(problem.trace))
-    left = pinned.beside((sharding.strategies for _, sharding in solved.values()), stored)
+    before = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
+    left = pinned.beside(before, stored, mesh)
     ranks = mesh.size(pinned.axis)
     cut_values = problem.sequence_parallel if pinned.cuts == "features" else True
     return cheapest(problem.graph, ranks, problem.hardware, cut_values, step, left)

@@ -12,17 +12,18 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.ir.atoms import BATCH, DATA_DIM, Atom
+from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
 from autopart.ir.layout import Layout, Placement, R, cannot_store
 from autopart.ir.mesh import Cuts, Mesh
+from autopart.ir.pattern import is_innermost
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.facts.strategies import output_atoms, possible, ways, ways_without_cuts_of_values
 from autopart.plans.pins import LayoutPin, Pin, Pins
@@ -31,13 +32,21 @@ from autopart.tracing.trace import Trace
 T = TypeVar("T")
 
 
+class Taken(NamedTuple):
+    """How axes that were solved for before cut a factor of an operator, and into how many parts together."""
+
+    strategy: Strategy
+    parts: int
+
+
 @dataclass(frozen=True)
 class Pinned:
     """What is fixed on an axis that is solved for: the layout pins, by what they hold for, with those that cut a
     parameter over another axis, and what axes solved before have taken. A dim is cut by one axis alone.
 
     `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
-    choices. `factors`, `dims`: those of an operator's rule, and of a parameter, that other axes cut.
+    choices. `factors`, `dims`: those of an operator's rule, and of a parameter, that other axes cut. `ranks`: of this
+    axis.
     """
 
     axis: str = ""
@@ -45,13 +54,28 @@ class Pinned:
     parameters: Mapping[str, tuple[LayoutPin, ...]] = field(default_factory=dict)
     operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
     variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]] = field(default_factory=dict)
-    factors: Mapping[fx.Node, frozenset[str]] = field(default_factory=dict)
+    factors: Mapping[fx.Node, Mapping[str, Taken]] = field(default_factory=dict)
     dims: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    ranks: int = 1
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
         """The options that the pins of an operator, and other axes, leave."""
-        pins, taken = self.operators.get(node, ()), self.factors.get(node, frozenset())
-        return [o for o in options if o.factor not in taken and all(_runs_as(o, pin) for pin in pins)]
+        pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
+        free = [o for o in options if o.factor not in taken or self._divides_again(node, o, taken[o.factor])]
+        return [o for o in free if all(_runs_as(o, pin) for pin in pins)]
+
+    def _divides_again(self, node: fx.Node, option: Strategy, taken: Taken) -> bool:
+        """Whether an operator may cut what axes inside this one cut alike: positions, of a size that divides by all
+        these ranks. Each of theirs is then a part of what a rank of this axis has."""
+        pattern = facts(node)["pattern"]
+        assert pattern is not None, "without a rule nothing is cut"
+        if self.cuts != "positions" or option.factor == pattern.lookup or option.factor in pattern.joined:
+            return False
+        places = [(*o.inputs, *o.outputs) for o in (option, taken.strategy)]
+        alike = all(a == b for a, b in zip(*places, strict=True) if a.is_shard or b.is_shard)
+        atoms = factor_atoms(node, pattern).get(option.factor, ())
+        is_positions = bool(atoms) and atoms[-1].kind == DATA_DIM and is_innermost(pattern, option.factor)
+        return alike and is_positions and atoms[-1].size % (taken.parts * self.ranks) == 0
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
         """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""
@@ -60,14 +84,20 @@ class Pinned:
         free = [place for place in dict.fromkeys([*options, *asked]) if not (place.is_shard and place.dim in taken)]
         return [place for place in free if all(self._lies_as(place, pin) for pin in pins)]
 
-    def beside(self, before: Iterable[Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout]) -> Pinned:
-        """The same, where other axes were solved for before. `stored`: {parameter: its layout so far}."""
-        factors: dict[fx.Node, frozenset[str]] = {}
-        for chosen in before:
-            factors |= {n: factors.get(n, frozenset()) | {s.factor} for n, s in chosen.items() if s.factor}
+    def beside(
+        self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
+    ) -> Pinned:  # fmt: skip
+        """The same, where other axes were solved for before: what every operator does on them, and {parameter: its
+        layout so far}."""
+        factors: dict[fx.Node, dict[str, Taken]] = defaultdict(dict)
+        for axis, chosen in before.items():
+            for node, strategy in chosen.items():
+                if factor := strategy.factor:
+                    parts = factors[node][factor].parts if factor in factors[node] else 1
+                    factors[node][factor] = Taken(strategy, parts * mesh.size(axis))
         dims = {name: frozenset(place.dim for place in places.values() if place.is_shard)
                 for name, places in stored.items()}  # fmt: skip
-        return replace(self, factors=factors, dims=dims)
+        return replace(self, factors=factors, dims=dims, ranks=mesh.size(self.axis))
 
     def _lies_as(self, place: Placement, pin: LayoutPin) -> bool:
         if pin.axis != self.axis:

@@ -197,7 +197,9 @@ class ShardingProblem:
 
     def pinned_by(self, pinned: Pinned) -> ShardingProblem:
         """The same programme with other pins, beside the same axes."""
-        return self._again(replace(pinned, factors=self.pinned.factors, dims=self.pinned.dims), self.is_shared)
+        return self._again(
+            replace(pinned, factors=self.pinned.factors, dims=self.pinned.dims, ranks=self.pinned.ranks), self.is_shared
+        )
 
     def sharing_costs(self, shared: Sharding) -> float:
         """By how much, relative to its objective, a solution would cost less if the first and the last repeated blocks

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
-from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, counted_atoms, factor_atoms, selections_in
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atoms, counted_atoms, factor_atoms, selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import draws_random_numbers, is_tensor, source_of, tensor_inputs, tuple_values
 from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
 from autopart.ir.mesh import Cuts
-from autopart.ir.pattern import Pattern
+from autopart.ir.pattern import Pattern, is_innermost
 from autopart.ir.selection import is_selection
 from autopart.passes.rules.selections import moves_rows
 
@@ -75,7 +75,8 @@ def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts) -> bool:
         return cuts == "experts" or not strategy.is_sharded
     if not any(place.is_shard and weight for place, weight in zip(strategy.inputs, weights, strict=True)):
         return True
-    pattern: Pattern = facts(node)["pattern"]
+    pattern = facts(node)["pattern"]
+    assert pattern is not None, "without a rule nothing is cut"
     if pattern.lookup and strategy.factor == pattern.lookup:
         return cuts == "experts" and bool(pattern.flops)
     beside = [dims for dims, weight in zip(pattern.inputs, weights, strict=True) if not weight]
@@ -207,9 +208,9 @@ def _ways_to_cut(
             yield pattern.joined[factor]
         return
     outer = 1
-    for atom in atoms:
+    for i, atom in enumerate(atoms):
         even = atom.size % num_shards == 0
-        if atom.kind in kinds and (even or (len(atoms) == 1 and _can_be_uneven(pattern, factor, atom, num_shards, uneven))):
+        if atom.kind in kinds and (even or _can_be_uneven(pattern, factor, atoms, i, num_shards, uneven)):
             yield (outer,) if outer > 1 else ()
         outer *= atom.size
     if len(atoms) == 1 and atoms[0].kind in kinds:
@@ -219,15 +220,18 @@ def _ways_to_cut(
                 yield sections
 
 
-def _can_be_uneven(pattern: Pattern, factor: str, atom: Atom, num_shards: int, positions: bool) -> bool:
-    """Unequal shards are for features (a vocabulary of 50257, an inner width of 50) that are a dim of their own in all
-    operands and are not made here, and leave no rank empty."""
-    size = pattern.sizes[factor]
-    step = -(-size // num_shards)
+def _can_be_uneven(
+    pattern: Pattern, factor: str, atoms: Atoms, i: int, num_shards: int, positions: bool
+) -> bool:  # fmt: skip
+    """Whether an atom of a factor may be cut into unequal shards: features (a vocabulary of 50257, an inner width of
+    50) that are a dim of their own in all operands, and positions that nothing is inside of in a dim; that are not
+    made here, and leave no rank empty."""
+    size, given = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
+    few = size < 2 * num_shards or -(-size // num_shards) * (num_shards - 1) >= size
+    if positions and atoms[i].kind == DATA_DIM:
+        return given and not few and i == len(atoms) - 1 and is_innermost(pattern, factor)
     alone = all(dim == (factor,) for dims in (*pattern.inputs, *pattern.outputs) for dim in dims if factor in dim)
-    given = any(factor in dim for dims in pattern.inputs for dim in dims)
-    few = size < 2 * num_shards or step * (num_shards - 1) >= size
-    return (atom.kind == FEATURE or (positions and atom.kind == DATA_DIM)) and alone and given and not few
+    return atoms[i].kind == FEATURE and len(atoms) == 1 and alone and given and not few
 
 
 def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:

@@ -15,7 +15,7 @@ from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
-from autopart.ir.layout import Placement, local_shape
+from autopart.ir.layout import Placement, local_shape, section_sizes
 from autopart.ir.operators import autopart_ops
 from autopart.ir.pattern import Pattern
 from autopart.ir.selection import most_positions
@@ -91,7 +91,7 @@ def shape_argument(call: LocalCall) -> fx.Node:
     is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(given, made_of, strict=True)]
     local = [-1 if of else size for of, size in zip(is_open, local, strict=True)]
     for axis, place in layout.items():
-        if place.is_shard and full[place.dim] % call.sizes[axis] and not place.sections:
+        if place.is_shard and any(size % call.sizes[axis] for size in section_sizes(full[place.dim], place.sections)):
             local[place.dim] = -1  # shards of unequal sizes
     return call.as_traced({1: local})
 
