@@ -26,7 +26,7 @@ from autopart.plans.plan import Schedule
 from . import collectives
 from .collectives import levels
 from .hardware import Hardware
-from .work import BUCKET_COPIES, OPTIMIZER_TRAFFIC, Size, Sizes, Work
+from .work import BUCKET_COPIES, CHOSEN, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 
 
 def ranks_of(axis: str) -> sympy.Symbol:
@@ -42,7 +42,7 @@ def in_node_of(axis: str) -> sympy.Symbol:
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
 pp = ranks_of("pp")
 SIZES = (b, s, *(ranks_of(axis.name) for axis in reversed(AXES)), m, v)
-"""`b, s, tp, dp, dpr, pp, m, v`: of a mesh without axes of its own."""
+"""`b, s, tp, ep, cp, dp, dpr, pp, m, v`: of a mesh without axes of its own."""
 BACKWARD_SHARE = sympy.Rational(2, 3)
 """Of a step's work: it does twice what the forward does."""
 
@@ -58,7 +58,8 @@ class Totals:
     `cast_cut`: bytes that casting parameters and gradients moves in a microbatch, of those that ZeRO-3 does not cut and
     of those that it does; `read`, `summed`: as in `cost.rows.Parameter`, of all. `kept`: of activations,
     by all operators. `temporary`: beyond it at the largest. `sent`: between two stages. `buffers`: of the model and of
-    the inputs. `hidden`: the share of gradients that are complete before the last. `at`: the sizes that all were
+    the inputs. `summed_over`: {axis: bytes of the parameters whose gradients are summed over it, and of those that ZeRO
+    cuts}. `hidden`: the share of gradients that are complete before the last. `at`: the sizes that all were
     counted at.
     """
 
@@ -75,6 +76,7 @@ class Totals:
     temporary: Size
     sent: Size
     buffers: float
+    summed_over: Mapping[str, tuple[Size, Size]]
     hidden: float
     at: Sizes
 
@@ -116,12 +118,14 @@ class Formula:
 
     def of(self, size: Size) -> sympy.Expr:
         """A Size in the symbols."""
-        at, tp = self.totals.at, ranks_of(self._mesh.tensor_axis)
-        terms = (
-            _exact(value) * (b / at.b) ** p.b * (s / at.s) ** p.s * (sympy.Integer(at.tp) / tp) ** p.tp
-            for p, value in size.terms
-        )
-        return sympy.Add(*terms)
+        return sympy.Add(*(_exact(value) * self._times.scale(powers) for powers, value in size.terms))
+
+    @cached_property
+    def _times(self) -> Sizes:
+        """How many times the sizes that all was counted at."""
+        at = self.totals.at
+        ranks = {name: ranks_of(self._mesh.innermost(cuts)) / getattr(at, name) for name, cuts in CHOSEN.items()}
+        return Sizes(b / at.b, s / at.s, **ranks)
 
     def seconds(self, work: Work) -> sympy.Expr:
         """Of one work."""
@@ -215,10 +219,15 @@ class Formula:
         whole = self.of(self.totals.trained) - (self.of(self.totals.cut) if self.zero else 0)
         work = sympy.Add(*self.kinds_s.values()) / pp
         sums = []
-        for axis in (axis.name for axis in self.axes if axis.cuts == "rows"):
+        over = {axis.name: whole for axis in self.axes if axis.cuts == "rows"}
+        ranks = ranks_of(self._mesh.data_axis)
+        for axis, (size, cut) in self.totals.summed_over.items():
+            in_parts = self.of(cut) * (1 - 1 / ranks) if self.zero else 0
+            over.setdefault(axis, self.of(size) - in_parts)
+        for axis, summed in over.items():
             several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
-            sums.append(several * whole / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M))
+            sums.append(several * summed / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M))
         found = {"gradient sums": self._beside(sympy.Add(*sums) * _exact(self.totals.summed), work * BACKWARD_SHARE)}
         if self.zero and self.totals.num_cut:
             axis, number = self._mesh.data_axis, sympy.Integer(self.totals.num_cut) / pp
@@ -295,8 +304,8 @@ class Formula:
 
 
 def compiled(formulas: Sequence[Formula]) -> Any:
-    """(step_time_s, memory_bytes) of each formula as one numpy function of `b, s, tp, dp, dpr, pp, m, v, g_tp, g_dp,
-    g_dpr, g_pp`: numbers or arrays of them. The formulas are of one kind of hardware, for the same axes."""
+    """(step_time_s, memory_bytes) of each formula as one numpy function of its `sizes`, then of `g_tp`, `g_dp`, ...:
+    numbers or arrays of them. The formulas are of one kind of hardware, for the same axes."""
     constants, sizes = formulas[0].constants, formulas[0].sizes
     found = [expression for f in formulas for expression in (f.step_time_s, f.memory_bytes)]
     inside = (in_node_of(str(axis)) for axis in sizes[2:-2])

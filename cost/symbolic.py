@@ -159,7 +159,7 @@ class Cost(dict[str, Any]):
         return self.expression.subs({symbols[name]: value for name, value in given.items()})
 
     def at(self, **sizes: float) -> Figures:
-        """The figures with some of `b, s, tp, dp, dpr, pp, m, v` changed, all else being the plan's.
+        """The figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed, all else being the plan's.
 
         The step is predicted as `autopart.simulate` does, from what the plan's operators do: layouts stay as they are,
         stages are balanced anew where there are others. Memory is that of the plan and what is predicted to change;
@@ -248,7 +248,7 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float = 1.0, high: float =
     one that was slower becomes the faster; None where one is always faster.
 
     Args:
-        over: one of `b, s, tp, dp, dpr, pp, m, v`; all else is as each plan has it.
+        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`; all else is as each plan has it.
 
     Example:
         >>> autopart.crossover(with_recompute, without, over="s")    # doctest: +SKIP

@@ -29,7 +29,7 @@ from .sends import Crossing, gather_cost, scattering_pays
 from .setting import Setting
 from .simulate import Simulation, simulated
 from .stages import balance
-from .work import NOTHING, Size, Sizes, Work, flops_by_dtype, gradient_sum_s, optimizer_s
+from .work import NOTHING, Size, Sizes, Work, chosen_ranks, flops_by_dtype, gradient_sum_s, optimizer_s
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Table:
     """The operators of a model in order, with each repeated block as often as it is there.
 
     `rows`, `parameters`: of the copy. `order`: all operators, as (position in `rows`, container of the block it is in,
-    the block's number). `b`, `s`, `tp`: rows of a microbatch, tokens of a row and ranks that were counted.
+    the block's number). `b`, `s`, `tp`, `cp`, `ep`: rows of a microbatch, tokens of a row and ranks that were counted.
     `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
     `gathers`: the rows have what ZeRO-3 gathers and scatters. `hidden_sums`: the share of gradients that are complete
     before the last ones are, so that their sums may run beside the backward. `cuts`: of numbers of stages asked for so
@@ -55,6 +55,8 @@ class Table:
     buffer_bytes: float = 0.0
     gathers: bool = False
     hidden_sums: float = 0.0
+    cp: int = 1
+    ep: int = 1
     cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -77,7 +79,8 @@ class Table:
     def times(self, setting: Setting) -> Sizes:
         """How many times the sizes that it was counted at."""
         tokens = self.s if setting.tokens is None else setting.tokens
-        return Sizes(setting.b / self.b, tokens / self.s, setting.mesh.size(setting.mesh.tensor_axis) / self.tp)
+        ranks = {name: size / getattr(self, name) for name, size in chosen_ranks(setting.mesh).items()}
+        return Sizes(setting.b / self.b, tokens / self.s, **ranks)
 
     @cached_property
     def counts(self) -> Mapping[tuple[str, Work], int]:
@@ -108,7 +111,8 @@ class Table:
             Size.sum(row.kept * int(count) for row, count in zip(self.rows, often, strict=True)),
             max((row.temporary for row in self.rows), key=lambda size: size.value),
             min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
-                default=NOTHING), self.buffer_bytes, self.hidden_sums, Sizes(self.b, self.s, self.tp),
+                default=NOTHING), self.buffer_bytes, _summed_over(trained), self.hidden_sums,
+            Sizes(self.b, self.s, self.tp, self.cp, self.ep),
         )  # fmt: skip
 
 
@@ -116,6 +120,16 @@ def _share(found: Iterable[tuple[float, float]]) -> float:
     """The mean of shares, each of so many bytes."""
     weights, shares = zip(*found, strict=True)
     return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
+
+
+def _summed_over(trained: Iterable[Parameter]) -> dict[str, tuple[Size, Size]]:
+    """`Totals.summed_over`, of the parameters that get a gradient."""
+    found: dict[str, tuple[Size, Size]] = {}
+    for parameter in trained:
+        for axis in parameter.axes:
+            whole, cut = found.get(axis, (NOTHING, NOTHING))
+            found[axis] = whole + parameter.size, cut + (parameter.size if parameter.cut else NOTHING)
+    return found
 
 
 def _named(name: str, path: str, number: int) -> str:

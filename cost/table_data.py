@@ -151,7 +151,7 @@ _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False}
 """What is said of a parameter in mixed precision, and what it is else."""
 _MORE_SIZES = ("flops", "depth", "causal")
 _BYTES = ("kept", "temporary", "crossing", "load")
-_NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
+_NUMBERS = ("b", "s", "tp", "cp", "ep", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
 
 def _cast_data(parameter: Parameter) -> dict[str, Any]:

@@ -1,17 +1,17 @@
 """What an operator does on a rank, counted so that it can be priced at other sizes and on other devices.
 
-A `Size` is a polynomial in the rows of a microbatch `b`, the tokens of a row `s` and `1 / tp`. A `Work` is one kernel
-or collective: its FLOPs and bytes, both Sizes; a profile (`Hardware`) makes seconds of it.
+A `Size` is a polynomial in the rows of a microbatch `b`, the tokens of a row `s`, `1 / tp`, `1 / cp` and `1 / ep`. A
+`Work` is one kernel or collective: its FLOPs and bytes, both Sizes; a profile (`Hardware`) makes seconds of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autopart.ir.buckets import BUCKET_BYTES
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Cuts, Mesh
 
 from .collectives import time_s, wire_bytes
 from .hardware import Hardware
@@ -24,19 +24,41 @@ BUCKET_COPIES = 2
 
 
 class Powers(NamedTuple):
-    """The powers in which a product of dims has `b`, `s` and `1 / tp`."""
+    """The powers in which a product of dims has `b`, `s`, `1 / tp`, `1 / cp` and `1 / ep`."""
 
     b: int = 0
     s: int = 0
     tp: int = 0
+    cp: int = 0
+    ep: int = 0
 
 
 class Sizes(NamedTuple):
-    """What `b`, `s` and `tp` are: numbers, arrays of them, or symbols."""
+    """What `b`, `s`, `tp`, `cp` and `ep` are: numbers, arrays of them, or symbols."""
 
     b: Any = 1
     s: Any = 1
     tp: Any = 1
+    cp: Any = 1
+    ep: Any = 1
+
+    def scale(self, powers: Powers) -> Any:
+        """What a product of dims of these powers is, of these sizes."""
+        ranks = self.tp**powers.tp * self.cp**powers.cp * self.ep**powers.ep
+        return self.b**powers.b * self.s**powers.s / ranks
+
+
+CHOSEN: Mapping[str, Cuts] = {"tp": "features", "cp": "positions", "ep": "experts"}
+"""What the axis cuts that a field of `Powers` is named after: of several the innermost."""
+
+
+def chosen_ranks(mesh: Mesh) -> dict[str, int]:
+    """The ranks of these axes.
+
+    >>> chosen_ranks(Mesh.parse("dp2,cp4"))
+    {'tp': 1, 'cp': 4, 'ep': 1}
+    """
+    return {name: mesh.size(mesh.innermost(cuts)) for name, cuts in CHOSEN.items()}
 
 
 @dataclass(frozen=True)
@@ -69,8 +91,8 @@ class Size:
         return sum(value for _, value in self.terms)
 
     def at(self, times: Sizes) -> Any:
-        """At other sizes, each given as how many times (`b`, `s`, `tp`) those that it was counted at."""
-        return sum((value * times.b**p.b * times.s**p.s / times.tp**p.tp for p, value in self.terms), 0)
+        """At other sizes, each given as how many times (`b`, `s`, `tp`, ...) those that it was counted at."""
+        return sum((value * times.scale(powers) for powers, value in self.terms), 0)
 
     def __add__(self, other: Size) -> Size:
         return Size.sum((self, other))

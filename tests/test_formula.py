@@ -166,7 +166,7 @@ def test_a_sweep_is_one_vectorised_call():
     formula = Formula(plan("tp2").cost.formula.totals, Hardware.load())
     number = 10_000
     rows = np.resize([1.0, 2.0, 4.0, 8.0], number)
-    # b, s, tp, dp, dpr, pp, m, v, and the ranks of each group in one node
-    times, sizes = compiled([formula])(rows, 32, 2, 8, 1, 4, np.arange(1, number + 1), 1, 2, 4, 1, 1)
+    # b, s, tp, ep, cp, dp, dpr, pp, m, v, and the ranks of each group in one node
+    times, sizes = compiled([formula])(rows, 32, 2, 1, 1, 8, 1, 4, np.arange(1, number + 1), 1, 2, 1, 1, 4, 1, 1)
     assert times.shape == (number,)
     assert np.all(np.diff(times[::4]) > 0) and np.all(np.asarray(sizes) > 0)

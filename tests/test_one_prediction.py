@@ -84,6 +84,8 @@ AT = [
     ("dp2", {}, {"dp": 4}), ("dp2", {"zero": 3}, {"dp": 8}), ("dp2", {}, {"b": 4}), ("dp2", {"zero": 3}, {"m": 4}),
     ("dp1", {"microbatches": 4}, {"m": 8}), ("tp2", {}, {"tp": 4}), ("tp2", {"recompute": "full"}, {"b": 4}),
     ("tp2", {"compile": True}, {"dp": 2}), ("tp2", {}, {"s": 64}), ("pp2", {"microbatches": 4}, {"m": 8}),
+    ("cp2", {}, {"cp": 4}), ("cp2", {"recompute": "full"}, {"b": 8}), ("ep2", {}, {"ep": 4}),
+    ("cp2,tp2", {}, {"cp": 4}),
     ("pp2", {"microbatches": 4}, {"pp": 4}), ("pp2", {"microbatches": 4}, {"v": 2}),
     ("dp2,pp2,tp2", {"zero": 3, "recompute": "full", "microbatches": 4}, {"dp": 4, "m": 8}),
 ]  # fmt: skip
@@ -94,7 +96,9 @@ AT = [
 @pytest.mark.parametrize(("mesh", "options", "sizes"), AT, ids=str)
 def test_at_other_sizes_is_near_a_new_plan(name, mesh, options, sizes):
     plan = planned(name, mesh, options)
-    other = Mesh.parse({**plan.mesh, **{axis: n for axis, n in sizes.items() if axis in ("dp", "tp", "pp")}})
+    other = Mesh.parse(
+        {**plan.mesh, **{axis: n for axis, n in sizes.items() if axis in ("dp", "cp", "ep", "tp", "pp")}}
+    )
     asked = {**options, "microbatches": sizes.get("m", plan.schedule.microbatches)}
     asked |= {"schedule": "interleaved_1f1b", "virtual_stages": sizes["v"]} if "v" in sizes else {}
     rows = sizes.get("b", plan.cost.table.b) * other.row_ranks * asked["microbatches"]

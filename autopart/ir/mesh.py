@@ -160,8 +160,16 @@ class Mesh:
 
     @property
     def tensor_axis(self) -> str:
-        """The innermost axis that cuts features, though it have one rank: `tp`, in whose size formulas are written."""
-        return next(axis.name for axis in reversed(self.axes) if axis.cuts == "features")
+        """The innermost axis that cuts features, though it have one rank: `tp`."""
+        return self.innermost("features")
+
+    def innermost(self, cuts: Cuts) -> str:
+        """The innermost axis that cuts this, though it have one rank: formulas are written in its size.
+
+        >>> Mesh.parse("dp2").innermost("positions")
+        'cp'
+        """
+        return next(axis.name for axis in reversed(self.axes) if axis.cuts == cuts)
 
     @cached_property
     def num_ranks(self) -> int:

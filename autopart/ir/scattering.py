@@ -24,7 +24,7 @@ def in_parts(node: fx.Node, layout: Layout, mesh: Mesh) -> dict[str, Placement] 
     dim can be cut: one that no axis cuts yet, of a size that is known and divides by the ranks. The last such dim is
     taken.
     """
-    axes = mesh.chosen
+    axes = mesh.along("features")
     if not axes or any(layout.get(axis, R) != R for axis in axes):
         return None
     taken = {place.dim for place in layout.values() if place.is_shard} | {*facts(node).get("shares", ())}

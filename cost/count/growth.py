@@ -1,4 +1,5 @@
-"""In which powers of the rows of a microbatch, the tokens of a row and `1 / tp` written values and FLOPs grow."""
+"""In which powers of a microbatch's rows, a row's tokens, `1 / tp`, `1 / cp` and `1 / ep` written values and FLOPs
+grow."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, fx
 
-from autopart.cost.work import Powers
+from autopart.cost.work import CHOSEN, Powers
 from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs, value
@@ -34,11 +35,11 @@ class Growth:
         self._tokens = tokens(trace)
         cut = () if program.copied else program.mesh.along("rows")
         sizes = {axis: program.mesh.size(axis) for axis in cut} | {MICROBATCH_AXIS: program.microbatches}
-        self._tensor_axis = program.mesh.tensor_axis
+        self._axes = {name: program.mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
         self._row_axes = [axis for axis, size in sizes.items() if size > 1]
         self._of: dict[fx.Node, Powers] = {}
         self._traced_of: dict[fx.Node, Powers] = {}
-        self._cuts: dict[fx.Node, int | None] = {}
+        self._cuts: dict[tuple[fx.Node, str], int | None] = {}
 
     def of(self, node: fx.Node) -> Powers:
         """Of a written value's bytes."""
@@ -51,25 +52,27 @@ class Growth:
         if origin is None:  # one step of several towards a traced value, or a tuple of them
             parts = [self.of(user) for user in node.users if "origin" in facts(user) and user.args[0] is node]
             found = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
-            return found if parts or self._cut(node) is not None else found._replace(tp=0)
+            whole = {} if parts else {name: 0 for name, axis in self._axes.items() if self._cut(node, axis) is None}
+            return found._replace(**whole)
         if origin not in self._traced_of:
             self._traced_of[origin] = self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
-        found, tp = self._traced_of[origin], layout.get(self._tensor_axis)
+        found = self._traced_of[origin]
         cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
-        return Powers(found.b * cut, found.s, int(tp is not None and tp.is_shard))
+        over = {name: int(axis in layout and layout[axis].is_shard) for name, axis in self._axes.items()}
+        return Powers(found.b * cut, found.s, **over)
 
-    def _cut(self, node: fx.Node) -> int | None:
-        """The dim of a written value that is cut over `tp`: of one of several steps, where an input has it too."""
-        if node not in self._cuts:
-            self._cuts[node] = self._found_cut(node)
-        return self._cuts[node]
+    def _cut(self, node: fx.Node, axis: str) -> int | None:
+        """The dim of a written value that is cut over an axis: of one of several steps, where an input has it too."""
+        if (node, axis) not in self._cuts:
+            self._cuts[node, axis] = self._found_cut(node, axis)
+        return self._cuts[node, axis]
 
-    def _found_cut(self, node: fx.Node) -> int | None:
+    def _found_cut(self, node: fx.Node, axis: str) -> int | None:
         if facts(node).get("origin", "") in self._traced:
-            placement = facts(node).get("layout", {}).get(self._tensor_axis)
+            placement = facts(node).get("layout", {}).get(axis)
             return placement.dim if placement is not None and placement.is_shard else None
         for used in tensor_inputs(node):
-            dim, made, read = self._cut(used), value(node), value(used)
+            dim, made, read = self._cut(used, axis), value(node), value(used)
             if dim is None:
                 continue
             if not isinstance(made, Tensor) or not isinstance(read, Tensor) or made.numel() == read.numel():

@@ -28,7 +28,7 @@ from autopart.cost.count.sending import local_bytes
 from autopart.cost.flops import matrix_work
 from autopart.cost.rows import Parameter, Row
 from autopart.cost.table import Table
-from autopart.cost.work import NOTHING, Powers, Size
+from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, chosen_ranks
 from autopart.ir.blocks import blocks as repeated_blocks
 from autopart.ir.buckets import bucketed, in_order_of_use
 from autopart.ir.facts import facts
@@ -85,8 +85,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     of_rank = max(1, batch // (program.row_ranks * program.microbatches))  # a call without rows is alike on every rank
     return Table(
         tuple(rows), tuple(order), parameters, of_rank, tokens(trace),
-        mesh.size(mesh.tensor_axis), flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch,
-        sum(buffers.values()), gathers, _hidden(trace, program), {len(walks): starts},
+        chosen_ranks(mesh)["tp"], flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch,
+        sum(buffers.values()), gathers, _hidden(trace, program), chosen_ranks(mesh)["cp"], chosen_ranks(mesh)["ep"],
+        {len(walks): starts},
     )  # fmt: skip
 
 
@@ -105,10 +106,11 @@ def _hidden(trace: Trace, program: Program) -> float:
 def _stored(trace: Trace, program: Program, name: str) -> Size:
     """What a rank stores of a parameter, before the data axis cuts it."""
     mesh, stored = program.mesh, program.parameters[name]
-    cut = mesh.tensor_axis in stored.layout and stored.layout[mesh.tensor_axis].is_shard
+    axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
+    cut = {name: int(axis in stored.layout and stored.layout[axis].is_shard) for name, axis in axes.items()}
     parts = mesh.size(mesh.data_axis) if mesh.data_axis in stored.layout else 1
     whole = local_bytes(trace, program, stored) * parts
-    return Size.of(whole, Powers(0, 0, int(cut)))
+    return Size.of(whole, Powers(**cut))
 
 
 def _shares(trace: Trace, name: str) -> tuple[float, float]:
