@@ -1,0 +1,89 @@
+"""Context parallelism: the sequence of every value on the axis `cp`, exact on any mesh with it, and cut wherever it can
+be."""
+
+from __future__ import annotations
+
+import dist
+import pytest
+import torch
+import zoo
+from test_exact_processes import same_everything
+
+import autopart
+
+SEQUENCES = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5, "phi3": zoo.phi3}
+UNEVEN = 25
+MESHES = [
+    ("cp2", {}), ("cp4", {}), ("cp2,tp2", {}), ("cp2,tp2", {"sequence_parallel": True}), ("pp2,cp2", {}),
+    ("dp2,cp2", {"zero": 3, "recompute": "full"}), ("dp2,cp2", {"zero": 1}), ("cp2", {"precision": "bf16"}),
+    ("pp2,cp2", {"schedule": "zbv", "microbatches": 4}), ("dp2,pp2,cp2,tp2", {"zero": 2}),
+]  # fmt: skip
+
+
+def given(name, seq=12):
+    """A model and a batch of sequences that are so long; of 25 positions neither 3 nor 4 ranks have as many each."""
+    return SEQUENCES[name](**({"seq": seq} if seq != 12 else {}))
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize(("mesh", "options"), MESHES, ids=str)
+def test_it_is_exact(name, mesh, options):
+    model, batch = given(name)
+    report = autopart.verify(model, mesh, example_kwargs=batch, **options)
+    assert report.ok, report
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("mesh", ["cp3", "cp4", "cp3,tp2"])
+def test_sequences_need_not_divide(name, mesh):
+    model, batch = given(name, UNEVEN)
+    report = autopart.verify(model, mesh, example_kwargs=batch)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("mesh", ["cp2", "cp3", "dp2,cp2,tp2"])
+@pytest.mark.parametrize("seq", [24, UNEVEN])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_all_of_the_sequence_is_cut(name, seq, mesh):
+    """Attention brings keys and values together, and nothing else is brought together."""
+    model, batch = given(name, seq)
+    plan = autopart.plan(model, mesh, example_kwargs=batch)
+    for operator, on in plan.operators.items():
+        made = on.get("cp", "R").partition("-> ")[2].split(", ")
+        assert all(place.startswith("S(") or place == "P" for place in made), (operator, on)
+    moved = {(row["axis"], row["kind"]) for stage in plan.timing["stages"] for row in stage["collectives"]}
+    assert {kind for axis, kind in moved if axis == "cp"} <= {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+@pytest.mark.parametrize("ignored", ["the second half", "all but one"])
+def test_labels_are_counted_over_the_whole_sequence(ignored):
+    """A rank whose labels are all ignored has no share in the loss, and the mean is that of the global batch."""
+    model, batch = zoo.llama()
+    labels = batch["labels"].clone()
+    if ignored == "the second half":
+        labels[:, 6:] = -100
+    else:
+        labels[:] = -100
+        labels[3, 2] = 5
+    report = autopart.verify(model, "dp2,cp2", example_kwargs={**batch, "labels": labels})
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("llama", "cp2"), ("t5", "cp2"), ("gpt2", "cp2,tp2"), ("llama", "dp2,cp2")])
+def test_on_processes(name, mesh):
+    ranks = 2 if mesh == "cp2" else 4
+    dist.run_ranks(same_everything, ranks, name, mesh, timeout_s=120.0)
+
+
+def test_padding_and_packed_documents_are_cut_with_the_rows_they_belong_to():
+    model, batch = zoo.llama()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:3, 9:] = 0  # on the right
+    mask[3:5, :4] = 0  # on the left
+    positions = torch.arange(12).expand(8, 12).clone()
+    positions[5:, 7:] -= 7  # two documents in a row
+    for more in ({"attention_mask": mask}, {"position_ids": positions}):
+        report = autopart.verify(model, "cp2", example_kwargs={**batch, **more})
+        assert report.ok, report
