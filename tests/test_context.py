@@ -3,6 +3,8 @@ be."""
 
 from __future__ import annotations
 
+import re
+
 import dist
 import pytest
 import torch
@@ -10,6 +12,7 @@ import zoo
 from test_exact_processes import same_everything
 
 import autopart
+from autopart.errors import LayoutError
 
 SEQUENCES = {"gpt2": zoo.gpt2, "llama": zoo.llama, "bert": zoo.bert, "t5": zoo.t5, "phi3": zoo.phi3}
 UNEVEN = 25
@@ -87,3 +90,22 @@ def test_padding_and_packed_documents_are_cut_with_the_rows_they_belong_to():
     for more in ({"attention_mask": mask}, {"position_ids": positions}):
         report = autopart.verify(model, "cp2", example_kwargs={**batch, **more})
         assert report.ok, report
+
+
+@pytest.mark.parametrize(("made", "mesh", "text"), [
+    (zoo.skip_mlp, "cp2", "cp=2 has nothing to cut\n"
+     "  why    no product of the model has a sequence: it is given x [8, 32], y [8, 32]\n"
+     "  try    leave cp out of the mesh; dp cuts the rows of any batch"),
+    (zoo.conv_net, "cp2", "cp=2 cuts nothing of the model\n"
+     "  why    its products take all positions of a value at once\n"
+     "  where  conv2d at zoo.py:159 (conv1)\n"
+     "  try    leave cp out of the mesh; dp cuts the rows of any batch"),
+    (lambda: zoo.llama(seq=5), "cp8", "cp=8 cuts 5 positions\n"
+     "  why    every rank needs some of the longest sequence, of input_ids [8, 5], labels [8, 5]\n"
+     "  where  linear at modeling_llama.py:275 (model.layers.0.self_attn.q_proj)\n  try    cp=5"),
+])  # fmt: skip
+def test_what_has_no_sequence_is_told(made, mesh, text):
+    model, batch = made()
+    with pytest.raises(LayoutError) as error:
+        autopart.plan(model, mesh, example_kwargs=batch)
+    assert re.sub(r"modeling_llama.py:\d+", "modeling_llama.py:275", str(error.value)) == text

@@ -167,7 +167,7 @@ def _unsharded(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> str:
-    """What the layouts on the tensor axis cost, and how much less any others could."""
+    """What the layouts on the axis solved for first cost, and how much less any others could."""
     cost = plan.cost
     if "work_share" not in cost:
         return ""
@@ -183,7 +183,7 @@ def _layouts(plan: Plan) -> str:
     proof = f"no layouts cost more than {100 * cost['gap']:.2g} % less" if cost["gap"] else "no layouts cost less"
     prices = f"the solver's prices for a step, each alone: {', '.join(seconds)}" if seconds else ""
     lines = [f"a rank has {shares}", prices, f"proven: {proof}"]
-    return "\n".join(["layouts on tp", *_wrapped(lines)])
+    return "\n".join([f"layouts on {plan.mesh_object().solving_order[0]}", *_wrapped(lines)])
 
 
 def _balance(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import fx
 
 from autopart.errors import LayoutError
+from autopart.ir.atoms import DATA_DIM
 from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import active_operators, describe, shape, spoken_name, tensor_inputs
@@ -23,6 +24,7 @@ from autopart.passes.choose.prices import Step, summed_share
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.shard import Sharding, ShardingProblem, cheapest
 from autopart.passes.choose.stage_pins import pinned_partition
+from autopart.passes.facts.strategies import divides_positions, output_atoms
 from autopart.passes.pipeline import driven
 from autopart.tracing.trace import Trace
 
@@ -114,17 +116,51 @@ def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
     return pattern is not None and reads_weight and strategy.factor is not None and strategy.factor == pattern.lookup
 
 
+def _products(trace: Trace) -> list[fx.Node]:
+    found = [(node, facts(node)["pattern"]) for node in active_operators(trace.graph)]
+    return [node for node, pattern in found if pattern is not None and pattern.flops]
+
+
+def check_positions(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
+    """Raises LayoutError where an axis that cuts positions divides no work of the model."""
+    products = _products(trace)
+    of_weights = [n for n in products if any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))]
+    nodes = of_weights or products or active_operators(trace.graph)
+    if any(chosen[node].factor for node in nodes):
+        return
+    ranks, inputs = mesh.size(axis), trace.graph.find_nodes(op="placeholder")
+    given = ", ".join(f"{facts(node)['input_name']} {list(shape(node))}" for node in inputs)
+    found = (atoms for node in nodes for dim in output_atoms(node) for atoms in dim)
+    longest = max((atom.size for atom in found if atom.kind == DATA_DIM), default=1)
+    if longest == 1:
+        raise LayoutError(
+            f"{axis}={ranks} has nothing to cut", why=f"no product of the model has a sequence: it is given {given}",
+            hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+        )  # fmt: skip
+    if divides_positions(longest, ranks):
+        raise LayoutError(
+            f"{axis}={ranks} cuts nothing of the model", why="its products take all positions of a value at once",
+            where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
+        )  # fmt: skip
+    fits = max(n for n in range(1, ranks) if divides_positions(longest, n))
+    raise LayoutError(
+        f"{axis}={ranks} cuts {longest} positions", why=f"every rank needs some of the longest sequence, of {given}",
+        where=describe(nodes[0]), hint=f"{axis}={fits}" if fits > 1 else f"leave {axis} out of the mesh",
+    )  # fmt: skip
+
+
 def check_divides(
     trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool = False
 ) -> None:
     """Raises LayoutError where the first axis that is solved for divides no matrix product of the model; where layouts
     are pinned, no weight."""
-    axis = next(iter(chosen), None)
-    if axis is None or mesh.axis(axis).cuts != "features":
+    for name, strategies in chosen.items():
+        if mesh.axis(name).cuts == "positions":
+            check_positions(trace, mesh, name, strategies)
+    axis = next((axis for axis in chosen if mesh.axis(axis).cuts == "features"), None)
+    if axis is None:
         return
-    products = [
-        n for n in active_operators(trace.graph) if facts(n)["pattern"] is not None and facts(n)["pattern"].flops
-    ]
+    products = _products(trace)
     ranks, leave_out = mesh.size(axis), f"leave {axis} out of the mesh"
     if not products and any(_cuts_table(n, chosen[axis][n]) for n in active_operators(trace.graph)):
         return

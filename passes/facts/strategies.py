@@ -220,6 +220,16 @@ def _ways_to_cut(
                 yield sections
 
 
+def divides_positions(size: int, num_shards: int) -> bool:
+    """Whether every shard of so many positions has some, and most have more than one or all as many.
+
+    >>> [divides_positions(25, n) for n in (4, 7, 13)]
+    [True, True, False]
+    """
+    uneven = size >= 2 * num_shards and -(-size // num_shards) * (num_shards - 1) < size
+    return size % num_shards == 0 or uneven
+
+
 def _can_be_uneven(
     pattern: Pattern, factor: str, atoms: Atoms, i: int, num_shards: int, positions: bool
 ) -> bool:  # fmt: skip
@@ -227,7 +237,7 @@ def _can_be_uneven(
     50) that are a dim of their own in all operands, and positions that nothing is inside of in a dim; that are not
     made here, and leave no rank empty."""
     size, given = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
-    few = size < 2 * num_shards or -(-size // num_shards) * (num_shards - 1) >= size
+    few = not divides_positions(size, num_shards)
     if positions and atoms[i].kind == DATA_DIM:
         return given and not few and i == len(atoms) - 1 and is_innermost(pattern, factor)
     alone = all(dim == (factor,) for dims in (*pattern.inputs, *pattern.outputs) for dim in dims if factor in dim)

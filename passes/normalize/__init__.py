@@ -10,7 +10,7 @@ from autopart.passes.pipeline import Pass
 from .creation import plain_creation, plain_numbers
 from .decompose import take_apart
 from .experts import unsorted_experts
-from .losses import explicit_reductions, whole_means
+from .losses import explicit_reductions, losses_of_all_positions, whole_means
 from .norms import plain_norms
 from .precision import in_double
 from .products import explicit_attention_dropout, one_linear, pairs_of_factors, plain_products
@@ -54,6 +54,7 @@ _FORMS = (
     plain_products,
     pairs_of_factors,
     one_linear,
+    losses_of_all_positions,
     explicit_reductions,
     whole_means,
     drop_no_ops,
