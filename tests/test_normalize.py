@@ -5,6 +5,7 @@ That the normal form of a single operator computes what the operator computes is
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -145,3 +146,35 @@ def test_writes_to_a_part_of_a_complex_tensor(mesh):
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
     found = autopart.verify(LowPass(), mesh, example_args=(x,))
     assert found.ok and found.max_error < 1e-10 and not found.notes, str(found)
+
+
+def _shifted(form, logits, labels, **options):
+    """The loss of all positions but the last, as people write it."""
+    if form == "flat":
+        return F.cross_entropy(logits[:, :-1].reshape(-1, logits.size(-1)), labels[:, 1:].reshape(-1), **options)
+    if form == "contiguous, in float":
+        shifted = logits[..., :-1, :].contiguous().float()
+        return F.cross_entropy(shifted.view(-1, logits.size(-1)), labels[..., 1:].contiguous().view(-1), **options)
+    if form == "classes second":
+        return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], **options)
+    return F.cross_entropy(logits.transpose(1, 2)[..., :-2], labels[:, 2:], **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_index": 3, "label_smoothing": 0.1}, {"reduction": "sum"}], ids=str)
+@pytest.mark.parametrize("form", ["flat", "contiguous, in float", "classes second", "two left out"])
+def test_a_loss_without_the_last_positions_is_that_of_all(form, options):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+        def forward(self, ids):
+            return _shifted(form, self.head(self.embed(ids)), ids, **options)
+
+    torch.manual_seed(0)
+    model, ids = Model().double(), torch.randint(0, 16, (4, 12))
+    plan = autopart.plan(model, "cp2", example_args=(ids,))
+    assert not any(name.endswith("/slice") and "R" in on.get("cp", "R") for name, on in plan.operators.items())
+    assert plan.operators["/cross_entropy_loss"]["cp"].startswith("S(")
+    report = autopart.verify(model, "cp2", example_args=(ids,))
+    assert report.ok, report

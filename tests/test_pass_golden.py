@@ -90,6 +90,7 @@ SAMPLES: dict[str, Callable[[], nn.Module]] = {
     "plain_products": lambda: Sample(lambda x, w: torch.mv(x, w[0]) + torch.addmm(x, x, w, beta=0.5)[:, 0]),
     "pairs_of_factors": lambda: Sample(lambda x, w: torch.einsum("ab,bc,cd->ad", x, w, w)),
     "one_linear": lambda: Sample(lambda x, w: F.linear(torch.addmm(w[0], x, w.t()), w, w[0])),
+    "losses_of_all_positions": lambda: Sample(lambda x, w: F.cross_entropy((x @ w)[:-1], labels(x)[1:])),
     "explicit_reductions": lambda: Sample(lambda x, w: F.cross_entropy(x @ w, labels(x), ignore_index=0)),
     "whole_means": lambda: Sample(lambda x, w: (x @ w).mean()),
     "take_apart": lambda: Sample(lambda x, w: F.glu(x @ w)),

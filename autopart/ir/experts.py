@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
+
+from autopart.ir.facts import facts
+
+
+def expert_counts(graph: fx.Graph) -> list[int]:
+    """How many experts there are in every product of an annotated graph by the matrix of a row's expert."""
+    patterns = [facts(node).get("pattern") for node in graph.nodes]
+    return [pattern.sizes[pattern.lookup] for pattern in patterns if pattern and pattern.flops and pattern.lookup]
 
 
 @torch.library.custom_op("autopart::expert_linear", mutates_args=())

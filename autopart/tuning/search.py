@@ -1,8 +1,8 @@
 """The search for a mesh and a way to run on it: every one is swept over closed formulas, the best are simulated.
 
 Of the model a copy with few of its repeated blocks is traced once; its operators are counted under the layouts that
-the solver chooses with and without `tp` and sequence parallelism, and each recomputation. From these tables come the
-formulas (`cost.formula`) that are swept, and the stages and steps that are simulated (`cost.table`).
+the solver chooses with and without `tp`, sequence parallelism, `cp` and `ep`, and each recomputation. From these tables
+come the formulas (`cost.formula`) that are swept, and the stages and steps that are simulated (`cost.table`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import numpy as np
 from torch import Tensor, nn
 
 from autopart.compat import tree_map
+from autopart.cost.count.growth import tokens
 from autopart.cost.count.tabulate import Blocks, BlocksApart, each_block, tabulate
 from autopart.cost.formula import Formula, compiled
 from autopart.cost.hardware import Hardware
 from autopart.cost.simulate import Simulation, simulate
 from autopart.cost.table import Setting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
+from autopart.ir.experts import expert_counts
 from autopart.ir.mesh import Mesh
 from autopart.ir.precision import Precision
 from autopart.ir.recomputation import Word
@@ -40,6 +42,9 @@ from autopart.tuning.alternatives import reasons, why_others_lose
 
 TRACED_ROWS = 2
 """Rows of the batch that the model is traced on to be counted; a batch of one row would hide which dim it is."""
+
+SHORTEST = 1024
+"""Positions of a rank below which `cp` is not tried: what shorter ones gain is less than keys and values cost."""
 
 LEVELS = (0, 1, 2, 3)
 """Of ZeRO."""
@@ -105,6 +110,30 @@ class Candidate:
         )
 
 
+class Kind(NamedTuple):
+    """What kinds of axes the layouts of a table are for. `context`: ranks of `cp` that they are chosen for."""
+
+    tensor: bool
+    sequence_parallel: bool
+    context: int = 1
+    experts: bool = False
+
+    @staticmethod
+    def of(mesh: Mesh, sequence_parallel: bool) -> Kind:
+        """That of a mesh. From eight ranks of `cp` on attention may be cheaper in another way."""
+        context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
+        return Kind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
+
+    @property
+    def mesh(self) -> Mesh:
+        """On which the model is counted."""
+        sizes = {"cp": self.context, "ep": 1 + self.experts, "tp": 1 + self.tensor}
+        return Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or "dp1")
+
+    def __str__(self) -> str:
+        return f"{self.mesh}{', along the sequence' * self.sequence_parallel}"
+
+
 @dataclass
 class Space:
     """A model's tables and formulas on one kind of hardware, for one global batch of `rows`.
@@ -121,7 +150,7 @@ class Space:
     fused: bool = False
     assumed: Mapping[str, Any] = field(default_factory=dict)
     precision: Precision | None = None
-    tables: dict[tuple[bool, bool, str], Table] = field(default_factory=dict)
+    tables: dict[tuple[Kind, Word], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         phase("tracing a few of the model's blocks")
@@ -143,26 +172,24 @@ class Space:
         self._drafts.clear()
         self.tables.clear()
 
-    def table(self, tensor: bool, sequence_parallel: bool, recompute: Word) -> Table:
-        """The table for layouts with `tp` or without, counted when first asked for."""
-        key = (tensor, sequence_parallel, recompute)
-        if key not in self.tables:
-            how = f"{'with' if tensor else 'without'} tp{', along the sequence' * sequence_parallel}"
-            phase(f"counting operators {how}, recompute={recompute}")
+    def table(self, kind: Kind, recompute: Word) -> Table:
+        """The table for layouts of a kind, counted when first asked for."""
+        if (kind, recompute) not in self.tables:
+            phase(f"counting operators on {kind}, recompute={recompute}")
+            sequence_parallel = kind.sequence_parallel
             options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute)
-            known = next((d for (t, sp, _), d in self._drafts.items() if (t, sp) == key[:2]), None)
-            found = drafted(self._traced, Mesh.parse("tp2" if tensor else "dp1"), options, known)
-            self._drafts[key] = found
+            found = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
+            self._drafts[kind] = found
             try:
                 made = tabulate(self._traced, found.program, found.walks, self._blocks, self.fused)
             except BlocksApart:
                 self._trace_whole()
-                return self.table(tensor, sequence_parallel, recompute)
-            self.tables[key] = made
-        return self.tables[key]
+                return self.table(kind, recompute)
+            self.tables[kind, recompute] = made
+        return self.tables[kind, recompute]
 
     @cached_property
-    def _drafts(self) -> dict[Any, Any]:
+    def _drafts(self) -> dict[Kind, Any]:
         return {}
 
     @cached_property
@@ -170,15 +197,26 @@ class Space:
         return {}
 
     def meshes(self, devices: int) -> Iterator[Mesh]:
-        """Every way to arrange so many devices that keeps `tp` in a node and divides the batch over `dp`."""
-        for tp in _divisors(min(devices, self.hardware.devices_per_node)):
-            if devices % tp:
-                continue
-            for pp in _divisors(devices // tp):
-                dp = devices // (tp * pp)
-                if self.rows % dp == 0 and pp <= self.num_blocks:
-                    sizes = {axis: size for axis, size in (("pp", pp), ("dp", dp), ("tp", tp)) if size > 1}
-                    yield Mesh.parse(sizes or {"dp": 1})
+        """Every way to arrange so many devices that keeps `tp` in a node, divides the batch over `dp` and `ep`, the
+        experts over `ep`, and leaves ranks of `cp` sequences that are worth it."""
+        for tp in (n for n in _divisors(devices) if n <= self.hardware.devices_per_node):
+            for cp in (n for n in _divisors(devices // tp) if n == 1 or self.tokens // n >= SHORTEST):
+                for ep in (n for n in _divisors(devices // (tp * cp)) if self.num_experts % n == 0):
+                    for pp in _divisors(devices // (tp * cp * ep)):
+                        dp = devices // (tp * cp * ep * pp)
+                        if self.rows % (dp * ep) == 0 and pp <= self.num_blocks:
+                            sizes = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
+                            yield Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1})
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of a row of the batch."""
+        return tokens(self._traced)
+
+    @cached_property
+    def num_experts(self) -> int:
+        """What divides the experts of every layer that has some; 1 where there are none."""
+        return math.gcd(*(expert_counts(self._traced.graph) or [1]))
 
     @cached_property
     def num_blocks(self) -> int:
@@ -189,7 +227,7 @@ class Space:
         for mesh in self.meshes(devices):
             rows, pp = self.rows // mesh.size("dp"), mesh.size("pp")
             for b in _divisors(rows):
-                if b & (b - 1):  # powers of two
+                if b & (b - 1) or b % mesh.size("ep"):  # powers of two
                     continue
                 microbatches = rows // b
                 if pp == 1:
@@ -211,21 +249,20 @@ class Space:
         settings = list(self.settings(devices))
         phase(f"sweeping {len(settings):,} meshes and schedules by formula")
         found: list[Candidate] = []
-        for tensor in (False, True):
-            chosen = [(mesh, schedule) for mesh, schedule in settings if (mesh.size("tp") > 1) == tensor]
-            for sequence_parallel in (False, True) if tensor else (False,):
-                if chosen:
-                    found += self._swept(chosen, tensor, sequence_parallel)
+        kinds: dict[Kind, list[tuple[Mesh, Schedule]]] = {}
+        for mesh, schedule in settings:
+            for sequence_parallel in (False, True) if mesh.size("tp") > 1 else (False,):
+                kinds.setdefault(Kind.of(mesh, sequence_parallel), []).append((mesh, schedule))
+        for kind, chosen in kinds.items():
+            found += self._swept(chosen, kind)
         return sorted(found, key=lambda candidate: candidate.step_time_s)
 
-    def _swept(
-        self, settings: Sequence[tuple[Mesh, Schedule]], tensor: bool, sequence_parallel: bool
-    ) -> Iterator[Candidate]:
+    def _swept(self, settings: Sequence[tuple[Mesh, Schedule]], kind: Kind) -> Iterator[Candidate]:
         known: dict[Any, Any] = {}
         held = {name: self.assumed[name] for name in ("state_bytes", "receives_held") if name in self.assumed}
         variants = [(recompute, zero) for recompute in get_args(Word) for zero in LEVELS]
         formulas = [
-            Formula(self.table(tensor, sequence_parallel, recompute).totals, self.hardware, zero, **held, known=known)
+            Formula(self.table(kind, recompute).totals, self.hardware, zero, **held, known=known)
             for recompute, zero in variants
         ]
         values = [list(formulas[0].values(mesh, schedule, self.rows).values()) for mesh, schedule in settings]
@@ -235,9 +272,8 @@ class Space:
             for (mesh, schedule), time_s, size in zip(settings, times, sizes, strict=True):
                 if zero == 0 or mesh.storing_axis is not None:
                     uneven = self._uneven(mesh.size("pp") * schedule.virtual_stages)
-                    yield Candidate(
-                        mesh, schedule, sequence_parallel, recompute, zero, float(time_s) * uneven, float(size) * uneven
-                    )
+                    figures = float(time_s) * uneven, float(size) * uneven
+                    yield Candidate(mesh, schedule, kind.sequence_parallel, recompute, zero, *figures)
 
     def _uneven(self, num_stages: int) -> float:
         """How much heavier than the mean a stage is whose blocks can be halved and no more."""
@@ -246,8 +282,7 @@ class Space:
 
     def simulated(self, candidate: Candidate) -> Candidate:
         """The candidate with its own stages and schedule, simulated."""
-        tensor = candidate.mesh.size("tp") > 1
-        table = self.table(tensor, candidate.sequence_parallel, candidate.recompute)
+        table = self.table(Kind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
         setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, **self.assumed)
         found = predict(table, setting, self.hardware)
         return replace(
