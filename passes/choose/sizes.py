@@ -21,7 +21,7 @@ def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     """One line for every weight with unequal shards, and for every split of features (into heads, say) of which
     an axis does not divide the outer number; repeated blocks share a line."""
     lines = [_uneven_weights, _undivided_splits]
-    axes = decisions.mesh.chosen
+    axes = decisions.mesh.along("features")
     return tuple(dict.fromkeys(line for axis in axes for found in lines for line in found(trace, decisions, axis)))
 
 

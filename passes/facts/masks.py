@@ -16,12 +16,14 @@ from autopart.ir.atoms import BATCH
 from autopart.ir.attention import Band, band_of
 from autopart.ir.facts import ACTIVE, DATA, INPUT, facts
 from autopart.ir.graph import argument, draws_random_numbers, is_tensor, tuple_values
+from autopart.ir.intervals import Seen
 from autopart.ir.masks import is_attention, made_for, mask_of, scores_of
 from autopart.passes.pipeline import driven
 from autopart.tracing.trace import Trace, batch_size
 
 _LARGEST = 2**28
-"""Elements beyond which a value is not made for a plan, which then takes the mask for one that kernels read."""
+"""Elements beyond which a value is not made for a plan: what masks let be seen is then found without them, or the plan
+takes them for ones that kernels read."""
 
 
 def band_notes(node: fx.Node) -> Iterator[str]:
@@ -38,9 +40,11 @@ def find_bands(trace: Trace) -> None:
         if facts(node).get("role") == ACTIVE and (mask := mask_of(node)) is not None
         and facts(mask)["role"] in (INPUT, DATA) and not facts(mask)["needs_grad"]
     }  # fmt: skip
+    seen = Seen(_given(trace))
     for mask, call in calls.items():
         made = values_in_call(trace, mask)
-        band = None if made is None else band_of(made, *scores_of(call))
+        found = seen.of(mask) if made is None else None
+        band = band_of(made, *scores_of(call)) if made is not None else found.band() if found is not None else None
         if band is not None:
             facts(mask)["band"] = band
 

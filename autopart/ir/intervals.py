@@ -1,0 +1,168 @@
+"""What attention masks let be seen, as intervals of keys, without the masks: of a hundred thousand positions a mask of
+all pairs is no longer made.
+
+A mask is mostly made of comparisons of a value that queries have with one that keys have: positions, the numbers of
+documents, what is padding. Where the keys' values are in order, every query sees the keys of one interval, and of two
+masks together the interval in which both overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from autopart.ir.attention import Band
+from autopart.ir.graph import operator_name, shape, value
+
+_LARGEST = 2**24
+"""Elements up to which a value is made as it is."""
+
+_COMPARED: Mapping[str, tuple[str, str]] = {
+    "le": ("", "right"), "lt": ("", "left"), "ge": ("left", ""), "gt": ("right", ""), "eq": ("left", "right"),
+}  # fmt: skip
+"""By a comparison of keys with a query: on which side of equal keys the interval begins and ends."""
+_MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
+_AND = {"__and__", "bitwise_and", "logical_and"}
+
+
+class Intervals(NamedTuple):
+    """Of every query the keys that it sees: from `first` to before `end`, both [..., queries], of `keys`."""
+
+    first: Tensor
+    end: Tensor
+    keys: int
+
+    def also(self, other: Intervals) -> Intervals:
+        """What is seen through both masks."""
+        return Intervals(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
+
+    def band(self) -> Band | None:
+        """The band that they are, if they are one and the same in all rows (`attention.band_of`)."""
+        rows = [part.reshape(-1, part.size(-1)) for part in torch.broadcast_tensors(self.first, self.end)]
+        first, end = (part[0] for part in rows)
+        if not first.numel() or any((part != part[:1]).any() for part in rows) or (end <= first).any():
+            return None
+        query = torch.arange(first.numel(), device=first.device)
+        before, after = int((first == 0).sum()) - 1, int(end[0]) - 1
+        is_band = before >= 0 and after >= 0
+        is_band = is_band and bool((first == (query - before).clamp(min=0)).all())
+        return Band(before, after) if is_band and (end == (query + after + 1).clamp(max=self.keys)).all() else None
+
+
+def intervals_of(mask: Tensor) -> Intervals | None:
+    """Those of a mask [..., queries, keys] of booleans; None where a query sees keys that are not side by side."""
+    keys, counts = mask.size(-1), mask.sum(-1)
+    first = mask.to(torch.uint8).argmax(-1)
+    end = torch.where(counts > 0, first + counts, first)
+    position = torch.arange(keys, device=mask.device)
+    inside = (position >= first.unsqueeze(-1)) & (position < end.unsqueeze(-1))
+    return Intervals(first, end, keys) if bool((inside == mask).all()) else None
+
+
+class Seen:
+    """What masks let be seen, from the values of what they are made of.
+
+    >>> Seen({}).of(mask)    # doctest: +SKIP
+    Intervals(first=tensor([0, 0, 0]), end=tensor([1, 2, 3]), keys=3)
+    """
+
+    def __init__(self, given: Mapping[fx.Node, Any], device: torch.device | str = "cpu"):
+        self.known: dict[fx.Node, Any] = dict(given)
+        self.device = torch.device(device)
+
+    @torch.no_grad()
+    def of(self, mask: fx.Node) -> Intervals | None:
+        """The intervals of a mask; None where it is not known to be made of such."""
+        found = self._made(mask)
+        if isinstance(found, Tensor) and found.dtype == torch.bool and found.dim() >= 2:
+            return intervals_of(found)
+        return found if isinstance(found, Intervals) else None
+
+    def _made(self, node: fx.Node) -> Any:
+        """A value as a tensor or as intervals; None where it is neither."""
+        todo = [node]
+        while todo:
+            one = todo[-1]
+            missing = [used for used in one.all_input_nodes if used not in self.known]
+            if one in self.known or not missing:
+                todo.pop()
+                self.known.setdefault(one, None) if one.op != "call_function" else self._keep(one)
+            else:
+                todo += missing
+        return self.known[node]
+
+    def _keep(self, node: fx.Node) -> None:
+        if node not in self.known:
+            read = [self.known[used] for used in node.all_input_nodes]
+            self.known[node] = None if any(each is None for each in read) else self._computed(node)
+
+    def _computed(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.known.__getitem__)
+        name = operator_name(node).removeprefix("aten::")
+        made = value(node)
+        if any(isinstance(self.known[used], Intervals) for used in node.all_input_nodes):
+            return _of_intervals(name, args, len(shape(node)))
+        if name in _COMPARED and made.dim() >= 2 and made.numel() > _LARGEST:
+            return _compared(name, *args)
+        if not isinstance(made, Tensor) or made.numel() > _LARGEST:
+            return None
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.device}
+        return node.target(*args, **kwargs)
+
+
+def _compared(name: str, one: Any, other: Any) -> Intervals | None:
+    """The intervals of a comparison of what queries have [..., q, 1] with what keys have [..., 1, k]."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return None
+    if one.size(-1) != 1:
+        one, other = other, one
+    else:
+        name = _MIRRORED[name]
+    if one.dim() < 2 or one.size(-1) != 1 or (other.dim() >= 2 and other.size(-2) != 1):
+        return None
+    queries, keys = one.squeeze(-1), other.squeeze(-2) if other.dim() >= 2 else other
+    if bool((keys[..., 1:] < keys[..., :-1]).any()):
+        return None
+    rows = torch.broadcast_shapes(queries.shape[:-1], keys.shape[:-1])
+    queries = queries.expand(*rows, -1).contiguous()
+    keys = keys.expand(*rows, -1).contiguous()
+    begins, ends = _COMPARED[name]
+    first = torch.searchsorted(keys, queries, side=begins) if begins else torch.zeros_like(queries, dtype=torch.int64)
+    number = keys.size(-1)
+    end = torch.searchsorted(keys, queries, side=ends) if ends else torch.full_like(first, number)
+    return Intervals(first, end, number)
+
+
+def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
+    """What an operator makes of masks that are intervals."""
+    found = args[0] if isinstance(args[0], Intervals) else None
+    if name in _AND:
+        one, other = (part if isinstance(part, Intervals) else _of_rows(part, args) for part in args)
+        return one.also(other) if one is not None and other is not None else None
+    if found is None:
+        return None
+    if name in ("to", "_to_copy", "expand", "contiguous", "clone"):
+        return found  # a mask is of as many rows as it broadcasts to
+    if name == "unsqueeze" and args[1] % dims < dims - 2:
+        at, before = args[1] % dims, dims - 2  # as many dims as the mask had, but for its keys
+        first, end = (part[(None,) * (before - part.dim())].unsqueeze(at) for part in found[:2])
+        return Intervals(first, end, found.keys)
+    if name == "where" and isinstance(args[1], (int, float)) and isinstance(args[2], (int, float)):
+        return found if args[1] == 0 and args[2] <= torch.finfo(torch.bfloat16).min / 2 else None
+    return None
+
+
+def _of_rows(seen: Tensor, args: Any) -> Intervals | None:
+    """A mask that is the same for all queries, or for all keys, as intervals."""
+    keys = next(part.keys for part in args if isinstance(part, Intervals))
+    if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
+        return None
+    seen = seen.expand(1, 1) if seen.dim() == 0 else seen.unsqueeze(0) if seen.dim() == 1 else seen
+    if seen.size(-1) == 1:
+        some = seen.squeeze(-1).to(torch.int64)
+        return Intervals(torch.zeros_like(some), some * keys, keys)
+    return intervals_of(seen) if seen.size(-2) == 1 else None

@@ -1,0 +1,119 @@
+"""What masks let be seen, found without the masks, is what the masks say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from torch import fx
+
+import autopart.ir.intervals as intervals
+from autopart.ir.attention import band_of
+from autopart.ir.intervals import Intervals, Seen, intervals_of
+from autopart.ir.masks import is_attention, mask_of
+from autopart.recipe import prepare
+from autopart.tracing.trace import bind_call
+
+QUERIES = KEYS = 12
+
+
+def dense(found: Intervals) -> torch.Tensor:
+    """The mask of some intervals."""
+    at = torch.arange(found.keys)
+    return (at >= found.first.unsqueeze(-1)) & (at < found.end.unsqueeze(-1))
+
+
+def traced(mask, *inputs):
+    """The mask that a function makes, traced on these inputs: its node, the graph's inputs and the mask."""
+    made = torch.fx.experimental.proxy_tensor.make_fx(mask)(*inputs)
+    node = made.graph.output_node().args[0]
+    places = dict(zip(made.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    constants = {n: getattr(made, str(n.target)) for n in made.graph.find_nodes(op="get_attr")}
+    return node, places | constants, mask(*inputs)
+
+
+def positions():
+    at = torch.arange(QUERIES)
+    return at.view(1, 1, -1, 1), at.view(1, 1, 1, -1)
+
+
+def causal():
+    query, key = positions()
+    return (key <= query).expand(3, -1, -1, -1)
+
+
+def window():
+    query, key = positions()
+    return (key > query - 4) & (key <= query)
+
+
+def both_sides():
+    query, key = positions()
+    return torch.logical_and(query - 2 <= key, key < query + 4)
+
+
+def documents(number):
+    query, key = positions()
+    same = number[:, None, :, None] == number[:, None, None, :]
+    return same & (key <= query)
+
+
+def padded(attention_mask):
+    query, key = positions()
+    return (key <= query) & attention_mask[:, None, None, :]
+
+
+def without_queries(attention_mask):
+    query, key = positions()
+    return (key <= query) & attention_mask[:, None, :, None]
+
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12, [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3]])
+PADDING = torch.tensor([[1] * 12, [0] * 3 + [1] * 9, [1] * 8 + [0] * 4], dtype=torch.bool)
+MASKS = [
+    (causal, ()), (window, ()), (both_sides, ()), (documents, (DOCUMENTS,)), (padded, (PADDING,)),
+    (without_queries, (PADDING,)),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def all_pairs_are_too_many(monkeypatch):
+    monkeypatch.setattr(intervals, "_LARGEST", 40)
+
+
+@pytest.mark.parametrize(("mask", "inputs"), MASKS, ids=lambda value: getattr(value, "__name__", ""))
+def test_they_are_what_the_mask_says(mask, inputs):
+    node, given, expected = traced(mask, *inputs)
+    found = Seen(given).of(node)
+    assert found is not None
+    full = torch.broadcast_to(dense(found), expected.shape)
+    assert torch.equal(full, expected)
+    assert found.band() == band_of(expected, QUERIES, KEYS)
+
+
+@pytest.mark.parametrize("mask", [
+    lambda number: number[:, None, :, None] == number.flip(-1)[:, None, None, :],  # keys out of order
+    lambda number: (number[:, None, :, None] <= number[:, None, None, :]) | (number > 1)[:, None, None, :],
+    lambda number: (number[:, None, :, None] * number[:, None, None, :]) > 1,
+], ids=["out of order", "or", "a product"])  # fmt: skip
+def test_what_is_not_known_to_be_intervals_is_none(mask):
+    node, given, _ = traced(mask, DOCUMENTS)
+    assert Seen(given).of(node) is None
+
+
+def test_of_a_mask_that_is_there():
+    mask = causal()[0, 0]
+    assert torch.equal(dense(intervals_of(mask)), mask)
+    assert intervals_of(mask).band() == band_of(mask, QUERIES, KEYS)
+    assert intervals_of(torch.tensor([[True, False, True]])) is None
+    assert torch.equal(dense(intervals_of(torch.zeros(2, 3, dtype=torch.bool))), torch.zeros(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("made", [zoo.llama, zoo.gpt2])
+def test_of_a_model(made):
+    model, batch = made(rows=2)
+    trace = prepare(model, bind_call(model, (), batch))
+    call = next(filter(is_attention, trace.graph.nodes))
+    found = Seen(dict(zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True))).of(mask_of(call))
+    assert found is not None and found.band() == (11, 0)
+    assert isinstance(call, fx.Node)
