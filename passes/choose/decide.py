@@ -138,8 +138,10 @@ def check_positions(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node
             hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
         )  # fmt: skip
     if divides_positions(longest, ranks):
+        if any(strategy.is_sharded for strategy in chosen.values()):
+            return
         raise LayoutError(
-            f"{axis}={ranks} cuts nothing of the model", why="its products take all positions of a value at once",
+            f"{axis}={ranks} cuts nothing of the model", why="its operators take all positions of a value at once",
             where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
         )  # fmt: skip
     fits = max(n for n in range(1, ranks) if divides_positions(longest, n))
