@@ -26,7 +26,7 @@ class Strategy:
 
     @property
     def is_sharded(self) -> bool:
-        return any(p.is_shard for p in (*self.inputs, *self.outputs))
+        return any(p.is_divided for p in (*self.inputs, *self.outputs))
 
 
 @dataclass(frozen=True)

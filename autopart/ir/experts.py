@@ -1,4 +1,5 @@
-"""The matrix products of a mixture of experts: every row with the matrix of its own expert."""
+"""The matrix products of a mixture of experts, every row with the matrix of its own expert; and the way of rows to the
+ranks of their experts and back."""
 
 from __future__ import annotations
 
@@ -72,6 +73,79 @@ def _has_kernel(x: Tensor, y: Tensor) -> bool:
     return x.is_cuda and x.dtype == y.dtype == torch.bfloat16 and x.size(-1) % 8 == y.size(-1) % 8 == 0
 
 
+@torch.library.custom_op("autopart::to_experts", mutates_args=())
+def to_experts(
+    x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, count: int = -1, rows: int = -1
+) -> Tensor:
+    """Every row of `x` as often as it goes to an expert; on a rank that has some experts, those rows alone.
+
+    Args:
+        x: [tokens, ...].
+        expert: [tokens * times], integers: the experts of the first token, then those of the second.
+        num_experts: of the model.
+        first, count: the experts that the rank has; -1: all.
+        rows: how many rows are expected, where they are not counted.
+    Returns:
+        [tokens * times, ...], or as many rows as have an expert on the rank, in this order.
+    """
+    if count < 0:
+        return x.repeat_interleave(times, 0)
+    return x[_own(expert, first, count) // times]
+
+
+@torch.library.custom_op("autopart::from_experts", mutates_args=())
+def from_experts(
+    x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, count: int = -1
+) -> Tensor:  # fmt: skip
+    """The way back: for every token the sum of its rows; of a rank that has some experts a partial sum.
+
+    Args: as of `to_experts`, which makes `x`.
+    Returns:
+        [tokens, ...].
+    """
+    tokens = expert.size(0) // times
+    if count < 0:
+        return x.unflatten(0, (tokens, times)).sum(1)
+    return x.new_zeros(tokens, *x.shape[1:]).index_add_(0, _own(expert, first, count) // times, x)
+
+
+def _own(expert: Tensor, first: int, count: int) -> Tensor:
+    """The numbers of the rows whose expert is one of these."""
+    return ((expert >= first) & (expert < first + count)).nonzero().squeeze(-1)
+
+
+@to_experts.register_fake
+def _(
+    x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, count: int = -1, rows: int = -1
+) -> Tensor:
+    return x.new_empty(expert.size(0) if count < 0 else rows, *x.shape[1:])
+
+
+@from_experts.register_fake
+def _(x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, count: int = -1) -> Tensor:
+    return x.new_empty(expert.size(0) // times, *x.shape[1:])
+
+
+def _keep_way(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, expert, *ctx.way = inputs
+    ctx.rows = x.size(0)
+    ctx.save_for_backward(expert)
+
+
+def _back_from_experts(ctx: Any, grad: Tensor) -> tuple:
+    (expert,), (times, num_experts, first, count, *_) = ctx.saved_tensors, ctx.way
+    return (from_experts(grad.contiguous(), expert, times, num_experts, first, count), *[None] * 6)
+
+
+def _back_to_experts(ctx: Any, grad: Tensor) -> tuple:
+    (expert,), (times, num_experts, first, count) = ctx.saved_tensors, ctx.way
+    return (to_experts(grad.contiguous(), expert, times, num_experts, first, count, ctx.rows), *[None] * 5)
+
+
+to_experts.register_autograd(_back_from_experts, setup_context=_keep_way)
+from_experts.register_autograd(_back_to_experts, setup_context=_keep_way)
+
+
 @expert_linear.register_fake
 def _(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> Tensor:
     return x.new_empty(x.size(0), weight.size(2))
@@ -95,5 +169,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
     return of_x, of_weight, None, None
 
 
-OPERATORS = ("expert_linear", "expert_outer")
+OPERATORS = ("expert_linear", "expert_outer", "to_experts", "from_experts")
 expert_linear.register_autograd(_backward, setup_context=_keep)

@@ -1,6 +1,6 @@
 """Where a value lives on one mesh axis, for itself and for its gradient, and how to go from one place to another.
 
-A `Placement` is one of four pairs (value, gradient), in the words of `torch.distributed.tensor`:
+A `Placement` is one of these pairs (value, gradient), in the words of `torch.distributed.tensor`:
 
 | text          | value on the axis            | gradient on the axis            |
 |---------------|------------------------------|---------------------------------|
@@ -8,6 +8,10 @@ A `Placement` is one of four pairs (value, gradient), in the words of `torch.dis
 | `R(grad P)`   | the same on every rank       | a partial sum on every rank     |
 | `S(d)`        | cut along tensor dim `d`     | cut the same way                |
 | `P`           | a partial sum on every rank  | the same on every rank          |
+| `E(0)`        | rows on their expert's rank  | the same                        |
+
+`E(0)` is for the operators on rows between `to_experts` and `from_experts` of a mixture alone, and is converted to no
+other: how many rows a rank has is known when they are there.
 
 A dim that is a concatenation (q|k|v in one projection) is cut section by section: `S(0; sections=3)` for equal
 sections, `S(0; sections=64+16+16)` for unequal ones. A *layout* maps mesh axis names to placements.
@@ -28,13 +32,15 @@ Sections = tuple[int, ...]
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """One of the four pairs of the module docstring. Use `R`, `R_GRAD_P`, `P` and `shard(dim)`."""
+    """One of the pairs of the module docstring. Use `R`, `R_GRAD_P`, `P`, `ROUTED` and `shard(dim)`."""
 
     kind: str
     dim: int = -1
     sections: Sections = ()
 
     def __str__(self) -> str:
+        if self.kind == "E":
+            return f"E({self.dim})"
         if self.kind != "S":
             return self.kind
         if not self.sections:
@@ -44,6 +50,11 @@ class Placement:
     @property
     def is_shard(self) -> bool:
         return self.kind == "S"
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a rank has a part of the value: a shard, or the rows of its experts."""
+        return self.kind in ("S", "E")
 
     @property
     def is_replicated(self) -> bool:
@@ -62,12 +73,15 @@ class Placement:
             return shard(int(match[1]), sections)
         if text.strip() in ("R", "R(grad P)", "P"):
             return Placement(text.strip())
+        if text.strip() == str(ROUTED):
+            return ROUTED
         raise ValueError(f"'{text}' is not a placement; try R, R(grad P), P, S(0) or S(0; sections=3)")
 
 
 R = Placement("R")
 R_GRAD_P = Placement("R(grad P)")
 P = Placement("P")
+ROUTED = Placement("E", 0)
 
 Layout = Mapping[str, Placement]
 
@@ -111,10 +125,11 @@ def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
 
 
 def local_shape(full: Sequence[int], layout: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[int]:
-    """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank."""
+    """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank, rows of experts as if all
+    experts had as many."""
     local = list(full)
     for axis, place in layout.items():
-        if place.is_shard:
+        if place.is_divided:
             local[place.dim] = -(-local[place.dim] // sizes[axis])
     return local
 

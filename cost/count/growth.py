@@ -58,7 +58,7 @@ class Growth:
             self._traced_of[origin] = self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
         found = self._traced_of[origin]
         cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
-        over = {name: int(axis in layout and layout[axis].is_shard) for name, axis in self._axes.items()}
+        over = {name: int(axis in layout and layout[axis].is_divided) for name, axis in self._axes.items()}
         return Powers(found.b * cut, found.s, **over)
 
     def _cut(self, node: fx.Node, axis: str) -> int | None:
@@ -70,7 +70,7 @@ class Growth:
     def _found_cut(self, node: fx.Node, axis: str) -> int | None:
         if facts(node).get("origin", "") in self._traced:
             placement = facts(node).get("layout", {}).get(axis)
-            return placement.dim if placement is not None and placement.is_shard else None
+            return placement.dim if placement is not None and placement.is_divided else None
         for used in tensor_inputs(node):
             dim, made, read = self._cut(used, axis), value(node), value(used)
             if dim is None:

@@ -21,7 +21,7 @@ from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
-from autopart.ir.layout import Layout, Placement, R, cannot_store
+from autopart.ir.layout import ROUTED, Layout, Placement, R, cannot_store
 from autopart.ir.mesh import Cuts, Mesh
 from autopart.ir.pattern import is_innermost
 from autopart.passes.choose.pairs import NoSolution
@@ -72,6 +72,8 @@ class Pinned:
         if self.cuts != "positions" or option.factor == pattern.lookup or option.factor in pattern.joined:
             return False
         places = [(*o.inputs, *o.outputs) for o in (option, taken.strategy)]
+        if ROUTED in places[1]:
+            return True  # each rank of this axis sends its own rows to experts
         alike = all(a == b for a, b in zip(*places, strict=True) if a.is_shard or b.is_shard)
         atoms = factor_atoms(node, pattern).get(option.factor, ())
         is_positions = bool(atoms) and atoms[-1].kind == DATA_DIM and is_innermost(pattern, option.factor)

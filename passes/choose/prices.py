@@ -24,7 +24,7 @@ from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values
-from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Placement, R, conversion, is_direct
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, ROUTED, Placement, R, conversion, is_direct
 from autopart.passes.choose.storage import Storage
 from autopart.tracing.trace import Trace
 
@@ -199,7 +199,7 @@ class Prices:
         """Seconds of writing the outputs to memory."""
         if facts(node)["role"] == WEIGHT:
             return 0.0
-        shares = [1 / self.num_shards if p.is_shard else 1 for p in option.outputs]
+        shares = [1 / self.num_shards if p.is_divided else 1 for p in option.outputs]
         share = math.prod(facts(node).get("shares", {}).values())
         sizes = [v.numel() * v.element_size() * share for v in tuple_values(node)]
         written = sum(size * share for size, share in zip(sizes, shares, strict=True)) / _row_shards(node, self.step)
@@ -216,6 +216,8 @@ class Prices:
 
     def _conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         grad = facts(used)["needs_grad"]
+        if ROUTED in (place, target) and place != target:
+            return float("inf")  # rows come to experts and back by the operators for it alone
         if place == target or (not grad and place.is_replicated and target.is_replicated):
             return 0.0
         if target.is_shard and (self._is_chosen_weight(used) or (place.is_shard and facts(used)["role"] == PARAMETER)):

@@ -79,6 +79,7 @@ def annotate(trace: Trace) -> None:
         facts(node)["moves"] = known and operator_name(node) in MOVES
         facts(node)["whole_grads"] = known and not backward_is_linear(node)
         facts(node)["sections"], facts(node)["rows"] = {}, set()
+    _note_routed(trace.graph)
     _write_atoms(trace.graph, batch)
     while _find_rows(trace.graph):
         _write_atoms(trace.graph, batch)
@@ -115,6 +116,18 @@ def _note_host(graph: fx.Graph) -> None:
                 facts(node)["on_host"] = True
 
 
+def _note_routed(graph: fx.Graph) -> None:
+    """Mark what is computed of the rows that go to experts, from where they set out to where they come back to."""
+    routed: set[fx.Node] = set()
+    for node in graph.nodes:
+        name = operator_name(node) if node.op == "call_function" else ""
+        if name == "autopart::to_experts" or any(used in routed for used in node.all_input_nodes):
+            if node.op != "output":
+                facts(node)["routed"] = True
+            if name != "autopart::from_experts":
+                routed.add(node)
+
+
 def _share_strategies(graph: fx.Graph, reads: Mapping[fx.Node, Hashable]) -> None:
     """Let nodes of which `strategies` reads the same share what it finds (`strategies`)."""
     shared: dict[Any, dict[Any, Any]] = {}
@@ -147,8 +160,15 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
         values[node] = number((own, _frozen(facts(node)["offered"])))
         if node.op == "call_function":
             inputs = tuple([values[source] for source in tensor_inputs(node)])
-            reads[node] = number((known[id(pattern)], inputs, own, facts(node)["whole_grads"]))
+            reads[node] = number((known[id(pattern)], inputs, own, facts(node)["whole_grads"], _routing(node)))
     return reads
+
+
+def _routing(node: fx.Node) -> tuple:
+    """Which rows of experts a call is given, and of how many experts."""
+    if not facts(node).get("routed"):
+        return ()
+    return (operator_name(node), *node.args[3:4], *(facts(s).get("routed", False) for s in tensor_inputs(node)))
 
 
 def _shapes(node: fx.Node) -> tuple:

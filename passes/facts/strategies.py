@@ -19,8 +19,8 @@ from torch import fx
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atoms, counted_atoms, factor_atoms, selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import DATA, INPUT, PARAMETER, WEIGHT, facts
-from autopart.ir.graph import draws_random_numbers, is_tensor, source_of, tensor_inputs, tuple_values
-from autopart.ir.layout import R_GRAD_P, P, Placement, R, Sections, section_sizes, shard
+from autopart.ir.graph import draws_random_numbers, is_tensor, operator_name, source_of, tensor_inputs, tuple_values
+from autopart.ir.layout import R_GRAD_P, ROUTED, P, Placement, R, Sections, section_sizes, shard
 from autopart.ir.mesh import Cuts
 from autopart.ir.pattern import Pattern, is_innermost
 from autopart.ir.selection import is_selection
@@ -57,7 +57,8 @@ def ways(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
     known = facts(node)["strategies"]
     if (num_shards, cuts) not in known:
         found = strategies(node, num_shards, _KINDS[cuts], cuts == "positions")
-        known[num_shards, cuts] = tuple([s for s in found if _keeps_weights(node, s, cuts)])
+        routed = _routed(node, num_shards) if cuts == "experts" and facts(node).get("routed") else ()
+        known[num_shards, cuts] = (*[s for s in found if _keeps_weights(node, s, cuts)], *routed)
     return known[num_shards, cuts]
 
 
@@ -65,6 +66,36 @@ def ways_without_cuts_of_values(node: fx.Node, num_shards: int, cuts: Cuts) -> t
     """Those of `ways` that cut nothing but what comes from weights."""
     plain = strategies(node, num_shards, TENSOR_KINDS)
     return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])
+
+
+def _routed(node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
+    """What an operator on the rows of experts does where every row is on the rank of its expert."""
+    pattern, sources = facts(node)["pattern"], tensor_inputs(node)
+    if pattern is None:
+        return ()
+    whole = tuple(R_GRAD_P if facts(source)["needs_grad"] else R for source in sources)
+    if operator_name(node) == "autopart::to_experts":
+        return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]),) if node.args[3] % num_shards == 0 else ()
+    if operator_name(node) == "autopart::from_experts":
+        return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]),)
+    routed = [bool(facts(source).get("routed")) for source in sources]
+    rows = {dims[0] for dims, is_routed in zip(pattern.inputs, routed, strict=True) if is_routed and dims}
+    if len(rows) != 1 or len(*rows) != 1:
+        return ()
+    (row,) = rows.pop()
+    inputs = list(whole)
+    for i, (dims, is_routed) in enumerate(zip(pattern.inputs, routed, strict=True)):
+        if is_routed:
+            inputs[i] = ROUTED
+        elif dims and dims[0] == (pattern.lookup,) and pattern.sizes[pattern.lookup] % num_shards == 0:
+            inputs[i] = shard(0)
+    alone = all([d for d, dim in enumerate(dims) if row in dim] == [0] * (place == ROUTED)
+                for dims, place in zip(pattern.inputs, inputs, strict=True))  # fmt: skip
+    made = all([d for d, dim in enumerate(dims) if row in dim] == [0] for dims in pattern.outputs)
+    looks_up = not pattern.lookup or any(place.is_shard for place in inputs)
+    if row in pattern.whole or not (alone and made and looks_up):
+        return ()
+    return (Strategy(tuple(inputs), (ROUTED,) * len(pattern.outputs), row),)
 
 
 def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts) -> bool:

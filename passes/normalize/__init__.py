@@ -16,6 +16,7 @@ from .precision import in_double
 from .products import explicit_attention_dropout, one_linear, pairs_of_factors, plain_products
 from .random import draws_as_data
 from .recurrent import explicit_recurrent_dropout
+from .routed import looked_up_products, rows_to_experts
 from .statistics import batch_statistics
 from .views import (
     complex_writes,
@@ -54,10 +55,12 @@ _FORMS = (
     plain_products,
     pairs_of_factors,
     one_linear,
+    looked_up_products,
     losses_of_all_positions,
     explicit_reductions,
     whole_means,
     drop_no_ops,
+    rows_to_experts,
 )
 NORMALIZE = tuple(map(Pass, (*_FORMS, take_apart, *_FORMS)))
 IN_DOUBLE = Pass(in_double)

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import shape
+from autopart.ir.layout import ROUTED, local_shape
 from autopart.ir.operators import autopart_ops
 
 from .local import LocalCall
@@ -19,12 +20,22 @@ def _axis_sharding(call: LocalCall, factor: str) -> str:
     return axes[0] if axes else ""
 
 
+def axis_routing(call: LocalCall) -> str:
+    """The axis on whose ranks the rows of a call are by their experts; "" where there is none."""
+    places = {axis: (*s.inputs, *s.outputs) for axis, s in call.strategies.items()}
+    return next((axis for axis, found in places.items() if ROUTED in found), "")
+
+
 def embedding(call: LocalCall) -> fx.Node | None:
     """Vocabulary-parallel look-up (Megatron-LM, Shoeybi et al. 2019, section 3): rows of other ranks give zeros."""
+    rows = shape(call.node.args[0])[0]
+    if routed := axis_routing(call):
+        table, experts = call.args[:2]
+        own = call.emit(aten.sub.Tensor, experts, call.first_row(routed, rows))
+        return call.emit(aten.embedding.default, table, own)
     axis = _axis_sharding(call, "v")
     if not axis:
         return None
-    rows = shape(call.node.args[0])[0]
     padding = call.node.args[2] if len(call.node.args) > 2 else -1
     return call.emit(autopart_ops.embedding_shard.default, *call.args[:2], call.first_row(axis, rows), padding, rows)
 
@@ -57,8 +68,29 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
 
 
 def expert_linear(call: LocalCall) -> fx.Node | None:
-    """Expert parallelism of the tensor axis: every rank has some experts, and rows of the others give zeros."""
-    axis = _axis_sharding(call, "e")
+    """Every rank has some experts: rows of the others are not there, or give zeros."""
+    axis = axis_routing(call) or _axis_sharding(call, "e")
     if not axis:
         return None
     return call.emit(call.node.target, *call.args[:3], call.first_row(axis, shape(call.node.args[1])[0]))
+
+
+def to_experts(call: LocalCall) -> fx.Node | None:
+    """On every rank the rows that go to its experts."""
+    axis = axis_routing(call)
+    if not axis:
+        return None
+    rows = local_shape(shape(call.node), call.output_layout(), call.sizes)[0]
+    return call.emit(call.node.target, *call.args[:4], *_experts_of(call, axis), rows)
+
+
+def from_experts(call: LocalCall) -> fx.Node | None:
+    """Of every rank's rows what its experts add to each token."""
+    axis = axis_routing(call)
+    return call.emit(call.node.target, *call.args[:4], *_experts_of(call, axis)) if axis else None
+
+
+def _experts_of(call: LocalCall, axis: str) -> tuple[fx.Node, int]:
+    """The first expert of a rank, and how many it has."""
+    experts = call.node.args[3]
+    return call.first_row(axis, experts), experts // call.sizes[axis]
