@@ -253,7 +253,7 @@ def _schedule(traced: Trace, mesh: Mesh, options: Options) -> Schedule:
 
 
 def _microbatches(traced: Trace, mesh: Mesh, schedule: str | None, num_stages: int) -> int:
-    rows = batch_size(traced) // mesh.row_ranks
+    rows = batch_size(traced) // mesh.batch_parts
     divisors = [m for m in range(min(rows, 4 * mesh.size("pp")), 0, -1) if rows % m == 0]
     for microbatches in divisors:
         parts = mesh.row_ranks * microbatches

@@ -133,6 +133,12 @@ class Mesh:
         return math.prod(map(self.size, self.along("rows")))
 
     @property
+    def batch_parts(self) -> int:
+        """Into how many parts of equal size the rows of a microbatch have to divide: over the ranks that cut rows, and
+        inside them over those that have experts."""
+        return self.row_ranks * math.prod(map(self.size, self.along("experts")))
+
+    @property
     def feature_ranks(self) -> int:
         """Over how many ranks the features of weights are cut."""
         return math.prod(map(self.size, self.along("features")))

@@ -201,8 +201,10 @@ def fit_rows(trace: Trace, mesh: Mesh, schedule: Schedule) -> Rows:
     rows, pp = batch_size(trace), mesh.size("pp")
     num_stages = pp * schedule.virtual_stages
     nearest = sorted(range(1, rows + 1), key=lambda m: (abs(m - schedule.microbatches), -m))
+    inside = mesh.batch_parts // mesh.row_ranks
+    inside = inside if rows % inside == 0 else 1  # else every rank with experts has all rows
     for ranks in dict.fromkeys((mesh.row_ranks, 1)):
-        for microbatches in (m for m in nearest if rows % (ranks * m) == 0):
+        for microbatches in (m for m in nearest if rows % (ranks * m * inside) == 0):
             name = schedule_for(schedule.name, num_stages, pp, microbatches) if schedule.name else None
             if name is not None and not can_run(name, num_stages, pp, microbatches):
                 continue

@@ -99,14 +99,15 @@ def equal_layer_loads(graph: fx.Graph, num_stages: int) -> list[float]:
 
 def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
     """Raises StageError where the rows of the batch do not divide over data-parallel ranks and microbatches."""
-    parts = mesh.row_ranks * microbatches
+    parts = mesh.batch_parts * microbatches
     if batch % parts:
-        fits = [m for m in range(1, batch + 1) if batch % (mesh.row_ranks * m) == 0]
-        over = "".join(f"{axis}={mesh.size(axis)} x " for axis in mesh.along("rows") or [mesh.data_axis])
+        fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_parts * m) == 0]
+        axes = (*mesh.along("rows"), *mesh.along("experts")) or (mesh.data_axis,)
+        over = "".join(f"{axis}={mesh.size(axis)} x " for axis in axes)
         raise StageError(
             f"a batch of {batch} rows cannot be cut into {over}microbatches={microbatches} equal parts",
             why=f"{batch} is not a multiple of {parts}",
             hint=f"microbatches={', '.join(map(str, fits))}"
             if fits
-            else f"a batch of a multiple of {mesh.row_ranks} rows",
+            else f"a batch of a multiple of {mesh.batch_parts} rows",
         )

@@ -79,6 +79,10 @@ class Pinned:
         is_positions = bool(atoms) and atoms[-1].kind == DATA_DIM and is_innermost(pattern, option.factor)
         return alike and is_positions and atoms[-1].size % (taken.parts * self.ranks) == 0
 
+    def is_routed(self, node: fx.Node) -> bool:
+        """Whether an axis solved for before has an operator's rows on the ranks of their experts."""
+        return any(ROUTED in taken.strategy.outputs for taken in self.factors.get(node, {}).values())
+
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
         """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, frozenset())

@@ -277,12 +277,17 @@ class ShardingProblem:
         return list(found.values())
 
     def conversion_costs(self, value: _Value, targets: Sequence[Placement]) -> np.ndarray:
-        """The cost of bringing a value from every option of its producer to every target."""
+        """The cost of bringing a value from every option of its producer to every target. Nobody knows where the rows
+        are that another axis has sent to experts, so they stay together."""
         times, node = len(value.members), value.node
-        return np.array([
-            [times * self.prices.conversion_s(place, target, node) for target in targets]
-            for place in value.places()
-        ])  # fmt: skip
+        is_routed = self.pinned.is_routed(source_of(node)[0])
+
+        def cost(place: Placement, target: Placement) -> float:
+            if is_routed and place != target and (place.is_shard or target.is_shard):
+                return float("inf")
+            return times * self.prices.conversion_s(place, target, node)
+
+        return np.array([[cost(place, target) for target in targets] for place in value.places()])
 
     def solve(self, forced: Mapping[int, int] | None = None, forbidden: Converted | None = None) -> Sharding:
         """The cheapest choices, exactly. Raises NoSolution.
