@@ -1,0 +1,165 @@
+"""Expert parallelism: rows on the ranks of their experts, exact wherever they go, each rank with its own experts."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+
+import dist
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import nn
+
+import autopart
+from autopart.errors import LayoutError, StageError
+from autopart.ir.mesh import Mesh
+
+EXPERTS, WIDTH, TIMES = 4, 8, 2
+
+
+class Mixture(nn.Module):
+    """Experts as two stacks of matrices with biases, the product of every row with its own by `form`, and a shared one.
+
+    `towards`: what is added to the router's logits, to send all rows to some experts.
+    """
+
+    def __init__(self, form="looked up", towards=(0.0,) * EXPERTS, experts=EXPERTS):
+        super().__init__()
+        self.form = form
+        self.embed = nn.Embedding(32, WIDTH)
+        self.router = nn.Linear(WIDTH, experts)
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, 3 * WIDTH) / 3)
+        self.up_bias = nn.Parameter(torch.randn(experts, 3 * WIDTH) / 3)
+        self.down = nn.Parameter(torch.randn(experts, 3 * WIDTH, WIDTH) / 5)
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 32)
+        self.register_buffer("towards", torch.tensor(towards))
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        rows = x.reshape(-1, WIDTH)
+        probabilities = (self.router(rows) + self.towards).softmax(-1)
+        gates, chosen = probabilities.topk(TIMES)
+        experts = chosen.reshape(-1)
+        each = rows.unsqueeze(1).expand(-1, TIMES, -1).reshape(-1, WIDTH)
+        if self.form == "looked up":
+            hidden = torch.bmm(each.unsqueeze(1), self.up[experts]).squeeze(1) + self.up_bias[experts]
+            made = torch.bmm(F.gelu(hidden).unsqueeze(1), self.down[experts]).squeeze(1)
+        else:
+            hidden = torch.bmm(self.up.transpose(1, 2)[experts], each.unsqueeze(-1)).squeeze(-1) + self.up_bias[experts]
+            made = torch.bmm(self.down.transpose(1, 2)[experts], F.gelu(hidden).unsqueeze(-1)).squeeze(-1)
+        mixed = (made * gates.reshape(-1, 1)).view(-1, TIMES, WIDTH).sum(1)
+        x = x + mixed.view_as(x) + self.shared(x)
+        balance = (probabilities.mean(0) ** 2).sum()  # an auxiliary loss, of means over the whole batch
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.1 * balance
+
+
+def mixture(**options):
+    torch.manual_seed(0)
+    model = Mixture(**options).double()
+    model.towards = model.towards.double()
+    return model, {"ids": torch.randint(0, 32, (8, 6)), "labels": torch.randint(0, 32, (8, 6))}
+
+
+@cache
+def small(name):
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    from _architectures import build
+
+    return build(name)
+
+
+MESHES = ["ep2", "ep4", "dp2,ep2", "ep2,tp2", "cp2,ep2", "pp2,ep2"]
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("mesh", [*MESHES, "dp2,pp2,cp2,ep2"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "qwen2_moe"])
+def test_mixtures_of_transformers_are_exact(name, mesh):
+    model, batch = small(name)
+    report = autopart.verify(model, mesh, example_kwargs=batch)
+    assert report.ok, report
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_however_their_products_are_written(name, implementation):
+    model, batch = small(name)
+    model = copy.deepcopy(model)
+    model.set_experts_implementation(implementation)
+    plan = autopart.plan(model, "ep2", example_kwargs=batch)
+    stacks = {name: on["ep"] for name, on in plan.parameters.items() if ".experts." in name}
+    assert stacks and set(stacks.values()) == {"S(0)"}, stacks
+    report = autopart.verify(model, "ep2", example_kwargs=batch)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 3, "recompute": "full"}, {"microbatches": 2}], ids=str)
+@pytest.mark.parametrize("form", ["looked up", "matrix first"])
+def test_one_written_by_hand(form, options):
+    model, batch = mixture(form=form)
+    mesh = "dp2,ep2"
+    if "microbatches" in options:
+        batch = {name: torch.cat([x, x]) for name, x in batch.items()}
+        model.forward = type(model).forward.__get__(model)
+        with pytest.raises(StageError, match="cannot be cut into 2 microbatches"):  # of the means of its own loss
+            autopart.verify(model, mesh, example_kwargs=batch, **options)
+        return
+    plan = autopart.plan(model, mesh, example_kwargs=batch, **options)
+    assert [plan.parameters[name]["ep"] for name in ("up", "up_bias", "down")] == ["S(0)"] * 3
+    assert plan.parameters["router.weight"]["ep"] == "R(grad P)"
+    report = autopart.verify(model, mesh, example_kwargs=batch, **options)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("towards", [(99.0, 99.0, 0.0, 0.0), (0.0, 99.0, 0.0, 98.0)], ids=["one rank", "one of each"])
+@pytest.mark.parametrize("mesh", ["ep2", "ep4"])
+def test_wherever_all_rows_go(mesh, towards):
+    """All to the experts of one rank, so that others have no row at all."""
+    model, batch = mixture(towards=towards)
+    report = autopart.verify(model, mesh, example_kwargs=batch)
+    assert report.ok, report
+
+
+def same_step(towards, mesh):
+    model, batch = mixture(towards=towards)
+    loss, expected = zoo.reference(model, batch)[1:]
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch)
+    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")
+    zoo.assert_same_grads(pm.full_grads(), {n: g for n, g in expected.items() if g is not None})
+    assert {name: tuple(p.shape) for name, p in pm.named_parameters()}["up"] == (2, WIDTH, 3 * WIDTH)
+
+
+@pytest.mark.parametrize("towards", [(0.0,) * EXPERTS, (99.0, 99.0, 0.0, 0.0)], ids=["spread", "one rank"])
+@pytest.mark.parametrize("mesh", ["ep2", "dp2,ep2"])
+def test_on_processes(mesh, towards):
+    dist.run_ranks(same_step, Mesh.parse(mesh).num_ranks, towards, mesh, timeout_s=120.0)
+
+
+@pytest.mark.parametrize(("made", "mesh", "text"), [
+    (zoo.llama, "ep2", "ep=2 has nothing to cut\n"
+     "  why    the model has no experts, or runs them one by one in a loop and not as stacks of matrices\n"
+     "  try    leave ep out of the mesh; in transformers model.set_experts_implementation('grouped_mm')"),
+    (mixture, "ep8", "ep=8 does not divide the experts of the model\n"
+     "  why    there are 4\n"
+     "  where  bmm at test_experts.py:LINE\n"
+     "  try    ep=2, 4"),
+])  # fmt: skip
+def test_what_has_no_experts_to_cut_is_told(made, mesh, text):
+    model, batch = made()
+    with pytest.raises(LayoutError) as error:
+        autopart.plan(model, mesh, example_kwargs=batch)
+    assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == text
+
+
+def test_rows_have_to_divide_over_the_ranks_with_experts():
+    model, batch = mixture()
+    with pytest.raises(StageError, match="a batch of 6 rows cannot be cut into ep=4 x microbatches=1 equal parts"):
+        autopart.plan(model, "ep4", example_kwargs={name: x[:6] for name, x in batch.items()})
