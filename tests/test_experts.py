@@ -149,7 +149,7 @@ def test_on_processes(mesh, towards):
      "  try    leave ep out of the mesh; in transformers model.set_experts_implementation('grouped_mm')"),
     (mixture, "ep8", "ep=8 does not divide the experts of the model\n"
      "  why    there are 4\n"
-     "  where  bmm at test_experts.py:LINE\n"
+     "  where  expert_linear at test_experts.py:LINE\n"
      "  try    ep=2, 4"),
 ])  # fmt: skip
 def test_what_has_no_experts_to_cut_is_told(made, mesh, text):
