@@ -79,6 +79,7 @@ def as_data(table: Table) -> dict[str, Any]:
     runs = [[path, number, [row for row, *_ in run]] for (path, number), run in groupby(table.order, lambda o: o[1:])]
     return {
         **{name: getattr(table, name) for name in _NUMBERS},
+        **{name: ranks for name in _RANKS if (ranks := getattr(table, name)) > 1},
         "cuts": [list(cuts) for cuts in table.cuts.values() if cuts is not None],
         "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": list(_repeated(runs)),
     }  # fmt: skip
@@ -105,7 +106,9 @@ def from_data(data: Mapping[str, Any]) -> Table:
     }  # fmt: skip
     order = tuple((row, path, n) for entry in data["order"] for path, n, run in _unrolled(entry) for row in run)
     cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
-    return Table(rows, order, parameters, **{name: data[name] for name in _NUMBERS if name in data}, cuts=cuts)
+    return Table(
+        rows, order, parameters, **{name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}, cuts=cuts
+    )
 
 
 def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
@@ -150,8 +153,10 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
 _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False}
 """What is said of a parameter in mixed precision, and what it is else."""
 _MORE_SIZES = ("flops", "depth", "causal")
+_RANKS = ("cp", "ep")
+"""What a table was counted on, where it was on more than one."""
 _BYTES = ("kept", "temporary", "crossing", "load")
-_NUMBERS = ("b", "s", "tp", "cp", "ep", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
+_NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
 
 def _cast_data(parameter: Parameter) -> dict[str, Any]:
@@ -168,7 +173,9 @@ def _work_data(work: Work) -> dict[str, Any]:
 
 
 def _listed(size: Size) -> list[list[float]]:
-    return [[value, *powers] for powers, value in size.terms]
+    """`[value, power of b, of s, of 1 / tp, ...]` of every term, of further ones as many as there are."""
+    terms = [[value, *powers] for powers, value in size.terms]
+    return [term[: max(4, 1 + max((i for i, power in enumerate(term) if power), default=0))] for term in terms]
 
 
 def _read(terms: Sequence[Sequence[float]]) -> Size:

@@ -146,8 +146,8 @@ MUTANTS = [
            "total += _bytes(stage.receives)", "memory golden"),
     Mutant("cost/count/kept.py", "with saved_tensors_hooks(keep, lambda held: held.tensor), Allocated() as forward:",
            "with saved_tensors_hooks(lambda t: t, lambda t: t), Allocated() as forward:", "memory"),
-    Mutant("cost/work.py", "value * times.b**p.b * times.s**p.s / times.tp**p.tp",
-           "value * times.b**p.b * times.s**p.s", "formula search simulate one_number"),
+    Mutant("cost/work.py", "ranks = self.tp**powers.tp * self.cp**powers.cp * self.ep**powers.ep",
+           "ranks = self.cp**powers.cp * self.ep**powers.ep", "formula search simulate one_number"),
 ]  # fmt: skip
 
 

@@ -61,6 +61,14 @@ def overwritten(x: Tensor, w: Tensor) -> Tensor:
     return torch.fft.irfft(spectrum, n=6)
 
 
+def by_looked_up_matrix(x: Tensor, w: Tensor) -> Tensor:
+    """Every row twice, each time by the matrix of its expert, and the sum of both."""
+    experts = (x[:, :2] > 0).long().view(-1)
+    rows = x.unsqueeze(1).expand(-1, 2, -1).reshape(-1, 6)
+    made = torch.bmm(rows.unsqueeze(1), w.view(2, 3, 6).transpose(1, 2)[experts]).squeeze(1)
+    return made.relu().view(-1, 2, 3).sum(1)
+
+
 def labels(x: Tensor) -> Tensor:
     return (x[:, 0] > 0).long()
 
@@ -87,6 +95,8 @@ SAMPLES: dict[str, Callable[[], nn.Module]] = {
     "plain_numbers": lambda: Sample(lambda x, w: torch.where(x > 0, x @ w, torch.scalar_tensor(0.0, dtype=x.dtype))),
     "plain_norms": lambda: Sample(lambda x, w: torch.native_layer_norm(x @ w, [6], w[0], None, 1e-5)[0]),
     "unsorted_experts": lambda: SortedExperts().double(),
+    "looked_up_products": lambda: Sample(by_looked_up_matrix),
+    "rows_to_experts": lambda: Sample(by_looked_up_matrix),
     "plain_products": lambda: Sample(lambda x, w: torch.mv(x, w[0]) + torch.addmm(x, x, w, beta=0.5)[:, 0]),
     "pairs_of_factors": lambda: Sample(lambda x, w: torch.einsum("ab,bc,cd->ad", x, w, w)),
     "one_linear": lambda: Sample(lambda x, w: F.linear(torch.addmm(w[0], x, w.t()), w, w[0])),

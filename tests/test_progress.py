@@ -60,7 +60,7 @@ def test_search_and_plan_say_what_they_do():
     planned = heard(lambda: autopart.plan(model, "tp2", example_kwargs=batch))
     assert planned[0] == "tracing the model" and "choosing layouts and stages on tp2" in planned
     searched = " ".join(heard(lambda: autopart.search(model, 2, example_kwargs=batch, count=1)))
-    for part in ("counting operators without tp", "sweeping", "simulating 1", "planning the best"):
+    for part in ("counting operators on dp1", "sweeping", "simulating 1", "planning the best"):
         assert part in searched, part
 
 

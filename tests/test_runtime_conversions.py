@@ -214,6 +214,8 @@ def test_every_operator_is_tried():
         "pick_class",
         "expert_linear",
         "expert_outer",
+        "to_experts",
+        "from_experts",
         "window_attention",
         "positions",
         "ctc_loss",
