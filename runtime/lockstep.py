@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopart.ir.attention import Band
 from autopart.ir.facts import facts
+from autopart.ir.intervals import Told
 from autopart.ir.layout import Conversion
-from autopart.ir.masks import with_bands
+from autopart.ir.masks import differ_by_rank, with_bands
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import OPERATORS, axis_of, operator_name
+from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, Stage
 from autopart.runtime.comm.collectives import Dtypes, attribute, bind, conversion_cuts, in_dtype, on_device
 from autopart.runtime.comm.draws import one_stream
 from autopart.runtime.comm.lists import LIST_PRIMITIVES, Primitives
-from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.stage_ranks import groups_along, stage_ranks
 from autopart.runtime.state.batch import stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
@@ -137,10 +137,10 @@ class _StageRun:
         self.graph = with_bands(stage, self._bands()).graph.graph
         self.last_uses = _last_uses(self.graph)
 
-    def _bands(self) -> dict[str, Band]:
+    def _bands(self) -> dict[str, Told]:
         """The masks that are the same bands on all ranks in all microbatches: they run one graph."""
         tensors: dict[str, Any] = {"device": self.device, "tensors": self.buffers}
-        masks = Masks(self.stage, lambda graph: bind(graph, {}, {}, **tensors))
+        masks = Masks(self.stage, lambda graph: bind(graph, {}, {}, **tensors), differ_by_rank(self.stage))
         bands = [bands for microbatches in self.keywords.values() for bands in masks.bands(microbatches)]
         return dict(set(bands[0]).intersection(*bands))
 

@@ -26,8 +26,8 @@ from torch.utils.benchmark.utils.timer import timer as default_timer
 from autopart.compat import is_gloo
 from autopart.ir.measurement import Device, Measured
 from autopart.ir.mesh import Mesh
+from autopart.ir.pieces import Cut
 from autopart.runtime.comm.collectives import PRIMITIVES
-from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process, connect, reduce_over_all
 
 _CHAIN = 100  # operators in a row whose launch is measured

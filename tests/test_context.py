@@ -3,17 +3,22 @@ be."""
 
 from __future__ import annotations
 
+import copy
 import re
 
 import dist
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from test_exact_processes import same_everything
+from test_masks import stage_modules
 from torch import nn
 
 import autopart
 from autopart.errors import LayoutError
+from autopart.ir.graph import operator_name
+from autopart.runtime.state import masks
 
 
 class Mixed(nn.Module):
@@ -131,3 +136,46 @@ def test_what_has_no_sequence_is_told(made, mesh, text):
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, mesh, example_kwargs=batch)
     assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == text
+
+
+def long_causal(seq, mesh, made, largest):
+    """Attention of a rank's queries reads no key that none of them sees; masks that are too large are not made."""
+    masks._LARGE = largest
+    model, batch = CAUSAL[made](seq)
+    loss, grads = zoo.reference(model, batch)[1:]
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch)
+    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")
+    zoo.assert_same_grads(pm.full_grads(), {n: g for n, g in grads.items() if g is not None})
+    (ran,) = stage_modules(pm)
+    names = [operator_name(node) for node in ran.stage.graph.graph.nodes if node.op == "call_function"]
+    return names.count("autopart::attention_runs"), names.count("aten::scaled_dot_product_attention")
+
+
+class Plain(nn.Module):
+    """Attention that is causal by its own argument, as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(32, 16), nn.Linear(16, 48), nn.Linear(16, 32)
+
+    def forward(self, ids):
+        q, k, v = (x.unflatten(-1, (4, 4)).transpose(1, 2) for x in self.qkv(self.embed(ids)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        logits = self.head(self.embed(ids) + y)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def plain(seq):
+    torch.manual_seed(0)
+    return Plain().double(), {"ids": torch.randint(0, 32, (2, seq))}
+
+
+CAUSAL = {"llama": lambda seq: zoo.llama(seq=seq, rows=2), "plain": plain}
+
+
+@pytest.mark.parametrize("largest", [2**24, 16], ids=["masks are made", "masks are too large"])
+@pytest.mark.parametrize(("made", "seq", "mesh"), [("llama", 24, "cp2"), ("plain", 25, "cp2"), ("plain", 24, "cp3")])
+def test_a_rank_leaves_out_what_its_queries_do_not_see(made, seq, mesh, largest):
+    found = dist.run_ranks(long_causal, int(mesh[-1]), seq, mesh, made, largest, timeout_s=120.0)
+    layers = 2 if made == "llama" else 1
+    assert found[:-1] == [(layers, 0)] * (len(found) - 1), found  # the last of the ranks may see all

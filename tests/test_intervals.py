@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from torch import fx
 
+import autopart.ir.attention as attention
 import autopart.ir.intervals as intervals
 from autopart.ir.attention import band_of
 from autopart.ir.intervals import Intervals, Seen, intervals_of
 from autopart.ir.masks import is_attention, mask_of
+from autopart.ir.pieces import Cut
 from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
@@ -107,6 +110,47 @@ def test_of_a_mask_that_is_there():
     assert intervals_of(mask).band() == band_of(mask, QUERIES, KEYS)
     assert intervals_of(torch.tensor([[True, False, True]])) is None
     assert torch.equal(dense(intervals_of(torch.zeros(2, 3, dtype=torch.bool))), torch.zeros(2, 3, dtype=torch.bool))
+
+
+def parts_of(mask, ranks, index, sections=()):
+    """A rank's queries of a mask."""
+    return Cut(mask.dim() - 2, mask.size(-2), sections, ranks).take(mask, index)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("sections", [(), (2,)])
+@pytest.mark.parametrize("mask", [causal, window, both_sides])
+def test_runs_see_what_the_mask_says(mask, sections, ranks):
+    whole = mask()
+    for index in range(ranks):
+        own = parts_of(whole, ranks, index, sections)
+        runs = intervals_of(own).runs()
+        seen = [
+            [max(run.low, run.first + i) <= key < min(run.high, run.end + i) for key in range(KEYS)]
+            for run in runs for i in range(run.queries)
+        ]  # fmt: skip
+        assert torch.equal(torch.tensor(seen).expand_as(own), own)
+        assert sum(run.seen for run in runs) == int(own.reshape(-1, *own.shape[-2:])[0].sum())
+
+
+@pytest.mark.parametrize("rows", [512, 3])
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("mask", [causal, window, both_sides])
+def test_attention_in_runs_is_attention_with_the_mask(monkeypatch, mask, heads, rows):
+    monkeypatch.setattr(attention, "_ROWS", rows)
+    torch.manual_seed(0)
+    whole = mask().reshape(-1, QUERIES, KEYS)[:1]
+    for index in range(2):
+        own = parts_of(whole, 2, index, (2,))
+        sizes = ((4, 6), (heads, KEYS), (heads, KEYS))
+        given = [torch.randn(3, h, n, 8, dtype=torch.float64, requires_grad=True) for h, n in sizes]
+        numbers = [number for run in intervals_of(own).runs() for number in run]
+        found = torch.ops.autopart.attention_runs(*given, numbers, scale=0.3, enable_gqa=heads == 2)
+        expected = F.scaled_dot_product_attention(*given, own, scale=0.3, enable_gqa=heads == 2)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        grad = torch.randn_like(found)
+        for mine, theirs in zip(*(torch.autograd.grad(y, given, grad) for y in (found, expected)), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("made", [zoo.llama, zoo.gpt2])

@@ -16,7 +16,7 @@ from traced import plan_of, run_of, verified
 import autopart
 from autopart.ir.attention import Band, band_of, blocks_fit, window_attention
 from autopart.ir.facts import facts
-from autopart.ir.masks import is_attention, mask_of, with_bands
+from autopart.ir.masks import is_attention, mask_of, masks_of, with_bands
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.passes.facts import masks as facts_masks
@@ -283,7 +283,8 @@ def test_heads_are_grouped_where_a_kernel_takes_groups(device, dtype, grouped):
     traced = prepare(model.to(dtype), bind_call(model, (), {"x": batch["x"].to(dtype)}))
     decisions = drafted(traced, Mesh.parse("dp1"), Options()).decisions
     program = lower(traced, decisions, plan_outputs(traced), whole_outputs=False)
-    (stage,) = (with_bands(stage, {}, torch.device(device)) for stage in program.stages)
+    (stage,) = program.stages
+    stage = with_bands(stage, {mask.name: Band(SEQ - 1, 0) for mask in masks_of(stage)}, torch.device(device))
     calls = [node for node in stage.graph.graph.nodes if is_attention(node)]
     assert [bool(call.kwargs.get("enable_gqa")) for call in calls] == [grouped] * 2
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopart.runtime.comm.collectives  # noqa: F401  which does them on process groups
 from autopart.ir.layout import CONVERSIONS
 from autopart.ir.operators import CUTTING, OPERATORS, all_operators, embedding_shard, pick_class
-from autopart.runtime.comm.pieces import Cut
+from autopart.ir.pieces import Cut
 from autopart.runtime.lockstep import convert_list
 
 NUM_RANKS = 3
@@ -217,6 +217,7 @@ def test_every_operator_is_tried():
         "to_experts",
         "from_experts",
         "window_attention",
+        "attention_runs",
         "positions",
         "ctc_loss",
         "ctc_loss_grad",

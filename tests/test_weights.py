@@ -40,7 +40,7 @@ import autopart
 from autopart.cli import main
 from autopart.errors import AutopartError, CheckpointError, OptionError
 from autopart.ir.layout import section_sizes
-from autopart.runtime.comm.pieces import Cut, boxes, spans_of
+from autopart.ir.pieces import Cut, boxes, spans_of
 from autopart.runtime.state import constructed
 from autopart.runtime.state.constructed import Constructor, constructor_of, held_tensors
 from autopart.runtime.state.safetensors_files import Files

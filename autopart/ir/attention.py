@@ -7,14 +7,20 @@ leaves out the keys that none of its queries sees (Dao et al. 2022, arXiv:2205.1
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 _SMALLEST_BLOCK = 64
 """Queries of a block of window attention: with fewer, the calls cost more than the keys that they leave out."""
+
+
+_ROWS = 512
+"""Queries of a block of a run, each with a mask of its own."""
 
 
 class Band(NamedTuple):
@@ -22,6 +28,38 @@ class Band(NamedTuple):
 
     before: int
     after: int
+
+
+class Run(NamedTuple):
+    """Queries one behind the other, whose intervals of keys begin and end with the keys from `low` to before `high`:
+    that of query i of the run is [max(low, first + i), min(high, end + i))."""
+
+    queries: int
+    low: int
+    high: int
+    first: int
+    end: int
+
+    def part(self, start: int, stop: int) -> Run:
+        """Of its queries those from one to before another."""
+        low, high = max(self.low, self.first + start), min(self.high, self.end + stop - 1)
+        return Run(stop - start, low, high, self.first + start, self.end + start)
+
+    @property
+    def seen(self) -> int:
+        """How many pairs of a query and a key it sees there are.
+
+        >>> Run(3, 0, 3, -3, 1).seen
+        6
+        """
+        return sum(
+            min(self.high, self.end + i) - max(self.low, self.first + i) for i in range(self.queries)
+        )  # fmt: skip
+
+    @property
+    def hides(self) -> tuple[bool, bool]:
+        """Whether some query does not see the first of the keys, and the last."""
+        return self.first + self.queries - 1 > self.low, self.end < self.high
 
 
 def band_of(mask: Tensor, queries: int, keys: int) -> Band | None:
@@ -113,3 +151,53 @@ def window_attention(
     made = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=enable_gqa)
     made = made.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3)
     return made[:, :, :length]
+
+
+def runs_of(numbers: Sequence[int]) -> list[Run]:
+    """Runs from the numbers of all, one run behind the other."""
+    return [Run(*fields) for fields in zip(*[iter(numbers)] * len(Run._fields), strict=True)]
+
+
+def attention_runs(
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[int],
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention of some of a sequence's queries to all of its keys, those left out that none of them sees.
+
+    query [b, h, q, d], key [b, g, s, d], value [b, g, s, e] -> [b, h, q, e], as `scaled_dot_product_attention`.
+    `runs`: the numbers of every `Run`, one run behind the other, together `q` queries.
+    """
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    made, start = [], 0
+    for run in runs_of(runs):
+        queries = query.narrow(-2, start, run.queries)
+        made += [_attend(queries, key, value, run, options)]
+        start += run.queries
+    return made[0] if len(made) == 1 else torch.cat(made, -2)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, run: Run, options: Mapping[str, Any]) -> Tensor:
+    """Attention of one run: in one call where a kernel knows what it hides, else in blocks with a mask each."""
+    keys, values = (x.narrow(-2, run.low, run.high - run.low) for x in (key, value))
+    hides_first, hides_last = run.hides
+    number = run.high - run.low
+    if not hides_first and not hides_last:
+        return F.scaled_dot_product_attention(query, keys, values, **options)
+    if not hides_first and run.end == run.low + 1 and run.queries == number:
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, **options)
+    if not hides_first and run.end + run.queries - 1 == run.high and query.is_cuda and query.dtype.itemsize == 2:
+        behind = causal_lower_right(run.queries, number)
+        return F.scaled_dot_product_attention(query, keys, values, behind, **options)
+    if run.queries > _ROWS:
+        starts = range(0, run.queries, _ROWS)
+        parts = [(start, min(start + _ROWS, run.queries)) for start in starts]
+        blocks = (query.narrow(-2, start, stop - start) for start, stop in parts)
+        runs = (run.part(start, stop) for start, stop in parts)
+        return torch.cat([_attend(q, key, value, r, options) for q, r in zip(blocks, runs, strict=True)], -2)
+    if options["enable_gqa"] and query.is_cuda:  # whose kernels take a mask, or groups of heads
+        keys, values = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (keys, values))
+        options = {**options, "enable_gqa": False}
+    at = torch.arange(run.queries, device=query.device).unsqueeze(-1)
+    position = torch.arange(run.low, run.high, device=query.device)
+    mask = (position >= run.first + at) & (position < run.end + at)
+    return F.scaled_dot_product_attention(query, keys, values, mask, **options)

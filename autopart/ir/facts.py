@@ -78,6 +78,7 @@ class Facts(TypedDict, total=False):
     strategies: dict[Any, Any]  # what `strategies` has found, shared with all nodes of which it reads the same
     place: Any  # where in which repeated block it is (`blocks.Place`)
     band: Band  # of a mask of attention, traced or written: what it is in the call that was traced
+    queries: int  # of the same: how many there are in it
     routed: bool  # its rows are those that go to experts: of `to_experts`, and of what is computed from it
     shares: dict[int, float]  # by dim of selected elements, the share of the mask's elements that a plan counts
     on_host: bool  # it makes its value on the CPU in a model that is on a GPU

@@ -8,17 +8,24 @@ masks together the interval in which both overlap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from autopart.ir.attention import Band
+from autopart.ir.attention import Band, Run
 from autopart.ir.graph import operator_name, shape, value
+from autopart.ir.pieces import Cut
 
 _LARGEST = 2**24
 """Elements up to which a value is made as it is."""
+
+_MOST_RUNS, _WORTH_IT = 64, 0.9
+"""How many calls attention may be made of, and which share of all keys they may read, for it to be worth it."""
+
+Told = Band | tuple[Run, ...]
+"""What a mask is: a band, or of some of the queries runs."""
 
 _COMPARED: Mapping[str, tuple[str, str]] = {
     "le": ("", "right"), "lt": ("", "left"), "ge": ("left", ""), "gt": ("right", ""), "eq": ("left", "right"),
@@ -39,17 +46,62 @@ class Intervals(NamedTuple):
         """What is seen through both masks."""
         return Intervals(torch.maximum(self.first, other.first), torch.minimum(self.end, other.end), self.keys)
 
-    def band(self) -> Band | None:
-        """The band that they are, if they are one and the same in all rows (`attention.band_of`)."""
+    def of_all_rows(self) -> tuple[Tensor, Tensor] | None:
+        """`first` and `end` [queries], if they are the same in all rows and every query sees a key."""
         rows = [part.reshape(-1, part.size(-1)) for part in torch.broadcast_tensors(self.first, self.end)]
         first, end = (part[0] for part in rows)
-        if not first.numel() or any((part != part[:1]).any() for part in rows) or (end <= first).any():
+        is_alike = first.numel() and not any((part != part[:1]).any() for part in rows)
+        return (first, end) if is_alike and (end > first).all() else None
+
+    def runs(self) -> list[Run]:
+        """The queries in runs, if they are the same in all rows; else none."""
+        found = self.of_all_rows()
+        if found is None:
+            return []
+        first, end = (part.tolist() for part in found)
+        runs, start = [], 0
+        for stop in range(1, len(first) + 1):
+            if stop == len(first) or not _goes_on(first, end, start, stop):
+                runs.append(_run(first[start:stop], end[start:stop]))
+                start = stop
+        return runs
+
+    def band(self) -> Band | None:
+        """The band that they are, if they are one and the same in all rows (`attention.band_of`)."""
+        found = self.of_all_rows()
+        if found is None:
             return None
+        first, end = found
         query = torch.arange(first.numel(), device=first.device)
         before, after = int((first == 0).sum()) - 1, int(end[0]) - 1
         is_band = before >= 0 and after >= 0
         is_band = is_band and bool((first == (query - before).clamp(min=0)).all())
         return Band(before, after) if is_band and (end == (query + after + 1).clamp(max=self.keys)).all() else None
+
+
+def _goes_on(first: Sequence[int], end: Sequence[int], start: int, query: int) -> bool:
+    """Whether the intervals of a run go on with this query's: beginnings stay, then rise by one each; ends rise by one
+    each, then stay."""
+    begins, ends = first[query] - first[query - 1], end[query] - end[query - 1]
+    has_risen, has_stayed = first[query - 1] > first[start], query - start > 1 and end[query - 1] == end[query - 2]
+    return begins in ((1,) if has_risen else (0, 1)) and ends in ((0,) if has_stayed else (0, 1))
+
+
+def _run(first: Sequence[int], end: Sequence[int]) -> Run:
+    """The run of these intervals, [first, end) of each query."""
+    rises = sum(begin == first[0] for begin in first)
+    begins = first[0] + 1 - rises if rises < len(first) else first[0] - len(first)
+    return Run(len(first), first[0], end[-1], begins, end[0] if end[0] < end[-1] else end[-1])
+
+
+def told_of(intervals: Intervals, queries: int, keys: int) -> Told | None:
+    """What the masks of these intervals are for attention: a band, or runs where they leave out keys enough."""
+    band = intervals.band()
+    if band is not None and queries == keys:
+        return band
+    runs = tuple(intervals.runs())
+    seen = sum(run.queries * (run.high - run.low) for run in runs)
+    return runs if runs and len(runs) <= _MOST_RUNS and seen <= _WORTH_IT * queries * keys else band
 
 
 def intervals_of(mask: Tensor) -> Intervals | None:
@@ -62,6 +114,12 @@ def intervals_of(mask: Tensor) -> Intervals | None:
     return Intervals(first, end, keys) if bool((inside == mask).all()) else None
 
 
+def intervals_of_band(band: Band, queries: int, keys: int) -> Intervals:
+    """Those of a band of attention with [queries, keys] scores."""
+    query = torch.arange(queries)
+    return Intervals((query - band.before).clamp(min=0), (query + band.after + 1).clamp(max=keys), keys)
+
+
 class Seen:
     """What masks let be seen, from the values of what they are made of.
 
@@ -69,19 +127,24 @@ class Seen:
     Intervals(first=tensor([0, 0, 0]), end=tensor([1, 2, 3]), keys=3)
     """
 
-    def __init__(self, given: Mapping[fx.Node, Any], device: torch.device | str = "cpu"):
+    def __init__(
+        self, given: Mapping[fx.Node, Any], device: torch.device | str = "cpu",
+        rank: Mapping[str, tuple[int, int]] | None = None,
+    ):  # fmt: skip
+        """`given`: {node: its value}. `rank`: of a rank's graph, {axis: its place on it, and how many there are}."""
         self.known: dict[fx.Node, Any] = dict(given)
-        self.device = torch.device(device)
+        self.device, self.rank = torch.device(device), rank or {}
 
     @torch.no_grad()
     def of(self, mask: fx.Node) -> Intervals | None:
         """The intervals of a mask; None where it is not known to be made of such."""
-        found = self._made(mask)
+        found = self.made(mask)
         if isinstance(found, Tensor) and found.dtype == torch.bool and found.dim() >= 2:
             return intervals_of(found)
         return found if isinstance(found, Intervals) else None
 
-    def _made(self, node: fx.Node) -> Any:
+    @torch.no_grad()
+    def made(self, node: fx.Node) -> Any:
         """A value as a tensor or as intervals; None where it is neither."""
         todo = [node]
         while todo:
@@ -103,6 +166,8 @@ class Seen:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.known.__getitem__)
         name = operator_name(node).removeprefix("aten::")
         made = value(node)
+        if name == "autopart::slice":
+            return self._part(args[0], *args[1:], dims=len(shape(node)))
         if any(isinstance(self.known[used], Intervals) for used in node.all_input_nodes):
             return _of_intervals(name, args, len(shape(node)))
         if name in _COMPARED and made.dim() >= 2 and made.numel() > _LARGEST:
@@ -112,6 +177,21 @@ class Seen:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device}
         return node.target(*args, **kwargs)
+
+    def _part(
+        self, whole: Tensor | Intervals, axis: str, dim: int, size: int, sections: Sequence[int] = (), *, dims: int
+    ) -> Any:
+        """A rank's shard: of intervals where it is of the queries, or of rows that are all alike."""
+        index, ranks = self.rank[axis]
+        if isinstance(whole, Tensor):
+            return Cut(dim, size, tuple(sections), ranks).take(whole, index)
+        if dim < dims - 2:
+            return whole if whole.of_all_rows() is not None else None
+        if dim == dims - 1:
+            return None
+        parts = (part.expand(*part.shape[:-1], size) for part in whole[:2])
+        first, end = (Cut(part.dim() - 1, size, tuple(sections), ranks).take(part, index) for part in parts)
+        return Intervals(first, end, whole.keys)
 
 
 def _compared(name: str, one: Any, other: Any) -> Intervals | None:
@@ -145,7 +225,7 @@ def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
         return one.also(other) if one is not None and other is not None else None
     if found is None:
         return None
-    if name in ("to", "_to_copy", "expand", "contiguous", "clone"):
+    if name in ("to", "_to_copy", "expand"):
         return found  # a mask is of as many rows as it broadcasts to
     if name == "unsqueeze" and args[1] % dims < dims - 2:
         at, before = args[1] % dims, dims - 2  # as many dims as the mask had, but for its keys

@@ -17,7 +17,10 @@ from torch import fx
 from autopart.ir.attention import Band, blocks_fit
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import argument, draws_random_numbers, dropout_probability, operator_name, shape, value
+from autopart.ir.intervals import Told, intervals_of_band, told_of
+from autopart.ir.mesh import Mesh
 from autopart.ir.operators import autopart_ops, axis_of
+from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, Stage, StageGraph, StageInput
 
 _OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host")
@@ -40,9 +43,19 @@ def _is_of_inputs(mask: fx.Node, stage: Stage) -> bool:
     inputs = {stage_input.name for stage_input in stage.inputs}
     for node in made_for([mask]):
         known = {"placeholder": node.target in inputs, "get_attr": node.target in stage.buffers}
-        if not known.get(node.op, axis_of(node) is None and not draws_random_numbers(node)):
+        is_local = axis_of(node) is None or _is_slice(node)
+        if not known.get(node.op, is_local and not draws_random_numbers(node)):
             return False
     return True
+
+
+def _is_slice(node: fx.Node) -> bool:
+    return operator_name(node) == "autopart::slice"
+
+
+def differ_by_rank(stage: Stage) -> set[str]:
+    """The names of masks of which every rank takes a shard."""
+    return {mask.name for mask in masks_of(stage) if any(map(_is_slice, made_for([mask])))}
 
 
 def mask_of(node: fx.Node) -> fx.Node | None:
@@ -127,7 +140,7 @@ def made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def with_bands(stage: Stage, bands: Mapping[str, Band | None], device: torch.device | None = None) -> Stage:
+def with_bands(stage: Stage, bands: Mapping[str, Told | None], device: torch.device | None = None) -> Stage:
     """A stage whose attention is told these bands, {name of a mask: its band}, without the masks that nothing reads
     then, and without the inputs that they alone were made of. `device`: where it runs, if that is known."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -141,12 +154,31 @@ def as_traced(program: Program) -> Program:
     written on."""
     stages = []
     for stage in program.stages:
-        known = {mask: band for mask in masks_of(stage) if (band := facts(mask).get("band")) is not None}
-        stages.append(_tell_all(stage, known))
+        found = {mask: _of_fullest_rank(mask, program.mesh, calls) for mask, calls in masks_of(stage).items()}
+        stages.append(_tell_all(stage, {mask: told for mask, told in found.items() if told is not None}))
     return replace(program, stages=tuple(stages))
 
 
-def _tell_all(stage: Stage, known: Mapping[fx.Node, Band], device: torch.device | None = None) -> Stage:
+def _of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Node]) -> Told | None:
+    """What a mask was in the call that was traced, for the rank whose queries see the most keys."""
+    band, layout = facts(mask).get("band"), facts(mask).get("layout", {})
+    cut = [(axis, place) for axis, place in layout.items() if place.is_shard and place.dim == len(shape(mask)) - 2]
+    if band is None or not cut:
+        return band
+    (axis, place), *others = cut
+    queries, keys = facts(mask)["queries"], scores_of(calls[0])[1]
+    whole = intervals_of_band(band, queries, keys)
+    shards = Cut(0, queries, place.sections, mesh.size(axis))
+    ranks = [
+        whole._replace(first=shards.take(whole.first, index), end=shards.take(whole.end, index))
+        for index in range(mesh.size(axis))
+    ]
+    fullest = max(ranks, key=lambda one: int((one.end - one.first).sum()))
+    told = told_of(fullest, fullest.first.numel(), keys) if not others else None
+    return told if isinstance(told, tuple) else None
+
+
+def _tell_all(stage: Stage, known: Mapping[fx.Node, Told], device: torch.device | None = None) -> Stage:
     """Let the attention of a stage know what its masks are; its graph is written on."""
     graph, of_masks = stage.graph.graph, made_for(known)
     for mask, band in known.items():
@@ -166,10 +198,16 @@ def _tell_all(stage: Stage, known: Mapping[fx.Node, Band], device: torch.device 
     return replace(stage, inputs=inputs, prologue=_with_outputs(stage.prologue, is_read))
 
 
-def _tell(call: fx.Node, band: Band) -> None:
+def _tell(call: fx.Node, band: Told) -> None:
     """Let a call know what its mask is, and read it no more. A window on which blocks gain nothing, or a band that no
     kernel takes, stays a mask."""
     queries, keys = scores_of(call)
+    if not isinstance(band, Band):
+        if is_attention(call) and len(shape(call)) == 4 and not dropout_probability(call):
+            given = {name: argument(call, name) for name in ("scale", "enable_gqa")}
+            call.target = autopart_ops.attention_runs.default
+            call.args, call.kwargs = (*call.args[:3], [number for run in band for number in run]), given
+        return
     if not is_attention(call):
         if band == (queries - 1, keys - 1):
             call.replace_all_uses_with(_view(call, torch.ops.aten.expand.default, call.args[1], list(shape(call))))

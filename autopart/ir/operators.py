@@ -15,8 +15,8 @@ where nothing moves.
 `size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
 they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
 (`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`), leave
-out what a mask hides (`window_attention` of `attention.py`), or say where a mask is true (`positions` of
-`selection.py`).
+out what a mask hides (`window_attention`, `attention_runs` of `attention.py`), or say where a mask is true (`positions`
+of `selection.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autopart.ir import ctc, experts, selection
-from autopart.ir.attention import window_attention
+from autopart.ir.attention import attention_runs, window_attention
 from autopart.ir.layout import CONVERSIONS
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
@@ -159,6 +159,8 @@ def _define_operators() -> torch.library.Library:
     define("pick_class", "Tensor logits, Tensor target, int start", pick_class)
     window = "Tensor query, Tensor key, Tensor value, int before, int after, float? scale=None, bool enable_gqa=False"
     define("window_attention", window, window_attention)
+    runs = "Tensor query, Tensor key, Tensor value, int[] runs, float? scale=None, bool enable_gqa=False"
+    define("attention_runs", runs, attention_runs)
     return library
 
 
@@ -170,7 +172,8 @@ autopart_ops = torch.ops.autopart
 
 def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
-    local = ["cast", "draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention"]
+    local = ["cast", "draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention",
+             "attention_runs"]  # fmt: skip
     families = (experts, selection, ctc)
     return [
         *OPERATORS,

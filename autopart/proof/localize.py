@@ -13,9 +13,9 @@ from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import format_value, module_path, source_line, source_of
 from autopart.ir.layout import ROUTED, P, Placement, R, format_layout
 from autopart.ir.operators import axis_of, operator_name
+from autopart.ir.pieces import Cut
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.proof.subject import GRAD_FLOOR, Arrangement, Shards, Subject, largest, relative, scale_of
-from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.lockstep import PerRank
 from autopart.runtime.state.gradients import sync_gradients_lockstep
 

@@ -46,7 +46,7 @@ def find_bands(trace: Trace) -> None:
         found = seen.of(mask) if made is None else None
         band = band_of(made, *scores_of(call)) if made is not None else found.band() if found is not None else None
         if band is not None:
-            facts(mask)["band"] = band
+            facts(mask)["band"], facts(mask)["queries"] = band, scores_of(call)[0]
 
 
 def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from .experts import unsorted_experts
 from .losses import explicit_reductions, losses_of_all_positions, whole_means
 from .norms import plain_norms
 from .precision import in_double
-from .products import explicit_attention_dropout, one_linear, pairs_of_factors, plain_products
+from .products import explicit_attention_dropout, explicit_causal_masks, one_linear, pairs_of_factors, plain_products
 from .random import draws_as_data
 from .recurrent import explicit_recurrent_dropout
 from .routed import looked_up_products, rows_to_experts
@@ -52,6 +52,7 @@ _FORMS = (
     plain_numbers,
     plain_norms,
     unsorted_experts,
+    explicit_causal_masks,
     plain_products,
     pairs_of_factors,
     one_linear,

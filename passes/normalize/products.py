@@ -183,6 +183,23 @@ def explicit_attention_dropout(graph: fx.Graph) -> None:
             replace(node, result)
 
 
+@on_calls("aten::scaled_dot_product_attention")
+def explicit_causal_masks(graph: fx.Graph, node: fx.Node) -> None:
+    """Causal attention is attention with a mask, as all is: what its kernel does with it is decided where it runs, by
+    the queries that are there (`ir/masks.py`)."""
+    if not argument(node, "is_causal"):
+        return
+    with graph.inserting_before(node):
+        sizes, device = [shape(side)[-2] for side in node.args[:2]], value(node).device
+        query, key = (emit(graph, node, aten.arange.default, size, device=device) for size in sizes)
+        others = [1] * (len(shape(node)) - 2)
+        query = emit(graph, node, aten.reshape.default, query, [*others, sizes[0], 1])
+        key = emit(graph, node, aten.reshape.default, key, [*others, 1, sizes[1]])
+        mask = emit(graph, node, aten.le.Tensor, key, query)
+        given = {name: argument(node, name) for name in ("dropout_p", "scale", "enable_gqa")}
+        replace(node, emit(graph, node, node.target, *node.args[:3], mask, **given))
+
+
 def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
     query, key, val, *rest = node.args
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | node.kwargs

@@ -57,7 +57,7 @@ from autopart.tracing.trace import Trace
 
 aten = torch.ops.aten
 
-CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band")
+CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band", "queries")
 """The facts of a traced node that those written for it have too."""
 
 

@@ -19,7 +19,7 @@ from autopart.compat import is_gloo, resolve_group
 from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
 from autopart.ir.operators import CUTTING, LIBRARY, OPERATORS, autopart_ops, axis_of, operator_name
-from autopart.runtime.comm.pieces import Cut
+from autopart.ir.pieces import Cut
 from autopart.runtime.comm.stacks import line_of_graph
 from autopart.runtime.comm.watch import watching
 

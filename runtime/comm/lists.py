@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from autopart.runtime.comm.pieces import Cut
+from autopart.ir.pieces import Cut
 
 Primitives = Mapping[str, Callable[..., list[Tensor]]]
 """The primitive collectives, {name: function of the list of local tensors of one group}."""

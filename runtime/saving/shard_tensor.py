@@ -23,7 +23,7 @@ from autopart.compat import (
     tree_map,
 )
 from autopart.errors import CheckpointError
-from autopart.runtime.comm.pieces import Box, Span, boxes, spans_of
+from autopart.ir.pieces import Box, Span, boxes, spans_of
 from autopart.runtime.saving.checkpoint_plans import plan_checkpoints_with, refuse_pieces_in_safetensors
 from autopart.runtime.state.homes import Home, home_of
 

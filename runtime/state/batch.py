@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autopart.ir.layout import Layout, P, Placement, R, Sections, section_sizes, shard_sizes
+from autopart.ir.pieces import Cut
 from autopart.ir.program import MICROBATCH_AXIS, Program, StageInput
-from autopart.runtime.comm.pieces import Cut
 
 Arguments = dict[str, Any]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from autopart.compat import TorchDispatchMode, operator_name, tree_flatten
-from autopart.runtime.comm.pieces import Cut
+from autopart.ir.pieces import Cut
 
 Cuts = Sequence[tuple[Cut, int]]
 """How a tensor is cut, and the index of the shard in each cut; none: it is whole."""

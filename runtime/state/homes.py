@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.ir.mesh import Mesh
+from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, StoredTensor
-from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.state.state import stored_cuts

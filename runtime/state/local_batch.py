@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from autopart.ir.pieces import Cut
 from autopart.ir.program import Program
 from autopart.runtime.comm.collectives import PRIMITIVES
-from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.batch import OwnRows
 

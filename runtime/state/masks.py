@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autopart.ir.attention import Band, band_of
+from autopart.ir.attention import band_of
+from autopart.ir.intervals import Seen, Told, intervals_of, told_of
 from autopart.ir.masks import mask_graph, masks_of, of_positions, scores_of, with_bands
-from autopart.ir.program import Program, Stage
+from autopart.ir.program import Program, Stage, StageInput
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.batch import stage_arguments
 
-Bands = tuple[tuple[str, Band], ...]
-"""The masks of a stage that are bands, by their names."""
+Bands = tuple[tuple[str, Told], ...]
+"""What the masks of a stage are, by their names."""
+
+_LARGE = 2**24
+"""Scores from which on masks are not made to be looked at, where positions alone decide them."""
 
 
 def told_of_positions(
@@ -27,16 +32,45 @@ def told_of_positions(
     names = frozenset(mask.name for mask in found)
     if not found:
         return stage, names
+    if max(math.prod(scores_of(call)) for calls in map(masks_of(stage).__getitem__, found) for call in calls) > _LARGE:
+        return with_bands(stage, _without_masks(stage, program, process, found, inputs, graph), process.device), names
     microbatches = stage_arguments(program, inputs, bind(graph)(), process.coordinates)
     others = {mask.name for mask in masks_of(stage)} - names
     bands = Masks(stage, bind, others).bands(microbatches)
     return with_bands(stage, dict(set(bands[0]).intersection(*bands)), process.device), names
 
 
-def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Band | None:
-    """The band that a mask is for all calls that read it."""
+def _without_masks(
+    stage: Stage, program: Program, process: Process, found: Sequence[fx.Node], inputs: Sequence[StageInput],
+    graph: fx.GraphModule,
+) -> dict[str, Told]:  # fmt: skip
+    """What these masks are, which are too large to be made. `inputs`, `graph`: of the stage, and what makes them."""
+    whole = Seen({}, process.device)
+    (outputs,) = graph.graph.output_node().args
+    values = [whole.made(made) for made in outputs]
+    (arguments, *_) = stage_arguments(program, inputs, values, process.coordinates)
+    made = mask_graph(stage, found)
+    given = {node: arguments[str(node.target)] for node in made.graph.find_nodes(op="placeholder")}
+    sizes = {axis: (index, program.mesh.size(axis)) for axis, index in process.coordinates.items()}
+    seen = Seen(given, process.device, sizes)
+    told: dict[str, Told] = {}
+    for mask, node in zip(found, made.graph.output_node().args[0], strict=True):
+        intervals, scores = seen.of(node), {*map(scores_of, masks_of(stage)[mask])}
+        if intervals is not None and len(scores) == 1 and (known := told_of(intervals, *scores.pop())) is not None:
+            told[mask.name] = known
+    return told
+
+
+def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Told | None:
+    """What a mask is for all calls that read it."""
     scores = {*map(scores_of, calls)}
-    return band_of(mask, *scores.pop()) if len(scores) == 1 else None
+    if len(scores) > 1:
+        return None
+    (queries, keys) = scores.pop()
+    if mask.dtype == torch.bool and queries != keys == mask.size(-1):
+        found = intervals_of(mask)
+        return told_of(found, queries, keys) if found is not None else None
+    return band_of(mask, queries, keys)
 
 
 class Masks:
@@ -63,7 +97,7 @@ class Masks:
         if self.make is None:
             return ()
         made = self.make(**{name: arguments[name] for name in self.reads})
-        known: dict[Any, Band | None] = {}
+        known: dict[Any, Told | None] = {}
         found = []
         for (mask, calls), value in zip(self.calls.items(), made, strict=True):
             key = id(value), frozenset(map(scores_of, calls))

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from autopart.compat import gather_collective, is_gloo, scatter_collective
 from autopart.ir.buckets import bucketed, kinds
+from autopart.ir.pieces import Cut
 from autopart.ir.storing import GATHERS, Way
-from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.watch import watching
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from autopart.errors import RuntimeSetupError, StageError
 from autopart.ir.mesh import Mesh
+from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
-from autopart.runtime.comm.pieces import Cut
 from autopart.runtime.comm.processes import Process, of_all_stages
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.state.constructed import Cuts

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopart.runtime.comm.pieces import Box
+from autopart.ir.pieces import Box
 
 
 class CannotFollow(Exception):

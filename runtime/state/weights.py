@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from autopart.errors import AutopartError, CheckpointError
 from autopart.ir.graph import DTYPE_NAMES
-from autopart.runtime.comm.pieces import boxes, spans_of
+from autopart.ir.pieces import boxes, spans_of
 from autopart.runtime.state import transformers_names
 from autopart.runtime.state.constructed import Constructor, Cuts, constructor_of, held_tensors
 from autopart.runtime.state.safetensors_files import Files, listing
