@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from torch import fx
 
@@ -22,7 +23,8 @@ class Pattern:
     `whole`: factors that may not be sharded. `linear`: sets of inputs that may all be partial sums together, the
     output then being one too. `lookup`: a factor that may be sharded only by a special local operator
     (`embedding`, `cross_entropy_loss`). `tied`: the inputs that are positions in a selection (`ir/selection.py`), of
-    elements that lie on the same rank when a factor is cut. `joined`: factors that are concatenations, with the sizes
+    elements that lie on the same rank when a factor is cut. `routes`: it sends rows to their experts, or
+    brings them back. `joined`: factors that are concatenations, with the sizes
     of their sections (`cat`, `split_with_sizes`): a dim of such a factor holds all sections or, if it is smaller, one
     of them. `local`: how the call is written for one rank (`passes/rules/local.py`), where it is not the traced one
     on local operands.
@@ -37,6 +39,7 @@ class Pattern:
     flops: int = 0
     joined: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tied: frozenset[int] = frozenset()
+    routes: Literal["", "out", "back"] = ""
     local: Callable[..., fx.Node | None] | None = field(default=None, compare=False)
 
     @cached_property
@@ -53,7 +56,8 @@ class Pattern:
     def key(self) -> tuple:
         """Equal for equal patterns, and hashable."""
         sizes, joined = tuple(self.sizes.items()), tuple(self.joined.items())
-        return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, self.flops, joined, self.tied
+        rest = (self.flops, joined, self.tied, self.routes)
+        return self.inputs, self.outputs, sizes, self.whole, self.linear, self.lookup, *rest
 
 
 def is_innermost(pattern: Pattern, factor: str) -> bool:

@@ -11,7 +11,7 @@ from autopart.ir.atoms import DATA_DIM
 from autopart.ir.decisions import Strategy
 from autopart.ir.experts import expert_counts
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
-from autopart.ir.graph import active_operators, describe, operator_name, shape, spoken_name, tensor_inputs
+from autopart.ir.graph import active_operators, describe, shape, spoken_name, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.pattern import Pattern
 from autopart.passes.facts.strategies import divides_positions, output_atoms
@@ -19,7 +19,7 @@ from autopart.tracing.trace import Trace
 
 
 def _expert_products(trace: Trace) -> list[fx.Node]:
-    return [n for n in active_operators(trace.graph) if operator_name(n) == "autopart::expert_linear"]
+    return [node for node in _products(trace) if facts(node)["pattern"].lookup]
 
 
 def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:

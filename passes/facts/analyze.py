@@ -120,11 +120,12 @@ def _note_routed(graph: fx.Graph) -> None:
     """Mark what is computed of the rows that go to experts, from where they set out to where they come back to."""
     routed: set[fx.Node] = set()
     for node in graph.nodes:
-        name = operator_name(node) if node.op == "call_function" else ""
-        if name == "autopart::to_experts" or any(used in routed for used in node.all_input_nodes):
+        pattern = facts(node).get("pattern")
+        routes = pattern.routes if pattern is not None else ""
+        if routes == "out" or any(used in routed for used in node.all_input_nodes):
             if node.op != "output":
                 facts(node)["routed"] = True
-            if name != "autopart::from_experts":
+            if routes != "back":
                 routed.add(node)
 
 

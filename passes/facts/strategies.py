@@ -19,7 +19,7 @@ from torch import fx
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atoms, counted_atoms, factor_atoms, selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import DATA, INPUT, PARAMETER, WEIGHT, facts
-from autopart.ir.graph import draws_random_numbers, is_tensor, operator_name, source_of, tensor_inputs, tuple_values
+from autopart.ir.graph import argument, draws_random_numbers, is_tensor, source_of, tensor_inputs, tuple_values
 from autopart.ir.layout import R_GRAD_P, ROUTED, P, Placement, R, Sections, section_sizes, shard
 from autopart.ir.mesh import Cuts
 from autopart.ir.pattern import Pattern, is_innermost
@@ -74,9 +74,11 @@ def _routed(node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
     if pattern is None:
         return ()
     whole = tuple(R_GRAD_P if facts(source)["needs_grad"] else R for source in sources)
-    if operator_name(node) == "autopart::to_experts":
-        return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]),) if node.args[3] % num_shards == 0 else ()
-    if operator_name(node) == "autopart::from_experts":
+    if pattern.routes and argument(node, "num_experts") % num_shards:
+        return ()
+    if pattern.routes == "out":
+        return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]),)
+    if pattern.routes == "back":
         return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]),)
     routed = [bool(facts(source).get("routed")) for source in sources]
     rows = {dims[0] for dims, is_routed in zip(pattern.inputs, routed, strict=True) if is_routed and dims}

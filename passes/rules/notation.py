@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal
 
 from torch import fx
 
@@ -26,8 +27,8 @@ class Rule:
 
     `whole`: the factors that may not be sharded. `linear`: the sets of inputs that may be partial sums together.
     `matmul`: the products whose sizes, doubled, are the FLOPs (`("... k n",)`). `also`: other forms of the operator,
-    tried in turn (without optional weights, with a mask). `when`: a condition on the call's other arguments. `lookup`
-    and `local`: those of the pattern.
+    tried in turn (without optional weights, with a mask). `when`: a condition on the call's other arguments. `lookup`,
+    `local` and `routes`: those of the pattern.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Rule:
     also: tuple[str, ...] = ()
     when: Callable[[fx.Node], bool] = field(default=lambda node: True, compare=False)
     local: LocalForm | None = field(default=None, compare=False)
+    routes: Literal["", "out", "back"] = ""
 
     def instantiate(self, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Pattern | None:
         """The pattern for these shapes by the first line that fits them, or None.
@@ -76,7 +78,7 @@ class Rule:
         whole = frozenset(f for f in sizes if f in named or ("..." in named and f.startswith("...")))
         split = len(inputs)
         operands = tuple(dims_of[:split]), tuple(dims_of[split:])
-        return Pattern(*operands, sizes, whole, self.linear, self.lookup, flops, local=self.local)
+        return Pattern(*operands, sizes, whole, self.linear, self.lookup, flops, local=self.local, routes=self.routes)
 
 
 @cache

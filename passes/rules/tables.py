@@ -37,8 +37,10 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
     # every row by the matrix of its expert: rows of other ranks' experts give zeros
     "autopart::expert_linear": Rule("s k, e k n, s -> s n", linear=((0,), (1,)), lookup="e", matmul=("s k n",),
         local=lookups.expert_linear),
-    "autopart::to_experts": Rule("t ..., (t k) -> (t k) ...", whole="k", linear=((0,),), local=lookups.to_experts),
-    "autopart::from_experts": Rule("(t k) ..., (t k) -> t ...", whole="k", linear=((0,),), local=lookups.from_experts),
+    "autopart::to_experts": Rule("t ..., (t k) -> (t k) ...", whole="k", linear=((0,),), local=lookups.to_experts,
+        routes="out"),
+    "autopart::from_experts": Rule("(t k) ..., (t k) -> t ...", whole="k", linear=((0,),), local=lookups.from_experts,
+        routes="back"),
     # attention: q, k and v, with a mask, with fewer heads of k and v; a causal mask counts queries from the first
     "aten::scaled_dot_product_attention": (
         Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=_ATTENTION, when=not_causal, also=(
