@@ -107,7 +107,7 @@ def conversion_time_s(
     if source == target:
         return 0.0
     step = conversion(source, target)
-    if step is None or (step.operator == "all_to_all" and (source.sections or target.sections)):
+    if step is None or (step.operator == "all_to_all" and (source.in_order.sections or target.in_order.sections)):
         return float("inf")
     forward = time_s(step.forward, num_ranks, size_bytes, hardware, stride)
     backward = time_s(step.backward, num_ranks, size_bytes, hardware, stride) if needs_grad else 0.0

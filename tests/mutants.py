@@ -74,7 +74,7 @@ MUTANTS = [
     # collectives and shards
     Mutant("autopart/ir/pieces.py", "spans.append((start + sum(lengths[:index]), lengths[index]))",
            "spans.append((start + index * lengths[index], lengths[index]))", "layout runtime_conversions fuzz"),
-    Mutant("autopart/ir/pieces.py", "missing = self.length(0) - shard.size(self.dim)", "missing = 0",
+    Mutant("autopart/ir/pieces.py", "missing = self.longest - shard.size(self.dim)", "missing = 0",
            "runtime_conversions exact_processes"),
     Mutant("runtime/comm/collectives.py", "*reversed(ctx.cuts))", "*ctx.cuts)", "runtime_conversions"),
     Mutant("autopart/ir/operators.py", "* mine.unsqueeze(-1)\n", "\n", "collectives exact_processes exact_lockstep"),

@@ -74,6 +74,7 @@ class Facts(TypedDict, total=False):
     sections: dict[int, set[Sections]]  # by dim, the ways of cutting it that a later view or split asks for
     offered: dict[int, set[Sections]]  # by dim, those in which an earlier `cat` joined it
     rows: set[int]  # the dims of a tensor made of nothing that are used as rows of the batch
+    zigzag: bool  # positions are cut in zigzag, for there is causal attention
     for_buffers: bool  # it makes new values of buffers and nothing else
     strategies: dict[Any, Any]  # what `strategies` has found, shared with all nodes of which it reads the same
     place: Any  # where in which repeated block it is (`blocks.Place`)

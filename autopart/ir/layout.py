@@ -13,6 +13,10 @@ A `Placement` is one of these pairs (value, gradient), in the words of `torch.di
 `E(0)` is for the operators on rows between `to_experts` and `from_experts` of a mixture alone, and is converted to no
 other: how many rows a rank has is known when they are there.
 
+Positions may be cut in zigzag, `S(1; zigzag)`: of twice as many pieces as ranks each rank has one from the front and
+the one as far from the back, so that all have as many keys before their positions (Llama 3's context parallelism:
+Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2).
+
 A dim that is a concatenation (q|k|v in one projection) is cut section by section: `S(0; sections=3)` for equal
 sections, `S(0; sections=64+16+16)` for unequal ones. A *layout* maps mesh axis names to placements.
 
@@ -27,7 +31,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Sections = tuple[int, ...]
-"""`()` for one piece, `(k,)` for k equal sections, `(a, b, ...)` for sections of these sizes."""
+"""`()` for one piece, `(k,)` for k equal sections, `(a, b, ...)` for sections of these sizes; `(-k,)` for k equal
+sections that are each cut in zigzag."""
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +50,18 @@ class Placement:
             return self.kind
         if not self.sections:
             return f"S({self.dim})"
+        if self.is_zigzag:
+            return f"S({self.dim}; zigzag{f' sections={-self.sections[0]}' if self.sections != (-1,) else ''})"
         return f"S({self.dim}; sections={'+'.join(map(str, self.sections))})"
+
+    @property
+    def is_zigzag(self) -> bool:
+        return is_zigzag(self.sections)
+
+    @property
+    def in_order(self) -> Placement:
+        """The same, not in zigzag."""
+        return shard(self.dim, (-self.sections[0],)) if self.is_zigzag else self
 
     @property
     def is_shard(self) -> bool:
@@ -67,6 +83,9 @@ class Placement:
         >>> Placement.parse("S(1; sections=3)")
         Placement(kind='S', dim=1, sections=(3,))
         """
+        match = re.fullmatch(r"S\(\s*(\d+)\s*;\s*zigzag(?:\s+sections=(\d+))?\s*\)", text.strip())
+        if match:
+            return shard(int(match[1]), (-int(match[2] or 1),))
         match = re.fullmatch(r"S\(\s*(\d+)\s*(?:;\s*sections=(\d+(?:\+\d+)*)\s*)?\)", text.strip())
         if match:
             sections = tuple(int(n) for n in match[2].split("+")) if match[2] else ()
@@ -101,6 +120,20 @@ def shard(dim: int, sections: Sections = ()) -> Placement:
     return Placement("S", dim, () if sections == (1,) else sections)
 
 
+def is_zigzag(sections: Sections) -> bool:
+    """Whether sections are each cut in zigzag."""
+    return len(sections) == 1 and sections[0] < 0
+
+
+def num_sections(sections: Sections) -> int:
+    """How many sections of equal size there are.
+
+    >>> num_sections(()), num_sections((3,)), num_sections((-3,))
+    (1, 3, 3)
+    """
+    return abs(sections[0]) if sections else 1
+
+
 def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
     """Sizes of the sections of a dim of `size` elements.
 
@@ -110,7 +143,7 @@ def section_sizes(size: int, sections: Sections) -> tuple[int, ...]:
     if not sections:
         return (size,)
     if len(sections) == 1:
-        return (size // sections[0],) * sections[0]
+        return (size // num_sections(sections),) * num_sections(sections)
     return sections
 
 
@@ -220,7 +253,8 @@ def is_direct(source: Placement, target: Placement, shape: Sequence[int], num_sh
     if source == target:
         return True
     if source.is_shard and target.is_shard:
-        return not source.sections and not target.sections and shape[source.dim] % num_shards == 0
+        plain = source.in_order
+        return not plain.sections and not target.in_order.sections and shape[source.dim] % num_shards == 0
     return conversion(source, target) is not None
 
 

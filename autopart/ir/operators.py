@@ -5,7 +5,7 @@ Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one pri
 
     all_reduce, sum_grad, own, own_grad, own_both, all_reduce_both, all_reduce_max (x, axis)
     slice, slice_pad, all_gather, all_gather_sum, reduce_scatter                   (x, axis, dim, size, sections)
-    all_to_all                                                    (x, axis, source_dim, target_dim)
+    all_to_all                              (x, axis, source_dim, target_dim, source_sections, target_sections)
     axis_index                                                    (axis) -> int
 
 Of a parameter in mixed precision they also have `dtype`, to which `x` is cast before it moves, and `grad_dtype`, to
@@ -141,7 +141,7 @@ def _define_operators() -> torch.library.Library:
         if operator in CUTTING:
             arguments += ", int dim, int size, int[] sections=[]"
         elif operator == "all_to_all":
-            arguments += ", int source_dim, int target_dim"
+            arguments += ", int source_dim, int target_dim, int[] source_sections=[], int[] target_sections=[]"
         arguments += ", *, ScalarType? dtype=None, ScalarType? grad_dtype=None"
         library.define(f"{operator}({arguments}) -> Tensor")
     library.define("all_reduce_max(Tensor x, str axis) -> Tensor")

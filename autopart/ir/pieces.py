@@ -1,7 +1,8 @@
 """How a tensor is cut into shards and joined again: the arithmetic that every kind of run shares.
 
 A dim is a row of sections (one, where none are named). Each section is cut into shards as `torch.chunk` does, equal
-where possible and the last ones smaller, and shard i of the dim is the i-th shards of all sections, joined.
+where possible and the last ones smaller, and shard i of the dim is the i-th shards of all sections, joined. In zigzag
+each section is cut into twice as many pieces, of which shard i has the i-th from the front and the i-th from the back.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autopart.ir.layout import Sections, section_sizes, shard_sizes
+from autopart.ir.layout import Sections, is_zigzag, section_sizes, shard_sizes
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,17 @@ class Cut:
     num_shards: int
 
     def lengths(self, index: int) -> list[int]:
-        """How many elements of each section shard `index` holds."""
-        return [shard_sizes(size, self.num_shards)[index] for size in section_sizes(self.size, self.sections)]
+        """How many elements of each section shard `index` holds; in zigzag of each half of a section."""
+        return [length for _, length in self.spans(index)]
 
     def length(self, index: int) -> int:
         """How many elements shard `index` holds."""
         return sum(self.lengths(index))
+
+    @property
+    def longest(self) -> int:
+        """How many the longest shard holds."""
+        return max(map(self.length, range(self.num_shards))) if is_zigzag(self.sections) else self.length(0)
 
     @property
     def is_in_order(self) -> bool:
@@ -44,16 +50,19 @@ class Cut:
         return self.dim == 0 and not self.sections and self.size % self.num_shards == 0
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """(start, length) in the full dim of shard `index` of each section.
+        """(start, length) in the full dim of shard `index` of each section; in zigzag of both of its pieces.
 
-        >>> Cut(0, 10, (8, 2), 2).spans(1)
-        [(4, 4), (9, 1)]
+        >>> Cut(0, 10, (8, 2), 2).spans(1), Cut(0, 9, (-1,), 2).spans(0)
+        ([(4, 4), (9, 1)], [(0, 3), (7, 2)])
         """
         spans = []
         start = 0
         for size in section_sizes(self.size, self.sections):
-            lengths = shard_sizes(size, self.num_shards)
-            spans.append((start + sum(lengths[:index]), lengths[index]))
+            if is_zigzag(self.sections):
+                spans += [_piece(start, size, 2 * self.num_shards, i) for i in (index, 2 * self.num_shards - 1 - index)]
+            else:
+                lengths = shard_sizes(size, self.num_shards)
+                spans.append((start + sum(lengths[:index]), lengths[index]))
             start += size
         return spans
 
@@ -75,11 +84,14 @@ class Cut:
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """The full tensor from all its shards, in order."""
         rows = [shard.split(self.lengths(index), self.dim) for index, shard in enumerate(shards)]
-        return torch.cat([piece for section in zip(*rows, strict=True) for piece in section], self.dim)
+        sections = list(zip(*rows, strict=True))
+        if is_zigzag(self.sections):  # every other one is the pieces from the back
+            sections = [section[::-1] if i % 2 else section for i, section in enumerate(sections)]
+        return torch.cat([piece for section in sections for piece in section], self.dim)
 
     def padded(self, shard: Tensor) -> Tensor:
         """`shard` with zeros at the end of the dim, as long as the longest shard: what goes over the wire."""
-        missing = self.length(0) - shard.size(self.dim)
+        missing = self.longest - shard.size(self.dim)
         if not missing:
             return shard.contiguous()
         shape = list(shard.shape)
@@ -94,6 +106,12 @@ class Cut:
         """Shard `index` of each section of `full`, as views."""
         spans = self.spans(index)
         return [(number, full.narrow(self.dim, *span)) for number, span in enumerate(spans)]
+
+
+def _piece(start: int, size: int, number: int, index: int) -> tuple[int, int]:
+    """(start, length) of one of so many pieces, of which the first ones are one longer where they have to be."""
+    length, rest = divmod(size, number)
+    return start + index * length + min(index, rest), length + (index < rest)
 
 
 Span = tuple[int, int]

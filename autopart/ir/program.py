@@ -26,8 +26,9 @@ from torch import fx
 from autopart.compat import LazyGraphModule, TreeSpec
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers
-from autopart.ir.layout import Layout, Sections, format_layout, shard_sizes
+from autopart.ir.layout import Layout, Sections, format_layout
 from autopart.ir.mesh import Mesh
+from autopart.ir.pieces import Cut
 
 MICROBATCH_AXIS = "mb"
 SEEDS = "seeds"
@@ -81,14 +82,14 @@ class StageInput:
 class Boundary:
     """A value that one stage sends to the next: local shape for one microbatch on one rank.
 
-    `uneven`: (axis, dim, size of the dim before the axis cuts it) where shards are unequal; `shape` is the first's.
+    `uneven`: (axis, how it cuts) where shards are unequal; `shape` is the longest's.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
-    uneven: tuple[tuple[str, int, int], ...] = ()
+    uneven: tuple[tuple[str, Cut], ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -97,8 +98,8 @@ class Boundary:
     def shape_at(self, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, ...]:
         """The local shape on the rank at these coordinates."""
         local = list(self.shape)
-        for axis, dim, size in self.uneven:
-            local[dim] = shard_sizes(size, mesh.size(axis))[coordinates[axis]]
+        for axis, cut in self.uneven:
+            local[cut.dim] = cut.length(coordinates[axis])
         return tuple(local)
 
 

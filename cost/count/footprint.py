@@ -19,8 +19,9 @@ from torch.fx.node import map_aggregate
 from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, MadeTensor
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
-from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
+from autopart.ir.layout import DIRECTIONS, shard_sizes
 from autopart.ir.operators import is_cast, stored_source
+from autopart.ir.pieces import Cut
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
 from autopart.ir.storing import Way, held_whole
 from autopart.tracing.trace import Trace
@@ -185,12 +186,11 @@ class Walk:
         shape, in_order = list(form.shape), False
         if primitive in ("slice", "reduce_scatter", "all_gather", "pad"):
             dim, size, *rest = node.args[2:]
-            sections = section_sizes(size, tuple(rest[0]) if rest else ())
-            whole = primitive in ("all_gather", "pad")
-            shape[dim] = size if whole else sum(shard_sizes(part, parts)[0] for part in sections)
-            in_order = primitive == "slice" and len(sections) == 1
+            cut = Cut(dim, size, tuple(rest[0]) if rest else (), parts)
+            shape[dim] = size if primitive in ("all_gather", "pad") else cut.longest
+            in_order = primitive == "slice" and len(cut.spans(0)) == 1
         elif primitive == "all_to_all":
-            cut_before, cut_after = node.args[2:]
+            cut_before, cut_after = node.args[2:4]
             shape[cut_before] *= parts
             shape[cut_after] = shard_sizes(shape[cut_after], parts)[0]
         made = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")

@@ -28,6 +28,7 @@ from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.choose.recompute import check_recompute
 from autopart.passes.choose.shard import fit_around
 from autopart.passes.choose.storage import fitting_parts
+from autopart.passes.facts.masks import cut_in_zigzag
 from autopart.passes.facts.strategies import strategies, ways
 from autopart.passes.pipeline import driven
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
@@ -118,6 +119,8 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     Raises PlanError with the line that does not fit, and why.
     """
     _check_rules(plan)
+    texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
+    cut_in_zigzag(trace, any("zigzag" in text for text in texts))
     own = is_plan_of(plan, trace)
     if own:
         check_recompute(trace.graph, plan.recompute, plan.where("recompute"))

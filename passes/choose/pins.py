@@ -71,7 +71,7 @@ class Pinned:
         assert pattern is not None, "without a rule nothing is cut"
         if self.cuts != "positions" or option.factor == pattern.lookup or option.factor in pattern.joined:
             return False
-        places = [(*o.inputs, *o.outputs) for o in (option, taken.strategy)]
+        places = [[place.in_order for place in (*o.inputs, *o.outputs)] for o in (option, taken.strategy)]
         if ROUTED in places[1]:
             return True  # each rank of this axis sends its own rows to experts
         alike = all(a == b for a, b in zip(*places, strict=True) if a.is_shard or b.is_shard)

@@ -47,6 +47,18 @@ def find_bands(trace: Trace) -> None:
         band = band_of(made, *scores_of(call)) if made is not None else found.band() if found is not None else None
         if band is not None:
             facts(mask)["band"], facts(mask)["queries"] = band, scores_of(call)[0]
+    found = (_is_causal(facts(mask).get("band"), *scores_of(call)) for mask, call in calls.items())
+    cut_in_zigzag(trace, any(found))
+
+
+def cut_in_zigzag(trace: Trace, zigzag: bool) -> None:
+    """Say how positions are to be cut: as causal attention has it, or as a plan does for any call of its model."""
+    for node in trace.graph.nodes:
+        facts(node)["zigzag"] = zigzag
+
+
+def _is_causal(band: Band | None, queries: int, keys: int) -> bool:
+    return band == (queries - 1, 0) and queries == keys > 1
 
 
 def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch.Tensor | None:

@@ -38,15 +38,16 @@ _KINDS: Mapping[Cuts, frozenset[str]] = {
 experts (`_keeps_weights`)."""
 
 
-def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], uneven: bool = False) -> tuple[Strategy, ...]:
+def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions: str = "") -> tuple[Strategy, ...]:
     """All strategies of `node` on an axis of `num_shards` ranks whose factors may be of these kinds (`FEATURE`, ...).
-    `uneven`: positions may be cut into shards of unequal sizes, as features are.
+    `positions`: how they are cut where
+    they may be cut into shards of unequal sizes: "in order" or "zigzag".
 
     The first ones are replicated work.
     """
-    known, key = facts(node)["strategies"], (num_shards, kinds, uneven)  # of all nodes like this one
+    known, key = facts(node)["strategies"], (num_shards, kinds, positions)  # of all nodes like this one
     if key not in known:
-        known[key] = tuple(dict.fromkeys(_strategies(node, num_shards, kinds, uneven)))
+        known[key] = tuple(dict.fromkeys(_strategies(node, num_shards, kinds, positions)))
     return known[key]
 
 
@@ -54,12 +55,13 @@ def ways(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
     """All that an operator may do on a chosen axis of so many ranks, which cuts this (`Axis.cuts`)."""
     if cuts == "features":
         return strategies(node, num_shards, ALL_TENSOR_KINDS)
-    known = facts(node)["strategies"]
-    if (num_shards, cuts) not in known:
-        found = strategies(node, num_shards, _KINDS[cuts], cuts == "positions")
+    known, zigzag = facts(node)["strategies"], facts(node).get("zigzag", False)
+    if (num_shards, cuts, zigzag) not in known:
+        positions = ("zigzag" if zigzag else "in order") if cuts == "positions" else ""
+        found = strategies(node, num_shards, _KINDS[cuts], positions)
         routed = _routed(node, num_shards) if cuts == "experts" and facts(node).get("routed") else ()
-        known[num_shards, cuts] = (*[s for s in found if _keeps_weights(node, s, cuts)], *routed)
-    return known[num_shards, cuts]
+        known[num_shards, cuts, zigzag] = (*[s for s in found if _keeps_weights(node, s, cuts)], *routed)
+    return known[num_shards, cuts, zigzag]
 
 
 def ways_without_cuts_of_values(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
@@ -161,7 +163,7 @@ def can_make_rows(node: fx.Node, place: Placement, num_shards: int) -> bool:
     )
 
 
-def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], uneven: bool) -> list[Strategy]:
+def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions: str) -> list[Strategy]:
     sources = tensor_inputs(node)
     num_outputs = len(tuple_values(node))
     grads = [facts(s)["needs_grad"] for s in sources]
@@ -175,11 +177,11 @@ def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], uneven: b
     for linear in pattern.linear:
         inputs = tuple(P if i in linear else (R_GRAD_P if grad else R) for i, grad in enumerate(grads))
         found.append(Strategy(inputs, (P,) * num_outputs))
-    return found + list(_sharded(node, pattern, grads, num_shards, kinds, uneven))
+    return found + list(_sharded(node, pattern, grads, num_shards, kinds, positions))
 
 
 def _sharded(
-    node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset, uneven: bool
+    node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Strategy]:  # fmt: skip
     atoms = factor_atoms(node, pattern)
     if is_selection(node):
@@ -195,7 +197,7 @@ def _sharded(
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
-        for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, uneven):
+        for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
                 continue  # a rank's rows of a table are known by the first one
             inputs = _places(pattern.inputs, given, factor, sections, pattern)
@@ -231,7 +233,7 @@ def _unsharded_output(pattern: Pattern, factor: str) -> Placement:
 
 
 def _ways_to_cut(
-    node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset, uneven: bool
+    node: fx.Node, pattern: Pattern, factor: str, atoms: Atoms, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Sections]:
     """The sections in which a factor can be sharded: whole, at the inner atoms of a merged dim, or as asked for."""
     size = pattern.sizes[factor]
@@ -243,8 +245,11 @@ def _ways_to_cut(
     outer = 1
     for i, atom in enumerate(atoms):
         even = atom.size % num_shards == 0
-        if atom.kind in kinds and (even or _can_be_uneven(pattern, factor, atoms, i, num_shards, uneven)):
-            yield (outer,) if outer > 1 else ()
+        if atom.kind in kinds and (even or _can_be_uneven(pattern, factor, atoms, i, num_shards, bool(positions))):
+            if positions != "zigzag" or atom.kind != DATA_DIM:
+                yield (outer,) if outer > 1 else ()
+            elif is_innermost(pattern, factor) or atom.size % (2 * num_shards) == 0:
+                yield (-outer,)
         outer *= atom.size
     if len(atoms) == 1 and atoms[0].kind in kinds:
         for sections in sorted(_asked(node, pattern, factor)):

@@ -13,7 +13,7 @@ from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
 from autopart.ir.graph import shape, value
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct, num_sections
 from autopart.ir.operators import autopart_ops
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.ir.scattering import in_parts
@@ -77,7 +77,7 @@ class Converter:
         operation = getattr(autopart_ops, step.operator).default
         emit = self.emitter(stage, node)
         if step.operator == "all_to_all":
-            return emit(operation, made, axis, source.dim, target.dim, **options)
+            return emit(operation, made, axis, source.dim, target.dim, *_zigzags(source, target), **options)
         cut = source if source.is_shard else target
         if not cut.is_shard:
             return emit(operation, made, axis, **options)
@@ -95,7 +95,8 @@ class Converter:
             return size, cut.sections
         outer = math.prod(  # the other axes that cut a factor outside this one: they leave fewer sections
             self.sizes[a] for a, p in current.items()
-            if a != axis and p.is_shard and p.dim == cut.dim and len(p.sections) < 2 and p.sections < cut.sections
+            if a != axis and p.is_shard and p.dim == cut.dim and len(p.sections) < 2
+            and num_sections(p.sections) < num_sections(cut.sections)
         )  # fmt: skip
         return size, (cut.sections[0] // outer,)
 
@@ -146,6 +147,11 @@ class Converter:
                 self.mark(known[key], node, key[1], dtype)
             made = known[key]
         return made if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, made, computed)
+
+
+def _zigzags(source: Placement, target: Placement) -> tuple[list[int], ...]:
+    """What an all-to-all is told of cuts in zigzag."""
+    return (list(source.sections), list(target.sections)) if source.is_zigzag or target.is_zigzag else ()
 
 
 def _gradient_first(

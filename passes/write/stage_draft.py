@@ -12,6 +12,7 @@ from torch import fx
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import shape, value
 from autopart.ir.layout import Placement, local_shape
+from autopart.ir.pieces import Cut
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
 from autopart.passes.normalize.products import fuse_bias
 from autopart.passes.pipeline import Pass, eliminate_dead_code, run_passes
@@ -89,10 +90,9 @@ def _module(graph: fx.Graph, trace: Trace) -> fx.GraphModule:
 
 def _boundary(node: fx.Node, layout: Key, sizes: Mapping[str, int]) -> Boundary:
     full, places = shape(node), dict(layout)
-    uneven = tuple(
-        (axis, place.dim, full[place.dim]) for axis, place in places.items()
-        if place.is_shard and not place.sections and full[place.dim] % sizes[axis]
-    )  # fmt: skip
+    cuts = ((axis, Cut(place.dim, full[place.dim], place.sections, sizes[axis]))
+            for axis, place in places.items() if place.is_shard)  # fmt: skip
+    uneven = tuple((axis, cut) for axis, cut in cuts if len({*map(cut.length, range(cut.num_shards))}) > 1)
     return Boundary(node.name, tuple(local_shape(full, places, sizes)), value(node).dtype, places, uneven)
 
 

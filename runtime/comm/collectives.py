@@ -35,8 +35,10 @@ def conversion_cuts(operator: str, x: Tensor, num_ranks: int, arguments: tuple[A
         dim, size, *sections = arguments
         return (Cut(dim % x.ndim, size, tuple(sections[0]) if sections else (), num_ranks),)
     if operator == "all_to_all":
-        source, target = (dim % x.ndim for dim in arguments)
-        return Cut(source, x.size(source) * num_ranks, (), num_ranks), Cut(target, x.size(target), (), num_ranks)
+        source, target = (dim % x.ndim for dim in arguments[:2])
+        before, after = [tuple(sections) for sections in (*arguments[2:], (), ())[:2]]
+        size = x.size(source) * num_ranks
+        return Cut(source, size, before, num_ranks), Cut(target, x.size(target), after, num_ranks)
     return ()
 
 
