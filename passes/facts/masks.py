@@ -47,8 +47,8 @@ def find_bands(trace: Trace) -> None:
         band = band_of(made, *scores_of(call)) if made is not None else found.band() if found is not None else None
         if band is not None:
             facts(mask)["band"], facts(mask)["queries"] = band, scores_of(call)[0]
-    found = (_is_causal(facts(mask).get("band"), *scores_of(call)) for mask, call in calls.items())
-    cut_in_zigzag(trace, any(found))
+    causal = (_is_causal(facts(mask).get("band"), *scores_of(call)) for mask, call in calls.items())
+    cut_in_zigzag(trace, any(causal))
 
 
 def cut_in_zigzag(trace: Trace, zigzag: bool) -> None:
