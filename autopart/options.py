@@ -13,11 +13,12 @@ import os
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args
 
 from autopart.cost.hardware import DEFAULT
 from autopart.cost.memory import parse_size
 from autopart.errors import OptionError
+from autopart.ir.mesh import Context
 from autopart.ir.recomputation import Recompute, parse_recompute
 from autopart.ir.schedules import SCHEDULES, check_compile, schedule_named
 from autopart.plans.agreed import TIMEOUT_S
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from autopart.passes.choose.shard import SequenceParallel
 
 PRECISIONS = ("bf16", "fp16", "fp32")
+
+_CONTEXTS = "'auto', 'gather' or 'ulysses' (keys and values in a ring are not built)"
 
 TOLERANCE = 1e-10
 """What counts as equal in `verify`."""
@@ -51,6 +54,7 @@ class PlanOptions(SearchOptions, total=False):
     microbatches: int | None
     virtual_stages: int | None
     sequence_parallel: SequenceParallel | None
+    context: Context | None
     pins: Pins | Mapping[str, Any] | str | Path | None
     zero: int | None
     prefetch: int | None
@@ -175,6 +179,10 @@ class Options:
     sequence_parallel: SequenceParallel = _row(
         "auto", "Cut what lies between matrix products along the sequence, over tp.", "auto, where faster", bool,
         read=lambda given: _one_of("sequence_parallel", (True, False, "auto"), given, "True, False or 'auto'"))
+    context: Context = _row(
+        "auto", "Of attention over cp: gather, queries stay where they are, keys and values are gathered; ulysses, all "
+        "positions of a head are brought together.", "whatever is cheaper",
+        "gather|ulysses", read=lambda given: _one_of("context", get_args(Context), given, _CONTEXTS))
     hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
     pins: Pins = _row(
         Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "

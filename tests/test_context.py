@@ -16,7 +16,7 @@ from test_masks import stage_modules
 from torch import nn
 
 import autopart
-from autopart.errors import LayoutError
+from autopart.errors import LayoutError, OptionError
 from autopart.ir.graph import operator_name
 from autopart.runtime.state import masks
 
@@ -179,3 +179,26 @@ def test_a_rank_leaves_out_what_its_queries_do_not_see(made, seq, mesh, largest)
     found = dist.run_ranks(long_causal, int(mesh[-1]), seq, mesh, made, largest, timeout_s=120.0)
     layers = 2 if made == "llama" else 1
     assert found[:-1] == [(layers, 0)] * (len(found) - 1), found  # the last of the ranks may see all
+
+
+@pytest.mark.parametrize(("context", "exchanges"), [("gather", False), ("ulysses", True)])
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", "cp2"), ("bert", "cp2"), ("t5", "cp2"), ("llama", "cp2,tp2")])
+def test_what_attention_does_can_be_asked_for(name, mesh, context, exchanges):
+    model, batch = given(name)
+    if (mesh, context) == ("cp2,tp2", "ulysses"):
+        with pytest.raises(LayoutError, match="context='ulysses' cannot be\n  why    the heads of this attention"):
+            autopart.plan(model, mesh, example_kwargs=batch, context=context)
+        return
+    plan = autopart.plan(model, mesh, example_kwargs=batch, context=context)
+    moved = {row["kind"] for stage in plan.timing["stages"] for row in stage["collectives"] if row["axis"] == "cp"}
+    assert ("all_to_all" in moved) == exchanges
+    report = autopart.verify(model, mesh, example_kwargs=batch, context=context)
+    assert report.ok, report
+
+
+def test_a_ring_is_refused():
+    model, batch = given("llama")
+    with pytest.raises(OptionError) as error:
+        autopart.plan(model, "cp2", example_kwargs=batch, context="ring")
+    asked = "'auto', 'gather' or 'ulysses' (keys and values in a ring are not built)"
+    assert str(error.value) == f"unknown context='ring'\n  try    {asked}"

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 Cuts = Literal["stages", "rows", "features", "positions", "experts"]
 
 
+Context = Literal["auto", "gather", "ulysses"]
+"""What attention does on an axis that cuts positions (`passes/choose/context.py`)."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """What an axis of a mesh cuts, as data: all that tells one kind of parallelism from another.

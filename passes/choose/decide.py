@@ -77,7 +77,7 @@ def _solve(
     mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
     step = Step(problem.microbatches, rows, problem.storage, mesh.stride(pinned.axis), summed_share(problem.trace))
     before = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
-    left = pinned.beside(before, stored, mesh)
+    left = replace(pinned.beside(before, stored, mesh), context=problem.context)
     ranks = mesh.size(pinned.axis)
     cut_values = problem.sequence_parallel if pinned.cuts == "features" else True
     return cheapest(problem.graph, ranks, problem.hardware, cut_values, step, left)

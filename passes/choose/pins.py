@@ -22,7 +22,7 @@ from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
 from autopart.ir.layout import ROUTED, Layout, Placement, R, cannot_store
-from autopart.ir.mesh import Cuts, Mesh
+from autopart.ir.mesh import Context, Cuts, Mesh
 from autopart.ir.pattern import is_innermost
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.facts.strategies import output_atoms, possible, ways, ways_without_cuts_of_values
@@ -46,7 +46,7 @@ class Pinned:
 
     `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
     choices. `factors`, `dims`: those of an operator's rule, and of a parameter, that other axes cut. `ranks`: of this
-    axis.
+    axis. `context`: what is asked of attention on it.
     """
 
     axis: str = ""
@@ -57,6 +57,7 @@ class Pinned:
     factors: Mapping[fx.Node, Mapping[str, Taken]] = field(default_factory=dict)
     dims: Mapping[str, frozenset[int]] = field(default_factory=dict)
     ranks: int = 1
+    context: Context = "auto"
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
         """The options that the pins of an operator, and other axes, leave."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from autopart.cost.hardware import Hardware
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Context, Mesh
 from autopart.ir.recomputation import Recompute
 from autopart.passes.choose.pins import Pinned, pinned_layouts, pinned_parts
 from autopart.passes.choose.shard import SequenceParallel
@@ -33,6 +33,7 @@ class Problem:
     zero: int
     recompute: Recompute
     prefetch: int = 1
+    context: Context = "auto"
 
     @property
     def graph(self) -> fx.Graph:

@@ -21,6 +21,7 @@ from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, source_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R
+from autopart.passes.choose.context import as_asked
 from autopart.passes.choose.pairs import NoSolution, Pairs
 from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.choose.prices import Price, Prices, Step, is_latency_bound
@@ -197,9 +198,8 @@ class ShardingProblem:
 
     def pinned_by(self, pinned: Pinned) -> ShardingProblem:
         """The same programme with other pins, beside the same axes."""
-        return self._again(
-            replace(pinned, factors=self.pinned.factors, dims=self.pinned.dims, ranks=self.pinned.ranks), self.is_shared
-        )
+        known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context")}
+        return self._again(replace(pinned, **known), self.is_shared)
 
     def sharing_costs(self, shared: Sharding) -> float:
         """By how much, relative to its objective, a solution would cost less if the first and the last repeated blocks
@@ -242,6 +242,8 @@ class ShardingProblem:
             return self.pinned.strategies(node, plain)
         found = ways(node, self.num_shards, self.pinned.cuts)
         left = self.pinned.strategies(node, found)
+        if self.pinned.cuts == "positions":
+            left = as_asked(node, left, self.pinned.context, self.pinned.axis)
         if self.between == "free":
             return left
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]

@@ -1,0 +1,47 @@
+"""What attention does where positions are cut, as users may ask for it (`context=`).
+
+`"gather"`: every rank has its queries, and the keys and values of all (Llama 3: Grattafiori et al. 2024,
+arXiv:2407.21783, section 3.3.2). `"ulysses"`: it has all positions of its heads (Jacobs et al. 2023, arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from autopart.errors import LayoutError
+from autopart.ir.atoms import DATA_DIM, FEATURE, factor_atoms
+from autopart.ir.decisions import Strategy
+from autopart.ir.facts import PARAMETER, WEIGHT, facts
+from autopart.ir.graph import describe, tensor_inputs
+from autopart.ir.masks import is_attention
+from autopart.ir.mesh import Context
+from autopart.ir.pattern import Pattern
+
+
+def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis: str) -> list[Strategy]:
+    """Of what an operator may do on an axis that cuts positions what `context` leaves to attention.
+
+    Raises LayoutError where that is nothing.
+    """
+    pattern = facts(node)["pattern"]
+    of_weights = any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
+    if context == "auto" or pattern is None or not pattern.flops or of_weights:
+        return list(options)
+    kind = {"gather": DATA_DIM, "ulysses": FEATURE}[context]
+    found = [option for option in options if option.factor and _cuts(node, pattern, option.factor, kind)]
+    if found or not is_attention(node):
+        return found or list(options)
+    cut = "heads" if context == "ulysses" else "queries"
+    raise LayoutError(
+        f"context={context!r} cannot be", why=f"the {cut} of this attention do not divide over {axis}",
+        where=describe(node), hint="context='auto', or 'gather'" if context == "ulysses" else "context='auto'",
+    )  # fmt: skip
+
+
+def _cuts(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:
+    """Whether a factor is one of a product's queries, or of its heads."""
+    atoms = factor_atoms(node, pattern).get(factor, ())
+    sides = [pattern.outputs[0], *pattern.inputs[: 2 if kind == FEATURE else 1]]
+    return bool(atoms) and atoms[-1].kind == kind and all(any(factor in dim for dim in side) for side in sides)
