@@ -181,7 +181,7 @@ class Options:
         read=lambda given: _one_of("sequence_parallel", (True, False, "auto"), given, "True, False or 'auto'"))
     context: Context = _row(
         "auto", "Of attention over cp: gather, queries stay where they are, keys and values are gathered; ulysses, all "
-        "positions of a head are brought together.", "whatever is cheaper",
+        "positions of a head are brought together.", "auto, where cheaper",
         "gather|ulysses", read=lambda given: _one_of("context", get_args(Context), given, _CONTEXTS))
     hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
     pins: Pins = _row(
