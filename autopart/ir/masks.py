@@ -189,6 +189,9 @@ def _tell_all(stage: Stage, known: Mapping[fx.Node, Told], device: torch.device 
             facts(call)["cost"] = cost_notes(call)._replace(is_causal=True)
         if argument(call, "attn_mask") is None and _kernel_takes_groups(call, device):
             _group_heads(call)
+    for call in graph.find_nodes(op="call_function", target=autopart_ops.attention_runs.default):
+        if _kernel_takes_groups(call, device):
+            _group_heads(call)
     if not known:
         return stage
     _erase_unread(graph, of_masks)

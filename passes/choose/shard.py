@@ -244,7 +244,8 @@ class ShardingProblem:
         left = self.pinned.strategies(node, found)
         if self.pinned.cuts == "positions":
             left = as_asked(node, left, self.pinned.context, self.pinned.axis)
-        if self.between == "free":
+        may_be_whole = facts(node)["moves"] and self.pinned.cuts != "features"  # heads that are repeated once gathered
+        if self.between == "free" or may_be_whole:
             return left
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
         return cut if cut and len(found) > len(plain) else left

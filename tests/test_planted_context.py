@@ -1,0 +1,106 @@
+"""Faults of context and expert parallelism that other tools have shipped, planted one by one: `verify` finds each,
+and names where it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from test_experts import mixture
+from torch import fx
+
+import autopart
+from autopart.ir.facts import facts
+from autopart.ir.graph import operator_name
+from autopart.ir.operators import autopart_ops
+
+
+def calls(program, name, where=""):
+    """The calls of an operator in all stages that belong to an operator of the model with `where` in its name."""
+    for stage in program.stages:
+        for node in list(stage.graph.graph.nodes):
+            if node.op == "call_function" and operator_name(node) == name and where in facts(node).get("key", ""):
+                yield stage.graph.graph, node
+        stage.graph.recompile()
+
+
+def instead(node: fx.Node, target, *args) -> None:
+    """Another call in the place of one; planted again it changes nothing."""
+    with node.graph.inserting_after(node):
+        other = node.graph.call_function(target, args)
+    other.meta = dict(node.meta)
+    node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not other)
+    if node not in args:
+        node.graph.erase_node(node)
+
+
+def gradient_of_keys_stays(program, parameters):
+    """A rank's queries give gradients to the keys of all, which nobody brings home."""
+    for _, node in calls(program, "autopart::all_gather_sum", "self_attn/unsqueeze#2"):
+        instead(node, autopart_ops.all_gather.default, *node.args)
+
+
+def labels_counted_by_rank(program, parameters):
+    """The loss is the mean over a rank's labels, as if each had as many."""
+    for _, node in calls(program, "aten::div"):
+        count = node.args[1]
+        if facts(node).get("key") == "/div" and operator_name(count) != "aten::floor_divide":
+            with node.graph.inserting_before(node):
+                fewer = node.graph.call_function(torch.ops.aten.floor_divide.default, (count, 2))
+            node.args = (node.args[0], fewer)
+
+
+def shard_of_rank_0(what):
+    """Every rank takes the first rank's shard of a value of the inputs: of masks, or of positions."""
+
+    def tamper(program, parameters):
+        for _, node in calls(program, "autopart::slice"):
+            x, _, dim, size, *_ = node.args
+            if facts(node).get("origin") == what:
+                instead(node, torch.ops.aten.slice.Tensor, x, dim, 0, size // 2)
+
+    return tamper
+
+
+def gates_keep_their_gradient(program, parameters):
+    """What experts give the gates of other ranks' tokens does not go back to the router."""
+    for _, node in calls(program, "autopart::all_gather_sum"):
+        if any("to_experts" in operator_name(user) for user in node.users) and node.meta["val"].shape[-1] == 1:
+            instead(node, autopart_ops.all_gather.default, *node.args)
+
+
+def experts_summed(program, parameters):
+    """The gradients of different experts are summed over the ranks that have them."""
+    for name in ("up", "down"):
+        object.__setattr__(program.parameters[name], "grad_axes", ("ep",))
+
+
+def rows_back_in_another_order(program, parameters):
+    """Rows are not put back where they came from."""
+    for _, node in calls(program, "autopart::from_experts"):
+        rows = node.args[0]
+        if operator_name(rows) != "aten::flip":
+            with node.graph.inserting_before(node):
+                turned = node.graph.call_function(torch.ops.aten.flip.default, (rows, [0]))
+            node.args = (turned, *node.args[1:])
+
+
+FAULTS = [
+    (zoo.llama, "cp2", gradient_of_keys_stays, "gradient", "model.layers.1.self_attn/expand"),
+    (zoo.llama, "cp2", labels_counted_by_rank, "value", "/div"),
+    (zoo.llama, "cp2", shard_of_rank_0("and_2"), "value", "scaled_dot_product_attention"),
+    (zoo.llama, "cp2", shard_of_rank_0("unsqueeze_14"), "value", "model.layers.0.self_attn/unsqueeze"),
+    (mixture, "ep2", gates_keep_their_gradient, "gradient", "/to_experts#2"),
+    (mixture, "ep2", experts_summed, "gradient", "/expert_linear#1"),
+    (mixture, "ep2", rows_back_in_another_order, "value", "/from_experts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "mesh", "fault", "kind", "where"), FAULTS, ids=lambda x: getattr(x, "__name__", None))
+def test_it_is_found_and_named(made, mesh, fault, kind, where):
+    model, batch = made()
+    assert autopart.verify(model, mesh, example_kwargs=batch).ok
+    report = autopart.verify(model, mesh, example_kwargs=batch, tamper=fault)
+    assert not report.ok
+    found = report.first_mismatch
+    assert found.kind == kind and where in found.operator, found.operator
