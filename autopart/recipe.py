@@ -142,6 +142,12 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     """What is chosen, and the program of it; `known`: a draft for as many ranks of `tp`, whose layouts are kept."""
     phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
+    if options.compile and mesh.along("experts"):
+        raise OptionError(
+            f"compile=True cannot be on {mesh}",
+            why="a compiled stage has fixed sizes; how many rows go to a rank's experts is known when they are there",
+            hint="leave compile out, or dp in the place of ep",
+        )
     problem = problem_of(traced, mesh, options)
     if known is None:
         decisions, solved = decide(problem)

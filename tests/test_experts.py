@@ -14,7 +14,7 @@ import zoo
 from torch import nn
 
 import autopart
-from autopart.errors import LayoutError, StageError
+from autopart.errors import LayoutError, OptionError, StageError
 from autopart.ir.mesh import Mesh
 
 EXPERTS, WIDTH, TIMES = 4, 8, 2
@@ -157,6 +157,16 @@ def test_what_has_no_experts_to_cut_is_told(made, mesh, text):
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, mesh, example_kwargs=batch)
     assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == text
+
+
+def test_stages_with_experts_are_not_compiled():
+    model, batch = mixture()
+    with pytest.raises(OptionError) as error:
+        autopart.plan(model, "ep2", example_kwargs=batch, compile=True)
+    assert str(error.value) == (
+        "compile=True cannot be on ep2\n  why    a compiled stage has fixed sizes; how many rows go to a rank's "
+        "experts is known when they are there\n  try    leave compile out, or dp in the place of ep"
+    )
 
 
 def test_rows_have_to_divide_over_the_ranks_with_experts():

@@ -97,6 +97,9 @@ SAMPLES: dict[str, Callable[[], nn.Module]] = {
     "unsorted_experts": lambda: SortedExperts().double(),
     "looked_up_products": lambda: Sample(by_looked_up_matrix),
     "rows_to_experts": lambda: Sample(by_looked_up_matrix),
+    "explicit_causal_masks": lambda: Sample(
+        lambda x, w: F.scaled_dot_product_attention(heads(x @ w), heads(x), heads(x), is_causal=True)
+    ),
     "plain_products": lambda: Sample(lambda x, w: torch.mv(x, w[0]) + torch.addmm(x, x, w, beta=0.5)[:, 0]),
     "pairs_of_factors": lambda: Sample(lambda x, w: torch.einsum("ab,bc,cd->ad", x, w, w)),
     "one_linear": lambda: Sample(lambda x, w: F.linear(torch.addmm(w[0], x, w.t()), w, w[0])),

@@ -47,8 +47,10 @@ def on_one_rank(names):
 def test_one_rank_is_equal_in_bits():
     (found,) = run_ranks(on_one_rank, 1, MODELS, timeout_s=120)
     unequal = [key for _, keys in found.values() for key in keys]
-    # T5's tables of relative positions: their gradients are sums over the batch, taken in another order.
-    assert [key for key in unequal if "relative_attention_bias" not in key] == []
+    # T5's tables of relative positions: their gradients are sums over the batch, taken in another order. Experts whose
+    # matrices the model looks up for every row: theirs are sums over the rows, in one product and not one by one.
+    summed = ("relative_attention_bias", ".experts.")
+    assert [key for key in unequal if not any(part in key for part in summed)] == []
     for name, (difference, _) in found.items():  # a mean is a sum divided later, in what the model makes its loss in
         assert difference < (1e-6 if name in ("llama", "mixtral", "regions", "tied") else EPS), name
 
