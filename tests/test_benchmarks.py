@@ -88,6 +88,13 @@ def test_beside_torch(link):
 
 
 @pytest.mark.large
+def test_context():
+    found = figures("context.py", "--quick")
+    assert found["median"].keys() == {"autopart-gather", "autopart-ulysses", "unbalanced", "gather", "ring"}
+    assert all(ratio["wall"] > 0 and ratio["cpu"] > 0 for ratio in found["ratio"].values())
+
+
+@pytest.mark.large
 def test_picture_of_a_step(tmp_path):
     """It shows both sides, and what each gathers and scatters."""
     file = tmp_path / "step.svg"
