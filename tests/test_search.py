@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+import test_experts
+import test_one_number
 import torch
 import zoo
 from click.testing import CliRunner
@@ -156,3 +158,19 @@ def test_command_line(tmp_path):
     assert result.exit_code == 0, result.output
     assert "a step" in result.output and f"wrote {output}" in result.output
     assert autopart.Plan.load(output).mesh_object().num_ranks == 4
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(1024, {1}), (4096, {1, 2, 4}), (8192, {1, 2, 4, 8})])
+def test_sequences_are_cut_where_ranks_keep_long_ones(tokens, sizes):
+    model, batch = test_one_number.llama(torch.bfloat16, layers=2, rows=8, tokens=tokens)
+    meshes = list(space_of(model, "h100-80gb-sxm", 8, batch, None).meshes(8))
+    assert {mesh.size("cp") for mesh in meshes} == sizes
+    assert {mesh.num_ranks for mesh in meshes} == {8} and {mesh.size("ep") for mesh in meshes} == {1}
+
+
+def test_experts_are_cut_where_there_are_some():
+    model, batch = test_experts.mixture()
+    space = space_of(model, "h100-80gb-sxm", 8, batch, None)
+    assert {mesh.size("ep") for mesh in space.meshes(8)} == {1, 2, 4}
+    best = space.best(8, 80e9)
+    assert best and all(candidate.simulation is not None for candidate in best)

@@ -156,8 +156,7 @@ def fit_around(
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """The cheapest strategies around where the parameters lie and what is decided for the operators in `fixed`; values
     stay whole between matrix products where they do in all of those. `pinned`: what other axes leave."""
-    cuts = pinned.cuts
-    is_whole = all(s in ways_without_cuts_of_values(node, num_shards, cuts) for node, s in fixed.items())
+    is_whole = all(s in ways_without_cuts_of_values(node, num_shards, pinned.cuts) for node, s in fixed.items())
     between: Between = "whole" if is_whole else "free"
     return ShardingProblem(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
 

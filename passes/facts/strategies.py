@@ -40,8 +40,8 @@ experts (`_keeps_weights`)."""
 
 def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions: str = "") -> tuple[Strategy, ...]:
     """All strategies of `node` on an axis of `num_shards` ranks whose factors may be of these kinds (`FEATURE`, ...).
-    `positions`: how they are cut where
-    they may be cut into shards of unequal sizes: "in order" or "zigzag".
+    `positions`: how these are cut where it may be into shards of unequal sizes, "in order" or in "zigzag"; "": as all
+    else is.
 
     The first ones are replicated work.
     """
