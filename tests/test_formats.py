@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import autopart
-from autopart.errors import AutopartError
+from autopart.errors import AutopartError, LayoutError
 
 LAYERS = {"stages": {"together": [["model.layers.*"]]}}
 WITHIN = 1e-10
@@ -353,3 +353,10 @@ def test_rows_of_an_embedding_are_its_dim_0():
     given = {"model.embed_tokens": RowwiseParallel(), "lm_head": ColwiseParallel()}
     pins = autopart.pins_from(given, llama()[0])
     assert pins == {"model.embed_tokens.weight": {"tp": "S(0)"}, "lm_head.weight": {"tp": "S(0)"}}
+
+
+@pytest.mark.parametrize("to", ["transformers", "parallelize_module", "pipelining", "megatron"])
+def test_positions_are_in_no_format(to):
+    model, batch = zoo.llama()
+    with pytest.raises(LayoutError, match=f"the format '{to}' cannot say what is cut over cp\n  why    it has layouts"):
+        autopart.plan(model, "pp2,cp2", example_kwargs=batch).export(to, model)

@@ -57,6 +57,14 @@ def export(plan: Plan, to: str, model: nn.Module | None = None) -> Any:
     """
     if to not in _FORMATS:
         raise OptionError(f"there is no format {to!r}", hint=", ".join(map(repr, _FORMATS)))
+    mesh = plan.mesh_object()
+    beyond = (*mesh.along("positions"), *mesh.along("experts"))
+    if beyond:
+        raise LayoutError(
+            f"the format {to!r} cannot say what is cut over {' and '.join(beyond)}",
+            why="it has layouts of weights, or stages, and none of positions or of rows at their experts",
+            hint="the plan's own JSON",
+        )
     if to in ("pipelining", "megatron"):
         return _FORMATS[to](plan)
     if model is None:

@@ -92,7 +92,7 @@ def check_divides(
     for name, strategies in chosen.items():
         if mesh.axis(name).cuts == "positions":
             check_positions(trace, mesh, name, strategies)
-        if mesh.axis(name).cuts == "experts":
+        if mesh.axis(name).cuts == "experts" and not pinned:
             check_experts(trace, mesh, name, strategies)
     axis = next((axis for axis in chosen if mesh.axis(axis).cuts == "features"), None)
     if axis is None:
