@@ -33,6 +33,8 @@ RUNS = {
     "dp2": (("gpt2", "conv_net"), "dp2", 0.1, {}),
     "zero": (("llama",), "dp2", 0.0, {"zero": 3}),
     "sequence": (("gpt2", "llama", "bert"), "tp2", 0.1, {"sequence_parallel": True}),
+    "context": (("gpt2", "llama", "bert", "t5"), "cp2", 0.0, {}),
+    "heads": (("gpt2", "bert"), "cp2", 0.0, {"context": "ulysses"}),
 }
 
 
@@ -114,6 +116,7 @@ PEAKS = [
     *(("gpt2", "dp2", {"zero": zero, "microbatches": 2}, 0.05) for zero in (1, 2, 3)),
     ("llama", "pp2", {"schedule": "zbv", "recompute": "full"}, 0.9),
     ("bert", "tp2", {"sequence_parallel": True}, 0.05), ("t5", "tp2", {}, 0.01), ("vit", "dp2", {}, 0.05),
+    ("gpt2", "cp2", {}, 0.05), ("llama", "cp2", {}, 0.05),
 ]  # fmt: skip
 HELD_BACK = 0.05  # of a step, by threads that communicate: what they have sent, for a moment that is not the same twice
 
