@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
+from unittest import mock
 
 import dist
 import pytest
@@ -12,12 +14,15 @@ import torch
 import torch.nn.functional as F
 import zoo
 from test_exact_processes import same_everything
+from test_experts import mixture
 from test_masks import stage_modules
 from torch import nn
 
 import autopart
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.graph import operator_name
+from autopart.ir.mesh import Mesh
+from autopart.runtime.comm import collectives
 from autopart.runtime.state import masks
 
 
@@ -206,3 +211,42 @@ def test_a_ring_is_refused():
         autopart.plan(model, "cp2", example_kwargs=batch, context="ring")
     asked = "'auto', 'gather' or 'ulysses' (keys and values in a ring are not built)"
     assert str(error.value) == f"unknown context='ring'\n  try    {asked}"
+
+
+SENT = {  # of what a collective is given on each of n ranks, how much it sends
+    "all_gather_into_tensor": ("all_gather", lambda n: n - 1),
+    "reduce_scatter_tensor": ("reduce_scatter", lambda n: (n - 1) / n),
+    "all_to_all_single": ("all_to_all", lambda n: (n - 1) / n),
+    "all_reduce": ("all_reduce", lambda n: 2 * (n - 1) / n),
+}
+
+
+def sent_in_a_step(made, mesh, options):
+    """Bytes by kind that a rank sends for a microbatch, and what the plan says it does."""
+    found, communicate = Counter(), collectives._communicate
+
+    def counted(collective, x, *arguments):
+        kind, share = SENT[collective.__name__.split(".")[0]]
+        found[kind] += x.numel() * x.element_size() * share(Mesh.parse(mesh).num_ranks)
+        return communicate(collective, x, *arguments)
+
+    model, batch = MADE[made]()
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
+    with mock.patch.object(collectives, "_communicate", counted):
+        pm.step(**batch)
+    expected = Counter()
+    for stage in pm.plan.timing["stages"]:
+        for row in stage["collectives"]:
+            expected[row["kind"]] += row["bytes"]
+    return dict(found), dict(expected)
+
+
+MADE = {"llama": zoo.llama, "gpt2": zoo.gpt2, "mixture": mixture}
+
+
+@pytest.mark.parametrize(("made", "mesh", "options"), [
+    ("llama", "cp2", {"context": "gather"}), ("gpt2", "cp2", {"context": "ulysses"}), ("mixture", "ep2", {}),
+], ids=str)  # fmt: skip
+def test_what_is_sent_is_what_the_plan_says(made, mesh, options):
+    for found, expected in dist.run_ranks(sent_in_a_step, 2, made, mesh, options, timeout_s=120.0):
+        assert found == pytest.approx(expected, rel=1e-9, abs=8), (found, expected)

@@ -298,7 +298,7 @@ def test_joined_rows_of_the_batch_are_exact(mesh):
 
 
 @pytest.mark.few
-@pytest.mark.parametrize(("kv_heads", "tp", "most"), [(2, 4, 1.05), (2, 8, 1.03), (1, 4, 1.05)])
+@pytest.mark.parametrize(("kv_heads", "tp", "most"), [(2, 4, 1.15), (2, 8, 1.08), (1, 4, 1.14)])
 def test_few_key_value_heads_cost_little(kv_heads, tp, most):
     """In bytes sent a block, against four all-reduces of a value of shape [rows, seq, hidden]."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 32000}

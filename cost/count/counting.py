@@ -21,7 +21,7 @@ from autopart.cost.collectives import PARTS
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, needs_grad
 from autopart.cost.count.growth import Growth
 from autopart.cost.flops import counted_flops
-from autopart.cost.work import NOTHING, Powers, Size, Work
+from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, Work
 from autopart.ir.attention import runs_of
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, shape, tensor_inputs
@@ -155,7 +155,8 @@ class _Counter:
         made, own = forms[node].dtype, forms[whole].dtype
 
         def sent(dtype: torch.dtype) -> Size:
-            return self.size(whole) if dtype == own else self.size(whole) * (dtype.itemsize / own.itemsize)
+            size = self.size(whole) if forward != "all_to_all" else self._on_all_ranks(self.size(whole), axis)
+            return size if dtype == own else size * (dtype.itemsize / own.itemsize)
 
         moved = self._moved(axis, forward, sent(made))
         if node not in self.alive:
@@ -165,6 +166,12 @@ class _Counter:
         if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
             others += moved
         return Counted(node, moved, others, towards)
+
+    def _on_all_ranks(self, shard: Size, axis: str) -> Size:
+        """The bytes of a value of which every rank of an axis has a shard, before and after."""
+        mesh = self.walk.program.mesh
+        cut = {name: 0 for name, cuts in CHOSEN.items() if mesh.innermost(cuts) == axis}
+        return Size(tuple((powers._replace(**cut), value * mesh.size(axis)) for powers, value in shard.terms))
 
     def _moved(self, axis: str, kind: str, size: Size) -> tuple[Work, ...]:
         moves = kind in PARTS and self.walk.program.mesh.size(axis) > 1

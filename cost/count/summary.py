@@ -79,6 +79,8 @@ def _moves(program: Program) -> Iterator[_Move]:
             if node.kwargs:  # of a parameter in mixed precision
                 elements, made = max(value(n).numel() for n in (node, node.args[0])), value(node).dtype
                 size, summed = (elements * dtype.itemsize for dtype in (made, node.kwargs.get("grad_dtype") or made))
+            if forward == "all_to_all":  # but then every rank has a shard on either side
+                size, summed = (one * program.mesh.size(axis) for one in (size, summed))
             grad = facts(node).get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
             moved += wire_bytes(backward, program.mesh.size(axis), summed) if grad else 0

@@ -43,7 +43,7 @@ def check_positions(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node
         return
     ranks, inputs = mesh.size(axis), trace.graph.find_nodes(op="placeholder")
     given = ", ".join(f"{facts(node)['input_name']} {list(shape(node))}" for node in inputs)
-    found = (atoms for node in nodes for dim in output_atoms(node) for atoms in dim)
+    found = (atoms for node in (products or nodes) for dim in output_atoms(node) for atoms in dim)
     longest = max((atom.size for atom in found if atom.kind == DATA_DIM), default=1)
     if longest == 1:
         raise LayoutError(
