@@ -47,6 +47,7 @@ class Mixture(nn.Module):
         each = rows.unsqueeze(1).expand(-1, TIMES, -1).reshape(-1, WIDTH)
         if self.form == "looked up":
             hidden = torch.bmm(each.unsqueeze(1), self.up[experts]).squeeze(1) + self.up_bias[experts]
+            hidden = hidden.view(-1, 3, WIDTH).flip(1).reshape(-1, 3 * WIDTH)  # a view of rows, however many
             made = torch.bmm(F.gelu(hidden).unsqueeze(1), self.down[experts]).squeeze(1)
         else:
             hidden = torch.bmm(self.up.transpose(1, 2)[experts], each.unsqueeze(-1)).squeeze(-1) + self.up_bias[experts]

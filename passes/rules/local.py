@@ -15,7 +15,7 @@ from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
-from autopart.ir.layout import Placement, local_shape, section_sizes
+from autopart.ir.layout import ROUTED, Placement, local_shape, section_sizes
 from autopart.ir.operators import autopart_ops
 from autopart.ir.pattern import Pattern
 from autopart.ir.selection import most_positions
@@ -93,6 +93,8 @@ def shape_argument(call: LocalCall) -> fx.Node:
     for axis, place in layout.items():
         if place.is_shard and any(size % call.sizes[axis] for size in section_sizes(full[place.dim], place.sections)):
             local[place.dim] = -1  # shards of unequal sizes
+        if place == ROUTED:
+            local[place.dim] = -1  # as many rows as go to the rank's experts
     return call.as_traced({1: local})
 
 
