@@ -48,9 +48,10 @@ def check_plan_options(options: Options, plan: Plan) -> None:
                 f"{name}={asked!r} contradicts the plan, which says {planned!r}",
                 where=plan.where(option.in_plan.partition(".")[0]), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
-    axis = plan.mesh_object().data_axis
-    over_dp = any(entry.get(axis, "R").startswith("S") for entry in plan.parameters.values())
-    pinned = any(axis in places for name, places in plan.pins.items() if name != "stages")
+    mesh = plan.mesh_object()
+    places = (at for entry in plan.parameters.values() for at in entry.items())
+    over_dp = any(mesh.stores(axis) and place.startswith("S") for axis, place in places)
+    pinned = any(mesh.data_axis in places for name, places in plan.pins.items() if name != "stages")
     if (options.zero and not over_dp) or (options.zero == 0 and over_dp and not pinned):
         raise OptionError(
             f"zero={options.zero} contradicts the plan, which cuts {'' if over_dp else 'no '}parameters over dp",

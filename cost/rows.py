@@ -10,8 +10,8 @@ from .work import NOTHING, Size, Work
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `cut`:
-    whether ZeRO-3 cuts it over `dp`.
+    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `over`: those
+    that ZeRO-3 cuts it over, joined as one; none where it stays whole.
 
     In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
     that is stored; `cast_again`: whether the backward reads it too.
@@ -20,10 +20,15 @@ class Parameter:
     size: Size
     axes: tuple[str, ...]
     trained: bool
-    cut: bool
+    over: tuple[str, ...]
     read: float = 1.0
     summed: float = 1.0
     cast_again: bool = False
+
+    @property
+    def cut(self) -> bool:
+        """Whether ZeRO-3 cuts it."""
+        return bool(self.over)
 
     @property
     def casts(self) -> int:

@@ -204,7 +204,7 @@ def test_no_combination_is_cheaper(between):
     tried = []
 
     @settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(graphs(), st.sampled_from((2, 3)), st.sampled_from((Step(), Step(4, 8), Step(1, 2, Storage(2, 2, 3)))))
+    @given(graphs(), st.sampled_from((2, 3)), st.sampled_from((Step(), Step(4, 8), Step(1, 2, Storage(Mesh.parse("dp2,tp3"))))))
     def check(graph, tp, step):
         if not any(facts(node)["role"] == ACTIVE for node in operators(graph)):
             reject()
@@ -251,7 +251,7 @@ def test_the_objective_counts_what_is_summed_over_dp():
     prices = {
         links: ShardingProblem(
             graph, 8, replace(hardware, node_link_bytes_per_s=links * hardware.node_link_bytes_per_s), {}, {},
-            step=Step(1, 4, Storage("dp", 4, 8)))
+            step=Step(1, 4, Storage(Mesh.parse("dp4,tp8"))))
         for links in (1, 2)
     }  # fmt: skip
     found = {links: p.price(p.solve().options, p.real_prices) for links, p in prices.items()}

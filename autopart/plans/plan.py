@@ -50,10 +50,12 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Regular expressions of all axes, of those that parameters are placed on, and of those that operators are."""
+    """Regular expressions of all axes, of those that parameters are placed on, joined ones too, and of those that
+    operators are."""
     chosen = [axis.name for axis in axes if axis.is_chosen]
-    stored = [axis.name for axis in axes if axis.stores or axis.is_chosen]
-    return tuple(map("|".join, ([axis.name for axis in axes], stored, chosen)))
+    first, *others = [axis.name for axis in axes if axis.stores]
+    joined = first + "".join(f"(_{name})?" for name in others)
+    return tuple(map("|".join, ([axis.name for axis in axes], [joined, *chosen], chosen)))
 
 
 class ShownText(str):

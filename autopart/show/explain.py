@@ -81,13 +81,15 @@ def _header(plan: Plan) -> str:
 
 
 def _zero(plan: Plan) -> str:
-    """What is cut over the data axis, in words."""
-    axis, ahead = plan.mesh_object().data_axis, plan.prefetch
+    """What is cut over which axes, in words."""
+    mesh, ahead = plan.mesh_object(), plan.prefetch
+    found = {axis for entry in plan.parameters.values() for axis in entry if mesh.stores(axis)}
+    over = " and ".join(sorted(found, key=mesh.size, reverse=True))
     words = {1: "the optimizer's state", 2: "the optimizer's state and gradients", 3: "parameters, gradients and state"}
     if plan.zero not in words:
         return ""
     gathered = f", gathered {ahead} block{'s' * (ahead > 1)} ahead" if plan.zero == 3 and ahead else ""
-    return f"{plan.zero}: {words[plan.zero]} cut over {axis}{gathered}"
+    return f"{plan.zero}: {words[plan.zero]} cut over {over}{gathered}"
 
 
 def _sends(plan: Plan) -> str:

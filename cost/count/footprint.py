@@ -196,8 +196,8 @@ class Walk:
         made = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
         if in_order and Form(made.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
             return Value(made, owner)
-        over_data = node.args[1] == self.program.mesh.data_axis
-        again = primitive == "all_gather" and over_data and stored_source(node) is not None
+        stores = self.program.mesh.stores(node.args[1])
+        again = primitive == "all_gather" and stores and stored_source(node) is not None
         return Value(made, Memory(made.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:

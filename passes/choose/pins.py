@@ -170,10 +170,11 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
 
 
 def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
-    """The parameters that pins place on the axis that may store them in parts, whole or cut."""
+    """The parameters that pins place on the axis that stores them in parts, whole or cut: they say so for all axes that
+    are joined to it."""
     model, found = _Names(trace), defaultdict(list)
     for pin in pins.layouts:
-        if pin.axis == mesh.storing_axis:
+        if pin.axis == mesh.data_axis and mesh.storing_axis is not None:
             for name in model.matched(pin, pins)[0]:
                 found[name].append(pin)
     return found
