@@ -245,10 +245,10 @@ class Formula:
             moved = {"all_gather": (gathers, self.totals.read), "reduce_scatter": (scatters, self.totals.summed)}
             for kind, (times, share) in moved.items():
                 seconds = [
-                    times * cut.number / pp * self._collective(kind, "_".join(axes), self.of(cut.size) / cut.number * _exact(share))
+                    cut.number * self._collective(kind, "_".join(axes), self.of(cut.size) / cut.number * _exact(share))
                     for axes, cut in self.totals.cut.items()
                 ]
-                found[f"{self._mesh.data_axis} {kind}"] = self._beside(sympy.Add(*seconds), beside / 2)
+                found[f"{self._mesh.data_axis} {kind}"] = self._beside(times / pp * sympy.Add(*seconds), beside / 2)
         return found
 
     def _left(self, axis: str, cut: tuple[str, ...]) -> sympy.Expr:

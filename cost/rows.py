@@ -10,8 +10,8 @@ from .work import NOTHING, Size, Work
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `over`: those
-    that ZeRO-3 cuts it over, joined as one; none where it stays whole.
+    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `over`:
+    those that ZeRO-3 cuts it over, joined as one; none where it stays whole.
 
     In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
     that is stored; `cast_again`: whether the backward reads it too.

@@ -325,8 +325,8 @@ class Priced:
         }  # fmt: skip
 
     def _hide(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
-        """Leaves of what weights and gradients take on the axes that store them what does not run beside the compute of other
-        blocks: the first block's, and of equal blocks what takes longer than the compute."""
+        """Leaves of what weights and gradients take on the axes that store them what does not run beside the compute
+        of other blocks: the first block's, and of equal blocks what takes longer than the compute."""
         overlap = self.hardware.overlap
         read = [(path, number, self.table.rows[position].parameters)
                 for position, path, number in (self.table.order[i] for i in stage)]  # fmt: skip

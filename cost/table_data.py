@@ -73,7 +73,13 @@ def as_data(table: Table) -> dict[str, Any]:
         for row in table.rows
     ]  # fmt: skip
     parameters = {
-        name: {"size": _listed(p.size), "axes": list(p.axes), "trained": p.trained, "cut": list(p.over), **_cast_data(p)}
+        name: {
+            "size": _listed(p.size),
+            "axes": list(p.axes),
+            "trained": p.trained,
+            "cut": list(p.over),
+            **_cast_data(p),
+        }
         for name, p in table.parameters.items()
     }
     runs = [[path, number, [row for row, *_ in run]] for (path, number), run in groupby(table.order, lambda o: o[1:])]

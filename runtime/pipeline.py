@@ -15,8 +15,8 @@ from autopart.compat import schedule_class, split_backward_counts_twice, stage_c
 from autopart.ir.masks import with_bands
 from autopart.ir.operators import axis_of
 from autopart.ir.program import Boundary, Program, Stage
-from autopart.ir.storing import storing_axes
 from autopart.ir.schedules import SINGLE_STAGE, check_schedule, schedule_for
+from autopart.ir.storing import storing_axes
 from autopart.runtime.comm.collectives import bind
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of

@@ -55,8 +55,9 @@ AXES = (
 )
 """Every axis autopart knows, outermost first: pipeline, data with whole replicas, data, context, expert, tensor.
 
-ZeRO cuts parameters over `dp`, `cp` and `ep` as one (`Mesh.storing`): with `dpr` beside them they are cut inside a group
-of ranks and replicated over the groups (hybrid sharding, HSDP: Zhao et al. 2023, arXiv:2304.11277, section 3.2.2)."""
+ZeRO cuts parameters over `dp`, `cp` and `ep` as one (`Mesh.storing`): with `dpr` beside them they are cut inside a
+group of ranks and replicated over the groups (hybrid sharding, HSDP: Zhao et al. 2023, arXiv:2304.11277, section
+3.2.2)."""
 
 
 @dataclass(frozen=True)

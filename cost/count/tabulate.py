@@ -75,8 +75,8 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     gathers = is_stored and program.zero not in (1, 2)
     parameters = {
         name: Parameter(
-            _stored(trace, program, name), _summed_over(mesh, stored), name in trained, _cut_over(mesh, stored, is_stored),
-            *_shares(trace, name), name in again,
+            _stored(trace, program, name), _summed_over(mesh, stored), name in trained,
+            _cut_over(mesh, stored, is_stored), *_shares(trace, name), name in again,
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
     order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)

@@ -98,7 +98,7 @@ def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, .
             continue
         others = {a: place for a, place in layout.items() if a != axis}
         if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin has it so
-            stays = f"is cut over {axis}={mesh.size(axis)} alone" if axis else f"stays whole on {over[0]}={mesh.size(over[0])}"
-            which = f" over {over[0]}={mesh.size(over[0])}" if axis else ""
-            kept.append(f"{pattern_of(name)}: {list(parameter.shape)} {stays}: no dim divides{which} that tp does not cut")
+            most, why = f"{over[0]}={mesh.size(over[0])}", "no dim divides that tp does not cut"
+            how = f"is cut over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays whole on {most}"
+            kept.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")
     return tuple(dict.fromkeys(kept))

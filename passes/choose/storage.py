@@ -27,7 +27,7 @@ from autopart.tracing.trace import Trace
 
 @dataclass(frozen=True)
 class Storage:
-    """How parameters are to be stored in parts over the axes of a mesh that may store them so, by their layout on others.
+    """How parameters are to be stored over the axes of a mesh that may store them in parts, by their layout on others.
 
     `pinned`: what pins say of a parameter. `beside`: {parameter: its layout on axes that were solved for before}.
     """

@@ -13,7 +13,18 @@ from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
 from autopart.ir.graph import shape, value
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct, num_sections, parts_of
+from autopart.ir.layout import (
+    R_GRAD_P,
+    Layout,
+    P,
+    Placement,
+    R,
+    Sections,
+    conversion,
+    is_direct,
+    num_sections,
+    parts_of,
+)
 from autopart.ir.operators import autopart_ops
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.ir.scattering import in_parts
@@ -24,8 +35,8 @@ from autopart.tracing.trace import Trace
 class Converter:
     """Writes conversions on any stage.
 
-    `sizes`: of the axes, in time too, and of those joined that store parameters in parts. `emitter`, `mark`: write a node for a traced one, and note which layout it holds
-    (`lower._Writer`).
+    `sizes`: of the axes, in time too, and of those joined that store parameters in parts. `emitter`, `mark`: write a
+    node for a traced one, and note which layout it holds (`lower._Writer`).
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def gather_blocks(
         compiled: outside of what is compiled, also what a region that is run again reads. A compiler casts again by
             itself.
     """
-    groups = {process.along(axis).group_name: axis for axis in axes}
+    groups = {str(process.along(axis).group_name): axis for axis in axes}
     nodes = [n for n in module.graph.nodes if gathers_stored(n, groups)]
     # What a region that is run again casts is not kept anyway.
     casts = [] if compiled else [n for n in module.graph.nodes if is_cast(n) and "region" not in facts(n)]
