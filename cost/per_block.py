@@ -1,4 +1,4 @@
-"""Choices block by block: what each repeated block computes again, whether its weights are cut over `dp`, and which
+"""Choices block by block: what each repeated block computes again, whether its weights are stored in parts, and which
 blocks a stage has.
 
 There are 6 ** blocks ways, times those to cut stages: too many to sweep. `BlockProblem` is what the methods of
@@ -32,7 +32,7 @@ SCHEDULES = (None, "gpipe", "1f1b")
 
 
 class BlockOption(NamedTuple):
-    """What a block computes again, and whether its matrices are cut over `dp` (ZeRO-3)."""
+    """What a block computes again, and whether its matrices are stored in parts (ZeRO-3)."""
 
     recompute: Word
     cut: bool

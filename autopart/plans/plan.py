@@ -229,6 +229,14 @@ class Plan:
         entry = self.parameters.get(parameter, self.parameters.get(pattern_of(parameter), {}))
         return entry.get(axis, "R")
 
+    @property
+    def axes_in_parts(self) -> tuple[str, ...]:
+        """The axes, joined ones as one, over which it stores parameters in parts, those of most ranks first."""
+        mesh = self.mesh_object()
+        places = [at for entry in self.parameters.values() for at in entry.items()]
+        found = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
+        return tuple(sorted(found, key=mesh.size, reverse=True))
+
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
         """The entry of an operator and the name it was found under: its own key, else its group's pattern."""
         for name in (key, group):

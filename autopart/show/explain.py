@@ -84,9 +84,8 @@ def _header(plan: Plan) -> str:
 def _zero(plan: Plan) -> str:
     """What is cut over which axes, in words."""
     mesh, ahead = plan.mesh_object(), plan.prefetch
-    found = {axis for entry in plan.parameters.values() for axis in entry if mesh.stores(axis)}
-    parts = [[part for part in parts_of(axis) if mesh.size(part) > 1] for axis in sorted(found, key=mesh.size)]
-    over = " and ".join(" x ".join(axes) for axes in reversed(parts))
+    parts = [[part for part in parts_of(axis) if mesh.size(part) > 1] for axis in plan.axes_in_parts]
+    over = " and ".join(map(" x ".join, parts))
     words = {1: "the optimizer's state", 2: "the optimizer's state and gradients", 3: "parameters, gradients and state"}
     if plan.zero not in words:
         return ""

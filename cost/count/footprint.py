@@ -30,7 +30,7 @@ from autopart.tracing.trace import Trace
 @dataclass(eq=False)
 class Memory:
     """A piece of memory. `lives`: it is there before and after a microbatch, as a parameter is. `again`: a weight that
-    is gathered over `dp`, or cast, and again where the backward reads it."""
+    is gathered of its parts, or cast, and again where the backward reads it."""
 
     size_bytes: int
     lives: bool

@@ -243,7 +243,7 @@ def near_names(name: str, names: Iterable[str]) -> str:
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
     """Raises OptionError for a pin of an axis that the mesh lacks, or on which there is nothing to choose."""
-    if pin.axis not in mesh.sizes:
+    if pin.axis not in mesh.sizes and not (pin.axis == mesh.data_axis and mesh.storing_axis is not None):
         raise OptionError(
             f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),
             hint=f"leave it out, or mesh='{mesh},{pin.axis}2'",
