@@ -85,6 +85,11 @@ def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, str
     return float(_TIME[kind](inside, nodes, size_bytes, *hardware.links(kind)))
 
 
+def num_parts(kind: str, num_ranks: int) -> int:
+    """The array that a collective is over, over the largest part of it that a rank holds before or after."""
+    return num_ranks if kind == "all_to_all" else 1
+
+
 def wire_bytes(kind: str, num_ranks: int, size_bytes: float) -> float:
     """Bytes each rank sends in one collective."""
     return float(_BYTES[kind](num_ranks, size_bytes)) if kind in _BYTES and num_ranks > 1 else 0.0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopart.cost.collectives import PARTS
+from autopart.cost.collectives import PARTS, num_parts
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, needs_grad
 from autopart.cost.count.growth import Growth
 from autopart.cost.flops import counted_flops
@@ -150,12 +150,14 @@ class _Counter:
             return Counted(node, ())
         forward, backward = DIRECTIONS[name]
         axis: Any = node.args[1]
-        forms = {n: self.walk.values[n].form for n in (node, node.args[0])}
+        sides = (node, node.args[0]) if backward else (node,)
+        forms = {n: self.walk.values[n].form for n in sides}
         whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # one side of it
         made, own = forms[node].dtype, forms[whole].dtype
+        times = num_parts(forward, self.walk.program.mesh.size(axis))
 
         def sent(dtype: torch.dtype) -> Size:
-            return self.size(whole) if dtype == own else self.size(whole) * (dtype.itemsize / own.itemsize)
+            return self.size(whole) * (times * dtype.itemsize / own.itemsize)
 
         moved = self._moved(axis, forward, sent(made))
         if node not in self.alive:

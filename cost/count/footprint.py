@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, MadeTensor
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
-from autopart.ir.layout import DIRECTIONS, section_sizes, shard_sizes
+from autopart.ir.layout import DIRECTIONS, ROUTING, section_sizes, shard_sizes
 from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
 from autopart.ir.storing import Way, held_whole
@@ -153,6 +153,8 @@ class Walk:
             return self.values[node.args[0]]
         if name in DIRECTIONS:
             made = self._convert(node, DIRECTIONS[name][0])
+            if name in ROUTING and made.form.needs_grad:
+                self.others[node] = self.values[node.args[2]].form.size_bytes  # the order of the rows
             self.takes[node] = self._conversion_bytes(node, made.form, self.values[node.args[0]].form)
             return made
         made = call(node, self.values, self.keeps, self.others, self.takes)
@@ -189,6 +191,8 @@ class Walk:
             whole = primitive in ("all_gather", "pad")
             shape[dim] = size if whole else sum(shard_sizes(part, parts)[0] for part in sections)
             in_order = primitive == "slice" and len(sections) == 1
+        elif primitive == "all_to_all" and operator_name(node) != "autopart::all_to_all":
+            shape = list(value(node).shape)  # of rows that are sent to experts, as many as are expected
         elif primitive == "all_to_all":
             cut_before, cut_after = node.args[2:]
             shape[cut_before] *= parts

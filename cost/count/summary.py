@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopart.cost.collectives import wire_bytes
+from autopart.cost.collectives import num_parts, wire_bytes
 from autopart.cost.count.sending import summed_dtype
 from autopart.cost.flops import work
 from autopart.cost.sends import Crossing
@@ -75,9 +75,11 @@ def _moves(program: Program) -> Iterator[_Move]:
                 if program.zero == 2 and facts(node).get("needs_grad", True) and backward:
                     yield _Move(stage.index, _module_of(node), axis, "", backward, _scattered_bytes(node, program))
                 continue
-            size = summed = max(size_bytes(n) for n in (node, node.args[0]))  # the whole array is on one side of it
+            sides = (node, node.args[0]) if backward else (node,)
+            times = num_parts(forward, program.mesh.size(axis))
+            size = summed = times * max(size_bytes(n) for n in sides)  # the whole array, or a part, is on one side of it
             if node.kwargs:  # of a parameter in mixed precision
-                elements, made = max(value(n).numel() for n in (node, node.args[0])), value(node).dtype
+                elements, made = times * max(value(n).numel() for n in sides), value(node).dtype
                 size, summed = (elements * dtype.itemsize for dtype in (made, node.kwargs.get("grad_dtype") or made))
             grad = facts(node).get("needs_grad", True)
             moved = wire_bytes(forward, program.mesh.size(axis), size)
