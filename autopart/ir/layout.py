@@ -11,9 +11,9 @@ A `Placement` is one of these pairs (value, gradient), in the words of `torch.di
 | `E(0)`        | rows on their expert's rank  | the same                        |
 | `E(0; sent)`  | the same, in another order   | the same                        |
 
-`E(0)` and `E(0; sent)` are for the operators on rows between `to_experts` and `from_experts` of a mixture alone, and are
-converted to no other: how many rows a rank has is known when they are there. Of `E(0)` every rank has taken its own out
-of the rows of all ranks; those of `E(0; sent)` have come from the ranks that have their tokens, and go back there.
+`E(0)` and `E(0; sent)` are for the operators on rows between `to_experts` and `from_experts` of a mixture alone, and
+are converted to no other: how many rows a rank has is known when they are there. Of `E(0)` every rank has taken its own
+out of the rows of all ranks; those of `E(0; sent)` have come from the ranks that have their tokens, and go back there.
 
 A dim that is a concatenation (q|k|v in one projection) is cut section by section: `S(0; sections=3)` for equal
 sections, `S(0; sections=64+16+16)` for unequal ones. A *layout* maps mesh axis names to placements.
@@ -211,15 +211,15 @@ ROUTING = {
     "dispatch": Conversion("dispatch", "dispatch", "combine"),
     "combine": Conversion("combine", "combine", "dispatch"),
 }
-"""{operator: its primitives} of what brings rows to `E(0; sent)` and back: two all-to-alls of parts of unequal sizes."""
+"""{operator: its primitives} of what brings rows to `E(0; sent)` and back: all-to-alls of parts of unequal sizes."""
 
 DIRECTIONS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {
     **dict.fromkeys(ROUTING, ("all_to_all", "all_to_all")),
     "exchange_counts": ("all_to_all", ""),
     "all_reduce_max": ("all_reduce", ""),
 }
-"""{operator of a stage graph: the primitives that it runs forward and backward, or those that cost as much}; counts and a
-maximum have no backward."""
+"""{operator of a stage graph: the primitives that it runs forward and backward, or those that cost as much}; counts and
+a maximum have no backward."""
 
 
 def conversion(source: Placement, target: Placement) -> Conversion | None:

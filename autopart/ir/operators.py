@@ -155,7 +155,9 @@ def _define_operators() -> torch.library.Library:
         library.define(f"{operator}({arguments}) -> Tensor")
     library.define("all_reduce_max(Tensor x, str axis) -> Tensor")
     for operator in ROUTING:
-        library.define(f"{operator}(Tensor x, str axis, Tensor expert, Tensor counts, int times, int num_experts) -> Tensor")
+        library.define(
+            f"{operator}(Tensor x, str axis, Tensor expert, Tensor counts, int times, int num_experts) -> Tensor"
+        )
     library.define("exchange_counts(Tensor expert, str axis, int num_experts, int num_ranks) -> Tensor")
     library.define("axis_index(str axis) -> int")
     define("cast", "Tensor x, ScalarType dtype", Tensor.to)

@@ -1,5 +1,5 @@
-"""How rows go to the ranks of their experts and back, each to the rank of its own expert alone, with no limit of rows an
-expert (Gale et al. 2022, arXiv:2211.15841): what one rank sends and receives, apart from what carries it."""
+"""How rows go to the ranks of their experts and back, each to the rank of its own expert alone, with no limit of rows
+an expert (Gale et al. 2022, arXiv:2211.15841): what one rank sends and receives, apart from what carries it."""
 
 from __future__ import annotations
 

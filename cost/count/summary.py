@@ -77,7 +77,9 @@ def _moves(program: Program) -> Iterator[_Move]:
                 continue
             sides = (node, node.args[0]) if backward else (node,)
             times = num_parts(forward, program.mesh.size(axis))
-            size = summed = times * max(size_bytes(n) for n in sides)  # the whole array, or a part, is on one side of it
+            size = summed = times * max(
+                size_bytes(n) for n in sides
+            )  # the whole array, or a part, is on one side of it
             if node.kwargs:  # of a parameter in mixed precision
                 elements, made = times * max(value(n).numel() for n in sides), value(node).dtype
                 size, summed = (elements * dtype.itemsize for dtype in (made, node.kwargs.get("grad_dtype") or made))

@@ -90,7 +90,8 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 def _at_experts(
     node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
 ) -> tuple[Strategy, ...]:
-    """What an operator does with rows that are all in one of `ROUTES`, its other operands `whole` or, of experts, cut."""
+    """What an operator does with rows that are all in one of `ROUTES`; its other operands are `whole`, and cut where they
+    are of experts."""
     sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
     rows = {dims[0] for dims, is_routed in zip(pattern.inputs, routed, strict=True) if is_routed and dims}

@@ -93,6 +93,8 @@ def shape_argument(call: LocalCall) -> fx.Node:
     is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(given, made_of, strict=True)]
     local = [-1 if of else size for of, size in zip(is_open, local, strict=True)]
     for axis, place in layout.items():
+        if place.is_routed:
+            local[place.dim] = -1  # as many rows as a rank's experts have
         if place.is_shard and any(size % call.sizes[axis] for size in section_sizes(full[place.dim], place.sections)):
             local[place.dim] = -1  # shards of unequal sizes
     return call.as_traced({1: local})

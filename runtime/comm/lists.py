@@ -88,4 +88,3 @@ LIST_OPERATORS: Mapping[str, Callable[..., Sequence[Tensor]]] = {
     "all_reduce_max": _all_reduce_max, "exchange_counts": _exchange_counts
 }  # fmt: skip
 """The operators without a backward, as functions of the list of a group's values and their other arguments."""
-
