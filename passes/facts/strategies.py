@@ -90,7 +90,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 def _at_experts(
     node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
 ) -> tuple[Strategy, ...]:
-    """What an operator does with rows that are all in one of `ROUTES`; its other operands are `whole`, and cut where they
+    """What an operator does with rows that are all in one of `ROUTES`; its other operands are `whole`, or cut if they
     are of experts."""
     sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
