@@ -172,7 +172,7 @@ def room_edges(module: Module, known: set[str]) -> Iterator[str]:
 
 
 def _room_of(name: str) -> tuple[str, str]:
-    """`runtime`, `comm` of `autopart.ir.pieces`; `cost`, `files` of `autopart.cost.table`."""
+    """`runtime`, `comm` of `autopart.runtime.comm.lists`; `cost`, `files` of `autopart.cost.table`."""
     _, layer, room, *_ = (*name.split("."), "", "")
     return layer, room if not room or room in ROOMS.get(layer, {}) else FILES
 
