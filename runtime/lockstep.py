@@ -18,15 +18,15 @@ from torch import Tensor, fx
 
 from autopart.ir.facts import facts
 from autopart.ir.intervals import Told
-from autopart.ir.layout import Conversion
+from autopart.ir.layout import ROUTING, Conversion
 from autopart.ir.masks import differ_by_rank, with_bands
 from autopart.ir.mesh import Mesh
-from autopart.ir.operators import OPERATORS, axis_of, operator_name
-from autopart.ir.pieces import Cut
+from autopart.ir.operators import MOVES, axis_of, operator_name
 from autopart.ir.program import Program, Stage
+from autopart.ir.routes import Route
 from autopart.runtime.comm.collectives import Dtypes, attribute, bind, conversion_cuts, in_dtype, on_device
 from autopart.runtime.comm.draws import one_stream
-from autopart.runtime.comm.lists import LIST_PRIMITIVES, Primitives
+from autopart.runtime.comm.lists import LIST_OPERATORS, LIST_PRIMITIVES, Primitives
 from autopart.runtime.comm.stage_ranks import groups_along, stage_ranks
 from autopart.runtime.state.batch import stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
@@ -204,9 +204,7 @@ class _StageRun:
         if name is not None and axis is not None:
             if name == "axis_index":
                 return {rank: self.coordinates[rank].get(axis, 0) for rank in self.ranks}
-            (x,) = node.all_input_nodes
-            dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
-            return self._convert(name, values[x], axis, node.args[2:], dtypes)
+            return self._convert(name, node, axis, values)
         assert callable(node.target), f"{node.op} {node.target}"
         result = {}
         arguments = on_device(node, (node.args, node.kwargs), self.device)
@@ -219,11 +217,15 @@ class _StageRun:
         local = self.parameters[rank]
         return local[name] if name in local else attribute(self.stage.graph, name, self.buffers, self.device)
 
-    def _convert(self, name: str, value: PerRank, axis: str, arguments: tuple[Any, ...], dtypes: Dtypes) -> PerRank:
+    def _convert(self, name: str, node: fx.Node, axis: str, values: Mapping[fx.Node, PerRank]) -> PerRank:
+        dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
         result: PerRank = {}
         for group in groups_along(self.mesh, self.ranks, axis):
-            values = [value[rank] for rank in group]
-            converted = convert_list(name, values, *arguments, primitives=self.primitives, dtypes=dtypes)
+            x, _, *arguments = (
+                [values[argument][rank] for rank in group] if isinstance(argument, fx.Node) else argument
+                for argument in node.args
+            )
+            converted = convert_list(name, x, *arguments, primitives=self.primitives, dtypes=dtypes)
             result.update(zip(group, converted, strict=True))
         return {rank: result[rank] for rank in self.ranks}
 
@@ -252,29 +254,32 @@ def convert_list(
     dtypes: Dtypes = (None, None),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What `torch.ops.autopart.<operator>(x, axis, *arguments, dtype=, grad_dtype=)` does, for all ranks of one group
-    at once.
+    at once. An argument that is a tensor is a list of all ranks' too.
 
     >>> convert_list("all_reduce", [torch.tensor(1.0), torch.tensor(2.0)])
     (tensor(3.), tensor(3.))
     """
-    if operator == "all_reduce_max":
-        total = torch.stack([value.detach() for value in values]).amax(0)
-        return tuple(total.clone() for _ in values)
-    cuts = conversion_cuts(operator, values[0], len(values), arguments)
-    return _ConvertList.apply(OPERATORS[operator], cuts, primitives or LIST_PRIMITIVES, dtypes, *values)
+    if operator in LIST_OPERATORS:
+        return tuple(LIST_OPERATORS[operator](values, *arguments))
+    if operator in ROUTING:
+        experts, counts, *others = arguments
+        told: tuple[Any, ...] = ([Route.of(*own, *others) for own in zip(experts, counts, strict=True)],)
+    else:
+        told = conversion_cuts(operator, values[0], len(values), arguments)
+    return _ConvertList.apply(MOVES[operator], told, primitives or LIST_PRIMITIVES, dtypes, *values)
 
 
 class _ConvertList(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, conversion: Conversion, cuts: tuple[Cut, ...], primitives: Primitives, dtypes: Dtypes, *values: Tensor
+        ctx: Any, conversion: Conversion, told: tuple[Any, ...], primitives: Primitives, dtypes: Dtypes, *values: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.conversion, ctx.cuts, ctx.primitives = conversion, cuts, primitives
+        ctx.conversion, ctx.told, ctx.primitives = conversion, told, primitives
         ctx.dtypes = (values[0].dtype, dtypes[1])
-        return tuple(primitives[conversion.forward]([in_dtype(value, dtypes[0]) for value in values], *cuts))
+        return tuple(primitives[conversion.forward]([in_dtype(value, dtypes[0]) for value in values], *told))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         stored, summed = ctx.dtypes
-        moved = ctx.primitives[ctx.conversion.backward]([in_dtype(grad, summed) for grad in grads], *reversed(ctx.cuts))
+        moved = ctx.primitives[ctx.conversion.backward]([in_dtype(grad, summed) for grad in grads], *reversed(ctx.told))
         return None, None, None, None, *(grad.to(stored) for grad in moved)

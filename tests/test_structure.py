@@ -172,7 +172,7 @@ def room_edges(module: Module, known: set[str]) -> Iterator[str]:
 
 
 def _room_of(name: str) -> tuple[str, str]:
-    """`runtime`, `comm` of `autopart.ir.pieces`; `cost`, `files` of `autopart.cost.table`."""
+    """`runtime`, `comm` of `autopart.runtime.comm.lists`; `cost`, `files` of `autopart.cost.table`."""
     _, layer, room, *_ = (*name.split("."), "", "")
     return layer, room if not room or room in ROOMS.get(layer, {}) else FILES
 
@@ -335,7 +335,7 @@ BAD = [
     (room_edges, Module("autopart.passes.facts.roles", "from ..write.lower import lower")),
     (room_edges, Module("autopart.cost.table", "from autopart.cost.count import kept")),
     (room_edges, Module("autopart.cost.table", "from autopart.cost.count.kept import KNOWN")),
-    (room_edges, Module("autopart.ir.pieces", "from autopart.runtime.state import shards")),
+    (room_edges, Module("autopart.runtime.comm.lists", "from autopart.runtime.state import shards")),
     (room_edges, Module("autopart.runtime.state.shards", "from autopart.runtime.lockstep import run")),
     (room_edges, Module("autopart.runtime.agree.calls", "from autopart.runtime.loop import norms")),
     (cost_without_process_groups, Module("autopart.cost.time", "import torch.distributed as dist")),

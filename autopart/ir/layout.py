@@ -9,9 +9,11 @@ A `Placement` is one of these pairs (value, gradient), in the words of `torch.di
 | `S(d)`        | cut along tensor dim `d`     | cut the same way                |
 | `P`           | a partial sum on every rank  | the same on every rank          |
 | `E(0)`        | rows on their expert's rank  | the same                        |
+| `E(0; sent)`  | the same, in another order   | the same                        |
 
-`E(0)` is for the operators on rows between `to_experts` and `from_experts` of a mixture alone, and is converted to no
-other: how many rows a rank has is known when they are there.
+`E(0)` and `E(0; sent)` are for the operators on rows between `to_experts` and `from_experts` of a mixture alone, and
+are converted to no other: how many rows a rank has is known when they are there. Of `E(0)` every rank has taken its own
+out of the rows of all ranks; those of `E(0; sent)` have come from the ranks that have their tokens, and go back there.
 
 Positions may be cut in zigzag, `S(1; zigzag)`: of twice as many pieces as ranks each rank has one from the front and
 the one as far from the back, so that all have as many keys before their positions (Llama 3's context parallelism:
@@ -37,15 +39,13 @@ sections that are each cut in zigzag."""
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """One of the pairs of the module docstring. Use `R`, `R_GRAD_P`, `P`, `ROUTED` and `shard(dim)`."""
+    """One of the pairs of the module docstring. Use `R`, `R_GRAD_P`, `P`, `ROUTED`, `SENT` and `shard(dim)`."""
 
     kind: str
     dim: int = -1
     sections: Sections = ()
 
     def __str__(self) -> str:
-        if self.kind == "E":
-            return f"E({self.dim})"
         if self.kind != "S":
             return self.kind
         if not self.sections:
@@ -70,7 +70,12 @@ class Placement:
     @property
     def is_divided(self) -> bool:
         """Whether a rank has a part of the value: a shard, or the rows of its experts."""
-        return self.kind in ("S", "E")
+        return self.is_shard or self.is_routed
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether a rank has the rows of its experts, in one order or the other."""
+        return self in ROUTES
 
     @property
     def is_replicated(self) -> bool:
@@ -92,15 +97,18 @@ class Placement:
             return shard(int(match[1]), sections)
         if text.strip() in ("R", "R(grad P)", "P"):
             return Placement(text.strip())
-        if text.strip() == str(ROUTED):
-            return ROUTED
+        for place in ROUTES:
+            if text.strip() == str(place):
+                return place
         raise ValueError(f"'{text}' is not a placement; try R, R(grad P), P, S(0) or S(0; sections=3)")
 
 
 R = Placement("R")
 R_GRAD_P = Placement("R(grad P)")
 P = Placement("P")
-ROUTED = Placement("E", 0)
+ROUTED = Placement("E(0)", 0)
+SENT = Placement("E(0; sent)", 0)
+ROUTES = (ROUTED, SENT)
 
 Layout = Mapping[str, Placement]
 
@@ -245,10 +253,19 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
 }
 
 
-DIRECTIONS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {
-    "all_reduce_max": ("all_reduce", "")
+ROUTING = {
+    "dispatch": Conversion("dispatch", "dispatch", "combine"),
+    "combine": Conversion("combine", "combine", "dispatch"),
 }
-"""{operator of a stage graph: the primitives that it runs forward and backward}; a maximum has no backward."""
+"""{operator: its primitives} of what brings rows to `E(0; sent)` and back: all-to-alls of parts of unequal sizes."""
+
+DIRECTIONS = {c.operator: (c.forward, c.backward) for c in CONVERSIONS.values()} | {
+    **dict.fromkeys(ROUTING, ("all_to_all", "all_to_all")),
+    "exchange_counts": ("all_to_all", ""),
+    "all_reduce_max": ("all_reduce", ""),
+}
+"""{operator of a stage graph: the primitives that it runs forward and backward, or those that cost as much}; counts and
+a maximum have no backward."""
 
 
 def conversion(source: Placement, target: Placement) -> Conversion | None:

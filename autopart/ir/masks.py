@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.ir.attention import Band, blocks_fit
+from autopart.ir.attention import Band, Run, blocks_fit
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import argument, draws_random_numbers, dropout_probability, operator_name, shape, value
 from autopart.ir.intervals import Told, intervals_of_band, told_of
@@ -210,6 +210,7 @@ def _tell(call: fx.Node, band: Told) -> None:
             given = {name: argument(call, name) for name in ("scale", "enable_gqa")}
             call.target = autopart_ops.attention_runs.default
             call.args, call.kwargs = (*call.args[:3], [number for run in band for number in run]), given
+            facts(call)["counted_flops"] = _flops_of(call, band)
         return
     if not is_attention(call):
         if band == (queries - 1, keys - 1):
@@ -228,6 +229,12 @@ def _tell(call: fx.Node, band: Told) -> None:
     else:
         return
     call.args, call.kwargs = call.args[:3], given
+
+
+def _flops_of(call: fx.Node, runs: Iterable[Run]) -> int:
+    """The two products of every query with the keys that it sees."""
+    (rows, heads, _, width), made = shape(call.args[0]), shape(call.args[2])[-1]
+    return 2 * rows * heads * (width + made) * sum(run.seen for run in runs)
 
 
 def _kernel_takes_groups(call: fx.Node, device: torch.device | None) -> bool:

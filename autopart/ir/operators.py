@@ -8,6 +8,12 @@ Each conversion of `autopart.ir.layout.CONVERSIONS` is one operator with one pri
     all_to_all                              (x, axis, source_dim, target_dim, source_sections, target_sections)
     axis_index                                                    (axis) -> int
 
+Rows go to the ranks of their experts and back (`routes.py`) by
+
+    exchange_counts (expert, axis, num_experts, num_ranks) -> [2, ranks], on the host
+    dispatch        (x, axis, expert, counts, times, num_experts)
+    combine         (x, axis, expert, counts, times, num_experts)
+
 Of a parameter in mixed precision they also have `dtype`, to which `x` is cast before it moves, and `grad_dtype`, to
 which its gradient is cast before it is summed; the gradient of `x` has the dtype of `x`. `cast` (x, dtype) is the same
 where nothing moves.
@@ -33,9 +39,12 @@ from torch import Tensor, fx
 
 from autopart.ir import ctc, experts, selection
 from autopart.ir.attention import attention_runs, window_attention
-from autopart.ir.layout import CONVERSIONS
+from autopart.ir.layout import CONVERSIONS, ROUTING
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
+MOVES = OPERATORS | ROUTING
+"""The operators that work on all ranks of an axis and have a backward; those without one follow."""
+WITHOUT_BACKWARD = ("all_reduce_max", "exchange_counts")
 CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter")
 
 
@@ -145,6 +154,11 @@ def _define_operators() -> torch.library.Library:
         arguments += ", *, ScalarType? dtype=None, ScalarType? grad_dtype=None"
         library.define(f"{operator}({arguments}) -> Tensor")
     library.define("all_reduce_max(Tensor x, str axis) -> Tensor")
+    for operator in ROUTING:
+        library.define(
+            f"{operator}(Tensor x, str axis, Tensor expert, Tensor counts, int times, int num_experts) -> Tensor"
+        )
+    library.define("exchange_counts(Tensor expert, str axis, int num_experts, int num_ranks) -> Tensor")
     library.define("axis_index(str axis) -> int")
     define("cast", "Tensor x, ScalarType dtype", Tensor.to)
     define(
@@ -176,8 +190,8 @@ def all_operators() -> list[str]:
              "attention_runs"]  # fmt: skip
     families = (experts, selection, ctc)
     return [
-        *OPERATORS,
-        "all_reduce_max",
+        *MOVES,
+        *WITHOUT_BACKWARD,
         "axis_index",
         *local,
         *(name for family in families for name in family.OPERATORS),
@@ -195,7 +209,7 @@ def axis_of(node: fx.Node) -> str | None:
     name = operator_name(node)
     if name == "axis_index":
         return str(node.args[0])
-    return str(node.args[1]) if name in OPERATORS or name == "all_reduce_max" else None
+    return str(node.args[1]) if name in MOVES or name in WITHOUT_BACKWARD else None
 
 
 _OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward == "identity")

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import format_value, module_path, source_line, source_of
-from autopart.ir.layout import ROUTED, P, Placement, R, format_layout
+from autopart.ir.layout import P, Placement, R, format_layout
 from autopart.ir.operators import axis_of, operator_name
 from autopart.ir.pieces import Cut
 from autopart.ir.program import MICROBATCH_AXIS, Program
@@ -146,7 +146,7 @@ class _Search:
     def _keep(self, stage: int, microbatch: int, node: fx.Node, value: PerRank) -> None:
         if "origin" not in facts(node) or not all(isinstance(v, Tensor) for v in value.values()):
             return
-        if ROUTED in facts(node)["layout"].values():  # which row is where is in another value
+        if any(place.is_routed for place in facts(node)["layout"].values()):  # which row is where is in another value
             return
         for v in value.values():
             if v.requires_grad and not v.is_leaf:

@@ -22,9 +22,8 @@ from autopart.cost.count.footprint import Memory, Value, Walk, memories, needs_g
 from autopart.cost.count.growth import Growth
 from autopart.cost.flops import counted_flops
 from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, Work
-from autopart.ir.attention import runs_of
 from autopart.ir.facts import cost_notes, facts
-from autopart.ir.graph import operator_name, shape, tensor_inputs
+from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
 from autopart.ir.operators import is_cast
 from autopart.ir.program import Program
@@ -150,7 +149,8 @@ class _Counter:
             return Counted(node, ())
         forward, backward = DIRECTIONS[name]
         axis: Any = node.args[1]
-        forms = {n: self.walk.values[n].form for n in (node, node.args[0])}
+        sides = (node, node.args[0]) if backward else (node,)
+        forms = {n: self.walk.values[n].form for n in sides}
         whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # one side of it
         made, own = forms[node].dtype, forms[whole].dtype
 
@@ -182,9 +182,8 @@ class _Counter:
         if not made.terms:
             return Counted(node, ())
         sizes = [self.size(n) for n in tensor_inputs(node)]
-        flops = 0 if operator_name(node).startswith("autopart::") else _flops(node)
-        if operator_name(node) == "autopart::attention_runs":
-            flops = _flops_of_runs(node)
+        is_own = operator_name(node).startswith("autopart::")
+        flops = facts(node).get("counted_flops", 0) if is_own else _flops(node)
         if flops:
             return self._product(node, flops, Size.sum((*sizes, made)), read, of_weights)
         size_in = made if cost_notes(node).looks_up else Size.sum(sizes)
@@ -250,12 +249,6 @@ def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:
         if node in alive and (walk.keeps.get(node) or walk.others.get(node)):
             last[facts(node)["region"]] = index
     return {node for index, node in enumerate(nodes) if index <= last.get(facts(node)["region"], -1)}
-
-
-def _flops_of_runs(node: fx.Node) -> int:
-    """The two products of every query with the keys that it sees."""
-    (rows, heads, _, width), made = shape(node.args[0]), shape(node.args[2])[-1]
-    return 2 * rows * heads * (width + made) * sum(run.seen for run in runs_of(node.args[3]))
 
 
 def _flops(node: fx.Node) -> int:

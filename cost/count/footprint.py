@@ -19,8 +19,8 @@ from torch.fx.node import map_aggregate
 from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, MadeTensor
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
-from autopart.ir.layout import DIRECTIONS, shard_sizes
-from autopart.ir.operators import is_cast, stored_source
+from autopart.ir.layout import DIRECTIONS, ROUTING, shard_sizes
+from autopart.ir.operators import OPERATORS, is_cast, stored_source
 from autopart.ir.pieces import Cut
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
 from autopart.ir.storing import Way, held_whole
@@ -154,6 +154,8 @@ class Walk:
             return self.values[node.args[0]]
         if name in DIRECTIONS:
             made = self._convert(node, DIRECTIONS[name][0])
+            if name in ROUTING and made.form.needs_grad:
+                self.others[node] = self.values[node.args[2]].form.size_bytes  # the order of the rows
             self.takes[node] = self._conversion_bytes(node, made.form, self.values[node.args[0]].form)
             return made
         made = call(node, self.values, self.keeps, self.others, self.takes)
@@ -189,6 +191,8 @@ class Walk:
             cut = Cut(dim, size, tuple(rest[0]) if rest else (), parts)
             shape[dim] = size if primitive in ("all_gather", "pad") else cut.longest
             in_order = primitive == "slice" and len(cut.spans(0)) == 1
+        elif primitive == "all_to_all" and operator_name(node).removeprefix("autopart::") not in OPERATORS:
+            shape = list(value(node).shape)  # of rows that are sent to experts, as many as are expected
         elif primitive == "all_to_all":
             cut_before, cut_after = node.args[2:4]
             shape[cut_before] *= parts

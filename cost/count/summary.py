@@ -75,9 +75,10 @@ def _moves(program: Program) -> Iterator[_Move]:
                 if program.zero == 2 and facts(node).get("needs_grad", True) and backward:
                     yield _Move(stage.index, _module_of(node), axis, "", backward, _scattered_bytes(node, program))
                 continue
-            size = summed = max(size_bytes(n) for n in (node, node.args[0]))  # the whole array is on one side of it
+            sides = (node, node.args[0]) if backward else (node,)
+            size = summed = max(size_bytes(n) for n in sides)  # the whole array is on one side of it
             if node.kwargs:  # of a parameter in mixed precision
-                elements, made = max(value(n).numel() for n in (node, node.args[0])), value(node).dtype
+                elements, made = max(value(n).numel() for n in sides), value(node).dtype
                 size, summed = (elements * dtype.itemsize for dtype in (made, node.kwargs.get("grad_dtype") or made))
             if forward == "all_to_all":  # but then every rank has a shard on either side
                 size, summed = (one * program.mesh.size(axis) for one in (size, summed))

@@ -21,7 +21,7 @@ from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
-from autopart.ir.layout import ROUTED, Layout, Placement, R, cannot_store
+from autopart.ir.layout import Layout, Placement, R, cannot_store
 from autopart.ir.mesh import Context, Cuts, Mesh
 from autopart.ir.pattern import is_innermost
 from autopart.passes.choose.pairs import NoSolution
@@ -73,7 +73,7 @@ class Pinned:
         if self.cuts != "positions" or option.factor == pattern.lookup or option.factor in pattern.joined:
             return False
         places = [[place.in_order for place in (*o.inputs, *o.outputs)] for o in (option, taken.strategy)]
-        if ROUTED in places[1]:
+        if any(place.is_routed for place in places[1]):
             return True  # each rank of this axis sends its own rows to experts
         alike = all(a == b for a, b in zip(*places, strict=True) if a.is_shard or b.is_shard)
         atoms = factor_atoms(node, pattern).get(option.factor, ())
@@ -82,7 +82,7 @@ class Pinned:
 
     def is_routed(self, node: fx.Node) -> bool:
         """Whether an axis solved for before has an operator's rows on the ranks of their experts."""
-        return any(ROUTED in taken.strategy.outputs for taken in self.factors.get(node, {}).values())
+        return any(place.is_routed for taken in self.factors.get(node, {}).values() for place in taken.strategy.outputs)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
         """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""

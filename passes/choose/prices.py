@@ -24,7 +24,7 @@ from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values
-from autopart.ir.layout import MIN_DIMS, R_GRAD_P, ROUTED, Placement, R, conversion, is_direct
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Placement, R, conversion, is_direct
 from autopart.passes.choose.storage import Storage
 from autopart.tracing.trace import Trace
 
@@ -215,17 +215,27 @@ class Prices:
         return self.step.microbatches * written / self.hardware.memory_bytes_per_s
 
     def _inner_s(self, node: fx.Node, option: Strategy) -> float:
-        """Seconds of the collectives inside an operator: the maximum, the sum and the label's entry of a loss."""
+        """Seconds of the collectives inside an operator: the maximum, the sum and the label's entry of a loss, and the
+        way of rows to their experts and back."""
         pattern = facts(node)["pattern"]
+        if pattern is not None and pattern.routes and SENT in (option.inputs[0], option.outputs[0]):
+            return self._routing_s(node, node.args[0] if pattern.routes == "back" else node)
         if pattern is None or not option.factor or option.factor != pattern.lookup or pattern.linear:
             return 0.0
         first = tuple_values(node)[0]
         size = first.numel() * first.element_size() / _row_shards(node, self.step)
         return self.step.microbatches * 3 * self._time_s("all_reduce", size)
 
+    def _routing_s(self, node: fx.Node, rows: fx.Node) -> float:
+        """Seconds of bringing rows from their tokens' ranks to their experts' or back, and their gradients the other
+        way. How many they are is told once, which counts with the way back."""
+        ways = 2 if facts(node)["needs_grad"] else 1
+        counts_s = self._time_s("all_to_all", 0) if rows is not node else 0.0
+        return self.step.microbatches * (ways * self._time_s("all_to_all", self.bytes(rows)) + counts_s)
+
     def _conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         grad = facts(used)["needs_grad"]
-        if ROUTED in (place, target) and place != target:
+        if (place.is_routed or target.is_routed) and place != target:
             return float("inf")  # rows come to experts and back by the operators for it alone
         if place == target or (not grad and place.is_replicated and target.is_replicated):
             return 0.0

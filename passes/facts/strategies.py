@@ -20,7 +20,7 @@ from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atoms, counted_atoms, fa
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import DATA, INPUT, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import argument, draws_random_numbers, is_tensor, source_of, tensor_inputs, tuple_values
-from autopart.ir.layout import R_GRAD_P, ROUTED, P, Placement, R, Sections, section_sizes, shard
+from autopart.ir.layout import R_GRAD_P, ROUTED, ROUTES, SENT, P, Placement, R, Sections, section_sizes, shard
 from autopart.ir.mesh import Cuts
 from autopart.ir.pattern import Pattern, is_innermost
 from autopart.ir.selection import is_selection
@@ -59,7 +59,7 @@ def ways(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
     if (num_shards, cuts, zigzag) not in known:
         positions = ("zigzag" if zigzag else "in order") if cuts == "positions" else ""
         found = strategies(node, num_shards, _KINDS[cuts], positions)
-        routed = _routed(node, num_shards) if cuts == "experts" and facts(node).get("routed") else ()
+        routed = _routed(node, num_shards, found) if cuts == "experts" and facts(node).get("routed") else ()
         known[num_shards, cuts, zigzag] = (*[s for s in found if _keeps_weights(node, s, cuts)], *routed)
     return known[num_shards, cuts, zigzag]
 
@@ -70,18 +70,31 @@ def ways_without_cuts_of_values(node: fx.Node, num_shards: int, cuts: Cuts) -> t
     return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])
 
 
-def _routed(node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
-    """What an operator on the rows of experts does where every row is on the rank of its expert."""
+def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """What an operator on the rows of experts does where every row is on the rank of its expert. `plain`: what else it
+    may do; where it may work on a rank's own tokens, their rows may be sent to and fro."""
     pattern, sources = facts(node)["pattern"], tensor_inputs(node)
     if pattern is None:
         return ()
     whole = tuple(R_GRAD_P if facts(source)["needs_grad"] else R for source in sources)
-    if pattern.routes and argument(node, "num_experts") % num_shards:
+    if not pattern.routes:
+        return tuple([found for place in ROUTES for found in _at_experts(node, pattern, whole, place, num_shards)])
+    if argument(node, "num_experts") % num_shards:
         return ()
+    own = [s.factor for s in plain if {*s.inputs, *s.outputs} == {shard(0)}]
     if pattern.routes == "out":
-        return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]),)
-    if pattern.routes == "back":
-        return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]),)
+        sent = [Strategy((shard(0),) * 2, (SENT,), factor) for factor in own]
+        return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]), *sent)
+    sent = [Strategy((SENT, shard(0)), (shard(0),), factor) for factor in own]
+    return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]), *sent)
+
+
+def _at_experts(
+    node: fx.Node, pattern: Pattern, whole: Sequence[Placement], place: Placement, num_shards: int
+) -> tuple[Strategy, ...]:
+    """What an operator does with rows that are all in one of `ROUTES`; its other operands are `whole`, or cut if they
+    are of experts."""
+    sources = tensor_inputs(node)
     routed = [bool(facts(source).get("routed")) for source in sources]
     rows = {dims[0] for dims, is_routed in zip(pattern.inputs, routed, strict=True) if is_routed and dims}
     if len(rows) != 1 or len(*rows) != 1:
@@ -90,16 +103,16 @@ def _routed(node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
     inputs = list(whole)
     for i, (dims, is_routed) in enumerate(zip(pattern.inputs, routed, strict=True)):
         if is_routed:
-            inputs[i] = ROUTED
+            inputs[i] = place
         elif dims and dims[0] == (pattern.lookup,) and pattern.sizes[pattern.lookup] % num_shards == 0:
             inputs[i] = shard(0)
-    alone = all([d for d, dim in enumerate(dims) if row in dim] == [0] * (place == ROUTED)
-                for dims, place in zip(pattern.inputs, inputs, strict=True))  # fmt: skip
+    alone = all([d for d, dim in enumerate(dims) if row in dim] == [0] * (given == place)
+                for dims, given in zip(pattern.inputs, inputs, strict=True))  # fmt: skip
     made = all([d for d, dim in enumerate(dims) if row in dim] == [0] for dims in pattern.outputs)
-    looks_up = not pattern.lookup or any(place.is_shard for place in inputs)
+    looks_up = not pattern.lookup or any(given.is_shard for given in inputs)
     if row in pattern.whole or not (alone and made and looks_up):
         return ()
-    return (Strategy(tuple(inputs), (ROUTED,) * len(pattern.outputs), row),)
+    return (Strategy(tuple(inputs), (place,) * len(pattern.outputs), row),)
 
 
 def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts) -> bool:

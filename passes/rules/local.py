@@ -73,6 +73,8 @@ def local_value(node: fx.Node) -> Any:
     if getattr(node.target, "namespace", "") == "aten":
         known = all(value(used) is not None for used in node.args if isinstance(used, fx.Node))
         return node.target(*fx.map_arg(node.args, value)) if known else None
+    if operator_name(node) == "autopart::exchange_counts":
+        return torch.empty(2, node.args[3], dtype=torch.int64, device=first.device)
     if operator_name(node) in ("autopart::all_reduce", "autopart::all_reduce_max"):
         return torch.empty_like(first)
     return first.new_empty(first.shape[:-1]) if operator_name(node) == "autopart::pick_class" else None
@@ -91,6 +93,8 @@ def shape_argument(call: LocalCall) -> fx.Node:
     is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(given, made_of, strict=True)]
     local = [-1 if of else size for of, size in zip(is_open, local, strict=True)]
     for axis, place in layout.items():
+        if place.is_routed:
+            local[place.dim] = -1  # as many rows as a rank's experts have
         if place.is_shard and any(size % call.sizes[axis] for size in section_sizes(full[place.dim], place.sections)):
             local[place.dim] = -1  # shards of unequal sizes
         if place == ROUTED:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
 
 from autopart.ir.graph import shape
-from autopart.ir.layout import ROUTED, local_shape
+from autopart.ir.layout import SENT, local_shape
 from autopart.ir.operators import autopart_ops
 
 from .local import LocalCall
@@ -23,7 +26,7 @@ def _axis_sharding(call: LocalCall, factor: str) -> str:
 def axis_routing(call: LocalCall) -> str:
     """The axis on whose ranks the rows of a call are by their experts; "" where there is none."""
     places = {axis: (*s.inputs, *s.outputs) for axis, s in call.strategies.items()}
-    return next((axis for axis, found in places.items() if ROUTED in found), "")
+    return next((axis for axis, found in places.items() if any(place.is_routed for place in found)), "")
 
 
 def embedding(call: LocalCall) -> fx.Node | None:
@@ -80,6 +83,8 @@ def to_experts(call: LocalCall) -> fx.Node | None:
     axis = axis_routing(call)
     if not axis:
         return None
+    if call.output_layout()[axis] == SENT:
+        return _move(call, axis, autopart_ops.dispatch.default)
     rows = local_shape(shape(call.node), call.output_layout(), call.sizes)[0]
     return call.emit(call.node.target, *call.args[:4], *_experts_of(call, axis), rows)
 
@@ -87,7 +92,20 @@ def to_experts(call: LocalCall) -> fx.Node | None:
 def from_experts(call: LocalCall) -> fx.Node | None:
     """Of every rank's rows what its experts add to each token."""
     axis = axis_routing(call)
-    return call.emit(call.node.target, *call.args[:4], *_experts_of(call, axis)) if axis else None
+    if not axis:
+        return None
+    if call.strategies[axis].inputs[0] == SENT:
+        return _move(call, axis, autopart_ops.combine.default)
+    return call.emit(call.node.target, *call.args[:4], *_experts_of(call, axis))
+
+
+def _move(call: LocalCall, axis: str, operator: Callable[..., Any]) -> fx.Node:
+    """Send rows to the ranks of their experts, or back; the ranks tell each other once how many there are."""
+    x, expert, times, num_experts = call.args[:4]
+    exchange, told = autopart_ops.exchange_counts.default, (expert, axis, num_experts, call.sizes[axis])
+    known = (user for user in expert.users if user.target is exchange and user.args == told)
+    counts = next(known, None) or call.emit(exchange, *told)
+    return call.emit(operator, x, axis, expert, counts, times, num_experts)
 
 
 def _experts_of(call: LocalCall, axis: str) -> tuple[fx.Node, int]:

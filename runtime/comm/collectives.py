@@ -17,9 +17,10 @@ from torch.fx.node import map_aggregate
 
 from autopart.compat import is_gloo, resolve_group
 from autopart.ir.facts import facts
-from autopart.ir.layout import Conversion
-from autopart.ir.operators import CUTTING, LIBRARY, OPERATORS, autopart_ops, axis_of, operator_name
+from autopart.ir.layout import ROUTING, Conversion
+from autopart.ir.operators import CUTTING, LIBRARY, MOVES, autopart_ops, axis_of, operator_name
 from autopart.ir.pieces import Cut
+from autopart.ir.routes import Route, count_rows
 from autopart.runtime.comm.stacks import line_of_graph
 from autopart.runtime.comm.watch import watching
 
@@ -53,18 +54,18 @@ def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, conversion: Conversion, group_name: str, cuts: tuple[Cut, ...], dtypes: Dtypes
+        ctx: Any, x: Tensor, conversion: Conversion, group_name: str, told: tuple[Any, ...], dtypes: Dtypes
     ) -> Tensor:
-        ctx.conversion, ctx.group_name, ctx.cuts = conversion, group_name, cuts
+        ctx.conversion, ctx.group_name, ctx.told = conversion, group_name, told
         ctx.dtypes = (x.dtype, dtypes[1])
         ctx.line = line_of_graph()
-        return PRIMITIVES[conversion.forward](in_dtype(x, dtypes[0]), group_name, *cuts)
+        return PRIMITIVES[conversion.forward](in_dtype(x, dtypes[0]), group_name, *told)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         primitive = PRIMITIVES[ctx.conversion.backward]
         stored, summed = ctx.dtypes
-        moved = primitive(in_dtype(grad, summed), ctx.group_name, *reversed(ctx.cuts))
+        moved = primitive(in_dtype(grad, summed), ctx.group_name, *reversed(ctx.told))
         return moved.to(stored), None, None, None, None
 
 
@@ -125,6 +126,16 @@ def _all_to_all(x: Tensor, group_name: str, source: Cut, target: Cut) -> Tensor:
     return source.join([target.trimmed(block, rank) for block in blocks])
 
 
+def _dispatch(x: Tensor, group_name: str, route: Route) -> Tensor:
+    collective = torch.ops._c10d_functional.all_to_all_single
+    return _communicate(collective, route.rows_of(x).contiguous(), route.receives, route.sends, group_name)
+
+
+def _combine(x: Tensor, group_name: str, route: Route) -> Tensor:
+    collective = torch.ops._c10d_functional.all_to_all_single
+    return route.tokens_of(_communicate(collective, x.contiguous(), route.sends, route.receives, group_name))
+
+
 PRIMITIVES: dict[str, Primitive] = {
     "identity": _identity,
     "all_reduce": _all_reduce,
@@ -134,6 +145,8 @@ PRIMITIVES: dict[str, Primitive] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "dispatch": _dispatch,
+    "combine": _combine,
 }
 
 
@@ -145,16 +158,25 @@ def _implement_operators() -> None:
             x: Tensor, axis: str, *arguments: Any,
             dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None,
         ) -> Tensor:  # fmt: skip
-            cuts = conversion_cuts(conversion.operator, x, resolve_group(axis).size(), arguments)
-            return _Convert.apply(x, conversion, axis, cuts, (dtype, grad_dtype))
+            if conversion.operator in ROUTING:
+                told: tuple[Any, ...] = (Route.of(*arguments),)
+            else:
+                told = conversion_cuts(conversion.operator, x, resolve_group(axis).size(), arguments)
+            return _Convert.apply(x, conversion, axis, told, (dtype, grad_dtype))
 
         return convert
 
     def all_reduce_max(x: Tensor, axis: str) -> Tensor:
         return _communicate(torch.ops._c10d_functional.all_reduce, x.detach().contiguous(), "max", axis)
 
-    converters = {operator: converter(conversion) for operator, conversion in OPERATORS.items()}
-    of_rank = {"all_reduce_max": all_reduce_max, "axis_index": lambda axis: resolve_group(axis).rank()}
+    def exchange_counts(expert: Tensor, axis: str, num_experts: int, num_ranks: int) -> Tensor:
+        sends, one = count_rows(expert, num_experts, num_ranks), [1] * num_ranks
+        receives = _communicate(torch.ops._c10d_functional.all_to_all_single, sends, one, one, axis)
+        return torch.stack([sends, receives]).cpu()
+
+    converters = {operator: converter(conversion) for operator, conversion in MOVES.items()}
+    of_rank = {"all_reduce_max": all_reduce_max, "exchange_counts": exchange_counts,
+               "axis_index": lambda axis: resolve_group(axis).rank()}  # fmt: skip
     for name, implementation in {**converters, **of_rank}.items():
         LIBRARY.impl(name, implementation, "CompositeImplicitAutograd")
 

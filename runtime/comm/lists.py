@@ -5,12 +5,13 @@ They compute what those on process groups do (`collectives.PRIMITIVES`), for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from autopart.ir.pieces import Cut
+from autopart.ir.routes import Route, count_rows
 
 Primitives = Mapping[str, Callable[..., list[Tensor]]]
 """The primitive collectives, {name: function of the list of local tensors of one group}."""
@@ -50,6 +51,26 @@ def _all_to_all(values: list[Tensor], source: Cut, target: Cut) -> list[Tensor]:
     return _slice(_all_gather(values, source), target)
 
 
+def _dispatch(values: list[Tensor], routes: Sequence[Route]) -> list[Tensor]:
+    sent = [route.rows_of(value).split(route.sends) for value, route in zip(values, routes, strict=True)]
+    return [torch.cat(parts) for parts in zip(*sent, strict=True)]
+
+
+def _combine(values: list[Tensor], routes: Sequence[Route]) -> list[Tensor]:
+    sent = [value.split(route.receives) for value, route in zip(values, routes, strict=True)]
+    return [route.tokens_of(torch.cat(parts)) for route, parts in zip(routes, zip(*sent, strict=True), strict=True)]
+
+
+def _all_reduce_max(values: Sequence[Tensor]) -> list[Tensor]:
+    total = torch.stack([value.detach() for value in values]).amax(0)
+    return [total.clone() for _ in values]
+
+
+def _exchange_counts(experts: Sequence[Tensor], num_experts: int, num_ranks: int) -> list[Tensor]:
+    sends = torch.stack([count_rows(expert, num_experts, num_ranks) for expert in experts])
+    return [counts.cpu() for counts in torch.stack([sends, sends.t()], 1)]
+
+
 LIST_PRIMITIVES: Primitives = {
     "identity": _identity,
     "all_reduce": _all_reduce,
@@ -59,4 +80,11 @@ LIST_PRIMITIVES: Primitives = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "dispatch": _dispatch,
+    "combine": _combine,
 }
+
+LIST_OPERATORS: Mapping[str, Callable[..., Sequence[Tensor]]] = {
+    "all_reduce_max": _all_reduce_max, "exchange_counts": _exchange_counts
+}  # fmt: skip
+"""The operators without a backward, as functions of the list of a group's values and their other arguments."""
