@@ -118,8 +118,7 @@ def _zero(level: Any) -> int:
         "zero",
         words,
         level,
-        "0 (nothing is stored in parts), 1 (the optimizer's state is), 2 (and the "
-        "gradients) or 3 (and the parameters)",
+        "0 (nothing is stored in parts), 1 (the optimizer's state is), 2 (and the gradients) or 3 (and the parameters)",
     )
 
 

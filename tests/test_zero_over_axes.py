@@ -4,6 +4,7 @@ experts."""
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import Any
 
 import dist
@@ -106,6 +107,9 @@ def test_a_pin_of_the_data_axis_is_for_all_that_is_joined_to_it():
     assert whole.placement_text(NAME, "dp_cp") == "R" and other.placement_text(NAME, "dp_cp") == "S(1)"
     assert alone.placement_text(NAME, "dp") == "S(1)", "without zero a pin is for its own axis"
     exact(model, batch, "dp2,cp2", zero=0, pins={NAME: {"dp": "S(1)"}})
+    on_cp = stored(model, batch, "cp2", pins={NAME: {"dp": "R"}})
+    assert on_cp.placement_text(NAME, "dp_cp") == "R" and on_cp.axes_in_parts == ("dp_cp",)
+    assert not stored(model, batch, "cp2", zero=0, pins={NAME: {"dp": "S(1)"}}).axes_in_parts, "dp has one rank"
     with pytest.raises(LayoutError, match="its shape is"):
         stored(model, batch, "dp2,cp2", pins={NAME: {"dp": "S(2)"}})
 
@@ -117,13 +121,16 @@ def test_a_pin_of_the_data_axis_is_for_all_that_is_joined_to_it():
     ("name", "mesh", "options"),
     [("gpt2", "dp2,cp2", {"zero": 1}), ("llama", "dp2,cp2", {"zero": 2, "microbatches": 2}),
      ("llama", "dp2,cp2", {"zero": 3, "recompute": "full"}), ("gpt2", "cp2", {"zero": 3}),
-     ("gpt2", "pp2,cp2", {"zero": 3, "microbatches": 2}), ("llama", "dpr2,cp2", {"zero": 3})],
+     ("gpt2", "pp2,cp2", {"zero": 3, "microbatches": 2}), ("llama", "dpr2,cp2", {"zero": 3}),
+     pytest.param("gpt2", "cp2", {"zero": 3, "compile": True}, marks=pytest.mark.large)],
     ids=str,
 )  # fmt: skip
 def test_training_over_processes(name, mesh, options):
     """Loss and gradients, then three steps of AdamW with clipping."""
     given = {"recompute": "none", "compile": False, **options}
-    dist.run_ranks(trains, Mesh.parse(mesh).num_ranks, name, mesh, given, timeout_s=120)
+    if given["compile"] and shutil.which("g++") is None:
+        pytest.skip("no compiler")
+    dist.run_ranks(trains, Mesh.parse(mesh).num_ranks, name, mesh, given, timeout_s=400 if given["compile"] else 120)
 
 
 def train_mixture(mesh: str, zero: int) -> None:

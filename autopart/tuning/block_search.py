@@ -1,4 +1,5 @@
-"""The search for choices block by block: what each computes again, whether its weights are stored in parts, where stages begin."""
+"""The search for choices block by block: what each computes again, whether its weights are stored in parts, where
+stages begin."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values
-from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Placement, R, conversion, is_direct
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, is_direct
 from autopart.passes.choose.storage import Storage
 from autopart.tracing.trace import Trace
 
@@ -169,8 +169,7 @@ class Prices:
         """Of a parameter laid out like this on the axis, what it costs over those that may store it in parts. Where
         that was asked for and cannot be, all of it is left on every rank."""
         storage = self.step.storage
-        over = storage.over({self.step.axis: place})
-        if not over or node.op != "get_attr":
+        if node.op != "get_attr" or not (over := storage.over(self._layout(node, place))):
             return Price()
         size = size_bytes(node) / (self.num_shards if place.is_shard else 1)
         cut = self._stored_over(node, place)
@@ -183,8 +182,12 @@ class Prices:
         """The axes joined over which a parameter laid out like this on the axis is stored in parts; "" where none."""
         if node.op != "get_attr":
             return ""
-        found = self.step.storage.place(node.target, shape(node), {self.step.axis: place})
+        found = self.step.storage.place(node.target, shape(node), self._layout(node, place))
         return found[0] if found is not None else ""
+
+    def _layout(self, node: fx.Node, place: Placement) -> Layout:
+        """The layout of a parameter that is placed so on the axis, beside what was solved for before."""
+        return {**self.step.storage.beside.get(str(node.target), {}), self.step.axis: place}
 
     def conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         """Seconds a step of bringing a value from one placement to another; infinite where that cannot be."""

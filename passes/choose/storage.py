@@ -40,7 +40,6 @@ class Storage:
     def place(self, name: str, sizes: Sequence[int], others: Layout) -> tuple[str, Placement] | None:
         """The axes joined over which a parameter of a layout on other axes is cut, and how; None: whole on every
         rank."""
-        others = {**self.beside.get(name, {}), **others}
         if name in self.pinned:
             place = Placement.parse(self.pinned[name][0].text)
             axis, _ = self.over_which(place, sizes, others)
@@ -53,11 +52,11 @@ class Storage:
 
     def over_which(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
         """The axes joined over which a parameter is cut that is to be placed so, "" where over none, and why that
-        cannot be: without `zero` it is cut over the first axis alone."""
+        cannot be: without `zero` it is cut over the data axis alone."""
         if not place.is_shard:
             return "", ""
         why = ""
-        for axis in self.over(others) if self.zero else (self.mesh.data_axis,):
+        for axis in (axis for axis in self.over(others) if self.zero or axis == self.mesh.data_axis):
             why = cannot_store_parts(place, sizes, axis, self.mesh.size(axis), others)
             if not why:
                 return axis, ""
