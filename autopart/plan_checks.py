@@ -53,7 +53,8 @@ def check_plan_options(options: Options, plan: Plan) -> None:
     pinned = any(axis in places for name, places in plan.pins.items() if name != "stages")
     if (options.zero and not over) or (options.zero == 0 and over and not pinned):
         raise OptionError(
-            f"zero={options.zero} contradicts the plan, which {said}", where=plan.where("parameters"), hint="leave zero out, or make a new plan",
+            f"zero={options.zero} contradicts the plan, which {said}",
+            where=plan.where("parameters"), hint="leave zero out, or make a new plan",
         )  # fmt: skip
     if options.zero and options.zero != (plan.zero or 3):  # plans of earlier versions cut as 3 does
         raise OptionError(f"zero={options.zero} contradicts the plan, which says {plan.zero}",
