@@ -43,6 +43,13 @@ def test_with_microbatches_and_in_mixed_precision(zero, options):
     exact(*zoo.llama(), "dp2,cp2", zero=zero, **options)
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_weights_that_are_read_alike_on_every_rank_of_positions(precision):
+    """What mixes positions is computed on every rank of `cp`: the gradient of its weights is summed over `dp` alone."""
+    exact(*zoo.conv_net(), "dp2,cp2", zero=3, precision=precision)
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("mesh", ["ep2", "dp2,ep2", "cp2,ep2", "dp2,cp2,ep2"])
