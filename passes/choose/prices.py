@@ -24,7 +24,7 @@ from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values
-from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, is_direct
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, is_direct, parts_of
 from autopart.passes.choose.storage import Storage
 from autopart.tracing.trace import Trace
 
@@ -157,7 +157,8 @@ class Prices:
     def option(self, node: fx.Node, option: Strategy | Placement) -> Price:
         """The price of an option, conversions left out."""
         if not isinstance(option, Strategy):
-            partial = option == R_GRAD_P and self.step.axis not in self._stored_over(node, option)
+            over = self._stored_over(node, option)
+            partial = option == R_GRAD_P and not (over and self.step.axis in parts_of(over))
             summed_s = gradient_sync_s(
                 size_bytes(node) * self.step.summed, self.num_shards, self.hardware, self.step.stride
             )
