@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
-_CONTEXTS = "'auto', 'gather' or 'ulysses' (keys and values in a ring are not built)"
+_CONTEXTS = "'auto', 'gather', 'ulysses' or 'ring'"
 
 TOLERANCE = 1e-10
 """What counts as equal in `verify`."""
@@ -180,8 +180,9 @@ class Options:
         read=lambda given: _one_of("sequence_parallel", (True, False, "auto"), given, "True, False or 'auto'"))
     context: Context = _row(
         "auto", "Of attention over cp: gather, queries stay where they are, keys and values are gathered; ulysses, all "
-        "positions of a head are brought together.", "auto, where cheaper",
-        "gather|ulysses", read=lambda given: _one_of("context", get_args(Context), given, _CONTEXTS))
+        "positions of a head are brought together; ring, keys and values go around (auto: one of the other two).",
+        "auto, where cheaper", "gather|ulysses|ring",
+        read=lambda given: _one_of("context", get_args(Context), given, _CONTEXTS))
     hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
     pins: Pins = _row(
         Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "

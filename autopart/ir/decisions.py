@@ -29,6 +29,13 @@ class Strategy:
         return any(p.is_divided for p in (*self.inputs, *self.outputs))
 
 
+def goes_around(strategy: Strategy) -> bool:
+    """Whether queries, keys and values of attention are all cut along their positions: no rank has all keys, so that
+    they go around."""
+    sides = strategy.inputs[:3]
+    return len(sides) == 3 and sides[0].is_shard and sides[0].dim == 2 and sides[0] == sides[1] == sides[2]
+
+
 @dataclass(frozen=True)
 class Decisions:
     """All that was chosen: what every operator does on each axis, how parameters are stored, the stage of operators.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Cuts = Literal["stages", "rows", "features", "positions", "experts"]
 
 
-Context = Literal["auto", "gather", "ulysses"]
+Context = Literal["auto", "gather", "ulysses", "ring"]
 """What attention does on an axis that cuts positions (`passes/choose/context.py`)."""
 
 

@@ -14,9 +14,13 @@ Rows go to the ranks of their experts and back (`routes.py`) by
     dispatch        (x, axis, expert, counts, times, num_experts)
     combine         (x, axis, expert, counts, times, num_experts)
 
-Of a parameter in mixed precision they also have `dtype`, to which `x` is cast before it moves, and `grad_dtype`, to
-which its gradient is cast before it is summed; the gradient of `x` has the dtype of `x`. `cast` (x, dtype) is the same
-where nothing moves.
+Keys and values go around the ranks (`ring.py`) in
+
+    ring_attention  (query, axis, key, value, mask, size, sections, scale)
+
+Of a parameter in mixed precision conversions also have `dtype`, to which `x` is cast before it moves, and
+`grad_dtype`, to which its gradient is cast before it is summed; the gradient of `x` has the dtype of `x`. `cast`
+(x, dtype) is the same where nothing moves.
 
 `size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
 they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
@@ -45,6 +49,8 @@ OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.value
 MOVES = OPERATORS | ROUTING
 """The operators that work on all ranks of an axis and have a backward; those without one follow."""
 WITHOUT_BACKWARD = ("all_reduce_max", "exchange_counts")
+ROTATING = ("ring_attention",)
+"""Operators in which tensors of all ranks of an axis go around."""
 CUTTING = ("slice", "slice_pad", "all_gather", "all_gather_sum", "reduce_scatter")
 
 
@@ -159,6 +165,10 @@ def _define_operators() -> torch.library.Library:
             f"{operator}(Tensor x, str axis, Tensor expert, Tensor counts, int times, int num_experts) -> Tensor"
         )
     library.define("exchange_counts(Tensor expert, str axis, int num_experts, int num_ranks) -> Tensor")
+    library.define(
+        "ring_attention(Tensor query, str axis, Tensor key, Tensor value, Tensor? mask, int size, int[] sections, "
+        "float? scale=None) -> Tensor"
+    )
     library.define("axis_index(str axis) -> int")
     define("cast", "Tensor x, ScalarType dtype", Tensor.to)
     define(
@@ -192,6 +202,7 @@ def all_operators() -> list[str]:
     return [
         *MOVES,
         *WITHOUT_BACKWARD,
+        *ROTATING,
         "axis_index",
         *local,
         *(name for family in families for name in family.OPERATORS),
@@ -209,7 +220,7 @@ def axis_of(node: fx.Node) -> str | None:
     name = operator_name(node)
     if name == "axis_index":
         return str(node.args[0])
-    return str(node.args[1]) if name in MOVES or name in WITHOUT_BACKWARD else None
+    return str(node.args[1]) if name in MOVES or name in (*WITHOUT_BACKWARD, *ROTATING) else None
 
 
 _OF_GRADIENTS = frozenset(c.operator for c in CONVERSIONS.values() if c.forward == "identity")

@@ -25,7 +25,7 @@ from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, Work
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS
-from autopart.ir.operators import is_cast
+from autopart.ir.operators import ROTATING, is_cast
 from autopart.ir.program import Program
 from autopart.tracing.trace import Trace
 
@@ -132,6 +132,8 @@ class _Counter:
         name = operator_name(node).removeprefix("autopart::")
         if name in DIRECTIONS:
             return self._conversion(node, name)
+        if name in ROTATING:
+            return self._rotation(node)
         if is_cast(node):  # priced with the parameter: `cost.rows.Parameter`
             return Counted(node, ())
         read = [self.walk.values[used] for used in tensor_inputs(node)]
@@ -166,6 +168,21 @@ class _Counter:
         if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
             others += moved
         return Counted(node, moved, others, towards)
+
+    def _rotation(self, node: fx.Node) -> Counted:
+        """Attention whose keys and values go around: its products with the keys of all ranks, and what is sent on."""
+        query, axis, key, made = node.args[0], str(node.args[1]), node.args[2], node.args[3]
+        ranks = self.walk.program.mesh.size(axis)
+        (rows, heads, queries, width), out = self.walk.values[query].form.shape, self.walk.values[node].form.shape[-1]
+        flops = 2 * rows * heads * queries * int(node.args[5]) * (width + out)
+        traffic, moving = Size.sum(self.size(n) for n in (query, key, made, node)), self.size(key) + self.size(made)
+        dtype = str(self.walk.values[node].form.dtype).removeprefix("torch.")
+        one = Work("attention", traffic, Size.of(float(flops), self.growth.of_product(node)), dtype)
+        sent = Work("send", moving, axis=axis, times=ranks - 1.0)
+        if node not in self.alive:
+            return Counted(node, (one, sent))
+        back = Work("send", moving, axis=axis, times=2 * ranks - 1.0)
+        return Counted(node, (one, sent), (one._replace(times=2.5), back))
 
     def _on_all_ranks(self, shard: Size, axis: str) -> Size:
         """The bytes of a value of which every rank of an axis has a shard, before and after."""

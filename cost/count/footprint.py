@@ -20,7 +20,7 @@ from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, MadeTensor
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, ROUTING, shard_sizes
-from autopart.ir.operators import OPERATORS, is_cast, stored_source
+from autopart.ir.operators import OPERATORS, ROTATING, is_cast, stored_source
 from autopart.ir.pieces import Cut
 from autopart.ir.program import SEEDS, Boundary, Program, Stage
 from autopart.ir.storing import Way, held_whole
@@ -158,9 +158,26 @@ class Walk:
                 self.others[node] = self.values[node.args[2]].form.size_bytes  # the order of the rows
             self.takes[node] = self._conversion_bytes(node, made.form, self.values[node.args[0]].form)
             return made
+        if name in ROTATING:
+            return self._rotate(node)
         made = call(node, self.values, self.keeps, self.others, self.takes)
         if is_cast(node):
             made.memory.again = True
+        return made
+
+    def _rotate(self, node: fx.Node) -> Value:
+        """Attention whose keys and values go around: it keeps its operands, its output and a number for every query,
+        and has room for two ranks' keys and values, in the backward for their gradients too."""
+        found = value(node)
+        sides: list[Value] = [self.values[used] for used in tensor_inputs(node)]
+        form = Form.contiguous(found.shape, found.dtype, any(side.form.needs_grad for side in sides))
+        made = Value(form, Memory(form.size_bytes, False, node))
+        totals = form.size_bytes // found.shape[-1]
+        if form.needs_grad:
+            self.keeps[node] = [*(side.memory for side in sides), made.memory]
+            self.others[node] = totals
+        moving = sum(side.form.size_bytes for side in sides[1:3])
+        self.takes[node] = (form.size_bytes + totals + moving, 4 * moving + 2 * sides[0].form.size_bytes)
         return made
 
     def _conversion_bytes(self, node: fx.Node, made: Form, source: Form) -> tuple[int, int]:

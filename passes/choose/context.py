@@ -1,5 +1,7 @@
 """What attention does where positions are cut, as users may ask for it (`context=`).
 
+`"ring"`: keys and values go around the ranks, so that none has all (Liu et al. 2023, arXiv:2310.01889); `"auto"` leaves
+it out: it moves as much as gathering, and is asked for where keys and values of all positions are too much to hold.
 `"gather"`: every rank has its queries, and the keys and values of all (Llama 3: Grattafiori et al. 2024,
 arXiv:2407.21783, section 3.3.2). `"ulysses"`: it has all positions of its heads (Jacobs et al. 2023, arXiv:2309.14509).
 """
@@ -12,9 +14,9 @@ from torch import fx
 
 from autopart.errors import LayoutError
 from autopart.ir.atoms import DATA_DIM, FEATURE, factor_atoms
-from autopart.ir.decisions import Strategy
+from autopart.ir.decisions import Strategy, goes_around
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
-from autopart.ir.graph import describe, tensor_inputs
+from autopart.ir.graph import describe, dropout_probability, tensor_inputs
 from autopart.ir.masks import is_attention
 from autopart.ir.mesh import Context
 from autopart.ir.pattern import Pattern
@@ -25,6 +27,10 @@ def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis:
 
     Raises LayoutError where that is nothing.
     """
+    rings = [option for option in options if is_attention(node) and goes_around(option)]
+    if context == "ring":
+        return rings or _without_ring(node, options, axis)
+    options = [option for option in options if option not in rings]
     pattern = facts(node)["pattern"]
     of_weights = any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
     if context == "auto" or pattern is None or not pattern.flops or of_weights:
@@ -38,6 +44,24 @@ def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis:
         f"context={context!r} cannot be", why=f"the {cut} of this attention do not divide over {axis}",
         where=describe(node), hint="context='auto', or 'gather'" if context == "ulysses" else "context='auto'",
     )  # fmt: skip
+
+
+def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list[Strategy]:
+    """What an operator may do that is not attention. Raises LayoutError for attention that has no ring."""
+    pattern = facts(node)["pattern"]
+    of_weights = any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
+    is_product = pattern is not None and bool(pattern.flops) and not of_weights
+    if not is_attention(node) and not is_product:
+        return list(options)
+    if not is_attention(node):
+        why = "this product of values is not in scaled_dot_product_attention, whose keys and values can go around"
+    elif dropout_probability(node):
+        why = "attention with dropout has no ring: its mask would have to be drawn for all keys"
+    elif any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:]):
+        why = "this attention learns what it adds to scores, whose gradient would have to go around too"
+    else:
+        why = f"queries and keys of this attention are not cut alike over {axis}"
+    raise LayoutError(f"context='ring' cannot be on {axis}", why=why, where=describe(node), hint="context='gather'")
 
 
 def _cuts(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:

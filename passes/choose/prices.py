@@ -21,10 +21,11 @@ from autopart.cost.collectives import conversion_time_s, time_s
 from autopart.cost.hardware import Hardware
 from autopart.ir.atoms import BATCH, Atom
 from autopart.ir.buckets import BUCKET_BYTES
-from autopart.ir.decisions import Strategy
+from autopart.ir.decisions import Strategy, goes_around
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values
 from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, is_direct, parts_of
+from autopart.ir.masks import is_attention
 from autopart.passes.choose.storage import Storage
 from autopart.tracing.trace import Trace
 
@@ -224,11 +225,20 @@ class Prices:
         pattern = facts(node)["pattern"]
         if pattern is not None and pattern.routes and SENT in (option.inputs[0], option.outputs[0]):
             return self._routing_s(node, node.args[0] if pattern.routes == "back" else node)
+        if is_attention(node) and goes_around(option):
+            return self._ring_s(node)
         if pattern is None or not option.factor or option.factor != pattern.lookup or pattern.linear:
             return 0.0
         first = tuple_values(node)[0]
         size = first.numel() * first.element_size() / _row_shards(node, self.step)
         return self.step.microbatches * 3 * self._time_s("all_reduce", size)
+
+    def _ring_s(self, node: fx.Node) -> float:
+        """Seconds in which keys and values go around, and in the backward go around again with their gradients."""
+        sides = tensor_inputs(node)[1:3]
+        ways = 3 if any(facts(side)["needs_grad"] for side in sides) else 1
+        size = sum(map(self.bytes, sides)) / self.num_shards
+        return self.step.microbatches * ways * (self.num_shards - 1) * self._time_s("send", size)
 
     def _routing_s(self, node: fx.Node, rows: fx.Node) -> float:
         """Seconds of bringing rows from their tokens' ranks to their experts' or back, and their gradients the other

@@ -13,14 +13,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atoms, counted_atoms, factor_atoms, selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import DATA, INPUT, PARAMETER, WEIGHT, facts
-from autopart.ir.graph import argument, draws_random_numbers, is_tensor, source_of, tensor_inputs, tuple_values
+from autopart.ir.graph import (
+    argument,
+    draws_random_numbers,
+    dropout_probability,
+    is_tensor,
+    source_of,
+    tensor_inputs,
+    tuple_values,
+    value,
+)
 from autopart.ir.layout import R_GRAD_P, ROUTED, ROUTES, SENT, P, Placement, R, Sections, section_sizes, shard
+from autopart.ir.masks import is_attention
 from autopart.ir.mesh import Cuts
 from autopart.ir.pattern import Pattern, is_innermost
 from autopart.ir.selection import is_selection
@@ -60,7 +71,9 @@ def ways(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
         positions = ("zigzag" if zigzag else "in order") if cuts == "positions" else ""
         found = strategies(node, num_shards, _KINDS[cuts], positions)
         routed = _routed(node, num_shards, found) if cuts == "experts" and facts(node).get("routed") else ()
-        known[num_shards, cuts, zigzag] = (*[s for s in found if _keeps_weights(node, s, cuts)], *routed)
+        kept = [s for s in found if _keeps_weights(node, s, cuts)]
+        rings = _rings(node, kept) if cuts == "positions" and is_attention(node) else ()
+        known[num_shards, cuts, zigzag] = (*kept, *routed, *rings)
     return known[num_shards, cuts, zigzag]
 
 
@@ -87,6 +100,18 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
         return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]), *sent)
     sent = [Strategy((SENT, shard(0)), (shard(0),), factor) for factor in own]
     return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]), *sent)
+
+
+def _rings(node: fx.Node, found: Iterable[Strategy]) -> list[Strategy]:
+    """What attention does where keys and values are cut as its queries are, and go around: where there are as many, no
+    dropout, and nothing to learn in the mask."""
+    sizes = [value(source).shape for source in tensor_inputs(node)]
+    alike = all(len(size) == 4 for size in sizes[:3]) and sizes[0][2] == sizes[1][2]
+    learns = any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:])
+    if not alike or learns or dropout_probability(node):
+        return []
+    of_queries = (s for s in found if s.inputs[0].is_shard and s.inputs[0].dim == 2 and not s.inputs[1].is_shard)
+    return [replace(s, inputs=(s.inputs[0],) * 3 + s.inputs[3:]) for s in of_queries]
 
 
 def _at_experts(

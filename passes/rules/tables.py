@@ -12,7 +12,20 @@ from torch import fx
 from autopart.ir.facts import CostNotes
 from autopart.ir.pattern import Pattern
 
-from . import dropout, equations, indexing, joins, lookups, norms, recurrent, reductions, selections, views, windows
+from . import (
+    attention,
+    dropout,
+    equations,
+    indexing,
+    joins,
+    lookups,
+    norms,
+    recurrent,
+    reductions,
+    selections,
+    views,
+    windows,
+)
 from .conditions import (
     adds_to_itself,
     gradients_as_they_are,
@@ -43,7 +56,8 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
         routes="back"),
     # attention: q, k and v, with a mask, with fewer heads of k and v; a causal mask counts queries from the first
     "aten::scaled_dot_product_attention": (
-        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=_ATTENTION, when=not_causal, also=(
+        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=_ATTENTION, when=not_causal,
+            local=attention.ring, also=(
             "... q d, ... k d, ... k e, ... q k -> ... q e",
             "b (g r) q d, b g k d, b g k e -> b (g r) q e",
             "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",

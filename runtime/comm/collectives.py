@@ -21,6 +21,7 @@ from autopart.ir.layout import ROUTING, Conversion
 from autopart.ir.operators import CUTTING, LIBRARY, MOVES, autopart_ops, axis_of, operator_name
 from autopart.ir.pieces import Cut
 from autopart.ir.routes import Route, count_rows
+from autopart.runtime.comm.ring import ring_attention
 from autopart.runtime.comm.stacks import line_of_graph
 from autopart.runtime.comm.watch import watching
 
@@ -175,7 +176,7 @@ def _implement_operators() -> None:
         return torch.stack([sends, receives]).cpu()
 
     converters = {operator: converter(conversion) for operator, conversion in MOVES.items()}
-    of_rank = {"all_reduce_max": all_reduce_max, "exchange_counts": exchange_counts,
+    of_rank = {"all_reduce_max": all_reduce_max, "exchange_counts": exchange_counts, "ring_attention": ring_attention,
                "axis_index": lambda axis: resolve_group(axis).rank()}  # fmt: skip
     for name, implementation in {**converters, **of_rank}.items():
         LIBRARY.impl(name, implementation, "CompositeImplicitAutograd")

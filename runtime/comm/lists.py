@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopart.ir.pieces import Cut
 from autopart.ir.routes import Route, count_rows
+from autopart.runtime.comm.ring import ring_attention_of_lists
 
 Primitives = Mapping[str, Callable[..., list[Tensor]]]
 """The primitive collectives, {name: function of the list of local tensors of one group}."""
@@ -85,6 +86,6 @@ LIST_PRIMITIVES: Primitives = {
 }
 
 LIST_OPERATORS: Mapping[str, Callable[..., Sequence[Tensor]]] = {
-    "all_reduce_max": _all_reduce_max, "exchange_counts": _exchange_counts
+    "all_reduce_max": _all_reduce_max, "exchange_counts": _exchange_counts, "ring_attention": ring_attention_of_lists
 }  # fmt: skip
-"""The operators without a backward, as functions of the list of a group's values and their other arguments."""
+"""The operators that are no conversions, as functions of the list of a group's values and their other arguments."""

@@ -1,0 +1,137 @@
+"""Ring attention: keys and values go around the ranks of an axis, those of one rank after the other.
+
+On processes a rank begins to send what it has before it computes with it. In the backward the gradients of keys and
+values travel with them, and come home after the last visit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopart.compat import is_gloo, resolve_group
+from autopart.ir.pieces import Cut
+from autopart.ir.ring import Visit, nothing_yet, visit, visit_backward
+from autopart.runtime.comm.watch import watching
+
+
+class _Rotation:
+    """Tensors on their way to the next rank, and those of the one before on their way here."""
+
+    def __init__(self, group: dist.ProcessGroup, sent: Sequence[Tensor], length: int):
+        self.group, self.device = group, sent[0].device
+        on_host = self.device.type == "cuda" and is_gloo(group, self.device)
+        self.sent = [(x.cpu() if on_host else x).contiguous() for x in sent]
+        self.received = [x.new_empty(*x.shape[:2], length, x.size(3)) for x in self.sent]
+        after, before = ((group.rank() + step) % group.size() for step in (1, -1))
+        sends = [dist.P2POp(dist.isend, x, group=group, group_peer=after) for x in self.sent]
+        gets = [dist.P2POp(dist.irecv, x, group=group, group_peer=before) for x in self.received]
+        # Of two ranks that both send first, neither would be received from over blocking links.
+        order = [*sends, *gets] if group.rank() % 2 == 0 else [*gets, *sends]
+        with watching(group.group_name):
+            self.works = dist.batch_isend_irecv(order)
+
+    def arrive(self) -> list[Tensor]:
+        with watching(self.group.group_name):
+            for work in self.works:
+                work.wait()
+        return [x.to(self.device) for x in self.received]
+
+
+class Ring(torch.autograd.Function):
+    """Of this rank's queries, keys and values among those of a group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, group_name: str, cut: Cut,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        group = resolve_group(group_name)
+        ranks, here = group.size(), group.rank()
+        made, total = nothing_yet(query, value)
+        there = [key, value]
+        for step in range(ranks):
+            rank = (here - step) % ranks
+            length = cut.length((rank - 1) % ranks)
+            moving = _Rotation(group, there, length) if step < ranks - 1 else None
+            visit(made, total, query, there[0], there[1], Visit(cut, here, rank, mask, scale))
+            there = moving.arrive() if moving is not None else there
+        ctx.save_for_backward(query, key, value, mask, made, total)
+        ctx.group, ctx.cut, ctx.scale = group, cut, scale
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, mask, made, total = ctx.saved_tensors
+        group, cut = ctx.group, ctx.cut
+        ranks, here = group.size(), group.rank()
+        of_query = torch.zeros_like(query)
+        there, grads = [key, value], [torch.zeros_like(key), torch.zeros_like(value)]
+        for step in range(ranks):
+            rank = (here - step) % ranks
+            length = cut.length((rank - 1) % ranks)
+            moving = _Rotation(group, there, length) if step < ranks - 1 else None
+            of = Visit(cut, here, rank, mask, ctx.scale)
+            found = visit_backward(grad, made, total, query, there[0], there[1], of)
+            of_query += found[0]
+            grads = [x + own for x, own in zip(grads, found[1:], strict=True)]
+            there = moving.arrive() if moving is not None else there
+            grads = _Rotation(group, grads, length).arrive()
+        return of_query, grads[0], grads[1], None, None, None, None
+
+
+class RingOfLists(torch.autograd.Function):
+    """Of the queries, keys and values of all ranks, one after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, masks: Sequence[Tensor | None], cut: Cut, scale: float | None, *sides: Tensor
+    ) -> tuple[Tensor, ...]:
+        ranks = len(masks)
+        queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))
+        ctx.masks, ctx.cut, ctx.scale, ctx.kept = masks, cut, scale, []
+        for here in range(ranks):
+            made, total = nothing_yet(queries[here], values[here])
+            for step in range(ranks):
+                rank = (here - step) % ranks
+                visit(made, total, queries[here], keys[rank], values[rank], Visit(cut, here, rank, masks[here], scale))
+            ctx.kept.append((made, total))
+        ctx.save_for_backward(*sides)
+        return tuple(made for made, _ in ctx.kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        sides, ranks = ctx.saved_tensors, len(grads)
+        queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))
+        found = [torch.zeros_like(side) for side in sides]
+        for here in range(ranks):
+            made, total = ctx.kept[here]
+            for step in range(ranks):
+                rank = (here - step) % ranks
+                told = Visit(ctx.cut, here, rank, ctx.masks[here], ctx.scale)
+                own = visit_backward(grads[here], made, total, queries[here], keys[rank], values[rank], told)
+                for index, part in zip((here, ranks + rank, 2 * ranks + rank), own, strict=True):
+                    found[index] += part
+        return None, None, None, *found
+
+
+def ring_attention(
+    query: Tensor, axis: str, key: Tensor, value: Tensor, mask: Tensor | None, size: int, sections: Sequence[int],
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """`torch.ops.autopart.ring_attention` on a process."""
+    cut = Cut(2, size, tuple(sections), resolve_group(axis).size())
+    return Ring.apply(query, key, value, mask, axis, cut, scale)
+
+
+def ring_attention_of_lists(
+    queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor] | None,
+    size: int, sections: Sequence[int], scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The same for all ranks of an axis at once."""
+    cut = Cut(2, size, tuple(sections), len(queries))
+    return RingOfLists.apply(masks or [None] * len(queries), cut, scale, *queries, *keys, *values)
