@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args
 from autopart.cost.hardware import DEFAULT
 from autopart.cost.memory import parse_size
 from autopart.errors import OptionError
+from autopart.ir.dp_sync import METHODS, DpSync
 from autopart.ir.mesh import Context
 from autopart.ir.recomputation import Recompute, parse_recompute
 from autopart.ir.schedules import SCHEDULES, check_compile, schedule_named
@@ -59,6 +60,7 @@ class PlanOptions(SearchOptions, total=False):
     zero: int | None
     prefetch: int | None
     recompute: Recompute | str | None
+    dp_sync: str | Mapping[str, Any] | None
     compile: bool | None
 
 
@@ -200,6 +202,10 @@ class Options:
         None, "What the backward computes again: none, selective (the core of attention), full (all of a block); by "
         "names of blocks 'h.[0-3]=full,*=none', or a dict of that.", "none, or what the model checkpoints",
         "WORD|PATTERN=WORD,...", read=parse_recompute, in_plan="recompute")
+    dp_sync: Mapping[str, Any] | None = _row(
+        None, f"What data-parallel ranks send each other: {', '.join(METHODS)}, with its numbers "
+        "'top_k:0.01', 'gossip:ring', 'local:16'; by names of parameters '*.bias=all_reduce,*=qsgd:4bit', or a dict.",
+        "all_reduce", "METHOD|PATTERN=METHOD,...", read=lambda given: DpSync.parse(given).as_data(), in_plan="dp_sync")
     compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
     precision: str | None = _row(
         None, "What is computed in (mixed precision): parameters stay and are trained as they are, and are cast where "

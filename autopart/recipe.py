@@ -21,6 +21,7 @@ from autopart.cost.memory import RankMemory
 from autopart.cost.sends import scattering_pays
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.decisions import Decisions
+from autopart.ir.dp_sync import DpSync
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.masks import as_traced
 from autopart.ir.mesh import Mesh
@@ -30,6 +31,7 @@ from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.batch import choose_batch, mixed_rows
 from autopart.passes.choose.decide import cut_again, decide
+from autopart.passes.choose.methods import check_methods
 from autopart.passes.choose.parts import choose_parts
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.reasons import Reasons
@@ -154,6 +156,7 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     else:
         decisions, solved = cut_again(problem, known.decisions), known.solved
     decisions = replace(decisions, stored=choose_parts(problem, decisions.stored))
+    check_methods(traced, decisions)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng)
     decisions = replace(
@@ -176,7 +179,7 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
-        options.context,
+        options.context, DpSync.parse(options.dp_sync),
     )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from dp_sync_oracle import (
     Mean,
     Neolithic,
     Qsgd,
-    identity,
     qsgd_levels,
     sign,
     top_k,
@@ -55,8 +54,11 @@ def gradients(step: int, num_ranks: int) -> list[dict[str, torch.Tensor]]:
     """Of every rank, of its own rows' mean; with elements of equal size where the division by the ranks is exact."""
     made = torch.Generator().manual_seed(step)
     grid = 4 if num_ranks != 3 else 2**40
-    return [{name: torch.randn(shape, generator=made, dtype=torch.float64).mul(grid).round().div(grid) for name, shape in SHAPES.items()}
-            for _ in range(num_ranks)]  # fmt: skip
+
+    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=made, dtype=torch.float64).mul(grid).round().div(grid)
+
+    return [{name: drawn(shape) for name, shape in SHAPES.items()} for _ in range(num_ranks)]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])

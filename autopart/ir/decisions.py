@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import MICROBATCH_AXIS
@@ -36,7 +37,8 @@ class Decisions:
     `strategies`: of every axis of the mesh that cuts something, and of the microbatches. Axes that cut rows have the
     same; one that is not here computes all rows on every rank. `stored`: {parameter: its layout, where it is not `R`}.
     `zero`, `prefetch`: how long what is gathered of them lives, and how early it is (`Program`). `scatter_sends`: what
-    ranks of the feature axes hold alike is sent to the next stage in parts (`autopart.ir.scattering`).
+    ranks of the feature axes hold alike is sent to the next stage in parts (`autopart.ir.scattering`). `dp_sync`: what
+    data-parallel ranks send each other.
     """
 
     mesh: Mesh
@@ -49,6 +51,7 @@ class Decisions:
     zero: int = 0
     prefetch: int = 1
     scatter_sends: bool = False
+    dp_sync: DpSync = ALL_REDUCE
 
     def place(self, name: str, axis: str) -> Placement:
         """How a parameter is stored on an axis."""

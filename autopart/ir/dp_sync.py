@@ -223,8 +223,8 @@ class DpSync:
     @staticmethod
     def parse(given: Any) -> DpSync:
         """From text, or a mapping as in a plan. Raises OptionError for what cannot be meant."""
-        if isinstance(given, DpSync):
-            return given
+        if given is None or isinstance(given, DpSync):
+            return given or ALL_REDUCE
         if isinstance(given, str):
             rows = [part.partition("=") for part in re.split(r",(?=[^,]*=)", given)]
             if len(rows) == 1 and not rows[0][1]:
@@ -265,7 +265,7 @@ class DpSync:
 
     @property
     def is_default(self) -> bool:
-        return self == DpSync()
+        return self == ALL_REDUCE
 
     @property
     def changes_models(self) -> bool:
@@ -290,6 +290,10 @@ class DpSync:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise OptionError(f"dp_sync of '{pattern}' matches no parameter", why=f"they are {_few(known)}",
                                   hint="names as in model.named_parameters()")  # fmt: skip
+
+
+ALL_REDUCE = DpSync()
+"""All gradients are summed as they are."""
 
 
 def _few(names: list[str]) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from autopart.errors import PlanError
 from autopart.files import read_text, write_whole
+from autopart.ir.dp_sync import ALL_REDUCE
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import Recompute
@@ -141,6 +142,7 @@ class Plan:
     zero: int = 0
     prefetch: int = 1
     scatter_sends: bool = False
+    dp_sync: Mapping[str, Any] = field(default_factory=ALL_REDUCE.as_data)
     compile: bool = False
     precision: str | None = None
     reduce_dtype: str | None = None

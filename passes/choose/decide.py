@@ -62,6 +62,7 @@ def decide(problem: Problem) -> Decided:
             problem.recompute,
             problem.zero,
             problem.prefetch,
+            dp_sync=problem.dp_sync,
         ),
         solved,
     )
@@ -89,7 +90,7 @@ def cut_again(problem: Problem, decisions: Decisions) -> Decisions:
     rows = batch_strategies(problem.trace, problem.mesh, problem.microbatches)
     return replace(
         decisions, mesh=problem.mesh, microbatches=problem.microbatches, stage_of=_stages(problem),
-        num_stages=problem.num_stages, recompute=problem.recompute,
+        num_stages=problem.num_stages, recompute=problem.recompute, dp_sync=problem.dp_sync,
         strategies={**over_rows(problem.mesh, problem.microbatches, rows), **decisions.features},
     )  # fmt: skip
 

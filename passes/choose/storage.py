@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from autopart.ir.decisions import Decisions
 from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_parts, shard
 from autopart.ir.program import StoredTensor
+from autopart.passes.choose.methods import method_for
 from autopart.plans.pins import LayoutPin
 from autopart.tracing.trace import Trace
 
@@ -79,5 +80,6 @@ def stored_tensors(
             name, tuple(parameter.shape), shown, tuple(sorted(readers.get(name, {0}))),
             tuple(partial) if parameter.requires_grad else (), trace.aliases.get(name, ()),
             trace.precision.computed(parameter.dtype) if trace.precision is not None else None,
+            method_for(name, decisions, partial) if parameter.requires_grad else None,
         )  # fmt: skip
     return stored

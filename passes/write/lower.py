@@ -399,7 +399,7 @@ class _Writer:
             stored_tensors(self.trace, self.decisions, self._readers(), axes), tuple(results),
             self.trace.output_spec, self.decisions.copied, self.rng if self.draws else None,
             weight_updates=self.trace.weight_updates, zero=self.decisions.zero,
-            prefetch=self.decisions.prefetch,
+            prefetch=self.decisions.prefetch, dp_sync=self.decisions.dp_sync,
             reduce_dtype=self.trace.precision.reduce if self.trace.precision is not None else None,
         )  # fmt: skip
 

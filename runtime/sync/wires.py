@@ -30,7 +30,7 @@ class Wire(Protocol):
         """Every rank gets what every rank sends: tensors of the same form; in the order of ranks."""
 
     def to_each(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Every rank sends each rank a vector of its own: `sent[i][r]` to rank r, which is as long from every rank i."""
+        """Every rank sends each rank a vector of its own: `sent[i][r]` to rank r, as long from every rank i."""
 
     def from_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
         """What the first rank sends; the others give a tensor of the same form."""
