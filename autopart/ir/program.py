@@ -174,6 +174,10 @@ class StoredTensor:
         apart = () if self.method is None else mesh.along("rows")[:1]
         return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in apart)
 
+    def differs_over(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes on whose ranks it is meant to have other values."""
+        return mesh.along("rows")[:1] if self.method is not None and self.method.changes == "models" else ()
+
 
 @dataclass(frozen=True)
 class Output:
