@@ -245,9 +245,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
         """{name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""
         program = self._traced("full_state_dict")
         stage_style = stage_style_of(self._schedule)
-        gathered = gather(
-            self._replicas_of(self._local_parameters), program, self._process, stage_style, list(program.parameters)
-        )
+        local = self._data_sync.mean_of_replicas(self._local_parameters)
+        gathered = gather(local, program, self._process, stage_style, list(program.parameters))
         stored_name = program.stored_names
         result: dict[str, Any] = {}
         for name, value in self._source.model.state_dict().items():

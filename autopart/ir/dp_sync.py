@@ -113,7 +113,7 @@ class Method:
     @property
     def changes(self) -> str:
         """`"gradients"` or `"models"`."""
-        return METHODS[self.name].changes
+        return "gradients" if self == HOOK else METHODS[self.name].changes
 
     @property
     def is_exact(self) -> bool:
@@ -203,6 +203,8 @@ def _read(kind: type, value: Any) -> Any:
 
 
 EXACT = Method("all_reduce")
+HOOK = Method("hook")
+"""In the place of a method: what a hook of the user's does."""
 
 
 @dataclass(frozen=True)

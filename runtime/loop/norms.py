@@ -169,7 +169,8 @@ def _norm(
 
 
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
-    """The rows of all ranks of this model (data ranks may have one each), or of those of this stage. Each is added to zeros, so no bit of it changes on the way."""
+    """The rows of all ranks of this model (every data rank may have its own), or of those of this stage. Each is added
+    to zeros, so no bit of it changes on the way."""
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
     values = torch.zeros(process.mesh.num_ranks, len(numbers), dtype=torch.float64)
     values[process.rank] = torch.tensor(numbers, dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from autopart.compat_training import at_end_of_backward
 from autopart.errors import UsageError
 from autopart.ir.buckets import BUCKET_BYTES
-from autopart.ir.dp_sync import ALL_REDUCE, Method
+from autopart.ir.dp_sync import ALL_REDUCE, HOOK, Method
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.state import stored_cuts
@@ -20,9 +20,6 @@ from autopart.runtime.sync.gradients import Draws, State, summed, synchronised
 from autopart.runtime.sync.hooks import Hook, in_group, run_hook
 from autopart.runtime.sync.models import after_step, before_step, means
 from autopart.runtime.sync.wires import Group
-
-HOOK = Method("hook")
-"""In the place of a method: what the user's hook does."""
 
 
 class DataSync:

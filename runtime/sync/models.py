@@ -1,7 +1,7 @@
 """Methods with which every data rank has its own model: what they do before and after an optimizer's step.
 
-Each is one function of all replicas that are here, so that it is the same on processes and in one process. `State` is as
-in `gradients.py`; parameters are changed in place.
+Each is one function of all replicas that are here, so that it is the same on processes and in one process. `State` is
+as in `gradients.py`; parameters are changed in place.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _mixed(graph: str, values: Sequence[Mapping[str, Tensor]], wire: Wire, step:
 
 
 def _track(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire) -> None:
-    """x = W x - step(q) with q = W q + g - g of the step before, and q = g at first: an optimizer is given q in place of
-    g, and W x - x is added after its step. Parameters and q are sent in one message."""
+    """x = W x - step(q) with q = W q + g - g of the step before, and q = g at first: an optimizer is given q in place
+    of g, and W x - x is added after its step. Parameters and q are sent in one message."""
     sent: list[dict[str, Tensor]] = []
     for own, state in zip(parameters, states, strict=True):
         tracked = {name: state.get(name, {}).get("tracked") for name in own}
@@ -106,8 +106,8 @@ def _track(method: Method, parameters: Sequence[Parameters], states: Sequence[St
 
 
 def _outer_step(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire) -> None:
-    """The mean of what replicas have moved from the anchor is the gradient of an outer SGD with Nesterov's momentum; all
-    begin anew where it leads."""
+    """The mean of what replicas have moved from the anchor is the gradient of an outer SGD with Nesterov's momentum;
+    all begin anew where it leads."""
     moved = [
         {name: state[name]["anchor"].view(parameter.shape) - parameter for name, parameter in own.items()}
         for own, state in zip(parameters, states, strict=True)

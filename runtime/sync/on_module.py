@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from autopart.errors import OptionError, UsageError
+from autopart.ir.dp_sync import HOOK
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process
-from autopart.runtime.sync.data_sync import HOOK, DataSync
+from autopart.runtime.sync.data_sync import DataSync
 from autopart.runtime.sync.hooks import Hook, check_hook
 
 
@@ -42,13 +43,13 @@ class SyncsData:
                              hint="optimizer = torch.optim.AdamW(pm.parameters()); pm.attach(optimizer)")  # fmt: skip
         if self._data_sync.changes_models:
             if self._data_sync.is_attached:
-                raise UsageError("attach() of a second optimizer", why="replicas would be brought together twice a step",
+                raise UsageError("attach() of a second optimizer", why="replicas would be brought together twice",
                                  hint="one optimizer for all parameters")  # fmt: skip
             self._data_sync.attach(optimizer)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Run a communication hook of DistributedDataParallel, unchanged, in place of the sum of gradients over the data
-        ranks: `hook(state, bucket)` gives a future of one tensor.
+        """Run a communication hook of DistributedDataParallel, unchanged, in place of the sum of gradients over the
+        data ranks: `hook(state, bucket)` gives a future of one tensor.
 
         It is called once a step for every bucket of this rank's parameters, after their sums over other axes (`cp`,
         tied parameters). A state, or `process_group`, that names no group gets that of the data ranks. Raises
@@ -64,8 +65,8 @@ class SyncsData:
             raise UsageError("a second communication hook", why="each would send gradients in its own way",
                              hint="one hook that does both")  # fmt: skip
         if not program.dp_sync.is_default:
-            raise OptionError(f"a communication hook beside dp_sync='{program.dp_sync}'",
-                              why="both say what data-parallel ranks send each other", hint="one of the two")  # fmt: skip
+            raise OptionError(f"a communication hook beside dp_sync='{program.dp_sync}'", hint="one of the two",
+                              why="both say what data-parallel ranks send each other")  # fmt: skip
         axis = next(iter(program.mesh.along("rows")), "")
         if not axis:
             raise UsageError(f"a communication hook on {program.mesh}", why="it has no data-parallel ranks",
@@ -88,7 +89,3 @@ class SyncsData:
             raise UsageError(f"no process group of axis '{axis}'", why=f"the mesh is {self._process.mesh}",
                              hint=f"one of {', '.join(self._process.groups) or 'none: there is one rank'}")  # fmt: skip
         return self._process.groups[axis]
-
-    def _replicas_of(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values that stand for all replicas of the model: their mean where they differ."""
-        return self._data_sync.mean_of_replicas(values)

@@ -48,7 +48,8 @@ class Lists:
     """All ranks, in one process."""
 
     def __init__(self, num_ranks: int):
-        self.num_ranks, self.here = num_ranks, range(num_ranks)
+        self.num_ranks = num_ranks
+        self.here: Sequence[int] = range(num_ranks)
 
     def to_all(self, sent: Sequence[Tensor]) -> list[list[Tensor]]:
         return [list(sent)] * self.num_ranks
@@ -73,7 +74,8 @@ class Group:
     """The ranks of a process group, one of which is here."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.num_ranks, self.here = group, group.size(), [group.rank()]
+        self.group, self.num_ranks = group, group.size()
+        self.here: Sequence[int] = [group.rank()]
 
     def to_all(self, sent: Sequence[Tensor]) -> list[list[Tensor]]:
         (mine,), device = sent, sent[0].device
