@@ -77,7 +77,7 @@ def plan_of(
     table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
     table = folded(table, decisions.scatter_sends)
     held = tuple(rank.as_row() for rank in memory)
-    chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends
+    chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
     took = {
         **Priced(table, own_setting(table, mesh, schedule, *chosen), hardware).timing,
         "table": as_data(table),

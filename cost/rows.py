@@ -14,7 +14,8 @@ class Parameter:
     whether ZeRO-3 cuts it over `dp`.
 
     In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
-    that is stored; `cast_again`: whether the backward reads it too.
+    that is stored; `cast_again`: whether the backward reads it too. Where data-parallel ranks send something else than
+    gradients: `itemsize`, bytes of an element, and `rows`, the size of the first dim of a matrix.
     """
 
     size: Size
@@ -24,6 +25,8 @@ class Parameter:
     read: float = 1.0
     summed: float = 1.0
     cast_again: bool = False
+    itemsize: int = 4
+    rows: int = 0
 
     @property
     def casts(self) -> int:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autopart.errors import OptionError, PlanError, StageError
+from autopart.ir.dp_sync import DpSync
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import can_run, check_schedule, schedule_for
 from autopart.plans.plan import MEMORY_KINDS, Plan, Schedule
@@ -196,7 +197,9 @@ class Cost(dict[str, Any]):
         schedule = _schedule(was, mesh.size("pp"), m, v)
         table = self.table
         rows = sizes.get("b", table.b) * mesh.row_ranks * schedule.microbatches
-        counted = own_setting(table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends)
+        counted = own_setting(
+            table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, DpSync.parse(plan.dp_sync)
+        )
         setting = replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"))
         return predict(table, setting, Hardware.load(plan.hardware))
 

@@ -20,8 +20,10 @@ import numpy as np
 from autopart.errors import StageError
 from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES, block_of
+from autopart.ir.dp_sync import EXACT, Method
 from autopart.plans.plan import TIMING_PARTS
 
+from .dp_sync import Carried, carried, remembered_bytes, sync_s
 from .formula import Totals
 from .hardware import Hardware
 from .rows import Parameter, Row
@@ -357,6 +359,7 @@ class Priced:
         trained = sum(map(self._gradient_bytes, held.values()))
         mesh, axis = self.mesh, self.mesh.data_axis
         data = ((axis, mesh.size(axis), mesh.stride(axis)),)
+        methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(held))
         gathered = sum(map(self.whole_bytes, held.values()))
         scattered = sum(map(self._scattered_bytes, held.values()))
         if self.setting.zero == 1:
@@ -365,7 +368,29 @@ class Priced:
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
         found = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware)}
         found |= {"gather_s": gathers_s} if gathers_s else {}
+        found |= {"methods_s": methods_s} if methods_s else {}
         return {name: _digits(taken) for name, taken in found.items()}
+
+    def _method(self, name: str) -> Method:
+        """What data-parallel ranks send each other of a parameter, by its name in the table."""
+        return self.setting.dp_sync.of(name)
+
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        """How many ranks a method of data parallelism is for, and how far apart neighbours are."""
+        axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
+        return self.mesh.size(axis), self.mesh.stride(axis)
+
+    def carried(self, held: Mapping[str, str]) -> list[Carried]:
+        """What a rank sends data-parallel ranks in place of gradients, by method; none where it has its own sums."""
+        rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
+        for known in held.values() if self.mesh.along("rows") else ():
+            found, method = self.table.parameters[known], self._method(known)
+            if found.trained and method != EXACT:
+                elements = self.local_bytes(known) / found.itemsize
+                shape = (found.rows, 1) if found.rows else ()
+                rows.setdefault(method, []).append((elements, found.itemsize, shape))
+        return [carried(method, sizes) for method, sizes in rows.items()]
 
     def _sums(
         self, held: Mapping[str, str], everywhere: Sequence[set[str]]
@@ -375,8 +400,9 @@ class Priced:
         for name, known in held.items():
             parameter = self.table.parameters[known]
             cut = self._is_cut(parameter)
+            apart = mesh.along("rows")[:1] if self._method(known) != EXACT else ()
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
-                    if mesh.size(axis) > 1 and not (cut and axis == mesh.data_axis)]  # fmt: skip
+                    if mesh.size(axis) > 1 and not (cut and axis == mesh.data_axis) and axis not in apart]  # fmt: skip
             owners = sum(name in names for names in everywhere)
             groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
             if groups and parameter.trained:
@@ -455,6 +481,7 @@ class Priced:
                 "communication": posted * sum(sent[i] * (i - 1 not in mine) + sent[i + 1] * (i + 1 not in mine)
                                               for i in mine),
             }  # fmt: skip
+            row["communication"] += sum(remembered_bytes(one, self.data_ranks[0]) for one in self.carried(held))
             lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
             passing = most_at_once(order, mine, round(grown)) + self.travelling_bytes(held)
             row["total"] = round(lasting + whole + max(passing, gradients + bucket))

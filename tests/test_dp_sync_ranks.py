@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import dp_sync_oracle as oracle
@@ -81,7 +80,6 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
     "neolithic:0.1,2": lambda: oracle.Neolithic(lambda x: oracle.top_k(x, 0.1), 2),
     "matrices": lambda: oracle.ErrorFeedback(lambda x: oracle.top_k(x, 0.2 if x.ndim == 2 else 1)),
 }
-QUICK = ("qsgd:4bit", "double_squeeze:sign", "gossip:ring,4", "gradient_tracking:grid", "diloco:5")
 
 MODELS: dict[str, Callable[[Any, Any, int], Any]] = {
     "gossip:one_peer": lambda x, opts, n: oracle.DSGD(x, opts, lambda step: oracle.one_peer(n, step)),
@@ -123,16 +121,11 @@ def check(found: list[dict[str, np.ndarray]], right: dict[str, np.ndarray]) -> N
         assert max(np.abs(values[name] - right[name]).max() for name in right) < 1e-12
 
 
-def large(cases: Iterable[tuple[str, str]]) -> list[Any]:
-    """Those that only the whole suite runs are marked."""
-    quick = {*zip(QUICK, ("sgd", "adamw") * 3, strict=False)}
-    return [case if case in quick else pytest.param(*case, marks=pytest.mark.large) for case in cases]
-
-
 METHODS = [method for method in (*GRADIENTS, *MODELS) if method != "matrices"]
 
 
-@pytest.mark.parametrize(("method", "kind"), large(itertools.product(METHODS, OPTIMIZERS)))
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_train_as_defined(method: str, kind: str):
     check(run_ranks(train, 2, "dp2", method, kind), expected(method, kind, 2))
 

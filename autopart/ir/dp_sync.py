@@ -313,6 +313,20 @@ def _complete(found: DpSync) -> DpSync:
     return found
 
 
+def neighbours(graph: str, num_ranks: int) -> int:
+    """How many ranks one exchanges with, where it is most.
+
+    >>> [neighbours(graph, 8) for graph in GRAPHS]
+    [2, 4, 3, 1, 7]
+    """
+    height = max(h for h in range(1, math.isqrt(num_ranks) + 1) if num_ranks % h == 0)
+    found = {
+        "ring": 2, "grid": sum(min(2, side - 1) for side in (height, num_ranks // height)),
+        "exp": math.ceil(math.log2(num_ranks)), "one_peer": 1,
+    }  # fmt: skip
+    return min(found.get(graph, num_ranks - 1), num_ranks - 1)
+
+
 def sent_elements(method: Method, numel: int) -> int:
     """k of a method that sends the k largest of so many elements: max(1, round(ratio numel)).
 

@@ -244,6 +244,11 @@ class Program:
         return {alias: name for name, stored in self.parameters.items() for alias in (name, *stored.aliases)}
 
     @property
+    def data_ranks(self) -> int:
+        """How many ranks a method of `dp_sync` is for."""
+        return self.mesh.size((*self.mesh.along("rows"), self.mesh.data_axis)[0])
+
+    @property
     def row_ranks(self) -> int:
         """Over how many ranks the rows of the batch are cut."""
         return 1 if self.copied else self.mesh.row_ranks

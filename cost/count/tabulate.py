@@ -75,7 +75,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
         name: Parameter(
             _stored(trace, program, name), tuple(dict.fromkeys((mesh.data_axis, *stored.grad_axes))), name in trained,
             mesh.data_axis in stored.layout if is_stored else len(stored.shape) >= MIN_DIMS,
-            *_shares(trace, name), name in again,
+            *_shares(trace, name), name in again, *_form(trace, program, name),
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
     order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
@@ -111,6 +111,14 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
     parts = mesh.size(mesh.data_axis) if mesh.data_axis in stored.layout else 1
     whole = local_bytes(trace, program, stored) * parts
     return Size.of(whole, Powers(**cut))
+
+
+def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
+    """Bytes of an element, and the first dim, where that counts for what data-parallel ranks send."""
+    tensor = trace.parameters[name]
+    if program.dp_sync.is_default:
+        return 4, 0
+    return tensor.dtype.itemsize, tensor.shape[0] if tensor.dim() > 1 else 0
 
 
 def _shares(trace: Trace, name: str) -> tuple[float, float]:

@@ -20,7 +20,7 @@ def mixing(graph: str, num_ranks: int, step: int = 0) -> list[Weights]:
     if graph == "grid":
         return _grid(num_ranks)
     offsets = _offsets(graph, num_ranks, step)
-    rows = []
+    rows: list[Weights] = []
     for rank in range(num_ranks):
         if graph == "one_peer" and _is_power_of_two(num_ranks):
             others = {rank ^ offsets[0]}
@@ -59,7 +59,7 @@ def _grid(num_ranks: int) -> list[Weights]:
         beside = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
         return [r * width + c for r, c in beside if 0 <= r < height and 0 <= c < width]
 
-    rows = []
+    rows: list[Weights] = []
     for rank in range(num_ranks):
         counts = {other: 1 + max(len(neighbours(rank)), len(neighbours(other))) for other in neighbours(rank)}
         weights = {other: 1 / count for other, count in counts.items()}
