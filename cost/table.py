@@ -20,7 +20,7 @@ import numpy as np
 from autopart.errors import StageError
 from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES, block_of
-from autopart.ir.dp_sync import EXACT, Method
+from autopart.ir.dp_sync import EXACT, DpSync, Method
 from autopart.plans.plan import TIMING_PARTS
 
 from .dp_sync import Carried, carried, remembered_bytes, sync_s
@@ -116,6 +116,27 @@ class Table:
                 default=NOTHING), self.buffer_bytes, _summed_over(trained), self.hidden_sums,
             Sizes(self.b, self.s, self.tp, self.cp, self.ep),
         )  # fmt: skip
+
+
+def shares(table: Table, dp_sync: DpSync) -> tuple[Carried, ...]:
+    """What data-parallel ranks send each other in place of gradients, for each byte of trained parameters."""
+    held = {_named(name, path, number): name for position, path, number in table.order
+            for name in table.rows[position].parameters}  # fmt: skip
+    trained = [name for name in held.values() if table.parameters[name].trained]
+    total = math.fsum(float(table.parameters[name].size.value) for name in trained)
+    found = _carried({name: float(table.parameters[name].size.value) for name in trained}, trained, table, dp_sync)
+    return tuple(Carried(one.method, *(float(size) / total for size in one[1:])) for one in found)
+
+
+def _carried(sizes: Mapping[str, float], names: Iterable[str], table: Table, dp_sync: DpSync) -> list[Carried]:
+    """By method, of parameters of so many bytes."""
+    rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
+    for name in names:
+        found, method = table.parameters[name], dp_sync.of(name)
+        if found.trained and method != EXACT:
+            shape = (found.rows, 1) if found.rows else ()
+            rows.setdefault(method, []).append((sizes[name] / found.itemsize, found.itemsize, shape))
+    return [carried(method, each) for method, each in rows.items()]
 
 
 def _share(found: Iterable[tuple[float, float]]) -> float:
@@ -371,10 +392,6 @@ class Priced:
         found |= {"methods_s": methods_s} if methods_s else {}
         return {name: _digits(taken) for name, taken in found.items()}
 
-    def _method(self, name: str) -> Method:
-        """What data-parallel ranks send each other of a parameter, by its name in the table."""
-        return self.setting.dp_sync.of(name)
-
     @property
     def data_ranks(self) -> tuple[int, int]:
         """How many ranks a method of data parallelism is for, and how far apart neighbours are."""
@@ -383,14 +400,10 @@ class Priced:
 
     def carried(self, held: Mapping[str, str]) -> list[Carried]:
         """What a rank sends data-parallel ranks in place of gradients, by method; none where it has its own sums."""
-        rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
-        for known in held.values() if self.mesh.along("rows") else ():
-            found, method = self.table.parameters[known], self._method(known)
-            if found.trained and method != EXACT:
-                elements = self.local_bytes(known) / found.itemsize
-                shape = (found.rows, 1) if found.rows else ()
-                rows.setdefault(method, []).append((elements, found.itemsize, shape))
-        return [carried(method, sizes) for method, sizes in rows.items()]
+        if not self.mesh.along("rows"):
+            return []
+        sizes = {known: self.local_bytes(known) for known in held.values()}
+        return _carried(sizes, held.values(), self.table, self.setting.dp_sync)
 
     def _sums(
         self, held: Mapping[str, str], everywhere: Sequence[set[str]]
@@ -400,7 +413,7 @@ class Priced:
         for name, known in held.items():
             parameter = self.table.parameters[known]
             cut = self._is_cut(parameter)
-            apart = mesh.along("rows")[:1] if self._method(known) != EXACT else ()
+            apart = mesh.along("rows")[:1] if self.setting.dp_sync.of(known) != EXACT else ()
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
                     if mesh.size(axis) > 1 and not (cut and axis == mesh.data_axis) and axis not in apart]  # fmt: skip
             owners = sum(name in names for names in everywhere)

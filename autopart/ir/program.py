@@ -16,7 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -242,6 +242,13 @@ class Program:
     def stored_names(self) -> dict[str, str]:
         """{any name of a parameter: the one it is stored under}."""
         return {alias: name for name, stored in self.parameters.items() for alias in (name, *stored.aliases)}
+
+    def without_methods(self) -> Program:
+        """The same, with all gradients summed."""
+        if self.dp_sync.is_default:
+            return self
+        exact = {name: replace(stored, method=None) for name, stored in self.parameters.items()}
+        return replace(self, parameters=exact, dp_sync=ALL_REDUCE)
 
     @property
     def data_ranks(self) -> int:

@@ -255,8 +255,8 @@ class Plan:
         """Why a parameter, a module, an operator or a collective is as it is, with the runner-up and its price.
 
         Args:
-            name: as the model or `explain` names it (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), or a
-                collective of the generated graphs (`all_reduce_3`).
+            name: as the model or `explain` names it (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), a
+                collective of the generated graphs (`all_reduce_3`), or `dp_sync`: what data-parallel ranks send.
         Raises OptionError where there is no such name, PlanError for a plan that was read from a file.
 
         Example:
