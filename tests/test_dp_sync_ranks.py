@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import dp_sync_oracle as oracle
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from dist import RankError, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import autopart
+from autopart.runtime.saving.shard_tensor import ShardTensor
 from autopart.runtime.sync.gradients import Draws
 
 STEPS = 50
@@ -274,3 +277,52 @@ def refused(what: str) -> str:
 )  # fmt: skip
 def test_what_cannot_be_is_said(what: str, words: str):
     assert all(words in text for text in run_ranks(refused, 2, what))
+
+
+# --- Checkpoints
+
+
+def resumed(method: str, folder: str, save: bool) -> dict[str, Tensor]:
+    """Train; after ten steps save, or load what was saved and go on. The parameters, and what was remembered then."""
+    given = batches()[:20]
+    pm = autopart.parallelize(
+        model(), f"dp{torch.distributed.get_world_size()}", example_kwargs=given[0], dp_sync=method
+    )
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    pm.attach(optimizer)
+    for step, batch in enumerate(given):
+        if step == 10:
+            state = {"model": pm.state_dict(), "sync": pm.dp_sync_state_dict(2)}
+            (dcp.save if save else dcp.load)(state, checkpoint_id=folder)
+            if not save:
+                pm.load_state_dict(state["model"])
+                pm.load_dp_sync_state_dict(state["sync"])
+            held = {name: value.to_local().mean(0) if value.dim() > 2 or "bias" in name else value.to_local()
+                    for name, value in pm.dp_sync_state_dict().items() if isinstance(value, ShardTensor)}  # fmt: skip
+        if step >= 10 or save:
+            optimizer.zero_grad()
+            pm.step(**batch)
+            optimizer.step()
+    return {**pm.full_state_dict(), **{f"held {name}": value for name, value in held.items()}}
+
+
+@pytest.mark.parametrize(
+    "method", ["top_k:0.2", "double_squeeze:sign", "ef21_sgdm:0.2", "gradient_tracking:ring", "diloco:4"]
+)
+def test_training_goes_on_in_bits_where_it_was_saved(method: str, tmp_path: Path):
+    first = run_ranks(resumed, 2, method, str(tmp_path), True)
+    again = run_ranks(resumed, 2, method, str(tmp_path), False)
+    for one, other in zip(first, again, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("method", ["top_k:0.2", "double_squeeze:sign", "ef21:0.2", "gossip:ring"])
+def test_other_numbers_of_ranks_take_the_mean(method: str, tmp_path: Path):
+    saved = run_ranks(resumed, 2, method, str(tmp_path), True)
+    loaded = run_ranks(resumed, 4, method, str(tmp_path), False)
+    own = [name for name in saved[0] if name.startswith("held ") and name.endswith(("error", "tracked", "replica"))
+           and "server" not in name]  # fmt: skip
+    assert own
+    for name in own:
+        mean = torch.stack([one[name] for one in saved]).mean(0)
+        assert all((one[name] - mean).abs().max() < 1e-12 for one in loaded)

@@ -58,7 +58,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "agree": ("comm", "state"),
         "saving": ("comm", "state"),
         "loop": ("comm", "state"),
-        "sync": ("comm", "state"),
+        "sync": ("comm", "state", "saving"),
     },
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.

@@ -16,7 +16,7 @@ from autopart.ir.dp_sync import ALL_REDUCE, HOOK, Method
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.state import stored_cuts
-from autopart.runtime.sync.gradients import Draws, State, summed, synchronised
+from autopart.runtime.sync.gradients import Draws, State, servers, summed, synchronised
 from autopart.runtime.sync.hooks import Hook, in_group, run_hook
 from autopart.runtime.sync.models import after_step, before_step, means
 from autopart.runtime.sync.wires import Group
@@ -160,6 +160,20 @@ class DataSync:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
+
+    def served(self) -> set[str]:
+        """The parameters whose server this rank is."""
+        if self.wire is None:
+            return set()
+        rows: dict[tuple[Method, torch.dtype], dict[str, Tensor]] = {}
+        for name, method in self.methods.items():
+            rows.setdefault((method, self.parameters[name].dtype), {})[name] = self.parameters[name]
+        found = set()
+        for (method, _), row in rows.items():
+            for chunk in _chunks({name: parameter.nbytes for name, parameter in row.items()}):
+                home = servers(method, {name: row[name].numel() for name in chunk}, self.wire.num_ranks)
+                found |= {name for name in chunk if home[name] == self.wire.here[0]}
+        return found
 
     # --- Models
 

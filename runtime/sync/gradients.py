@@ -25,9 +25,6 @@ State = dict[str, dict[str, Tensor]]
 Gradients = Mapping[str, Tensor]
 """{parameter: this rank's part of its gradient}, in the same order on every rank."""
 
-PER_RANK = ("error", "tracked", "momentum")
-"""What of a `State` is a rank's own; the rest all ranks have alike, or a server alone."""
-
 
 @dataclass(frozen=True)
 class Draws:

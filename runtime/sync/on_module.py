@@ -14,6 +14,8 @@ from autopart.errors import OptionError, UsageError
 from autopart.ir.dp_sync import HOOK
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process
+from autopart.runtime.comm.watch import meeting
+from autopart.runtime.sync.checkpoint import load_state, state_of
 from autopart.runtime.sync.data_sync import DataSync
 from autopart.runtime.sync.hooks import Hook, check_hook
 
@@ -82,6 +84,31 @@ class SyncsData:
         self._begin_anew()
         self._data_sync.adopt(self._program, self._local_parameters)
         self._data_sync.register_hook(state, hook)
+
+    @meeting
+    def dp_sync_state_dict(self, data_ranks: int | None = None) -> dict[str, Any]:
+        """What the methods of `dp_sync` remember: {"steps": ..., "name.error": tensor, ...}, to be saved beside the
+        model. `torch.distributed.checkpoint` saves and loads its tensors on any mesh: what every data rank has of its
+        own is [data ranks, *shape], the memory of gradients in units of a rank's mean gradient.
+
+        Args:
+            data_ranks: to load what so many data ranks have saved, where that is another number than here.
+
+        Example:
+            torch.distributed.checkpoint.save({"sync": pm.dp_sync_state_dict()}, checkpoint_id="step100")
+            state = {"sync": pm.dp_sync_state_dict(data_ranks=4)}  # which four have saved
+            torch.distributed.checkpoint.load(state, checkpoint_id="step100")
+            pm.load_dp_sync_state_dict(state["sync"])
+        """
+        self._traced("dp_sync_state_dict()")
+        return state_of(self._data_sync, data_ranks)
+
+    @meeting
+    def load_dp_sync_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `dp_sync_state_dict` gave, after the model's own state. Of another number of data ranks each takes
+        the mean of all. Raises CheckpointError where it does not fit."""
+        self._traced("load_dp_sync_state_dict()")
+        load_state(self._data_sync, state)
 
     def process_group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along an axis of the mesh. Raises UsageError for one of a single rank."""
