@@ -20,17 +20,22 @@ adds its all-reduce every so many steps. Patarasuk and Yuan 2009 has the ring's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scipy.optimize import brentq
 
-from autopart.ir.dp_sync import Method, neighbours, sent_bytes
+from autopart.ir.dp_sync import EXACT, DpSync, Method, neighbours, sent_bytes
 from autopart.ir.mesh import Mesh
 
 from .collectives import levels, time_s, wire_bytes
 from .hardware import Hardware
+from .rows import Parameter
+
+if TYPE_CHECKING:
+    from .table import Table
 
 _SLOWEST, _FASTEST = 1e3, 1e13
 """Links that are looked at, in bytes a second."""
@@ -69,6 +74,27 @@ def carried(method: Method, sizes: Iterable[tuple[float, int, tuple[int, ...]]])
         made += sent_bytes(method, round(elements), itemsize)
         factors += _factor_bytes(method, elements, itemsize, shape)
     return Carried(method, total, made, factors)
+
+
+def by_method(
+    parameters: Mapping[str, Parameter], sizes: Mapping[str, float], names: Iterable[str], dp_sync: DpSync
+) -> list[Carried]:
+    """Of the trained ones among parameters of so many bytes, by their names in a table, that are not summed exactly."""
+    rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
+    for name in names:
+        found, method = parameters[name], dp_sync.of(name)
+        if found.trained and method != EXACT:
+            shape = (found.rows, 1) if found.rows else ()
+            rows.setdefault(method, []).append((sizes[name] / found.itemsize, found.itemsize, shape))
+    return [carried(method, each) for method, each in rows.items()]
+
+
+def shares(table: Table, dp_sync: DpSync) -> tuple[Carried, ...]:
+    """What data-parallel ranks send each other in place of gradients, for each byte of trained parameters."""
+    sizes = {name: float(parameter.size.value) for name, parameter in table.parameters.items()}
+    total = math.fsum(sizes[name] for name in table.held.values() if table.parameters[name].trained)
+    found = by_method(table.parameters, sizes, table.held.values(), dp_sync)
+    return tuple(Carried(one.method, *(float(size) / total for size in one[1:])) for one in found)
 
 
 def _factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:

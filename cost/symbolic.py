@@ -98,9 +98,9 @@ class Cost(dict[str, Any]):
     @cached_property
     def formula(self) -> Formula:
         """Raises PlanError for a plan without a table."""
+        from .dp_sync import shares
         from .formula import Formula
         from .hardware import Hardware
-        from .table import shares
 
         table, plan = self.table, self._plan
         hardware = Hardware.load(plan.hardware)

@@ -20,10 +20,10 @@ import numpy as np
 from autopart.errors import StageError
 from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES, block_of
-from autopart.ir.dp_sync import EXACT, DpSync, Method
+from autopart.ir.dp_sync import EXACT
 from autopart.plans.plan import TIMING_PARTS
 
-from .dp_sync import Carried, carried, remembered_bytes, sync_s
+from .dp_sync import Carried, by_method, remembered_bytes, sync_s
 from .formula import Totals
 from .hardware import Hardware
 from .rows import Parameter, Row
@@ -96,11 +96,16 @@ class Table:
         return found
 
     @cached_property
+    def held(self) -> dict[str, str]:
+        """{every parameter of the model: its name in `parameters`}."""
+        return {_named(name, path, number): name for position, path, number in self.order
+                for name in self.rows[position].parameters}  # fmt: skip
+
+    @cached_property
     def totals(self) -> Totals:
         """All operators together, for formulas."""
         often = np.bincount(self.positions, minlength=len(self.rows))
-        held = {_named(name, path, number): self.parameters[name] for position, path, number in self.order
-                for name in self.rows[position].parameters}  # fmt: skip
+        held = {name: self.parameters[known] for name, known in self.held.items()}
         trained = [parameter for parameter in held.values() if parameter.trained]
         cut = [parameter.size for parameter in held.values() if parameter.cut]
         return Totals(
@@ -116,27 +121,6 @@ class Table:
                 default=NOTHING), self.buffer_bytes, _summed_over(trained), self.hidden_sums,
             Sizes(self.b, self.s, self.tp, self.cp, self.ep),
         )  # fmt: skip
-
-
-def shares(table: Table, dp_sync: DpSync) -> tuple[Carried, ...]:
-    """What data-parallel ranks send each other in place of gradients, for each byte of trained parameters."""
-    held = {_named(name, path, number): name for position, path, number in table.order
-            for name in table.rows[position].parameters}  # fmt: skip
-    trained = [name for name in held.values() if table.parameters[name].trained]
-    total = math.fsum(float(table.parameters[name].size.value) for name in trained)
-    found = _carried({name: float(table.parameters[name].size.value) for name in trained}, trained, table, dp_sync)
-    return tuple(Carried(one.method, *(float(size) / total for size in one[1:])) for one in found)
-
-
-def _carried(sizes: Mapping[str, float], names: Iterable[str], table: Table, dp_sync: DpSync) -> list[Carried]:
-    """By method, of parameters of so many bytes."""
-    rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
-    for name in names:
-        found, method = table.parameters[name], dp_sync.of(name)
-        if found.trained and method != EXACT:
-            shape = (found.rows, 1) if found.rows else ()
-            rows.setdefault(method, []).append((sizes[name] / found.itemsize, found.itemsize, shape))
-    return [carried(method, each) for method, each in rows.items()]
 
 
 def _share(found: Iterable[tuple[float, float]]) -> float:
@@ -403,7 +387,7 @@ class Priced:
         if not self.mesh.along("rows"):
             return []
         sizes = {known: self.local_bytes(known) for known in held.values()}
-        return _carried(sizes, held.values(), self.table, self.setting.dp_sync)
+        return by_method(self.table.parameters, sizes, held.values(), self.setting.dp_sync)
 
     def _sums(
         self, held: Mapping[str, str], everywhere: Sequence[set[str]]

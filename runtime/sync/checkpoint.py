@@ -1,8 +1,8 @@
 """What methods of data parallelism remember, as tensors that a distributed checkpoint saves and loads on any mesh.
 
 What every data rank has of its own is [data ranks, *the parameter's shape] in the full tensor; gradients are there in
-the units of the papers, as means of a rank's own rows. Loaded on another number of data ranks, each takes the mean of all,
-which is what the proofs of these methods follow (a memory e: the mean of x - e is unchanged).
+the units of the papers, as means of a rank's own rows. Loaded on another number of data ranks, each takes the mean of
+all, which is what the proofs of these methods follow (a memory e: the mean of x - e is unchanged).
 """
 
 from __future__ import annotations
