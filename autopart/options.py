@@ -120,8 +120,7 @@ def _zero(level: Any) -> int:
         "zero",
         words,
         level,
-        "0 (all whole on dp), 1 (the optimizer's state is cut over dp), 2 (and the "
-        "gradients) or 3 (and the parameters)",
+        "0 (nothing is stored in parts), 1 (the optimizer's state is), 2 (and the gradients) or 3 (and the parameters)",
     )
 
 
@@ -190,8 +189,8 @@ class Options:
         Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "
         "autopart.plans.pins.", "none", "PATH", read=Pins.parse)
     zero: int | None = _row(
-        None, "What is cut over dp: 0, nothing; 1, the optimizer's state; 2, and gradients; 3, and parameters, which "
-        "are gathered where they are read (ZeRO; FSDP is 3).",
+        None, "What is cut over dp, cp and ep: 0, nothing; 1, the optimizer's state; 2, and gradients; 3, and "
+        "parameters, which are gathered where they are read (ZeRO; FSDP is 3).",
         "0, or as memory needs", int, read=_zero)
     prefetch: int = _row(
         1, "With zero=3: how many blocks ahead weights are gathered.", "1", int, read=_prefetch, in_plan="prefetch")

@@ -48,12 +48,12 @@ def check_plan_options(options: Options, plan: Plan) -> None:
                 f"{name}={asked!r} contradicts the plan, which says {planned!r}",
                 where=plan.where(option.in_plan.partition(".")[0]), hint=f"leave {name} out, or edit the plan",
             )  # fmt: skip
-    axis = plan.mesh_object().data_axis
-    over_dp = any(entry.get(axis, "R").startswith("S") for entry in plan.parameters.values())
+    over, axis = plan.axes_in_parts, plan.mesh_object().data_axis
+    said = f"cuts parameters over {over[0]}" if over else f"cuts no parameters over {axis}"
     pinned = any(axis in places for name, places in plan.pins.items() if name != "stages")
-    if (options.zero and not over_dp) or (options.zero == 0 and over_dp and not pinned):
+    if (options.zero and not over) or (options.zero == 0 and over and not pinned):
         raise OptionError(
-            f"zero={options.zero} contradicts the plan, which cuts {'' if over_dp else 'no '}parameters over dp",
+            f"zero={options.zero} contradicts the plan, which {said}",
             where=plan.where("parameters"), hint="leave zero out, or make a new plan",
         )  # fmt: skip
     if options.zero and options.zero != (plan.zero or 3):  # plans of earlier versions cut as 3 does

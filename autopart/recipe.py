@@ -196,7 +196,7 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft
         except LayoutError:
             if first is None:
                 raise
-            continue  # nothing to cut over dp
+            continue  # nothing to cut
         ranks = memory_of(traced, draft.program, draft.problem.schedule, draft.walks)
         if options.memory is None or fullest(ranks).total <= int(options.memory):
             return asked, draft, ranks

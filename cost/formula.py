@@ -13,13 +13,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import sympy
 from sympy.utilities.lambdify import implemented_function
 
 from autopart.ir.buckets import BUCKET_BYTES
+from autopart.ir.layout import parts_of
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.plans.plan import Schedule
 
@@ -30,14 +31,15 @@ from .hardware import Hardware
 from .work import BUCKET_COPIES, CHOSEN, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 
 
-def ranks_of(axis: str) -> sympy.Symbol:
-    """The symbol of an axis."""
-    return sympy.Symbol(axis, positive=True)
+def ranks_of(axis: str) -> sympy.Expr:
+    """The symbol of an axis; of several joined in one, their product."""
+    return sympy.Mul(*(sympy.Symbol(part, positive=True) for part in parts_of(axis)))
 
 
-def in_node_of(axis: str) -> sympy.Symbol:
-    """The symbol of the ranks of a group along an axis that are in one node."""
-    return sympy.Symbol(f"g_{axis}", positive=True)
+def in_node_of(axis: str) -> sympy.Expr:
+    """The symbol of the ranks of a group along an axis that are in one node; of several joined in one, their
+    product."""
+    return sympy.Mul(*(sympy.Symbol(f"g_{part}", positive=True) for part in parts_of(axis)))
 
 
 b, s, m, v, M, L, H = sympy.symbols("b s m v M L H", positive=True)
@@ -50,34 +52,41 @@ BACKWARD_SHARE = sympy.Rational(2, 3)
 _LINKS = (collectives.B, collectives.alpha, collectives.B_node, collectives.alpha_node)
 
 
+class CutBytes(NamedTuple):
+    """Parameters that ZeRO cuts over the same axes: their bytes, how many they are, and the bytes that casting them and
+    their gradients moves in a microbatch where they are whole."""
+
+    size: Size
+    number: int
+    cast: Size
+
+
 @dataclass(frozen=True)
 class Totals:
     """What one microbatch of the whole model does on the ranks of one pipeline, and what they hold.
 
     `works`: {(part of a step, work): how often}. `stored`: bytes of parameters, of which `trained` get a gradient, and
-    ZeRO cuts `cut`, which are `num_cut`, over `dp` (0: what that moves is among the works). `cast`,
-    `cast_cut`: bytes that casting parameters and gradients moves in a microbatch, of those that ZeRO-3 does not cut and
-    of those that it does; `read`, `summed`: as in `cost.rows.Parameter`, of all. `kept`: of activations,
-    by all operators. `temporary`: beyond it at the largest. `sent`: between two stages. `buffers`: of the model and of
-    the inputs. `summed_over`: {axis: bytes of the parameters whose gradients are summed over it, and of those that ZeRO
-    cuts}. `hidden`: the share of gradients that are complete before the last. `at`: the sizes that all were
-    counted at.
+    ZeRO cuts `cut`, {the axes joined over which it does: which}; `gathers`: what that moves is among the works. `cast`:
+    bytes that casting the other parameters and their gradients moves in a microbatch; `read`, `summed`: as in
+    `cost.rows.Parameter`, of all. `kept`: of activations, by all operators. `temporary`: beyond it at the largest.
+    `sent`: between two stages. `buffers`: of the model and of the inputs. `summed_over`: {axis: bytes of the parameters
+    whose gradients are summed over it, by the axes that ZeRO cuts them over}. `hidden`: the share of gradients that are
+    complete before the last. `at`: the sizes that all were counted at.
     """
 
     works: Mapping[tuple[str, Work], int]
     stored: Size
     trained: Size
-    cut: Size
-    num_cut: int
+    cut: Mapping[tuple[str, ...], CutBytes]
+    gathers: bool
     cast: Size
-    cast_cut: Size
     read: float
     summed: float
     kept: Size
     temporary: Size
     sent: Size
     buffers: float
-    summed_over: Mapping[str, tuple[Size, Size]]
+    summed_over: Mapping[str, Mapping[tuple[str, ...], Size]]
     hidden: float
     at: Sizes
 
@@ -186,8 +195,9 @@ class Formula:
         for (part, work), count in self.totals.works.items():
             often: Any = count * (m - 1) / m if part == "accumulate" else count
             found[work.name].append(often * self.seconds(work))
-        ranks = ranks_of(self._mesh.data_axis) if self.zero == 3 else 1
-        casts = self.of(self.totals.cast) + self.of(self.totals.cast_cut) / ranks
+        casts = self.of(self.totals.cast) + sympy.Add(
+            *(self.of(cut.cast) / (_joined(over) if self.zero == 3 else 1) for over, cut in self.totals.cut.items())
+        )
         if casts != 0:
             found["other"].append(casts / M)
         return {kind: sympy.Add(*terms) for kind, terms in found.items()}
@@ -222,16 +232,16 @@ class Formula:
 
     def _sums(self) -> dict[str, sympy.Expr]:
         """All-reduces in buckets over each axis that cuts rows, and the copies into these and out, but for what runs
-        beside a backward; of what ZeRO cuts, gathers and reduce-scatters: once a step with 1, a reduce-scatter a
-        microbatch with 2 and two gathers more with 3, but for what runs beside the work."""
-        whole = self.of(self.totals.trained) - (self.of(self.totals.cut) if self.zero else 0)
+        beside a backward; of what ZeRO cuts, gathers and reduce-scatters (named after the data axis, over whatever is
+        joined to it): once a step with 1, a reduce-scatter a microbatch with 2 and two gathers more with 3, but for
+        what runs beside the work."""
+        whole = self.of(self.totals.trained) - self._cut
         work = sympy.Add(*self.kinds_s.values()) / pp
         sums = []
         over = {axis.name: whole for axis in self.axes if axis.cuts == "rows"}
-        ranks = ranks_of(self._mesh.data_axis)
-        for axis, (size, cut) in self.totals.summed_over.items():
-            in_parts = self.of(cut) * (1 - 1 / ranks) if self.zero else 0
-            over.setdefault(axis, self.of(size) - in_parts)
+        for axis, sizes in self.totals.summed_over.items():
+            left = [self.of(size) * self._left(axis, cut) for cut, size in sizes.items()]
+            over.setdefault(axis, sympy.Add(*left))
         axis, _ = self.over
         over[axis] = over.get(axis, sympy.Integer(0)) * (1 - _exact(sum(one.size_bytes for one in self.methods)))
         for axis, summed in over.items():
@@ -239,15 +249,16 @@ class Formula:
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
             sums.append(several * summed / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M))
         found = {"gradient sums": self._beside(sympy.Add(*sums) * _exact(self.totals.summed), work * BACKWARD_SHARE)}
-        if self.zero and self.totals.num_cut:
-            axis, number = self._mesh.data_axis, sympy.Integer(self.totals.num_cut) / pp
-            each = self.of(self.totals.cut) / self.totals.num_cut
+        if self.zero and self.totals.cut and not self.totals.gathers:
             gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[self.zero]
             beside = work * (m if self.zero == 3 else BACKWARD_SHARE * scatters)
-            gathered = gathers * number * self._collective("all_gather", axis, each * _exact(self.totals.read))
-            scattered = scatters * number * self._collective("reduce_scatter", axis, each * _exact(self.totals.summed))
-            found[f"{axis} all_gather"] = self._beside(gathered, beside / 2)
-            found[f"{axis} reduce_scatter"] = self._beside(scattered, beside / 2)
+            moved = {"all_gather": (gathers, self.totals.read), "reduce_scatter": (scatters, self.totals.summed)}
+            for kind, (times, share) in moved.items():
+                seconds = [
+                    cut.number * self._collective(kind, "_".join(axes), self.of(cut.size) / cut.number * _exact(share))
+                    for axes, cut in self.totals.cut.items()
+                ]
+                found[f"{self._mesh.data_axis} {kind}"] = self._beside(times / pp * sympy.Add(*seconds), beside / 2)
         return found
 
     def _methods(self) -> dict[str, sympy.Expr]:
@@ -262,6 +273,12 @@ class Formula:
             terms += [*moved, _exact(passes(one.method, several)) * size / M]
         return {"dp_sync": sympy.Piecewise((0, sympy.Eq(ranks, 1)), (sympy.Add(*terms), True))} if terms else {}
 
+    def _left(self, axis: str, cut: tuple[str, ...]) -> sympy.Expr:
+        """Of a gradient, the share that is summed over an axis once a step, where ZeRO cuts the parameter so."""
+        if not self.zero or not cut:
+            return sympy.Integer(1)
+        return sympy.Integer(0) if axis in cut else 1 / _joined(cut)
+
     def _beside(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:
         """What is left of seconds of communication of which all but the last bucket runs beside so many of work."""
         hidden = self.totals.hidden * self.hardware.overlap
@@ -269,8 +286,18 @@ class Formula:
 
     def _held(self, size: Size) -> sympy.Expr:
         """Of parameters, what a rank has of them."""
-        cut = self.of(self.totals.cut) if self.zero else sympy.Integer(0)
-        return self.of(size) - cut + cut / ranks_of(self._mesh.data_axis)
+        return self.of(size) - self._cut + self._parts
+
+    @property
+    def _cut(self) -> sympy.Expr:
+        """Bytes of what ZeRO cuts."""
+        return sympy.Add(*(self.of(cut.size) for cut in self.totals.cut.values())) if self.zero else sympy.Integer(0)
+
+    @property
+    def _parts(self) -> sympy.Expr:
+        """Of that, what a rank has."""
+        sizes = (self.of(cut.size) / _joined(over) for over, cut in self.totals.cut.items())
+        return sympy.Add(*sizes) if self.zero else sympy.Integer(0)
 
     @cached_property
     def step_time_s(self) -> sympy.Expr:
@@ -294,8 +321,8 @@ class Formula:
 
     def _gathered(self) -> sympy.Expr:
         """The wholes of parameters that live for a step, and with ZeRO 1 those of their gradients, beyond the parts."""
-        cut = self.of(self.totals.cut) if self.zero in (1, 2) else sympy.Integer(0)
-        grads = cut * _exact(self.totals.summed) - cut / ranks_of(self._mesh.data_axis) if self.zero == 1 else 0
+        cut = self._cut if self.zero in (1, 2) else sympy.Integer(0)
+        grads = cut * _exact(self.totals.summed) - self._parts if self.zero == 1 else 0
         return cut * _exact(self.totals.read) + grads
 
     @cached_property
@@ -324,6 +351,11 @@ class Formula:
         sizes = (rows / (mesh.row_ranks * schedule.microbatches), tokens or self.totals.at.s,
                  *map(mesh.size, self._names), schedule.microbatches, schedule.virtual_stages)  # fmt: skip
         return {**self.constants, **dict(zip(self.sizes, sizes, strict=True)), **inside}
+
+
+def _joined(axes: tuple[str, ...]) -> sympy.Expr:
+    """The ranks of axes joined in one."""
+    return sympy.Mul(*map(ranks_of, axes))
 
 
 def compiled(formulas: Sequence[Formula]) -> Any:

@@ -1,4 +1,4 @@
-"""Choices block by block: what each repeated block computes again, whether its weights are cut over `dp`, and which
+"""Choices block by block: what each repeated block computes again, whether its weights are stored in parts, and which
 blocks a stage has.
 
 There are 6 ** blocks ways, times those to cut stages: too many to sweep. `BlockProblem` is what the methods of
@@ -32,7 +32,7 @@ SCHEDULES = (None, "gpipe", "1f1b")
 
 
 class BlockOption(NamedTuple):
-    """What a block computes again, and whether its matrices are cut over `dp` (ZeRO-3)."""
+    """What a block computes again, and whether its matrices are stored in parts (ZeRO-3)."""
 
     recompute: Word
     cut: bool
@@ -273,11 +273,11 @@ class Blocks:
     def _hidden(self, rows: np.ndarray) -> float:
         """Seconds of gathering and scattering weights that run beside the compute of as many operators, in a stage of
         many blocks of which the first has nothing beside it."""
-        axis, number = self.setting.mesh.data_axis, len(self.blocks) / self.setting.mesh.size("pp")
+        number, stores = len(self.blocks) / self.setting.mesh.size("pp"), self.priced.gathers_or_scatters
         hidden = 0.0
         for parts in (("forward",), ("recompute", "input_backward", "weight_backward")):
             kinds = [(kind, s) for row in rows for part in parts for kind, s in self.priced.by_row[row][part].items()]
-            moved = sum(s for kind, s in kinds if kind in (f"{axis} all_gather", f"{axis} reduce_scatter"))
+            moved = sum(s for kind, s in kinds if kind in stores)
             hidden += min(moved, sum(s for _, s in kinds) - moved)
         return hidden * self.priced.hardware.overlap * max(0.0, 1 - 1 / number)
 
@@ -299,6 +299,6 @@ def _joined(tables: Mapping[Word, Table]) -> tuple[Table, dict[BlockOption, int]
         for cut in (False, True):
             first[BlockOption(word, cut)] = len(rows)
             names = {name: name if cut else f"{name} (whole)" for name in table.parameters}
-            parameters |= {names[name]: replace(p, cut=p.cut and cut) for name, p in table.parameters.items()}
+            parameters |= {names[name]: replace(p, over=p.over if cut else ()) for name, p in table.parameters.items()}
             rows += [replace(row, parameters=tuple(names[name] for name in row.parameters)) for row in table.rows]
     return replace(tables["none"], rows=tuple(rows), parameters=parameters, order=(), cuts={}), first

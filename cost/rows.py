@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from .work import NOTHING, Size, Work
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `cut`:
-    whether ZeRO-3 cuts it over `dp`.
+    """A parameter as a rank of `tp` stores it. `axes`: those that its gradient is summed over once a step. `over`:
+    those that ZeRO-3 cuts it over, joined as one; none where it stays whole.
 
     In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
     that is stored; `cast_again`: whether the backward reads it too. Where data-parallel ranks send something else than
@@ -21,12 +23,17 @@ class Parameter:
     size: Size
     axes: tuple[str, ...]
     trained: bool
-    cut: bool
+    over: tuple[str, ...]
     read: float = 1.0
     summed: float = 1.0
     cast_again: bool = False
     itemsize: int = 4
     rows: int = 0
+
+    @property
+    def cut(self) -> bool:
+        """Whether ZeRO-3 cuts it."""
+        return bool(self.over)
 
     @property
     def casts(self) -> int:
@@ -55,3 +62,24 @@ class Row:
     load: Size
     parameters: tuple[str, ...] = ()
     alike: Size = NOTHING
+
+
+def cast_bytes(found: Iterable[Parameter]) -> Size:
+    """Bytes that casting parameters and their gradients moves."""
+    return Size.sum(p.size * ((1 + p.read) * p.casts) for p in found)
+
+
+def mean_share(found: Iterable[tuple[float, float]]) -> float:
+    """The mean of shares, each of so many bytes."""
+    weights, shares = zip(*found, strict=True)
+    return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
+
+
+def summed_over(trained: Iterable[Parameter]) -> dict[str, dict[tuple[str, ...], Size]]:
+    """`Totals.summed_over`, of the parameters that get a gradient."""
+    found: dict[str, dict[tuple[str, ...], Size]] = {}
+    for parameter in trained:
+        for axis in parameter.axes:
+            sizes = found.setdefault(axis, {})
+            sizes[parameter.over] = sizes.get(parameter.over, NOTHING) + parameter.size
+    return found

@@ -24,9 +24,9 @@ from autopart.ir.dp_sync import EXACT
 from autopart.plans.plan import TIMING_PARTS
 
 from .dp_sync import Carried, by_method, remembered_bytes, sync_s
-from .formula import Totals
+from .formula import CutBytes, Totals
 from .hardware import Hardware
-from .rows import Parameter, Row
+from .rows import Parameter, Row, cast_bytes, mean_share, summed_over
 from .sends import Crossing, gather_cost, scattering_pays
 from .setting import Setting
 from .simulate import Simulation, simulated
@@ -107,36 +107,23 @@ class Table:
         often = np.bincount(self.positions, minlength=len(self.rows))
         held = {name: self.parameters[known] for name, known in self.held.items()}
         trained = [parameter for parameter in held.values() if parameter.trained]
-        cut = [parameter.size for parameter in held.values() if parameter.cut]
+        cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
         return Totals(
             self.counts, Size.sum(parameter.size for parameter in held.values()),
-            Size.sum(parameter.size for parameter in trained), Size.sum(cut), 0 if self.gathers else len(cut),
-            Size.sum(p.size * ((1 + p.read) * p.casts) for p in held.values() if not p.cut),
-            Size.sum(p.size * ((1 + p.read) * p.casts) for p in held.values() if p.cut),
-            _share((p.size.value, p.read) for p in held.values()),
-            _share((p.size.value, p.summed) for p in held.values()),
+            Size.sum(parameter.size for parameter in trained), {over: _cut(found) for over, found in cut.items()},
+            self.gathers, cast_bytes(p for p in held.values() if not p.cut),
+            mean_share((p.size.value, p.read) for p in held.values()),
+            mean_share((p.size.value, p.summed) for p in held.values()),
             Size.sum(row.kept * int(count) for row, count in zip(self.rows, often, strict=True)),
             max((row.temporary for row in self.rows), key=lambda size: size.value),
             min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
-                default=NOTHING), self.buffer_bytes, _summed_over(trained), self.hidden_sums,
+                default=NOTHING), self.buffer_bytes, summed_over(trained), self.hidden_sums,
             Sizes(self.b, self.s, self.tp, self.cp, self.ep),
         )  # fmt: skip
 
 
-def _share(found: Iterable[tuple[float, float]]) -> float:
-    """The mean of shares, each of so many bytes."""
-    weights, shares = zip(*found, strict=True)
-    return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
-
-
-def _summed_over(trained: Iterable[Parameter]) -> dict[str, tuple[Size, Size]]:
-    """`Totals.summed_over`, of the parameters that get a gradient."""
-    found: dict[str, tuple[Size, Size]] = {}
-    for parameter in trained:
-        for axis in parameter.axes:
-            whole, cut = found.get(axis, (NOTHING, NOTHING))
-            found[axis] = whole + parameter.size, cut + (parameter.size if parameter.cut else NOTHING)
-    return found
+def _cut(found: Sequence[Parameter]) -> CutBytes:
+    return CutBytes(Size.sum(parameter.size for parameter in found), len(found), cast_bytes(found))
 
 
 def _named(name: str, path: str, number: int) -> str:
@@ -247,6 +234,16 @@ class Priced:
         """Whether a rank stores a part of a parameter."""
         return parameter.cut and self.setting.zero > 0
 
+    def _parts_over(self, parameter: Parameter) -> str:
+        """The axes joined over which a rank stores a part of a parameter; "" where it has all of it."""
+        return self.mesh.joined(parameter.over) if self._is_cut(parameter) else ""
+
+    @cached_property
+    def gathers_or_scatters(self) -> frozenset[str]:
+        """The names of works that gather parts of parameters, or scatter their gradients."""
+        over = {self.mesh.joined(parameter.over) for parameter in self.table.parameters.values() if parameter.cut}
+        return frozenset(f"{axis} {kind}" for axis in over for kind in ("all_gather", "reduce_scatter"))
+
     def _row(self, row: Row, later: float) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
         for part, works in self._works(row):
@@ -258,13 +255,13 @@ class Priced:
         return found
 
     def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
-        """What an operator does, with what a microbatch gathers and scatters of its weights that are cut over `dp`."""
+        """What an operator does, with what a microbatch gathers and scatters of its weights that ZeRO cuts."""
         yield from row.works.items()
-        zero, axis = self.setting.zero, self.mesh.data_axis
+        zero = self.setting.zero
         for parameter in map(self.table.parameters.__getitem__, row.parameters):
-            is_cut = self._is_cut(parameter)
+            is_cut, axis = self._is_cut(parameter), self._parts_over(parameter)
             if parameter.casts and not (is_cut and zero < 3):  # else once a step
-                cast = (parameter.cast(self.mesh.size(axis) if is_cut else 1),)
+                cast = (parameter.cast(self.mesh.size(axis)),)
                 yield "forward", cast
                 if parameter.trained:
                     yield "weight_backward", cast
@@ -314,9 +311,9 @@ class Priced:
         }  # fmt: skip
 
     def _hide(self, parts: Mapping[str, dict[str, float]], stage: range) -> None:
-        """Leaves of what weights and gradients take on the data axis what does not run beside the compute of other
-        blocks: the first block's, and of equal blocks what takes longer than the compute."""
-        axis, overlap = self.setting.mesh.data_axis, self.hardware.overlap
+        """Leaves of what weights and gradients take on the axes that store them what does not run beside the compute
+        of other blocks: the first block's, and of equal blocks what takes longer than the compute."""
+        overlap = self.hardware.overlap
         read = [(path, number, self.table.rows[position].parameters)
                 for position, path, number in (self.table.order[i] for i in stage)]  # fmt: skip
         found = {(path, number) for path, number, names in read
@@ -325,7 +322,7 @@ class Priced:
         if blocks < 2 or not overlap or (self.setting.zero == 3 and not self.setting.prefetch):
             return
         for group in (("forward",), ("recompute", "input_backward", "weight_backward")):
-            kinds = [(part, kind) for part in group for kind in (f"{axis} all_gather", f"{axis} reduce_scatter")]
+            kinds = [(part, kind) for part in group for kind in sorted(self.gathers_or_scatters)]
             moved_s = math.fsum(parts[part].get(kind, 0.0) for part, kind in kinds)
             works_s = math.fsum(s for part in group for s in parts[part].values()) - moved_s
             shown_s = moved_s / blocks + max(0.0, moved_s - works_s) * (1 - 1 / blocks)
@@ -348,8 +345,7 @@ class Priced:
     def local_bytes(self, name: str) -> float:
         """Of a rank's part of a parameter, by its name in the table."""
         found = self.table.parameters[name]
-        parts = self.mesh.size(self.mesh.data_axis) if self._is_cut(found) else 1
-        return float(found.size.at(self.times)) / parts
+        return float(found.size.at(self.times)) / self.mesh.size(self._parts_over(found))
 
     def whole_bytes(self, name: str) -> float:
         """Of what a rank holds of it for a step beyond its part: with ZeRO 1 and 2 the whole."""
@@ -362,14 +358,15 @@ class Priced:
         sums = self._sums(held, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
         trained = sum(map(self._gradient_bytes, held.values()))
-        mesh, axis = self.mesh, self.mesh.data_axis
-        data = ((axis, mesh.size(axis), mesh.stride(axis)),)
         methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(held))
-        gathered = sum(map(self.whole_bytes, held.values()))
-        scattered = sum(map(self._scattered_bytes, held.values()))
-        if self.setting.zero == 1:
-            seconds += gradient_sum_s(scattered, data, self.hardware, "reduce_scatter")
-        gathers_s = gradient_sum_s(gathered, data, self.hardware, "all_gather")
+        gathers_s = 0.0
+        for axis in sorted({self._parts_over(self.table.parameters[known]) for known in held.values()}):
+            mine = [known for known in held.values() if self._parts_over(self.table.parameters[known]) == axis]
+            ranks = ((axis, self.mesh.size(axis), self.mesh.stride(axis)),) if axis else ()
+            if self.setting.zero == 1:
+                scattered = sum(map(self._scattered_bytes, mine))
+                seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter")
+            gathers_s += gradient_sum_s(sum(map(self.whole_bytes, mine)), ranks, self.hardware, "all_gather")
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
         found = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware)}
         found |= {"gather_s": gathers_s} if gathers_s else {}
@@ -396,10 +393,10 @@ class Priced:
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
-            cut = self._is_cut(parameter)
+            cut = parameter.over if self._is_cut(parameter) else ()
             apart = mesh.along("rows")[:1] if self.setting.dp_sync.of(known) != EXACT else ()
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
-                    if mesh.size(axis) > 1 and not (cut and axis == mesh.data_axis) and axis not in apart]  # fmt: skip
+                    if mesh.size(axis) > 1 and axis not in (*cut, *apart)]  # fmt: skip
             owners = sum(name in names for names in everywhere)
             groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
             if groups and parameter.trained:

@@ -81,7 +81,13 @@ def as_data(table: Table) -> dict[str, Any]:
         for row in table.rows
     ]  # fmt: skip
     parameters = {
-        name: {"size": _listed(p.size), "axes": list(p.axes), "trained": p.trained, "cut": p.cut, **_cast_data(p)}
+        name: {
+            "size": _listed(p.size),
+            "axes": list(p.axes),
+            "trained": p.trained,
+            "cut": list(p.over),
+            **_cast_data(p),
+        }
         for name, p in table.parameters.items()
     }
     runs = [[path, number, [row for row, *_ in run]] for (path, number), run in groupby(table.order, lambda o: o[1:])]
@@ -108,7 +114,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
         for row in data["rows"]
     )  # fmt: skip
     parameters = {
-        name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], p["cut"],
+        name: Parameter(_read(p["size"]), tuple(p["axes"]), p["trained"], tuple(p["cut"]),
                         **{key: p[key] for key in _CASTS if key in p})
         for name, p in data["parameters"].items()
     }  # fmt: skip

@@ -16,6 +16,7 @@ from autopart.ir.masks import with_bands
 from autopart.ir.operators import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.schedules import SINGLE_STAGE, check_schedule, schedule_for
+from autopart.ir.storing import storing_axes
 from autopart.runtime.comm.collectives import bind
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of
@@ -109,13 +110,16 @@ class StageModule(nn.Module):
     def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
         whole = () if self.wholes is None else self.wholes.parameters
         process = self.process
-        return bind(graph, process.groups, process.coordinates, process.device, self.tensors, whole)
+        groups = {**process.groups, **process.joined_groups}
+        return bind(graph, groups, process.coordinates, process.device, self.tensors, whole)
 
     def _written(self, bands: Bands) -> _Written:
         def write() -> _Written:
             stage = with_bands(self.stage, dict(bands), self.process.device)
             graph = self._bind(stage.graph)
-            blocks = gather_blocks(graph, self.process, self.program.prefetch, self.splits, self.compiled)
+            blocks = gather_blocks(
+                graph, self.process, storing_axes(self.program), self.program.prefetch, self.splits, self.compiled
+            )
             graph = with_entries(graph, [*self.reducer.buckets, *self.shared_buckets])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
             return _Written(compiled(graph) if self.compiled else with_regions(graph), blocks, names)

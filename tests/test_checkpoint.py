@@ -162,6 +162,7 @@ def everything_is_saved_once(path: Path, model: nn.Module) -> None:
     ("tied", ("dp2", {"zero": 3}), ("tp2", {}), "async with a writer"),
     ("gpt2", ("tp2", {}), ("dp2", {"zero": 3}), "async"),
     ("gpt2", ("pp2", {}), ("tp2", {}), "save"),
+    ("gpt2", ("cp2", {"zero": 3}), ("dp2", {"zero": 1}), "save"),
 ], ids=str)  # fmt: skip
 def test_a_checkpoint_is_loaded_on_another_mesh_and_in_one_process(tmp_path, name, first, second, how):
     dist.run_ranks(save, 2, name, first[0], str(tmp_path), first[1], how, timeout_s=TIMEOUT_S)

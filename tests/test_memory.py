@@ -19,6 +19,7 @@ from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.actions import StageBytes, actions, most_at_once, most_held
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name
+from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
 from autopart.plans.headline import quantity
 from autopart.plans.plan import MEMORY_KINDS, Plan
@@ -117,6 +118,7 @@ PEAKS = [
     ("llama", "pp2", {"schedule": "zbv", "recompute": "full"}, 0.9),
     ("bert", "tp2", {"sequence_parallel": True}, 0.05), ("t5", "tp2", {}, 0.01), ("vit", "dp2", {}, 0.05),
     ("gpt2", "cp2", {}, 0.05), ("llama", "cp2", {}, 0.05),
+    *(("llama", "cp2", {"zero": zero}, 0.05) for zero in (1, 2, 3)),
 ]  # fmt: skip
 HELD_BACK = 0.05  # of a step, by threads that communicate: what they have sent, for a moment that is not the same twice
 
@@ -170,13 +172,14 @@ def test_a_stage_that_runs_again_holds_nothing_for_a_second_part_of_its_backward
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [("gpt2", "tp2", {}), ("llama", "pp2", {}), ("vit", "dp2", {}), ("bert", "tp2", {"sequence_parallel": True}),
-     ("gpt2", "pp2", {"schedule": "zbv"}), *(("llama", "dp2", {"zero": zero}) for zero in (1, 2, 3))],
+     ("gpt2", "pp2", {"schedule": "zbv"}),
+     *(("llama", mesh, {"zero": zero}) for zero in (1, 2, 3) for mesh in ("dp2", "cp2", "dp2,cp2"))],
 )  # fmt: skip
 def test_states_are_those_of_an_optimizer(name, mesh, options):
     """Parameters, gradients and AdamW's moments of a rank after a step, to the byte."""
     model, batch = small(name)
     memory = autopart.plan(model, mesh, example_kwargs=batch, **options).memory
-    for rank, found in enumerate(run_ranks(states_on_a_rank, 2, name, mesh, options)):
+    for rank, found in enumerate(run_ranks(states_on_a_rank, Mesh.parse(mesh).num_ranks, name, mesh, options)):
         row = memory[rank if mesh == "pp2" else 0]
         assert found == {
             **{kind: row[kind] for kind in ("parameters", "gradients", "optimizer", "buffers")},

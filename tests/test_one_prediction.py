@@ -77,7 +77,7 @@ def test_all_sources_say_the_same(name, mesh, options):
 
 
 def plan_zero(plan):
-    return 3 if any("dp" in layout for layout in plan.parameters.values()) else 0
+    return 3 if plan.axes_in_parts else 0
 
 
 AT = [

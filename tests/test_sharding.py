@@ -20,6 +20,7 @@ import autopart
 from autopart.cost.hardware import Hardware
 from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import operators
+from autopart.ir.mesh import Mesh
 from autopart.passes.choose.pairs import NoSolution, Pairs
 from autopart.passes.choose.pins import FREE
 from autopart.passes.choose.prices import Step
@@ -165,6 +166,7 @@ def test_another_cost_gives_another_optimum():
 # --- random graphs, against every combination of choices ------------------------------------------------------------
 
 MOST = 20_000
+STORED = Storage(Mesh.parse("dp2,tp3"))
 """Combinations that are tried; graphs with more are passed over."""
 
 
@@ -204,7 +206,7 @@ def test_no_combination_is_cheaper(between):
     tried = []
 
     @settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(graphs(), st.sampled_from((2, 3)), st.sampled_from((Step(), Step(4, 8), Step(1, 2, Storage(2, 2, 3)))))
+    @given(graphs(), st.sampled_from((2, 3)), st.sampled_from((Step(), Step(4, 8), Step(1, 2, STORED))))
     def check(graph, tp, step):
         if not any(facts(node)["role"] == ACTIVE for node in operators(graph)):
             reject()
@@ -251,7 +253,7 @@ def test_the_objective_counts_what_is_summed_over_dp():
     prices = {
         links: ShardingProblem(
             graph, 8, replace(hardware, node_link_bytes_per_s=links * hardware.node_link_bytes_per_s), {}, {},
-            step=Step(1, 4, Storage("dp", 4, 8)))
+            step=Step(1, 4, Storage(Mesh.parse("dp4,tp8"))))
         for links in (1, 2)
     }  # fmt: skip
     found = {links: p.price(p.solve().options, p.real_prices) for links, p in prices.items()}

@@ -15,7 +15,7 @@ import autopart
 from autopart.plans.plan import Plan
 
 LEVELS = (
-    "\n  try    0 (all whole on dp), 1 (the optimizer's state is cut over dp), 2 (and the gradients) or 3 (and the "
+    "\n  try    0 (nothing is stored in parts), 1 (the optimizer's state is), 2 (and the gradients) or 3 (and the "
     "parameters)"
 )
 AGAIN = "\n  try    leave zero out, or make a new plan"
@@ -61,11 +61,11 @@ def edited(name: str, entry: dict[str, str]) -> Callable[[], Any]:
 ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero: 4": (planned("dp2", zero=4), f"OptionError: unknown zero=4{LEVELS}"),
     "zero: 1 without dp": (planned("tp2", zero=1),
-        "OptionError: zero=1 needs an axis to cut parameters over\n  why    the mesh tp2 has no axis dp\n  try    "
-        "mesh='dp2,tp2', or leave it out"),
+        "OptionError: zero=1 needs an axis to cut parameters over\n  why    the mesh tp2 has no axis dp or cp or ep"
+        "\n  try    mesh='dp2,tp2', or leave it out"),
     "zero: over replicas alone": (planned("dpr2", zero=1),
-        "OptionError: zero=1 needs an axis to cut parameters over\n  why    the mesh dpr2 has no axis dp\n  try    "
-        "mesh='dpr2,dp2', or leave it out"),
+        "OptionError: zero=1 needs an axis to cut parameters over\n  why    the mesh dpr2 has no axis dp or cp or ep"
+        "\n  try    mesh='dpr2,dp2', or leave it out"),
     "zero: another level than the plan's": (followed(1, 2),
         "OptionError: zero=2 contradicts the plan, which says 1\n  try    leave zero out, or edit "
         "the plan"),
@@ -77,8 +77,8 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero: bool": (planned("dp2", zero=True),
         f"OptionError: unknown zero=True{LEVELS}"),
     "zero: without dp": (planned("pp2,tp2", zero=3),
-        "OptionError: zero=3 needs an axis to cut parameters over\n  why    the mesh pp2,tp2 has no axis dp\n  try    "
-        "mesh='pp2,dp2,tp2', or leave it out"),
+        "OptionError: zero=3 needs an axis to cut parameters over\n  why    the mesh pp2,tp2 has no axis dp or cp or ep"
+        "\n  try    mesh='pp2,dp2,tp2', or leave it out"),
     "zero: nothing divides": (odd,
         "LayoutError: zero=3 finds nothing to cut over dp=2\n  why    no parameter with two dims or more has one that "
         "divides over it and that tp does not cut\n  try    another size of dp, or zero=0"),

@@ -165,6 +165,15 @@ def shard_sizes(size: int, num_shards: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, size - i * step)) for i in range(num_shards))
 
 
+def parts_of(axis: str) -> tuple[str, ...]:
+    """The axes of the mesh that are joined in one, outermost first; of an axis of the mesh itself.
+
+    >>> parts_of("dp_cp"), parts_of("tp")
+    (('dp', 'cp'), ('tp',))
+    """
+    return tuple(axis.split("_"))
+
+
 def local_shape(full: Sequence[int], layout: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[int]:
     """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank, rows of experts as if all
     experts had as many."""
@@ -197,7 +206,7 @@ def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: 
 
 def cannot_store_parts(place: Placement, sizes: Sequence[int], axis: str, num_shards: int, others: Layout) -> str:
     """Why a weight of these sizes, whose layout on other axes is `others`, cannot be stored in parts so over an axis
-    beside; "" where it can.
+    beside, or over several joined as one; "" where it can.
 
     >>> cannot_store_parts(shard(0), (8, 4), "dp", 2, {"tp": shard(0)})
     'tp cuts dim 0 already'
@@ -205,7 +214,11 @@ def cannot_store_parts(place: Placement, sizes: Sequence[int], axis: str, num_sh
     if place.sections:
         return f"over {axis} a dim is cut in one piece"
     for other, cut in others.items():
-        if other != axis and place.is_shard and cut.is_shard and place.dim == cut.dim:
+        if other == axis or not (place.is_shard and cut.is_shard):
+            continue
+        if set(parts_of(other)) & set(parts_of(axis)):
+            return f"{other} cuts it already"
+        if place.dim == cut.dim:
             return f"{other} cuts dim {place.dim} already"
     return cannot_store(place, sizes, axis, num_shards)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
 from autopart.errors import MeshError
+from autopart.ir.layout import Layout, parts_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,14 +49,15 @@ AXES = (
     Axis("pp", "stages"),
     Axis("dpr", "rows"),
     Axis("dp", "rows", stores=True),
-    Axis("cp", "positions"),
-    Axis("ep", "experts"),
+    Axis("cp", "positions", stores=True),
+    Axis("ep", "experts", stores=True),
     Axis("tp", "features"),
 )
 """Every axis autopart knows, outermost first: pipeline, data with whole replicas, data, context, expert, tensor.
 
-ZeRO cuts parameters over `dp` alone: with `dpr` beside it they are cut inside a group of ranks and replicated over the
-groups (hybrid sharding, HSDP: Zhao et al. 2023, arXiv:2304.11277, section 3.2.2)."""
+ZeRO cuts parameters over `dp`, `cp` and `ep` as one (`Mesh.storing`): with `dpr` beside them they are cut inside a
+group of ranks and replicated over the groups (hybrid sharding, HSDP: Zhao et al. 2023, arXiv:2304.11277, section
+3.2.2)."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Mesh:
         return Mesh({axis.name: sizes[axis.name] for axis in axes if axis.name in sizes}, axes)
 
     def size(self, axis: str) -> int:
-        return self.sizes.get(axis, 1)
+        """How many ranks an axis has, or several joined as one."""
+        return math.prod(self.sizes.get(part, 1) for part in parts_of(axis))
 
     def axis(self, name: str) -> Axis:
         """What the axis of this name cuts."""
@@ -110,8 +113,19 @@ class Mesh:
         >>> [Mesh.parse("pp2,dp3,tp4").stride(axis) for axis in ("tp", "dp", "pp")]
         [1, 4, 12]
         """
-        names = [known.name for known in self.axes]
-        return math.prod(self.size(inner) for inner in names[names.index(axis) + 1 :])
+        names, last = [known.name for known in self.axes], parts_of(axis)[-1]
+        return math.prod(self.size(inner) for inner in names[names.index(last) + 1 :])
+
+    def index(self, coordinates: Mapping[str, int], axis: str) -> int:
+        """Where the rank at these coordinates is on an axis, or on several joined as one.
+
+        >>> Mesh.parse("dp2,cp3").index({"dp": 1, "cp": 2}, "dp_cp")
+        5
+        """
+        index = 0
+        for part in parts_of(axis):
+            index = index * self.size(part) + coordinates.get(part, 0)
+        return index
 
     def along(self, cuts: Cuts) -> tuple[str, ...]:
         """The axes of several ranks that cut this, outermost first.
@@ -160,13 +174,49 @@ class Mesh:
 
     @property
     def data_axis(self) -> str:
-        """The axis over which parameters may be stored in parts, though it have one rank: `dp`."""
+        """The first axis over which parameters may be stored in parts, though it have one rank: `dp`."""
         return next(axis.name for axis in self.axes if axis.stores)
+
+    def storing(self, cutting: Collection[str] = ()) -> tuple[str, ...]:
+        """The axes joined over which a parameter may be stored in parts, those of most ranks first.
+
+        They are the storing axes on which ranks hold it alike, but for the last ones where its dims do not divide. The
+        name begins with the first of them, though that have one rank: so it is never that of an axis on which layouts
+        are chosen.
+
+        Args:
+            cutting: the axes that cut the parameter already, as `ep` does experts.
+
+        >>> mesh = Mesh.parse("dp2,cp2,ep2")
+        >>> mesh.storing(), mesh.storing(["ep"]), Mesh.parse("ep2").storing(["ep"])
+        (('dp_cp_ep', 'dp_cp', 'dp'), ('dp_cp', 'dp'), ())
+        """
+        several = [axis.name for axis in self.axes if axis.stores and self.size(axis.name) > 1]
+        names = [self.data_axis, *(name for name in several if name not in (self.data_axis, *cutting))]
+        joined = (self.joined(names[:end]) for end in range(len(names), 0, -1))
+        return tuple(axis for axis in joined if self.size(axis) > 1)
+
+    def joined(self, names: Collection[str]) -> str:
+        """Storing axes joined in one: the first, and those of several ranks.
+
+        >>> Mesh.parse("ep2").joined(["dp", "cp", "ep"])
+        'dp_ep'
+        """
+        others = [axis for axis in names if axis != self.data_axis and self.size(axis) > 1]
+        return "_".join((self.data_axis, *others))
 
     @property
     def storing_axis(self) -> str | None:
-        """The same; None where it has one rank."""
-        return self.data_axis if self.size(self.data_axis) > 1 else None
+        """The axes joined that store most parameters; None where they have one rank."""
+        return next(iter(self.storing()), None)
+
+    def stores(self, axis: str) -> bool:
+        """Whether this is what parameters are stored in parts over: `data_axis`, or axes joined to it."""
+        return parts_of(axis)[0] == self.data_axis
+
+    def stored_over(self, layout: Layout) -> str | None:
+        """The axes joined over which a parameter of this layout is stored in parts; None: over none."""
+        return next((axis for axis, place in layout.items() if self.stores(axis) and place.is_shard), None)
 
     @property
     def tensor_axis(self) -> str:

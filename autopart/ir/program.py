@@ -223,7 +223,7 @@ class Program:
     weight_updates: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     """How ranks change their part of these parameters before the stages run."""
     zero: int = 0
-    """How long the whole of a parameter that is stored in parts over `dp`, and its whole gradient, live: 1, both for a
+    """How long the whole of a parameter that is stored in parts, and its whole gradient, live: 1, both for a
     step; 2, the parameter for a step and the gradient for a microbatch; else both for as long as they are used."""
     prefetch: int = 1
     """Where the whole lives for as long as it is used: of how many blocks ahead it is gathered."""

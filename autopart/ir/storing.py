@@ -3,7 +3,7 @@ by block, and which travel together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,18 +19,26 @@ GATHERS = {"all_gather": False, "all_gather_sum": True}
 """{operator that gathers: whether its backward sums}."""
 
 
-def gathers_stored(node: fx.Node, axis: str) -> bool:
-    """Whether a node gathers a parameter over an axis (in a bound graph: a group of processes)."""
-    gathers = operator_name(node) in GATHERS and axis_of(node) == axis
+def gathers_stored(node: fx.Node, axes: Container[str | None]) -> bool:
+    """Whether a node gathers a parameter over one of these axes (in a bound graph: groups of processes)."""
+    gathers = operator_name(node) in GATHERS and axis_of(node) in axes
     source = node.args[0] if gathers else None
     return isinstance(source, fx.Node) and source.op == "get_attr"
 
 
+def storing_axes(program: Program) -> list[str]:
+    """The axes, joined ones as one, over which a program stores parameters in parts, in the order of their names."""
+    mesh = program.mesh
+    found = {mesh.stored_over(stored.layout) for stored in program.parameters.values()}
+    return sorted(axis for axis in found if axis is not None and mesh.size(axis) > 1)
+
+
 class Way(NamedTuple):
-    """How a parameter is gathered: by which operator, along which dim, which has this size and these sections on a
-    rank's share of other axes; in mixed precision the dtypes of the whole and of its gradient's sum."""
+    """How a parameter is gathered: by which operator, over which axis, along which dim, which has this size and these
+    sections on a rank's share of other axes; in mixed precision the dtypes of the whole and of its gradient's sum."""
 
     operator: str
+    axis: str
     dim: int
     size: int
     sections: Sections
@@ -42,18 +50,19 @@ def way_of(node: fx.Node) -> Way:
     """How a node gathers a parameter."""
     dim, size, sections = node.args[2:]
     dtypes = node.kwargs.get("dtype"), node.kwargs.get("grad_dtype")
-    return Way(str(operator_name(node)), dim, size, tuple(sections), *dtypes)
+    return Way(str(operator_name(node)), str(axis_of(node)), dim, size, tuple(sections), *dtypes)
 
 
 def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
     """{parameter: how it is gathered} of those whose whole lives for a step (ZeRO 1 and 2): all that these stages read
-    in one way, whole over the axis that stores parameters."""
+    in one way, whole over the axes that store parameters."""
     if program.zero not in (1, 2):
         return {}
     read: dict[str, set[Way | None]] = {}
+    axes = storing_axes(program)
     for node in (node for stage in stages for node in stage.graph.graph.nodes if node.op == "get_attr"):
         for user in node.users:
-            way = way_of(user) if gathers_stored(user, program.mesh.data_axis) else None
+            way = way_of(user) if gathers_stored(user, axes) else None
             read.setdefault(str(node.target), set()).add(way)
     return {name: way for name, ways in read.items() if len(ways) == 1 and (way := next(iter(ways))) is not None}
 
@@ -61,8 +70,8 @@ def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
 def gathered_together(
     nodes: Sequence[fx.Node], form: Callable[[fx.Node], tuple[Any, int]], alone: bool = False
 ) -> list[list[fx.Node]]:
-    """The gathers of parameters that are one collective, in their order: those of a block, of one operator and dtype,
-    and of one region that is run again.
+    """The gathers of parameters that are one collective, in their order: those of a block, of one operator, axis and
+    dtype, and of one region that is run again.
 
     Args:
         form: of the parameter that a node gathers, its dtype and bytes.
@@ -74,7 +83,7 @@ def gathered_together(
     kinds: dict[Any, dict[str, fx.Node]] = {}
     for node in nodes:
         name, (dtype, _) = source_name(node), form(node)
-        named = kinds.setdefault((facts(node).get("region"), operator_name(node), dtype), {})
+        named = kinds.setdefault((facts(node).get("region"), operator_name(node), axis_of(node), dtype), {})
         if name in named:  # read in another layout too
             rows.append([node])
         else:

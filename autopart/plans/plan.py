@@ -51,10 +51,12 @@ def schema(axes: tuple[Axis, ...] = AXES) -> dict[str, Any]:
 
 
 def _alternatives(axes: tuple[Axis, ...]) -> tuple[str, ...]:
-    """Regular expressions of all axes, of those that parameters are placed on, and of those that operators are."""
+    """Regular expressions of all axes, of those that parameters are placed on, joined ones too, and of those that
+    operators are."""
     chosen = [axis.name for axis in axes if axis.is_chosen]
-    stored = [axis.name for axis in axes if axis.stores or axis.is_chosen]
-    return tuple(map("|".join, ([axis.name for axis in axes], stored, chosen)))
+    first, *others = [axis.name for axis in axes if axis.stores]
+    joined = first + "".join(f"(_{name})?" for name in others)
+    return tuple(map("|".join, ([axis.name for axis in axes], [joined, *chosen], chosen)))
 
 
 class ShownText(str):
@@ -228,6 +230,14 @@ class Plan:
         """The stored placement of a parameter on an axis, by name or pattern."""
         entry = self.parameters.get(parameter, self.parameters.get(pattern_of(parameter), {}))
         return entry.get(axis, "R")
+
+    @property
+    def axes_in_parts(self) -> tuple[str, ...]:
+        """The axes, joined ones as one, over which it stores parameters in parts, those of most ranks first."""
+        mesh = self.mesh_object()
+        places = [at for entry in self.parameters.values() for at in entry.items()]
+        found = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
+        return tuple(sorted(found, key=mesh.size, reverse=True))
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
         """The entry of an operator and the name it was found under: its own key, else its group's pattern."""

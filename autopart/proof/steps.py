@@ -12,7 +12,7 @@ from autopart.ir.program import Program
 from autopart.proof.finite import held
 from autopart.proof.subject import largest, relative
 from autopart.runtime.loop.optimizers import is_elementwise
-from autopart.runtime.state.state import stored_cuts
+from autopart.runtime.state.state import cuts_at
 
 ROUNDING = 1e-12
 """Gradients smaller than this, relative to the largest, are what rounding leaves of sums that cancel."""
@@ -133,8 +133,9 @@ class Compared:
                 self._part(kind, name + suffix, rank, part, whole, scale)
 
     def _cut(self, name: str, whole: Tensor | None, rank: int) -> Tensor | None:
-        for axis, cut in stored_cuts(self.program.parameters[name], self.program.mesh):
-            whole = None if whole is None else cut.take(whole, self.program.mesh.coordinates(rank)[axis])
+        mesh = self.program.mesh
+        for cut, index in cuts_at(self.program.parameters[name], mesh, mesh.coordinates(rank)):
+            whole = None if whole is None else cut.take(whole, index)
         return whole
 
     def _part(self, kind: str, name: str, rank: int, part: Tensor | None, whole: Tensor | None, scale: float) -> None:

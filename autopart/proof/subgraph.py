@@ -262,8 +262,8 @@ def _axes(decisions: Decisions) -> tuple[tuple[str, int, Mapping[fx.Node, Strate
 
 
 def _stored_over(mesh: Mesh) -> list[str]:
-    """The axes over which parameters may be in parts."""
-    return [*mesh.chosen, *([mesh.storing_axis] if mesh.storing_axis is not None else [])]
+    """The axes over which parameters may be in parts, also joined."""
+    return [*mesh.chosen, *mesh.storing()]
 
 
 def _comment(node: fx.Node) -> str:

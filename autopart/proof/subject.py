@@ -25,7 +25,7 @@ from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.lockstep import OnValue, run_lockstep
 from autopart.runtime.state.batch import merge_microbatches
 from autopart.runtime.state.gradients import sync_gradients_lockstep
-from autopart.runtime.state.state import stored_cuts
+from autopart.runtime.state.state import cuts_at
 from autopart.tracing.trace import Trace
 
 FLOOR = 1e-3
@@ -191,17 +191,18 @@ class Subject:
         mesh, tamper = program.mesh, arrangement.tamper
         shards: Shards = {rank: {} for rank in range(mesh.num_ranks)}
         for name, stored in program.parameters.items():
-            cuts, homes = stored_cuts(stored, mesh), owners(program, stored, arrangement.stage_style)
+            homes = owners(program, stored, arrangement.stage_style)
             parts: dict[tuple[int, ...], Tensor] = {}
             for rank, local in shards.items():
                 at = mesh.coordinates(rank)
                 if at.get("pp", 0) not in homes:
                     continue
-                place = tuple(at[axis] for axis, _ in cuts)
+                cuts = cuts_at(stored, mesh, at)
+                place = tuple(index for _, index in cuts)
                 if place not in parts:
                     parts[place] = self.traced.parameters[name].detach()
-                    for axis, cut in cuts:
-                        parts[place] = cut.take(parts[place], at[axis])
+                    for cut, index in cuts:
+                        parts[place] = cut.take(parts[place], index)
                 changes = trained or tamper is not None or name in program.weight_updates
                 part = parts[place].clone() if changes else parts[place]
                 local[name] = nn.Parameter(part, requires_grad=self.weights[name].requires_grad)
@@ -318,8 +319,8 @@ def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict
                 if found is not None and bool(found.any()):
                     errors[name] = float("inf")
                 continue
-            for axis, cut in stored_cuts(program.parameters[name], program.mesh):
-                whole = cut.take(whole, at[axis])
+            for cut, index in cuts_at(program.parameters[name], program.mesh, at):
+                whole = cut.take(whole, index)
             apart = relative(found, whole, scale) if found is not None else float("inf")
             errors[name] = max(errors.get(name, 0.0), apart)
     return {name: float("inf") for name in expected.grads} | errors

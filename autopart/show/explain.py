@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import text_of
@@ -81,13 +82,15 @@ def _header(plan: Plan) -> str:
 
 
 def _zero(plan: Plan) -> str:
-    """What is cut over the data axis, in words."""
-    axis, ahead = plan.mesh_object().data_axis, plan.prefetch
+    """What is cut over which axes, in words."""
+    mesh, ahead = plan.mesh_object(), plan.prefetch
+    parts = [[part for part in parts_of(axis) if mesh.size(part) > 1] for axis in plan.axes_in_parts]
+    over = " and ".join(map(" x ".join, parts))
     words = {1: "the optimizer's state", 2: "the optimizer's state and gradients", 3: "parameters, gradients and state"}
     if plan.zero not in words:
         return ""
     gathered = f", gathered {ahead} block{'s' * (ahead > 1)} ahead" if plan.zero == 3 and ahead else ""
-    return f"{plan.zero}: {words[plan.zero]} cut over {axis}{gathered}"
+    return f"{plan.zero}: {words[plan.zero]} cut over {over}{gathered}"
 
 
 def _sends(plan: Plan) -> str:
@@ -400,7 +403,8 @@ def _layout_text(plan: Plan, name: str) -> str:
     """`S(0)` on `tp`, or `dp:S(1) tp:S(0)` where a plan places parameters on other axes too."""
     tensor_axis = Mesh({}, plan.axes).tensor_axis
     said = {axis for entry in plan.parameters.values() for axis in entry}
-    axes = [axis for axis in plan.mesh if axis in said]
+    joined = sorted(said - set(plan.mesh))
+    axes = [*joined, *(axis for axis in plan.mesh if axis in said)]
     if axes in ([], [tensor_axis]):
         return plan.placement_text(name, tensor_axis)
     places = [(axis, plan.placement_text(name, axis)) for axis in axes]

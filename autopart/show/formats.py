@@ -90,8 +90,9 @@ def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
                 row = place.dim == (1 if isinstance(module, nn.Linear) else 0)
                 roles[path] = (ROW if row else COLUMN) if place.is_shard else WHOLE
     _check_collectives(plan)
-    if any("dp" in entry for entry in plan.parameters.values()):
-        warnings.warn("the format does not say what is stored in parts over dp: fully_shard does it", stacklevel=4)
+    if plan.axes_in_parts:
+        over = plan.axes_in_parts[0]
+        warnings.warn(f"the format does not say what is stored in parts over {over}: fully_shard does it", stacklevel=4)
     kept = _kept_in_shards(roles)
     return {path: GATHERED if role == COLUMN and path not in kept else role for path, role in roles.items()}
 

@@ -1,4 +1,5 @@
-"""The search for choices block by block: what each computes again, how it is stored over `dp`, where stages begin."""
+"""The search for choices block by block: what each computes again, whether its weights are stored in parts, where
+stages begin."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class BlockSearch:
 
     @property
     def pins(self) -> dict[str, Any]:
-        """What stays whole where the rest is cut over `dp`, and the blocks that stages begin with."""
+        """What stays whole where the rest is stored in parts, and the blocks that stages begin with."""
         pins: dict[str, Any] = {}
         if self._is_cut:
             whole = [] if self.blocks.outside_cut else self.blocks.outside_matrices
@@ -91,7 +92,7 @@ class BlockSearch:
         parts = [
             f"about {quantity(self.step_time_s, 's')} a step, about {quantity(self.memory_bytes, 'B')} a rank",
             f"recompute of {', '.join(f'{number} blocks {word}' for word, number in words.items())}",
-            f"{sum(option.cut for option in options)} of {len(options)} blocks cut over dp",
+            f"{sum(option.cut for option in options)} of {len(options)} blocks stored in parts",
         ]
         parts += [f"stages begin with {', '.join(begins)}"] * bool(begins)
         return "; ".join(parts)
@@ -124,7 +125,7 @@ def search_blocks(
         schedule: "1f1b" or "gpipe", for a mesh with `pp`.
         microbatches: None: as many as divide the batch, up to four a stage.
         sequence_parallel: for a mesh with `tp`.
-        zero: 3: what is in no block (embeddings, the head) is cut over `dp` too.
+        zero: 3: what is in no block (embeddings, the head) is stored in parts too.
         hardware, global_batch, memory, example_kwargs, precision, reduce_dtype: as `search`.
         method, seed, budget: one of `autopart.cost.methods`, which says what the budget is.
     Returns:

@@ -82,7 +82,7 @@ class Candidate:
             found |= {"schedule": self.schedule.name, "virtual_stages": self.schedule.virtual_stages}
         if self.mesh.size("tp") > 1:
             found["sequence_parallel"] = self.sequence_parallel
-        if self.mesh.size("dp") > 1:
+        if self.mesh.storing_axis is not None:
             found["zero"] = self.zero
         return found
 

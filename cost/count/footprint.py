@@ -30,7 +30,7 @@ from autopart.tracing.trace import Trace
 @dataclass(eq=False)
 class Memory:
     """A piece of memory. `lives`: it is there before and after a microbatch, as a parameter is. `again`: a weight that
-    is gathered over `dp`, or cast, and again where the backward reads it."""
+    is gathered of its parts, or cast, and again where the backward reads it."""
 
     size_bytes: int
     lives: bool
@@ -200,8 +200,8 @@ class Walk:
         made = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
         if in_order and Form(made.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
             return Value(made, owner)
-        over_data = node.args[1] == self.program.mesh.data_axis
-        again = primitive == "all_gather" and over_data and stored_source(node) is not None
+        stores = self.program.mesh.stores(node.args[1])
+        again = primitive == "all_gather" and stores and stored_source(node) is not None
         return Value(made, Memory(made.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:

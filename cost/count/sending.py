@@ -15,8 +15,9 @@ from autopart.cost.dp_sync import Carried, carried
 from autopart.ir.buckets import bucketed, in_order_of_use, kinds
 from autopart.ir.dp_sync import Method
 from autopart.ir.layout import local_shape
+from autopart.ir.operators import axis_of
 from autopart.ir.program import Program, Stage, StoredTensor
-from autopart.ir.storing import gathered_together, gathers_stored, source_name
+from autopart.ir.storing import gathered_together, gathers_stored, source_name, storing_axes
 from autopart.tracing.trace import Trace
 
 
@@ -61,7 +62,7 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
     Args:
         whole: {parameter that is held whole for a step: its bytes}.
     """
-    mesh, axis = program.mesh, program.mesh.data_axis
+    mesh, over = program.mesh, program.mesh.stored_over
     sizes = {name: local_bytes(trace, program, program.parameters[name]) for name in stage.parameters}
     trained = [name for name in stage.parameters if trace.parameters[name].requires_grad]
     dtypes = {name: trace.parameters[name].dtype for name in trained}
@@ -73,7 +74,8 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
             copied = len(row) > 1 or summed_dtype(dtypes[row[0]], program) != dtypes[row[0]]
             flat = sum(sizes[name] for name in row) * _summed(dtypes[row[0]], program)
             sent.append(Sent(row, round(flat) if copied else 0))
-    for names in kinds([n for n in order if n in whole], dtypes):
+    together = {name: (over(program.parameters[name].layout), dtypes[name]) for name in trained}
+    for names in kinds([n for n in order if n in whole], together):
         for row in bucketed({name: whole[name] for name in names}):
             size, parts = sum(whole[name] for name in row), sum(sizes[name] for name in row)
             read = program.parameters[row[0]].compute_dtype or dtypes[row[0]]
@@ -82,7 +84,8 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
             is_kept = program.zero == 1 and program.microbatches > 1 and summed != size
             sent.append(Sent(row, summed if not alone or summed != size else 0, parts, 0 if alone else size, True,
                              program.zero == 2, summed if is_kept else 0))  # fmt: skip
-    nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, axis) and source_name(n) not in whole]
+    storing = storing_axes(program)
+    nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, storing) and source_name(n) not in whole]
     found = gathered_together(nodes, lambda n: (trace.parameters[source_name(n)].dtype, sizes[source_name(n)]))
     rows = [_row(trace, program, row, sum(sizes[source_name(node)] for node in row)) for row in found]
     row_of = {node: index for index, row in enumerate(rows) for node in row.nodes}
@@ -90,7 +93,7 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
 
 
 def _row(trace: Trace, program: Program, nodes: list[fx.Node], part_bytes: int) -> Row:
-    stored, ranks = trace.parameters[source_name(nodes[0])].dtype, program.mesh.size(program.mesh.data_axis)
+    stored, ranks = trace.parameters[source_name(nodes[0])].dtype, program.mesh.size(str(axis_of(nodes[0])))
     read = program.parameters[source_name(nodes[0])].compute_dtype or stored
     in_order = len(nodes) == 1 and nodes[0].args[2] == 0
     part = part_bytes * read.itemsize // stored.itemsize

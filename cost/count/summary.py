@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from autopart.ir.names import layer_of
 from autopart.ir.operators import stored_source
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.scattering import in_parts
-from autopart.ir.storing import gathers_stored, held_whole
+from autopart.ir.storing import gathers_stored, held_whole, storing_axes
 from autopart.plans.plan import Collective
 from autopart.tracing.trace import Trace
 
@@ -62,7 +62,7 @@ class _Move(NamedTuple):
 
 
 def _moves(program: Program) -> Iterator[_Move]:
-    whole = held_whole(program, program.stages)
+    whole, storing = held_whole(program, program.stages), storing_axes(program)
     for stage in program.stages:
         for node in stage.graph.graph.nodes:
             name = operator_name(node).removeprefix("autopart::")
@@ -72,7 +72,7 @@ def _moves(program: Program) -> Iterator[_Move]:
             if not forward and not backward:
                 continue
             axis = node.args[1]
-            if gathers_stored(node, program.mesh.data_axis) and str(node.args[0].target) in whole:
+            if gathers_stored(node, storing) and str(node.args[0].target) in whole:
                 if program.zero == 2 and facts(node).get("needs_grad", True) and backward:
                     yield _Move(stage.index, _module_of(node), axis, "", backward, _scattered_bytes(node, program))
                 continue
@@ -88,7 +88,7 @@ def _moves(program: Program) -> Iterator[_Move]:
             moved += wire_bytes(backward, program.mesh.size(axis), summed) if grad else 0
             path = _module_of(node)
             yield _Move(stage.index, path, axis, forward, backward if grad else "", round(moved))
-            is_weight = axis == program.mesh.data_axis and stored_source(node) is not None
+            is_weight = axis in storing and stored_source(node) is not None
             if is_weight and forward == "all_gather" and _is_saved(node):
                 again = round(wire_bytes("all_gather", program.mesh.size(axis), size))
                 yield _Move(stage.index, path, axis, "", "all_gather", again)
@@ -97,7 +97,7 @@ def _moves(program: Program) -> Iterator[_Move]:
 def _scattered_bytes(node: fx.Node, program: Program) -> int:
     """What a rank sends of the gradient of a gathered weight."""
     dtype = node.kwargs.get("grad_dtype") or value(node).dtype
-    ranks = program.mesh.size(program.mesh.data_axis)
+    ranks = program.mesh.size(node.args[1])
     return round(wire_bytes("reduce_scatter", ranks, value(node).numel() * dtype.itemsize))
 
 
@@ -172,19 +172,20 @@ def _methods(trace: Trace, program: Program) -> list[Collective]:
 
 def _wholes(trace: Trace, program: Program) -> list[Collective]:
     """What is gathered, and with ZeRO 1 scattered, once a step."""
-    mesh, axis, whole, trained = program.mesh, program.mesh.data_axis, 0, 0
-    for name in held_whole(program, program.stages):
-        stored, parameter = program.parameters[name], trace.parameters[name]
+    mesh, whole, trained = program.mesh, Counter[str](), Counter[str]()
+    for name, way in held_whole(program, program.stages).items():
+        stored, parameter, axis = program.parameters[name], trace.parameters[name], way.axis
         parts = math.prod(mesh.size(a) for a, place in stored.layout.items() if place.is_shard and a != axis)
         elements = parameter.numel() // parts
-        whole += elements * (stored.compute_dtype or parameter.dtype).itemsize
-        trained += elements * summed_dtype(parameter.dtype, program).itemsize * parameter.requires_grad
-    rows = [("parameters", "all_gather", "", whole)]
-    rows += [("gradients of parameters", "", "reduce_scatter", trained)] if program.zero == 1 else []
+        whole[axis] += elements * (stored.compute_dtype or parameter.dtype).itemsize
+        trained[axis] += elements * summed_dtype(parameter.dtype, program).itemsize * parameter.requires_grad
+    rows = [("parameters", axis, "all_gather", "", size) for axis, size in whole.items()]
+    rows += [("gradients of parameters", axis, "", "reduce_scatter", size)
+             for axis, size in trained.items() if program.zero == 1]  # fmt: skip
     return [
         Collective(where, axis, forward, backward, 1,
                    round(wire_bytes(forward or backward, mesh.size(axis), size) / mesh.size("pp")), "step")
-        for where, forward, backward, size in rows if size
+        for where, axis, forward, backward, size in rows if size
     ]  # fmt: skip
 
 

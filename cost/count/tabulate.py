@@ -33,10 +33,12 @@ from autopart.ir.blocks import blocks as repeated_blocks
 from autopart.ir.buckets import bucketed, in_order_of_use
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators, source_of, tensor_inputs
-from autopart.ir.layout import MIN_DIMS
+from autopart.ir.layout import MIN_DIMS, parts_of
+from autopart.ir.mesh import Mesh
 from autopart.ir.operators import is_cast, stored_source
-from autopart.ir.program import Program
+from autopart.ir.program import Program, StoredTensor
 from autopart.ir.scattering import in_parts
+from autopart.ir.storing import storing_axes
 from autopart.tracing.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
@@ -69,13 +71,12 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     starts = tuple(accumulate(map(len, stages)))[:-1]
     trained = frozenset().union(*(one.trained for one in held))
     again = frozenset().union(*(one.cast_again for one in held))
-    is_stored = any(mesh.data_axis in stored.layout for stored in program.parameters.values())
+    is_stored = bool(storing_axes(program))
     gathers = is_stored and program.zero not in (1, 2)
     parameters = {
         name: Parameter(
-            _stored(trace, program, name), tuple(dict.fromkeys((mesh.data_axis, *stored.grad_axes))), name in trained,
-            mesh.data_axis in stored.layout if is_stored else len(stored.shape) >= MIN_DIMS,
-            *_shares(trace, name), name in again, *_form(trace, program, name),
+            _stored(trace, program, name), _summed_over(mesh, stored), name in trained,
+            _cut_over(mesh, stored, is_stored), *_shares(trace, name), name in again, *_form(trace, program, name),
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
     order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
@@ -104,11 +105,11 @@ def _hidden(trace: Trace, program: Program) -> float:
 
 
 def _stored(trace: Trace, program: Program, name: str) -> Size:
-    """What a rank stores of a parameter, before the data axis cuts it."""
+    """What a rank stores of a parameter, before ZeRO cuts it."""
     mesh, stored = program.mesh, program.parameters[name]
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
     cut = {name: int(axis in stored.layout and stored.layout[axis].is_shard) for name, axis in axes.items()}
-    parts = mesh.size(mesh.data_axis) if mesh.data_axis in stored.layout else 1
+    parts = mesh.size(mesh.stored_over(stored.layout) or "")
     whole = local_bytes(trace, program, stored) * parts
     return Size.of(whole, Powers(**cut))
 
@@ -119,6 +120,23 @@ def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
     if program.dp_sync.is_default:
         return 4, 0
     return tensor.dtype.itemsize, tensor.shape[0] if tensor.dim() > 1 else 0
+
+
+def _summed_over(mesh: Mesh, stored: StoredTensor) -> tuple[str, ...]:
+    """The axes over which its gradient is summed, or would be if it were not stored in parts."""
+    over = parts_of(mesh.stored_over(stored.layout) or mesh.data_axis)
+    return tuple(dict.fromkeys((mesh.data_axis, *over, *stored.grad_axes)))
+
+
+def _cut_over(mesh: Mesh, stored: StoredTensor, is_stored: bool) -> tuple[str, ...]:
+    """The axes over which ZeRO-3 cuts it on a mesh on which all of them have several ranks; `is_stored`: as this
+    program has it."""
+    over = mesh.stored_over(stored.layout)
+    if over is None and (is_stored or len(stored.shape) < MIN_DIMS):
+        return ()
+    cutting = {axis for axis, place in stored.layout.items() if place.is_shard}
+    left = set() if over is None else {axis for axis in mesh.sizes if mesh.size(axis) > 1} - set(parts_of(over))
+    return tuple(axis.name for axis in mesh.axes if axis.stores and axis.name not in cutting | left)
 
 
 def _shares(trace: Trace, name: str) -> tuple[float, float]:

@@ -81,7 +81,9 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
 def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...]:
     """`(axis, placement)` of a parameter; whole on an axis that cuts rows need not be said."""
     features = decisions.mesh.chosen
-    places = {axis: str(decisions.place(name, axis)) for axis in (*decisions.mesh.along("rows"), *features)}
+    joined = (axis for axis in decisions.stored.get(name, {}) if decisions.mesh.stores(axis))
+    axes = dict.fromkeys((*decisions.mesh.along("rows"), *joined, *features))
+    places = {axis: str(decisions.place(name, axis)) for axis in axes}
     return tuple((axis, place) for axis, place in places.items() if axis in features or place != str(R))
 
 
@@ -141,10 +143,10 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     else:
         rows = fit_rows(trace, mesh, plan.schedule)
     cuts = _read_cuts(trace, plan, num_stages, own, list(decided or {}))
-    if mesh.storing_axis is not None:
-        parts = _read_stored(trace, plan, mesh, mesh.storing_axis, stored)
-        cut = {name: place for name, place in parts.items() if place.is_shard}
-        stored = with_places(stored, mesh.storing_axis, cut)
+    for axis in dict.fromkeys(axis for entry in plan.parameters.values() for axis in entry if mesh.stores(axis)):
+        if mesh.size(axis) > 1:
+            parts = _read_stored(trace, plan, mesh, axis, stored)
+            stored = with_places(stored, axis, {name: place for name, place in parts.items() if place.is_shard})
     strategies = {**over_rows(mesh, rows.microbatches, rows.strategies, rows.copied), **chosen}
     return Decisions(
         mesh,

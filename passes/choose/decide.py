@@ -76,7 +76,8 @@ def _solve(
 ) -> tuple[ShardingProblem, Sharding]:
     """The cheapest sharding over an axis, beside what was `solved` before."""
     mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
-    step = Step(problem.microbatches, rows, problem.storage, mesh.stride(pinned.axis), summed_share(problem.trace))
+    storage = replace(problem.storage, beside=stored)
+    step = Step(problem.microbatches, rows, storage, mesh.stride(pinned.axis), summed_share(problem.trace), pinned.axis)
     before = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
     left = replace(pinned.beside(before, stored, mesh), context=problem.context)
     ranks = mesh.size(pinned.axis)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autopart.errors import OptionError
 from autopart.ir.decisions import Decisions
 from autopart.ir.dp_sync import EXACT, Method
+from autopart.ir.layout import parts_of
 from autopart.tracing.trace import Trace
 
 
@@ -27,7 +28,8 @@ def check_methods(trace: Trace, decisions: Decisions) -> None:
     trained = {name for name, parameter in trace.parameters.items() if parameter.requires_grad}
     sync.check_names(trace.parameters)
     axis = sync.axis(mesh)
-    cut = [name for name in trained if sync.of(name) != EXACT and decisions.place(name, axis).is_shard]
+    over = {name: mesh.stored_over(decisions.stored.get(name, {})) for name in trained if sync.of(name) != EXACT}
+    cut = [name for name, stored in over.items() if stored is not None and axis in parts_of(stored)]
     if axis and cut:
         raise OptionError(
             f"dp_sync='{sync}' on parameters that are stored in parts (zero={decisions.zero or 3})",

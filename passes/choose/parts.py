@@ -1,13 +1,14 @@
-"""Which parameters are stored in parts over the axis of the mesh that may store them so, and which are not."""
+"""Which parameters are stored in parts over the axes of the mesh that may store them so, and which are not."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from autopart.errors import LayoutError, OptionError
-from autopart.ir.decisions import Decisions, with_places
+from autopart.ir.decisions import Decisions
 from autopart.ir.graph import pattern_of
-from autopart.ir.layout import Layout, Placement, R, cannot_store_parts
+from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.notes import layout_notes
 from autopart.passes.choose.pins import cannot_hold, smallest_conflict
@@ -20,35 +21,46 @@ from autopart.tracing.trace import Trace
 
 @driven(notes=layout_notes)
 def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """`stored` with how parameters are cut over the storing axis too: what is pinned so, and with `zero` all
-    that divides: with 3 matrices alone.
+    """`stored` with how parameters are cut over the storing axes too: what is pinned so, and with `zero` all that
+    divides: with 3 matrices alone.
 
     Args:
-        stored: {parameter: its layout}; only the axes that cut features count.
+        stored: {parameter: its layout}; only the axes on which layouts are chosen count.
     Raises OptionError or LayoutError where that is nothing, or cannot be.
     """
     mesh, storage, zero = problem.mesh, problem.storage, problem.zero
-    name = mesh.data_axis
-    stored = {key: {axis: place for axis, place in layout.items() if axis != name} for key, layout in stored.items()}
-    if zero and storage.ranks == 1:
-        why, hint = f"the mesh {mesh} has no axis {name}", f"mesh='{Mesh.parse({**mesh.sizes, name: 2}, mesh.axes)}'"
-        raise OptionError(f"zero={zero} needs an axis to cut parameters over", why=why, hint=f"{hint}, or leave it out")
-    chosen: dict[str, Placement] = {}
+    over = mesh.storing_axis
+    stored = {key: {axis: place for axis, place in layout.items() if not mesh.stores(axis)}
+              for key, layout in stored.items()}  # fmt: skip
+    if over is None:
+        if zero:
+            _no_axis(mesh, zero)
+        return stored
+    chosen: dict[str, Layout] = {}
     for name, parameter in problem.trace.parameters.items():
         sizes, others = tuple(parameter.shape), stored.get(name, {})
         if name in storage.pinned:
             _check(name, sizes, storage, others, problem.pins)
-        place = storage.place(name, sizes, others)
-        if place is not None:
-            chosen[name] = place
+        found = storage.place(name, sizes, others)
+        if found is not None:
+            chosen[name] = dict([found])
     if zero and not chosen:
         which = "no parameter with two dims or more has one" if storage.min_dims > 1 else "no parameter has a dim"
         raise LayoutError(
-            f"zero={zero} finds nothing to cut over {storage.axis}={storage.ranks}",
+            f"zero={zero} finds nothing to cut over {over}={mesh.size(over)}",
             why=f"{which} that divides over it and that tp does not cut",
-            hint=f"another size of {storage.axis}, or zero=0",
+            hint=f"another size of {over}, or zero=0",
         )  # fmt: skip
-    return with_places(stored, storage.axis, chosen)
+    return {name: {**stored.get(name, {}), **chosen.get(name, {})} for name in {**stored, **chosen}}
+
+
+def _no_axis(mesh: Mesh, zero: int) -> NoReturn:
+    name = mesh.data_axis
+    raise OptionError(
+        f"zero={zero} needs an axis to cut parameters over",
+        why=f"the mesh {mesh} has no axis {' or '.join(axis.name for axis in mesh.axes if axis.stores)}",
+        hint=f"mesh='{Mesh.parse({**mesh.sizes, name: 2}, mesh.axes)}', or leave it out",
+    )
 
 
 def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pins: Pins) -> None:
@@ -60,11 +72,12 @@ def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pi
             cannot_hold(clash), why=f"{name} can have only one layout",
             where=", ".join(filter(None, map(pins.where, clash))), hint="leave one of them out",
         )  # fmt: skip
-    why = cannot_store_parts(Placement.parse(found[0].text), sizes, storage.axis, storage.ranks, others)
+    _, why = storage.over_which(Placement.parse(found[0].text), sizes, others)
     if why:
+        axis = storage.mesh.data_axis
         raise LayoutError(
             f"cannot pin {found[0]}", why=f"{name}: {why}", where=pins.where(found[0]),
-            hint=fitting_parts(sizes, storage.axis, storage.ranks, others),
+            hint=fitting_parts(sizes, axis, storage.mesh.size(axis), others),
         )  # fmt: skip
 
 
@@ -74,18 +87,18 @@ def _agree(pins: Sequence[LayoutPin]) -> bool:
 
 
 def storage_notes(trace: Trace, decisions: Decisions, zero: int) -> tuple[str, ...]:
-    """A line for every matrix that stays whole on `dp` although it was asked to be cut; repeated blocks share one."""
-    axis = decisions.mesh.storing_axis
-    if axis is None or not zero:
-        return ()
-    ranks, kept = decisions.mesh.size(axis), []
-    for name, parameter in trace.parameters.items():
+    """A line for every matrix that stays whole although it was asked to be cut, or is cut over fewer ranks than hold
+    it alike; repeated blocks share one."""
+    mesh, kept = decisions.mesh, []
+    for name, parameter in trace.parameters.items() if zero else ():
         layout = decisions.stored.get(name, {})
-        if (
-            parameter.dim() >= MIN_DIMS
-            and axis not in layout
-            and fitting_cut(tuple(parameter.shape), ranks, layout) is None
-        ):
-            sizes, why = list(parameter.shape), "no dim divides that tp does not cut"
-            kept.append(f"{pattern_of(name)}: {sizes} stays whole on {axis}={ranks}: {why}")
+        axis = mesh.stored_over(layout)
+        over = mesh.storing([a for a, place in layout.items() if place.is_shard and a != axis])
+        if parameter.dim() < MIN_DIMS or not over or axis == over[0]:
+            continue
+        others = {a: place for a, place in layout.items() if a != axis}
+        if fitting_cut(tuple(parameter.shape), mesh.size(over[0]), others) is None:  # else a pin has it so
+            most, why = f"{over[0]}={mesh.size(over[0])}", "no dim divides that tp does not cut"
+            how = f"is cut over {axis}={mesh.size(axis)} and not {most}" if axis else f"stays whole on {most}"
+            kept.append(f"{pattern_of(name)}: {list(parameter.shape)} {how}: {why}")
     return tuple(dict.fromkeys(kept))

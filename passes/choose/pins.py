@@ -170,10 +170,11 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
 
 
 def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
-    """The parameters that pins place on the axis that may store them in parts, whole or cut."""
+    """The parameters that pins place on the axis that stores them in parts, whole or cut: they say so for all axes that
+    are joined to it."""
     model, found = _Names(trace), defaultdict(list)
     for pin in pins.layouts:
-        if pin.axis == mesh.storing_axis:
+        if pin.axis == mesh.data_axis and mesh.storing_axis is not None:
             for name in model.matched(pin, pins)[0]:
                 found[name].append(pin)
     return found
@@ -242,7 +243,7 @@ def near_names(name: str, names: Iterable[str]) -> str:
 
 def _check_axis(pin: LayoutPin, mesh: Mesh, pins: Pins) -> None:
     """Raises OptionError for a pin of an axis that the mesh lacks, or on which there is nothing to choose."""
-    if pin.axis not in mesh.sizes:
+    if pin.axis not in mesh.sizes and not (pin.axis == mesh.data_axis and mesh.storing_axis is not None):
         raise OptionError(
             f"the pin {pin} is for an axis that the mesh {mesh} lacks", where=pins.where(pin),
             hint=f"leave it out, or mesh='{mesh},{pin.axis}2'",

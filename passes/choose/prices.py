@@ -24,7 +24,7 @@ from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values
-from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Placement, R, conversion, is_direct
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, is_direct, parts_of
 from autopart.passes.choose.storage import Storage
 from autopart.tracing.trace import Trace
 
@@ -44,15 +44,16 @@ _TELLS = 0.01
 @dataclass(frozen=True)
 class Step:
     """What of a training step prices depend on. `row_shards`: the parts in which the rows of the batch are cut, over
-    ranks and microbatches. `storage`: how what lies on the axis priced is stored over another. `stride`: how far apart
+    ranks and microbatches. `storage`: how what lies on the axis priced is stored over others. `stride`: how far apart
     in rank numbers neighbours on the axis priced are. `summed`: bytes that are summed of a parameter's gradient for
-    each that is read of it: in mixed precision not as many."""
+    each that is read of it: in mixed precision not as many. `axis`: the one priced."""
 
     microbatches: int = 1
     row_shards: int = 1
     storage: Storage = field(default_factory=Storage)
     stride: int = 1
     summed: float = 1.0
+    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ class Prices:
     def option(self, node: fx.Node, option: Strategy | Placement) -> Price:
         """The price of an option, conversions left out."""
         if not isinstance(option, Strategy):
-            partial = option == R_GRAD_P
+            over = self._stored_over(node, option)
+            partial = option == R_GRAD_P and not (over and self.step.axis in parts_of(over))
             summed_s = gradient_sync_s(
                 size_bytes(node) * self.step.summed, self.num_shards, self.hardware, self.step.stride
             )
@@ -165,17 +167,28 @@ class Prices:
         return Price(work, weights, self._inner_s(node, option), self._traffic_s(node, option))
 
     def in_parts(self, node: fx.Node, place: Placement) -> Price:
-        """Of a parameter laid out like this on the axis, what it costs over the one that may store it in parts. Where
+        """Of a parameter laid out like this on the axis, what it costs over those that may store it in parts. Where
         that was asked for and cannot be, all of it is left on every rank."""
         storage = self.step.storage
-        if storage.ranks == 1 or node.op != "get_attr":
+        if node.op != "get_attr" or not (over := storage.over(self._layout(node, place))):
             return Price()
         size = size_bytes(node) / (self.num_shards if place.is_shard else 1)
-        is_cut = storage.place(node.target, shape(node), {"": place}) is not None
-        price = stored_parts(size, is_cut, facts(node)["needs_grad"], storage, self.step, self.links)
-        is_left = bool(storage.zero) and not is_cut and len(shape(node)) >= MIN_DIMS
-        left = size * (1 - 1 / storage.ranks) / self.table if is_left else 0.0
+        cut = self._stored_over(node, place)
+        price = stored_parts(size, cut, facts(node)["needs_grad"], storage, self.step, self.links)
+        is_left = bool(storage.zero) and not cut and len(shape(node)) >= MIN_DIMS
+        left = size * (1 - 1 / storage.mesh.size(over[0])) / self.table if is_left else 0.0
         return price + Price(weights=left)
+
+    def _stored_over(self, node: fx.Node, place: Placement) -> str:
+        """The axes joined over which a parameter laid out like this on the axis is stored in parts; "" where none."""
+        if node.op != "get_attr":
+            return ""
+        found = self.step.storage.place(node.target, shape(node), self._layout(node, place))
+        return found[0] if found is not None else ""
+
+    def _layout(self, node: fx.Node, place: Placement) -> Layout:
+        """The layout of a parameter that is placed so on the axis, beside what was solved for before."""
+        return {**self.step.storage.beside.get(str(node.target), {}), self.step.axis: place}
 
     def conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         """Seconds a step of bringing a value from one placement to another; infinite where that cannot be."""
@@ -261,13 +274,16 @@ def summed_share(trace: Trace) -> float:
 
 
 def stored_parts(
-    size: float, is_cut: bool, trained: bool, storage: Storage, step: Step, hardware: Hardware
+    size: float, over: str, trained: bool, storage: Storage, step: Step, hardware: Hardware
 ) -> Price:  # fmt: skip
-    """Of so many bytes of a parameter on every rank of the storing axis: summing the gradient once a step; where it is
-    stored in parts, gathering it and scattering the sum of its gradient: in every microbatch, or (ZeRO 1, and the
-    gathers of 2) once."""
-    ranks, stride = storage.ranks, storage.stride
-    if not is_cut:
+    """Of so many bytes of a parameter that is stored in parts over these axes joined: gathering it and scattering the
+    sum of its gradient, in every microbatch, or (ZeRO 1, and the gathers of 2) once; of one that is not (""), summing
+    the gradient over the data axis once a step."""
+    mesh, axis = storage.mesh, over or storage.mesh.data_axis
+    ranks, stride = mesh.size(axis), mesh.stride(axis)
+    if ranks == 1:
+        return Price()
+    if not over:
         return Price(gradient_sync_s=gradient_sync_s(size * step.summed, ranks, hardware, stride) if trained else 0.0)
     gathers = 1 if storage.zero in (1, 2) else step.microbatches * (2 if trained else 1)
     scatters = (1 if storage.zero == 1 else step.microbatches) if trained else 0

@@ -59,12 +59,8 @@ class Problem:
 
     @cached_property
     def storage(self) -> Storage:
-        """How parameters are to be stored over the axis that may store them in parts."""
-        axis = self.mesh.storing_axis
-        if axis is None:
-            return Storage(zero=self.zero)
-        pinned = pinned_parts(self.trace, self.mesh, self.pins)
-        return Storage(axis, self.mesh.size(axis), self.mesh.stride(axis), self.zero, pinned)
+        """How parameters are to be stored over the axes that may store them in parts."""
+        return Storage(self.mesh, self.zero, pinned_parts(self.trace, self.mesh, self.pins))
 
     def options(self) -> dict[str, Any]:
         """What the text of a pass says of it."""

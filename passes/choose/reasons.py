@@ -17,7 +17,7 @@ from autopart.errors import LayoutError, OptionError
 from autopart.ir.dp_sync import EXACT
 from autopart.ir.facts import ACTIVE, WEIGHT, facts
 from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
-from autopart.ir.layout import DIRECTIONS, Placement, R, cannot_store_parts
+from autopart.ir.layout import DIRECTIONS, Placement, R
 from autopart.ir.program import Program
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.choose.pins import near_names, pinned_layouts, pinned_parts, solve_pinned
@@ -118,14 +118,13 @@ class Reasons:
         return Why("dp_sync", str(sync), reason, str(EXACT), exact_s - took_s, {str(EXACT): other})
 
     def _in_parts(self, node: fx.Node) -> tuple[str, str]:
-        """Where a weight is stored in parts over the data axis, and why; empty where it is not."""
-        axis = self.mesh.data_axis
+        """Over which axes a weight is stored in parts, and why; empty where over none."""
         stored = self.program.parameters.get(str(node.target)) if node.op == "get_attr" else None
-        place = stored.layout.get(axis, R) if stored is not None else R
-        if not place.is_shard:
+        axis = self.mesh.stored_over(stored.layout) if stored is not None else None
+        if stored is None or axis is None:
             return "", ""
         ranks = f"{axis}={self.mesh.size(axis)}"
-        return f"{place} on {axis}", f"a rank of {ranks} stores its part, and gathers it where it is read"
+        return f"{stored.layout[axis]} on {axis}", f"a rank of {ranks} stores its part, and gathers it where it is read"
 
     def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
         """What another layout of a parameter, module or operator would cost, or why it cannot be."""
@@ -160,27 +159,30 @@ class Reasons:
         return Why(name, f"not {wanted}", _reason(price, wanted), wanted, price.seconds, others)
 
     def _why_not_in_parts(self, name: str, asked: Pins) -> Why:
-        """What it would cost to store parameters otherwise over the data axis, in the layouts they have on others."""
-        place, axis = Placement.parse(asked.layouts[0].text), self.mesh.data_axis
-        wanted, ranks = f"{place} on {axis}", self.mesh.size(axis)
-        pinned_layouts(self.trace, self.mesh, asked, axis)  # raises for names and axes that are not there
-        storage = Storage(axis, ranks, self.mesh.stride(axis))
-        price, held = Price(), 0.0
-        layouts = {name: self.program.parameters[name].layout for name in pinned_parts(self.trace, self.mesh, asked)}
-        changed = {name: layout for name, layout in layouts.items() if layout.get(axis, R) != place}
+        """What it would cost to store parameters otherwise in parts, in the layouts they have on other axes: over all
+        those axes that the plan stores some over."""
+        place, mesh, data_axis = Placement.parse(asked.layouts[0].text), self.mesh, self.mesh.data_axis
+        wanted = f"{place} on {data_axis}"
+        pinned_layouts(self.trace, mesh, asked, data_axis)  # raises for names and axes that are not there
+        storage, price, held = Storage(mesh, self.program.zero), Price(), 0.0
+        layouts = {name: self.program.parameters[name].layout for name in pinned_parts(self.trace, mesh, asked)}
+        changed = {name: layout for name, layout in layouts.items()
+                   if layout.get(mesh.stored_over(layout) or data_axis, R) != place}  # fmt: skip
         for weight, layout in changed.items():
-            parameter, before = self.trace.parameters[weight], layout.get(axis, R)
-            if why := cannot_store_parts(place, tuple(parameter.shape), axis, ranks, layout):
+            parameter, before = self.trace.parameters[weight], mesh.stored_over(layout)
+            others = {axis: lies for axis, lies in layout.items() if axis != before}
+            after, why = storage.over_which(place, tuple(parameter.shape), others)
+            if why:
                 return Why(name, f"not {wanted}", f"{weight}: {why}")
-            cuts = [self.mesh.size(other) for other, lies in layout.items() if lies.is_shard and other != axis]
+            cuts = [mesh.size(other) for other, lies in others.items() if lies.is_shard]
             read = self.program.parameters[weight].compute_dtype or parameter.dtype
             size, stored = (parameter.numel() * dtype.itemsize / math.prod(cuts) for dtype in (read, parameter.dtype))
             step = Step(self.program.microbatches, summed=summed_share(self.trace))
-            for sign, cut in ((1, place.is_shard), (-1, before.is_shard)):
+            for sign, axis in ((1, after), (-1, before or "")):
                 trained = parameter.requires_grad
-                found = stored_parts(size, cut, trained, storage, step, self.problem.hardware)
+                found = stored_parts(size, axis, trained, storage, step, self.problem.hardware)
                 price += found * sign
-                held += sign * stored * (1 / ranks if cut else 1) * (1 + (1 + OPTIMIZER_VALUES) * trained)
+                held += sign * stored / mesh.size(axis) * (1 + (1 + OPTIMIZER_VALUES) * trained)
         if not changed:
             return Why(name, wanted, "it is so in the plan")
         memory = f"{'+' if held > 0 else '-'}{quantity(abs(held), 'B')} of weights, gradients and optimizer state"

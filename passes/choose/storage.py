@@ -1,11 +1,15 @@
-"""How parameters are stored: which are cut over `dp` too, and what every rank holds.
+"""How parameters are stored: which are cut in parts that ranks would hold alike, and what every rank holds.
 
 With `zero` of 1 to 3 (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054, section 5; FSDP, which is 3: Zhao et al. 2023,
 arXiv:2304.11277) a rank holds one part in `dp` of a weight, and so its optimizer has one part of its state. That is a
 layout as any other, `S(d)` on `dp`: where the weight is read it is converted to `R(grad P)`, which gathers it and
 scatters the sum of its gradient. The levels differ in how long the runtime lets the whole weight and the whole gradient
-live (`Program.zero`). A dim is cut by one axis alone, so that a part is one block of the weight. Which axis that is
-says the mesh (`Axis.stores`).
+live (`Program.zero`). A dim is cut by one axis alone, so that a part is one block of the weight.
+
+Which axes may store says the mesh (`Axis.stores`). Those on which ranks hold a weight alike are joined in one, as the
+flattened `dp_shard_cp` of torchtitan is: `S(0)` on `dp_cp` cuts over the ranks of both, and one collective gathers it,
+where one axis after the other would take a collective each. An expert's weight, which `ep` cuts, is stored over `dp_cp`
+beside others of `dp_cp_ep`.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopart.ir.decisions import Decisions
-from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_parts, shard
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_parts, parts_of, shard
+from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
 from autopart.passes.choose.methods import method_for
 from autopart.plans.pins import LayoutPin
@@ -23,22 +28,44 @@ from autopart.tracing.trace import Trace
 
 @dataclass(frozen=True)
 class Storage:
-    """How parameters are stored over an axis of `ranks`, `stride` apart in rank numbers, by their layout on others."""
+    """How parameters are to be stored over the axes of a mesh that may store them in parts, by their layout on others.
 
-    axis: str = ""
-    ranks: int = 1
-    stride: int = 1
+    `pinned`: what pins say of a parameter. `beside`: {parameter: its layout on axes that were solved for before}.
+    """
+
+    mesh: Mesh = field(default_factory=lambda: Mesh({}))
     zero: int = 0
     pinned: Mapping[str, Sequence[LayoutPin]] = field(default_factory=dict)
+    beside: Mapping[str, Layout] = field(default_factory=dict)
 
-    def place(self, name: str, sizes: Sequence[int], others: Layout) -> Placement | None:
-        """How a parameter of a layout on other axes is cut over this one; None: whole on every rank."""
-        if self.ranks == 1:
-            return None
+    def place(self, name: str, sizes: Sequence[int], others: Layout) -> tuple[str, Placement] | None:
+        """The axes joined over which a parameter of a layout on other axes is cut, and how; None: whole on every
+        rank."""
         if name in self.pinned:
             place = Placement.parse(self.pinned[name][0].text)
-            return place if place.is_shard else None
-        return fitting_cut(sizes, self.ranks, others) if self.zero and len(sizes) >= self.min_dims else None
+            axis, _ = self.over_which(place, sizes, others)
+            return (axis, place) if axis else None
+        return self._fitting(sizes, others) if self.zero and len(sizes) >= self.min_dims else None
+
+    def over(self, others: Layout) -> tuple[str, ...]:
+        """The axes joined over which a parameter of this layout may be cut, those of most ranks first."""
+        return self.mesh.storing([axis for axis, place in others.items() if place.is_shard])
+
+    def over_which(self, place: Placement, sizes: Sequence[int], others: Layout) -> tuple[str, str]:
+        """The axes joined over which a parameter is cut that is to be placed so, "" where over none, and why that
+        cannot be: without `zero` it is cut over the data axis alone."""
+        if not place.is_shard:
+            return "", ""
+        why = ""
+        for axis in (axis for axis in self.over(others) if self.zero or axis == self.mesh.data_axis):
+            why = cannot_store_parts(place, sizes, axis, self.mesh.size(axis), others)
+            if not why:
+                return axis, ""
+        return "", why
+
+    def _fitting(self, sizes: Sequence[int], others: Layout) -> tuple[str, Placement] | None:
+        places = ((axis, fitting_cut(sizes, self.mesh.size(axis), others)) for axis in self.over(others))
+        return next(((axis, place) for axis, place in places if place is not None), None)
 
     @property
     def min_dims(self) -> int:
@@ -72,7 +99,9 @@ def stored_tensors(
     """
     stored, features = {}, decisions.mesh.chosen
     for name, parameter in trace.parameters.items():
-        layout = {axis: decisions.place(name, axis) for axis in axes}
+        joined = {axis: place for axis, place in decisions.stored.get(name, {}).items() if axis not in axes}
+        inside = {part for axis in joined for part in parts_of(axis)}
+        layout = {**joined, **{axis: decisions.place(name, axis) for axis in axes if axis not in inside}}
         partial = [axis for axis, place in layout.items() if place == R_GRAD_P or (axis not in features and place == R)]
         shown = {axis: R if place == R_GRAD_P else place for axis, place in layout.items()
                  if axis in features or place != R}  # fmt: skip

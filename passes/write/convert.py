@@ -13,7 +13,18 @@ from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
 from autopart.ir.graph import shape, value
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, Sections, conversion, is_direct, num_sections
+from autopart.ir.layout import (
+    R_GRAD_P,
+    Layout,
+    P,
+    Placement,
+    R,
+    Sections,
+    conversion,
+    is_direct,
+    num_sections,
+    parts_of,
+)
 from autopart.ir.operators import autopart_ops
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.ir.scattering import in_parts
@@ -24,8 +35,8 @@ from autopart.tracing.trace import Trace
 class Converter:
     """Writes conversions on any stage.
 
-    `sizes`: of the axes, in time too. `emitter`, `mark`: write a node for a traced one, and note which layout it holds
-    (`lower._Writer`).
+    `sizes`: of the axes, in time too, and of those joined that store parameters in parts. `emitter`, `mark`: write a
+    node for a traced one, and note which layout it holds (`lower._Writer`).
     """
 
     def __init__(
@@ -47,9 +58,12 @@ class Converter:
         return made
 
     def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
-        """The axes on which a value changes its place on the way from one layout to another, in order."""
+        """The axes on which a value changes its place on the way from one layout to another, in order: a parameter is
+        gathered first over axes that are joined, which the target does not name."""
         current = dict(source)
         whole = R_GRAD_P if facts(node)["needs_grad"] else R
+        named = dict(target)
+        target = (*((axis, whole) for axis in current if axis not in named), *target)
         for axis, place in (*_brought_first(dict(source), dict(target), whole), *target):
             if current[axis] != place:
                 current[axis] = place
@@ -157,9 +171,11 @@ def _zigzags(source: Placement, target: Placement) -> tuple[list[int], ...]:
 def _gradient_first(
     source: Layout, steps: Iterator[tuple[str, Placement]]
 ) -> list[tuple[str, Placement]]:  # fmt: skip
-    """Steps on the way from a layout, those of the gradient alone first, where nothing has to be brought together."""
-    found = list(steps)
-    of_gradient = [step for step in found if source[step[0]].is_replicated and step[1].is_replicated]
+    """Steps on the way from a layout, those of the gradient alone first, where nothing has to be brought together: on
+    axes over which a parameter is gathered as one, it has no gradient before."""
+    found, joined = list(steps), {part for axis in source for part in parts_of(axis) if part != axis}
+    of_gradient = [(axis, place) for axis, place in found
+                   if axis not in joined and source[axis].is_replicated and place.is_replicated]  # fmt: skip
     return [*of_gradient, *(step for step in found if step not in of_gradient)]
 
 

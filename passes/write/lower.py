@@ -32,7 +32,7 @@ from autopart.ir.graph import (
     tensor_inputs,
     value,
 )
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, local_shape
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, local_shape, parts_of
 from autopart.ir.program import (
     MICROBATCH_AXIS,
     SEEDS,
@@ -125,7 +125,8 @@ class _Writer:
         self.draws = [node for node in random if node not in self.not_drawn]
         _check_draws(self.draws, rng)
         self.empty: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        self.converter = Converter(trace, decisions, self.sizes, self.emitter, self.mark)
+        joined = {axis: mesh.size(axis) for stored in decisions.stored.values() for axis in stored}
+        self.converter = Converter(trace, decisions, {**joined, **self.sizes}, self.emitter, self.mark)
         self.rng, self.has_seeds = rng, bool(random) and rng == "fast"
         for stage in self.stages:
             for node in trace.graph.find_nodes(op="placeholder"):
@@ -150,7 +151,10 @@ class _Writer:
             return self.key(source, {})
         if facts(source)["role"] == PARAMETER:  # each part of the batch gives a part of the gradient
             rows = {axis: R_GRAD_P for axis in self.sizes if axis not in self.features}
-            return self.key(source, {**rows, **self.decisions.stored.get(source.target, {})})
+            stored = self.decisions.stored.get(source.target, {})
+            joined = {axis: place for axis, place in stored.items() if axis not in self.sizes}
+            gathered = {part: R_GRAD_P for axis in joined for part in parts_of(axis)}
+            return (*joined.items(), *self.key(source, {**rows, **stored, **gathered}))
         return self.key(node, {axis: on[source].outputs[index] for axis, on in self.chosen.items()})
 
     def wanted(self, node: fx.Node, position: int, used: fx.Node) -> Key:
@@ -188,7 +192,7 @@ class _Writer:
         made.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
         if isinstance(full, torch.Tensor):
-            local = local_shape(full.shape, dict(layout), self.sizes)
+            local = local_shape(full.shape, dict(layout), self.converter.sizes)
             for dim, share in facts(origin).get("shares", {}).items():
                 local[dim] = math.ceil(local[dim] * share)
             form = tuple(local), dtype or full.dtype

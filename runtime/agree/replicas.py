@@ -55,7 +55,7 @@ def copies(part: Part, process: Process) -> list[list[int]]:
     for rank in range(process.mesh.num_ranks):
         coordinates = process.mesh.coordinates(rank)
         if coordinates.get("pp", 0) in owning:
-            groups.setdefault(tuple(coordinates[axis] for axis in cut_axes), []).append(rank)
+            groups.setdefault(tuple(process.mesh.index(coordinates, axis) for axis in cut_axes), []).append(rank)
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopart.compat import is_gloo, runs_on_host
 from autopart.errors import RuntimeSetupError
+from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
 from autopart.plans.agreed import TIMEOUT_S
 from autopart.runtime.comm.watch import PATIENCE, Watch, finish
@@ -40,6 +42,7 @@ class Process:
     owner_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     connected: set[tuple[int, ...]] = field(default_factory=set)  # also the owner groups of other ranks
     side_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    joined_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # along several axes as one
     host_group: dist.ProcessGroup | None = None  # all ranks, by gloo on the host
     watch: Watch | None = None  # None: there is one rank
     serial: int = field(default_factory=itertools.count().__next__)  # in the order of their making
@@ -62,17 +65,29 @@ class Process:
         """This rank's `pp` coordinate, 0 without that axis."""
         return self.coordinates.get("pp", 0)
 
+    def along(self, axis: str) -> dist.ProcessGroup:
+        """The group along an axis, or along several joined as one. Every rank asks for those at the same place."""
+        if axis in self.groups:
+            return self.groups[axis]
+        if axis not in self.joined_groups:
+            self.joined_groups[axis] = self._new_group(axis)
+        return self.joined_groups[axis]
+
     def beside(self, axis: str) -> dist.ProcessGroup:
         """A second group along an axis, for what is sent beside the work of stages: collectives of one group wait for
         each other. Every rank asks for it at the same place."""
         if axis not in self.side_groups:
-            assert self.device_mesh is not None
-            dim = list(self.mesh.sizes).index(axis)
-            rows = self.device_mesh.mesh.movedim(dim, -1).reshape(-1, self.mesh.size(axis)).tolist()
-            group = self.side_groups[axis] = _own_group(rows, GROUP_TIMEOUT, dist.get_backend(self.groups[axis]))
-            if self.watch is not None:
-                self.watch.over([group])
+            self.side_groups[axis] = self._new_group(axis)
         return self.side_groups[axis]
+
+    def _new_group(self, axis: str) -> dist.ProcessGroup:
+        assert self.device_mesh is not None
+        parts = [part for part in parts_of(axis) if part in self.groups]
+        backend = dist.get_backend(self.groups[parts[0]])
+        group = _own_group(_ranks_along(self.mesh, self.device_mesh, parts), GROUP_TIMEOUT, backend)
+        if self.watch is not None:
+            self.watch.over([group])
+        return group
 
     def connect_owners(self, owners: tuple[int, ...]) -> None:
         """Makes a group of the ranks that hold the same tied tensors: `pp` coordinates `owners`, all else equal.
@@ -241,10 +256,15 @@ def _axis_groups(mesh: Mesh, device_mesh: DeviceMesh, send_s: float) -> dict[str
     groups = {axis: device_mesh.get_group(axis) for axis, size in mesh.sizes.items() if size > 1}
     for axis, group in groups.items():
         if runs_on_host(group) and (axis == "pp" or group is dist.group.WORLD):
-            dim = list(mesh.sizes).index(axis)
-            rows = device_mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(axis)).tolist()
-            groups[axis] = _own_group(rows, timedelta(seconds=send_s))
+            groups[axis] = _own_group(_ranks_along(mesh, device_mesh, [axis]), timedelta(seconds=send_s))
     return groups
+
+
+def _ranks_along(mesh: Mesh, device_mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
+    """The ranks that differ in their coordinates on these axes alone, each row in their order along them."""
+    dims = [list(mesh.sizes).index(axis) for axis in axes]
+    along = device_mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
+    return along.reshape(-1, math.prod(map(mesh.size, axes))).tolist()
 
 
 def _device(kind: str, model_device: torch.device) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.schedules import V_SHAPED
@@ -47,14 +48,17 @@ def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int
 
 
 def groups_along(mesh: Mesh, ranks: list[int], axis: str) -> list[list[int]]:
-    """`ranks` in groups that differ in their coordinate on `axis` alone, each in the order of that coordinate.
+    """`ranks` in groups that differ in their coordinate on `axis` alone, or on those joined in it, each in their order
+    along it.
 
     >>> groups_along(Mesh({"dp": 2, "tp": 2}), [0, 1, 2, 3], "dp")
     [[0, 2], [1, 3]]
     """
 
+    parts = parts_of(axis)
+
     def others(rank: int) -> tuple[tuple[str, int], ...]:
-        return tuple((name, index) for name, index in mesh.coordinates(rank).items() if name != axis)
+        return tuple((name, index) for name, index in mesh.coordinates(rank).items() if name not in parts)
 
     ordered = sorted(ranks, key=lambda rank: (others(rank), rank))
     return [list(group) for _, group in itertools.groupby(ordered, others)]

@@ -157,4 +157,4 @@ def _axes(home: Home) -> str:
 
 
 def _whole(home: Home) -> str:
-    return "zero=0" if all(axis == home.process.mesh.data_axis for axis, _ in home.cuts) else "dp with zero=0, or pp"
+    return "zero=0" if all(home.process.mesh.stores(axis) for axis, _ in home.cuts) else "dp with zero=0, or pp"

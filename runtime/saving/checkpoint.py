@@ -74,7 +74,7 @@ def put_together(state_dict: Any) -> Any:
             )
         whole = value.to_local()
         for axis, cut in reversed(home.cuts):
-            whole = PRIMITIVES["all_gather"](whole, home.process.groups[axis].group_name, cut)
+            whole = PRIMITIVES["all_gather"](whole, home.process.along(axis).group_name, cut)
         return whole
 
     return tree_map(full, state_dict)
@@ -155,8 +155,8 @@ def part_here(name: str, value: Tensor, parameter: Tensor, home: Home) -> Tensor
     if value.shape == parameter.shape:
         return local_of(value)
     if tuple(value.shape) == place.shape:
-        for axis, cut in home.cuts:
-            value = cut.take(value, home.process.coordinates[axis])
+        for cut, index in home.cuts_here:
+            value = cut.take(value, index)
         return value
     what = f"'{name}' has shape {tuple(value.shape)} in the state dict"
     if place.is_whole:

@@ -67,8 +67,7 @@ PLACE = "autopart_place"
 
 def place_of(home: Home, *, only_by_name: bool = False) -> ShardPlace:
     """Where the shards of a home lie on this rank; `only_by_name`: saved under a name of the parameter alone."""
-    coordinates = home.process.coordinates
-    spans = spans_of(home.stored.shape, [(cut, coordinates[axis]) for axis, cut in home.cuts])
+    spans = spans_of(home.stored.shape, home.cuts_here)
     keys = (home.name, *home.stored.aliases) if only_by_name else ()
     return ShardPlace(home.name, tuple(home.stored.shape), spans, keys)
 

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopart.compat_training import in_backward
 from autopart.errors import StageError
 from autopart.ir.facts import facts
-from autopart.ir.operators import autopart_ops, is_cast, stored_source
+from autopart.ir.operators import autopart_ops, axis_of, is_cast, stored_source
 from autopart.ir.storing import gathered_together, gathers_stored, source_name, way_of
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored
@@ -38,26 +38,27 @@ blocks read makes it go to and fro between them."""
 
 
 def gather_blocks(
-    module: fx.GraphModule, process: Process, prefetch: int, alone: bool = False, compiled: bool = False
+    module: fx.GraphModule, process: Process, axes: Sequence[str], prefetch: int, alone: bool = False,
+    compiled: bool = False,
 ) -> GatheredBlocks | None:  # fmt: skip
-    """Lets a stage's bound graph gather the weights that it reads over the axis that stores parameters, a block at a
+    """Lets a stage's bound graph gather the weights that it reads over the axes that store parameters, a block at a
     time, and cast others to what is computed in; None where it does neither.
 
     Args:
+        axes: those over which the program stores parameters in parts.
         alone: a weight at a time, for a backward that runs for each one by itself.
         compiled: outside of what is compiled, also what a region that is run again reads. A compiler casts again by
             itself.
     """
-    axis = process.mesh.data_axis
-    group = process.groups.get(axis)
-    nodes = [] if group is None else [n for n in module.graph.nodes if gathers_stored(n, group.group_name)]
+    groups = {str(process.along(axis).group_name): axis for axis in axes}
+    nodes = [n for n in module.graph.nodes if gathers_stored(n, groups)]
     # What a region that is run again casts is not kept anyway.
     casts = [] if compiled else [n for n in module.graph.nodes if is_cast(n) and "region" not in facts(n)]
     if not nodes and not casts:
         return None
     for node in nodes if compiled else ():
         facts(node).pop("region", None)
-    blocks = GatheredBlocks(process.beside(axis) if nodes else None, prefetch)
+    blocks = GatheredBlocks(prefetch)
     for node in casts:
         _insert_cast(module, node, blocks)
 
@@ -66,11 +67,12 @@ def gather_blocks(
         return part.dtype, part.nbytes
 
     for row in gathered_together(nodes, form, alone):
-        assert group is not None
+        axis = groups[str(axis_of(row[0]))]
+        group, reducing = process.along(axis), process.beside(axis)
         part = [module.get_parameter(source_name(node)) for node in row]
         stored = tuple(Stored.of(source_name(node), one, way_of(node), group.size())
                        for node, one in zip(row, part, strict=True))  # fmt: skip
-        block = GatheredBlock(len(blocks.order), PartBucket(stored, group), part, blocks)
+        block = GatheredBlock(len(blocks.order), PartBucket(stored, group), part, blocks, reducing)
         _insert(module, row, block)
         if "region" in facts(row[0]):
             blocks.read_again.add(block.index)
@@ -111,7 +113,6 @@ def _insert(module: fx.GraphModule, row: Sequence[fx.Node], block: GatheredBlock
 class GatheredBlocks:
     """The blocks of a stage graph, in their order, and what is under way of them."""
 
-    reducing: dist.ProcessGroup | None
     prefetch: int
     order: list[GatheredBlock] = field(default_factory=list)
     begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
@@ -248,11 +249,14 @@ class CastWeight(nn.Module):
 
 
 class GatheredBlock(Crossing, nn.Module):
-    """Gathers the weights of a block, each time that a graph reads them."""
+    """Gathers the weights of a block, each time that a graph reads them; scatters their gradients in `reducing`."""
 
-    def __init__(self, index: int, bucket: PartBucket, parts: list[nn.Parameter], blocks: GatheredBlocks):
+    def __init__(
+        self, index: int, bucket: PartBucket, parts: list[nn.Parameter], blocks: GatheredBlocks,
+        reducing: dist.ProcessGroup,
+    ):  # fmt: skip
         super().__init__()
-        self.index, self.bucket, self.blocks = index, bucket, blocks
+        self.index, self.bucket, self.blocks, self.reducing = index, bucket, blocks, reducing
         self.names, self.under_way = bucket.names, blocks.under_way
         self.parts = parts  # in a list: they are not parameters of this module
 
@@ -277,6 +281,5 @@ class GatheredBlock(Crossing, nn.Module):
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
         self.blocks.again.pop(self.index, None)
-        assert self.blocks.reducing is not None
-        bucket = PartBucket(tuple(self.bucket.stored[i] for i in present), self.blocks.reducing)
+        bucket = PartBucket(tuple(self.bucket.stored[i] for i in present), self.reducing)
         return bucket.scatter(grads, bucket.stored)

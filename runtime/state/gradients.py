@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopart.ir.buckets import BUCKET_BYTES, bucketed, in_order_of_use, kinds
 from autopart.ir.program import Program, Stage
+from autopart.ir.storing import storing_axes
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.state.reducing import (
@@ -144,12 +145,12 @@ def connect_sums(program: Program, process: Process) -> None:
     """Makes the process groups in which gradients are summed beside the work of stages. Every rank calls this with the
     same program."""
     axes = {axis for stored in program.parameters.values() for axis in stored.summed_over(program.mesh)}
-    data = program.mesh.data_axis
-    if any(data in stored.layout for stored in program.parameters.values()):
-        axes.add(data)
-    for axis in program.mesh.sizes:
-        if axis in axes:
-            process.beside(axis)
+    parts = storing_axes(program)
+    for axis in (axis for axis in program.mesh.sizes if axis in axes and axis not in parts):
+        process.beside(axis)
+    for axis in parts:
+        process.along(axis)
+        process.beside(axis)
 
 
 def connect_tied(program: Program, process: Process, stage_style: str) -> None:
@@ -189,8 +190,8 @@ def begin_call(
 
     Returns stand-ins for the parts whose gradients are summed over more than what cuts them: these cross first.
     """
-    data, stand_ins = program.mesh.data_axis, dict[str, Tensor]()
-    parts = {name: p for name, p in parameters.items() if p.requires_grad and data in program.parameters[name].layout}
+    stand_ins, over = dict[str, Tensor](), program.mesh.stored_over
+    parts = {n: p for n, p in parameters.items() if p.requires_grad and over(program.parameters[n].layout)}
     for together in axis_buckets(parts, program):
         groups = [process.beside(axis) for axis in together.axes]
         crossing = {name: parameters[name] for name in together.names}

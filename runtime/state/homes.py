@@ -15,12 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import owners
-from autopart.runtime.state.state import stored_cuts
+from autopart.runtime.state.constructed import Cuts
+from autopart.runtime.state.state import cuts_at, stored_cuts
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Home:
     def cuts(self) -> list[tuple[str, Cut]]:
         """How the full tensor is cut, axis by axis, outer axis first."""
         return stored_cuts(self.stored, self.process.mesh)
+
+    @property
+    def cuts_here(self) -> Cuts:
+        """The same, each with the shard of it that this rank has."""
+        return cuts_at(self.stored, self.process.mesh, self.process.coordinates)
 
     @cached_property
     def counts_here(self) -> bool:
@@ -62,7 +69,7 @@ def counts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], 
 
     Example: a weight that `tp` cuts and `dp` replicates counts on every rank of `tp` whose `dp` coordinate is 0.
     """
-    cut_axes = {axis for axis, _ in stored_cuts(stored, mesh)} | {*stored.differs_over(mesh)}
+    cut_axes = {part for axis, _ in stored_cuts(stored, mesh) for part in parts_of(axis)} | {*stored.differs_over(mesh)}
     if coordinates.get("pp", 0) != owners[0]:
         return False
     return all(index == 0 for axis, index in coordinates.items() if axis != "pp" and axis not in cut_axes)

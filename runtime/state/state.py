@@ -24,14 +24,19 @@ def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
     """How the full tensor is cut, axis by axis; two axes on one dim cut one after the other, outer axis first."""
     shape = list(stored.shape)
     cuts = []
-    for axis, num_ranks in mesh.sizes.items():
-        placement = stored.layout.get(axis)
-        if placement is None or not placement.is_shard or num_ranks == 1:
+    for axis in sorted(stored.layout, key=mesh.stride, reverse=True):
+        placement, num_ranks = stored.layout[axis], mesh.size(axis)
+        if not placement.is_shard or num_ranks == 1:
             continue
         cut = Cut(placement.dim, shape[placement.dim], placement.sections, num_ranks)
         cuts.append((axis, cut))
         shape[placement.dim] = cut.length(0)
     return cuts
+
+
+def cuts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> Cuts:
+    """How the part on the rank at these coordinates is cut out of the full tensor: each cut, and the shard of it."""
+    return [(cut, mesh.index(coordinates, axis)) for axis, cut in stored_cuts(stored, mesh)]
 
 
 def settled(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -70,7 +75,7 @@ def shard_parameters(
     cuts = {}
     for name, stored in program.parameters.items():
         if name not in known and (stages is None or set(stages) & set(stored.stages)):
-            cuts[name] = [(cut, coordinates.get(axis, 0)) for axis, cut in stored_cuts(stored, program.mesh)]
+            cuts[name] = cuts_at(stored, program.mesh, coordinates)
     local = {}
     for name, value in _parts(source, cuts) if weights is None else weights.read(cuts):
         full = source[name]
@@ -112,7 +117,7 @@ def gather(
         if owner == process.pp:
             value = local[name].detach().clone()
             for axis, cut in reversed(stored_cuts(stored, program.mesh)):
-                value = PRIMITIVES["all_gather"](value, process.groups[axis].group_name, cut)
+                value = PRIMITIVES["all_gather"](value, process.along(axis).group_name, cut)
         full[name] = broadcast_from(value, owner, process, stored.shape, dtypes[name])
     return full
 

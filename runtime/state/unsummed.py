@@ -119,13 +119,12 @@ class Unsummed:
 
 def in_parts(program: Program) -> UsageError | None:
     """Why a program has no whole gradients that could wait for their sum."""
-    axes = program.mesh.along("rows")
     for name, stored in program.parameters.items():
-        cut = [axis for axis in axes if axis in stored.layout and stored.layout[axis].is_shard]
-        if cut:
+        cut = program.mesh.stored_over(stored.layout)
+        if cut is not None:
             return UsageError(
                 "no_sync() on a model whose parameters are stored in parts (zero=)",
-                why=f"'{name}' is cut over {', '.join(cut)}: its gradient is summed as it is cut, in every backward",
+                why=f"'{name}' is cut over {cut}: its gradient is summed as it is cut, in every backward",
                 hint="microbatches=4: one step of a batch that is four times as large, in parts; or zero=0",
             )
     return None

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from autopart.ir.buckets import BUCKET_BYTES, in_order_of_use
+from autopart.ir.buckets import BUCKET_BYTES, in_order_of_use, kinds
 from autopart.ir.program import Program, Stage
 from autopart.ir.storing import Way, held_whole
 from autopart.runtime.comm.processes import Process
@@ -45,14 +45,15 @@ class Wholes:
         self.shared: list[WholeBucket] = []
         if not read:
             return
-        group = process.beside(program.mesh.data_axis)
         orders = [in_order_of_use(stage.graph.graph, read) for stage in stages]
         uses = Counter(name for order in orders for name in order)
         several = [name for name, count in uses.items() if count > 1]
         rows = [*([name for name in order if uses[name] == 1] for order in orders), several]
         for names, buckets in zip(rows, [*self.buckets, self.shared], strict=True):
-            stored = [self._stored(name, read[name], group.size()) for name in names]
-            buckets += [WholeBucket(self, bucket) for bucket in part_buckets(stored, group, BUCKET_BYTES)]
+            for same in kinds(names, {name: read[name].axis for name in names}):
+                group = process.beside(read[same[0]].axis)
+                stored = [self._stored(name, read[name], group.size()) for name in same]
+                buckets += [WholeBucket(self, bucket) for bucket in part_buckets(stored, group, BUCKET_BYTES)]
 
     @property
     def all_buckets(self) -> list[WholeBucket]:

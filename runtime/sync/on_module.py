@@ -12,6 +12,7 @@ from torch import nn
 
 from autopart.errors import OptionError, UsageError
 from autopart.ir.dp_sync import HOOK
+from autopart.ir.layout import parts_of
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.watch import meeting
@@ -73,7 +74,8 @@ class SyncsData:
         if not axis:
             raise UsageError(f"a communication hook on {program.mesh}", why="it has no data-parallel ranks",
                              hint="a mesh with dp: 'dp2'")  # fmt: skip
-        cut = [name for name, stored in program.parameters.items() if axis in stored.layout]
+        over = {name: program.mesh.stored_over(stored.layout) for name, stored in program.parameters.items()}
+        cut = [name for name, axes in over.items() if axes is not None and axis in parts_of(axes)]
         if cut:
             raise OptionError(f"a communication hook where parameters are stored in parts over {axis}",
                               why=f"the gradient of '{cut[0]}' is summed as it is cut",
