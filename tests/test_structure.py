@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole  # quick, and every row of it counts
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autopart"
 
