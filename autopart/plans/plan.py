@@ -141,6 +141,7 @@ class Plan:
     zero: int = 0
     prefetch: int = 1
     scatter_sends: bool = False
+    balance: float = 1.0
     compile: bool = False
     precision: str | None = None
     reduce_dtype: str | None = None

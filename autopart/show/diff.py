@@ -90,6 +90,7 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("zero", "level"): str(plan.zero),
         ("prefetch", "blocks ahead"): str(plan.prefetch),
         ("scatter_sends", "between stages"): _sent(plan),
+        ("balance", "rows of the fullest rank"): f"{plan.balance:g} times the mean",
         ("compile", "stages"): "yes" if plan.compile else "no",
         ("precision", "computed in"): plan.precision or "the model's own",
         ("reduce_dtype", "gradients summed in"): plan.reduce_dtype or "the model's own",

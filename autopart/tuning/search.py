@@ -140,7 +140,7 @@ class Space:
 
     `fused`: whether what lies between two products or collectives counts as one kernel. `assumed`: what is set of
     `cost.table.Setting` in the place of what autopart's runtime does (`state_bytes`, `receives_held`, ...).
-    `precision`: what is computed in.
+    `precision`: what is computed in. `balance`: as of `autopart.plan`.
     """
 
     model: nn.Module
@@ -150,6 +150,7 @@ class Space:
     fused: bool = False
     assumed: Mapping[str, Any] = field(default_factory=dict)
     precision: Precision | None = None
+    balance: float = 1.0
     tables: dict[tuple[Kind, Word], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -177,7 +178,9 @@ class Space:
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
             sequence_parallel = kind.sequence_parallel
-            options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute)
+            options = Options(
+                sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute, balance=self.balance
+            )  # fmt: skip
             found = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
             self._drafts[kind] = found
             try:
@@ -201,12 +204,15 @@ class Space:
         experts over `ep`, and leaves ranks of `cp` sequences that are worth it."""
         for tp in (n for n in _divisors(devices) if n <= self.hardware.devices_per_node):
             for cp in (n for n in _divisors(devices // tp) if n == 1 or self.tokens // n >= SHORTEST):
-                for ep in (n for n in _divisors(devices // (tp * cp)) if self.num_experts % n == 0):
+                for ep in (n for n in _divisors(devices // (tp * cp)) if self._cuts_experts(n)):
                     for pp in _divisors(devices // (tp * cp * ep)):
                         dp = devices // (tp * cp * ep * pp)
                         if self.rows % (dp * ep) == 0 and pp <= self.num_blocks:
                             sizes = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
                             yield Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1})
+
+    def _cuts_experts(self, ranks: int) -> bool:
+        return self.num_experts % ranks == 0 and (ranks == 1 or self.balance <= ranks)
 
     @cached_property
     def tokens(self) -> int:
@@ -394,7 +400,7 @@ def search(
         raise OptionError(f"devices={devices!r} is not a number of devices", why="it is a whole number from 1")
     asked = read_options(search, options)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
-    space = space_of(model, asked.hardware, global_batch, example_kwargs, precision)
+    space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, asked.balance)
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
     found = space.best(devices, limit)
     rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
@@ -443,7 +449,7 @@ def _planned(
 
 def space_of(
     model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None,
-    precision: Precision | None = None,
+    precision: Precision | None = None, balance: float = 1.0,
 ) -> Space:  # fmt: skip
     """What `search` searches. Raises as `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)
@@ -451,7 +457,7 @@ def space_of(
     rows = global_batch if global_batch is not None else given
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it is a whole number from 1")
-    return Space(model, example, rows, hardware, precision=precision)
+    return Space(model, example, rows, hardware, precision=precision, balance=balance)
 
 
 def _given_rows(example: Mapping[str, Any]) -> int:

@@ -42,8 +42,8 @@ OnAxes = Mapping[str, str]
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
-    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch` and `scatter_sends`
-    that hold these decisions."""
+    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch`, `scatter_sends` and
+    `balance` that hold these decisions."""
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
     chosen = decisions.features
@@ -73,6 +73,7 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
         "zero": decisions.zero,
         "prefetch": decisions.prefetch,
         "scatter_sends": decisions.scatter_sends,
+        "balance": decisions.balance,
     }
 
 
@@ -155,6 +156,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         plan.zero,
         plan.prefetch,
         plan.scatter_sends,
+        plan.balance,
     )
 
 

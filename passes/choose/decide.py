@@ -62,6 +62,7 @@ def decide(problem: Problem) -> Decided:
             problem.recompute,
             problem.zero,
             problem.prefetch,
+            balance=problem.balance,
         ),
         solved,
     )
@@ -75,7 +76,8 @@ def _solve(
 ) -> tuple[ShardingProblem, Sharding]:
     """The cheapest sharding over an axis, beside what was `solved` before."""
     mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
-    step = Step(problem.microbatches, rows, problem.storage, mesh.stride(pinned.axis), summed_share(problem.trace))
+    summed, stride = summed_share(problem.trace), mesh.stride(pinned.axis)
+    step = Step(problem.microbatches, rows, problem.storage, stride, summed, problem.balance)
     before = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
     left = replace(pinned.beside(before, stored, mesh), context=problem.context)
     ranks = mesh.size(pinned.axis)

@@ -34,6 +34,7 @@ class Problem:
     recompute: Recompute
     prefetch: int = 1
     context: Context = "auto"
+    balance: float = 1.0
 
     @property
     def graph(self) -> fx.Graph:

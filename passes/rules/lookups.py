@@ -85,7 +85,7 @@ def to_experts(call: LocalCall) -> fx.Node | None:
         return None
     if call.output_layout()[axis] == SENT:
         return _move(call, axis, autopart_ops.dispatch.default)
-    rows = local_shape(shape(call.node), call.output_layout(), call.sizes)[0]
+    rows = local_shape(shape(call.node), call.output_layout(), call.sizes, call.balance)[0]
     return call.emit(call.node.target, *call.args[:4], *_experts_of(call, axis), rows)
 
 
