@@ -190,11 +190,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh: text size": (plan({"tp": "2"}),
         "MeshError: mesh axis 'tp' has size '2'\n  why    a size is a whole number from 1"),
     "mesh: cp": (plan("cp2"),
-        "MeshError: mesh axis 'cp' has size 2\n  why    context parallelism is not built yet\n  try    use the axes "
-        "pp, dp, tp"),
+        "LayoutError: cp=2 has nothing to cut\n  why    no product of the model has a sequence: it is given input [8, 4]\n"
+        "  try    leave cp out of the mesh; dp cuts the rows of any batch"),
     "mesh: ep": (plan("ep2"),
-        "MeshError: mesh axis 'ep' has size 2\n  why    expert parallelism is not built yet\n  try    use the axes "
-        "pp, dp, tp"),
+        "LayoutError: ep=2 has nothing to cut\n  why    the model has no experts: all rows go through all of its matrix "
+        "products\n  try    leave ep out of the mesh; dp cuts the rows of any batch"),
     # what a mesh cannot split
     "tp: divides nothing": (skip("tp3"),
         "LayoutError: tp=3 divides no weight of the model\n  why    the weights of its matrix products have dims 32, "

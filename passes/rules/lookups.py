@@ -109,6 +109,6 @@ def _move(call: LocalCall, axis: str, operator: Callable[..., Any]) -> fx.Node:
 
 
 def _experts_of(call: LocalCall, axis: str) -> tuple[fx.Node, int]:
-    """The first expert of a rank, and how many it has."""
+    """The first expert of a rank, and how many it has; the last ranks may have fewer."""
     experts = call.node.args[3]
-    return call.first_row(axis, experts), experts // call.sizes[axis]
+    return call.first_row(axis, experts), -(-experts // call.sizes[axis])
