@@ -46,6 +46,7 @@ class SearchOptions(TypedDict, total=False):
     memory: int | str | None
     precision: str | None
     reduce_dtype: str | None
+    balance: float | None
 
 
 class PlanOptions(SearchOptions, total=False):
@@ -132,6 +133,15 @@ def _prefetch(blocks: Any) -> int:
     return blocks
 
 
+def _balance(given: Any) -> float:
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if not is_number or not math.isfinite(given) or given < 1:
+        raise OptionError(f"balance={given!r} is not how full the fullest rank is",
+                          why="it is the rows of its experts over the mean of all ranks: 1 where all have as many",
+                          hint="balance=1.25")  # fmt: skip
+    return float(given)
+
+
 _PRECISIONS = "'bf16' (bfloat16), 'fp16' (float16), 'fp32' (float32), or None: the model's own dtypes"
 
 
@@ -185,6 +195,9 @@ class Options:
         "positions of a head are brought together.", "auto, where cheaper",
         "gather|ulysses", read=lambda given: _one_of("context", get_args(Context), given, _CONTEXTS))
     hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
+    balance: float = _row(
+        1.0, "Rows that the fullest rank of ep gets for its experts, over the mean: what time and memory are counted "
+        "for.", "1, all ranks have as many", float, read=_balance, in_plan="balance")
     pins: Pins = _row(
         Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "
         "autopart.plans.pins.", "none", "PATH", read=Pins.parse)

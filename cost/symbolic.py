@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopart.errors import OptionError, PlanError, StageError
 from autopart.ir.dp_sync import DpSync
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.schedules import can_run, check_schedule, schedule_for
 from autopart.plans.plan import MEMORY_KINDS, Plan, Schedule
 
@@ -172,13 +172,16 @@ class Cost(dict[str, Any]):
         stages are balanced anew where there are others. Memory is that of the plan and what is predicted to change;
         what the table does not see of it (`Plan.memory` is counted value by value) grows as temporary values do.
 
-        Raises OptionError for other names and for sizes that are not above zero, StageError where there are too few
-        places to cut, or no schedule runs so many stages and microbatches.
+        Raises OptionError for other names, sizes that are not above zero and fewer ranks of `ep` than the plan's
+        `balance`, StageError where there are too few places to cut, or no schedule runs so many stages and
+        microbatches.
         """
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():
             if name not in names or not size > 0:
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
+        if self._plan.balance > 1:
+            check_balance(self._mesh(sizes), self._plan.balance)
         return self._figures(self._predicted(sizes))
 
     def on(self, hardware: Hardware) -> Figures:

@@ -145,6 +145,7 @@ class Plan:
     prefetch: int = 1
     scatter_sends: bool = False
     dp_sync: Mapping[str, Any] = field(default_factory=ALL_REDUCE.as_data)
+    balance: float = 1.0
     compile: bool = False
     precision: str | None = None
     reduce_dtype: str | None = None

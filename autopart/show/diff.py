@@ -92,6 +92,7 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("prefetch", "blocks ahead"): str(plan.prefetch),
         ("scatter_sends", "between stages"): _sent(plan),
         ("dp_sync", "between data ranks"): str(DpSync.parse(plan.dp_sync)),
+        ("balance", "rows of the fullest rank"): f"{plan.balance:g} times the mean",
         ("compile", "stages"): "yes" if plan.compile else "no",
         ("precision", "computed in"): plan.precision or "the model's own",
         ("reduce_dtype", "gradients summed in"): plan.reduce_dtype or "the model's own",

@@ -146,6 +146,7 @@ class Space:
     `fused`: whether what lies between two products or collectives counts as one kernel. `assumed`: what is set of
     `cost.table.Setting` in the place of what autopart's runtime does (`state_bytes`, `receives_held`, ...).
     `precision`: what is computed in. `methods`: what data-parallel ranks may send each other in place of gradients.
+    `balance`: as of `autopart.plan`.
     """
 
     model: nn.Module
@@ -156,6 +157,7 @@ class Space:
     assumed: Mapping[str, Any] = field(default_factory=dict)
     precision: Precision | None = None
     methods: Sequence[DpSync] = ()
+    balance: float = 1.0
     tables: dict[tuple[Kind, Word], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -185,7 +187,7 @@ class Space:
             sequence_parallel = kind.sequence_parallel
             method = self.methods[0].as_data() if self.methods else None  # what is sent has to be counted
             options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute,
-                              dp_sync=method)  # fmt: skip
+                              balance=self.balance, dp_sync=method)  # fmt: skip
             found = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
             self._drafts[kind] = found
             try:
@@ -209,12 +211,15 @@ class Space:
         experts over `ep`, and leaves ranks of `cp` sequences that are worth it."""
         for tp in (n for n in _divisors(devices) if n <= self.hardware.devices_per_node):
             for cp in (n for n in _divisors(devices // tp) if n == 1 or self.tokens // n >= SHORTEST):
-                for ep in (n for n in _divisors(devices // (tp * cp)) if self.num_experts % n == 0):
+                for ep in (n for n in _divisors(devices // (tp * cp)) if self._cuts_experts(n)):
                     for pp in _divisors(devices // (tp * cp * ep)):
                         dp = devices // (tp * cp * ep * pp)
                         if self.rows % (dp * ep) == 0 and pp <= self.num_blocks:
                             sizes = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
                             yield Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1})
+
+    def _cuts_experts(self, ranks: int) -> bool:
+        return self.num_experts % ranks == 0 and (ranks == 1 or self.balance <= ranks)
 
     @cached_property
     def tokens(self) -> int:
@@ -414,7 +419,7 @@ def search(
     asked = read_options(search, options)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
     methods = [DpSync.parse(method) for method in dp_sync]
-    space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods)
+    space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods, asked.balance)
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
     found = space.best(devices, limit)
     rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
@@ -463,7 +468,7 @@ def _planned(
 
 def space_of(
     model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None,
-    precision: Precision | None = None, methods: Sequence[DpSync] = (),
+    precision: Precision | None = None, methods: Sequence[DpSync] = (), balance: float = 1.0,
 ) -> Space:  # fmt: skip
     """What `search` searches. Raises as `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)
@@ -471,7 +476,7 @@ def space_of(
     rows = global_batch if global_batch is not None else given
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it is a whole number from 1")
-    return Space(model, example, rows, hardware, precision=precision, methods=methods)
+    return Space(model, example, rows, hardware, precision=precision, methods=methods, balance=balance)
 
 
 def _given_rows(example: Mapping[str, Any]) -> int:

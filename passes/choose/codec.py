@@ -43,8 +43,8 @@ OnAxes = Mapping[str, str]
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
-    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch`, `scatter_sends`
-    and `dp_sync` that hold these decisions."""
+    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch`, `scatter_sends`,
+    `dp_sync` and `balance` that hold these decisions."""
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
     chosen = decisions.features
@@ -75,6 +75,7 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
         "prefetch": decisions.prefetch,
         "scatter_sends": decisions.scatter_sends,
         "dp_sync": decisions.dp_sync.as_data(),
+        "balance": decisions.balance,
     }
 
 
@@ -160,6 +161,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         plan.prefetch,
         plan.scatter_sends,
         DpSync.parse(plan.dp_sync),
+        plan.balance,
     )
 
 

@@ -63,6 +63,7 @@ def decide(problem: Problem) -> Decided:
             problem.zero,
             problem.prefetch,
             dp_sync=problem.dp_sync,
+            balance=problem.balance,
         ),
         solved,
     )
@@ -76,8 +77,9 @@ def _solve(
 ) -> tuple[ShardingProblem, Sharding]:
     """The cheapest sharding over an axis, beside what was `solved` before."""
     mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
-    storage = replace(problem.storage, beside=stored)
-    step = Step(problem.microbatches, rows, storage, mesh.stride(pinned.axis), summed_share(problem.trace), pinned.axis)
+    storage, stride = replace(problem.storage, beside=stored), mesh.stride(pinned.axis)
+    summed = summed_share(problem.trace)
+    step = Step(problem.microbatches, rows, storage, stride, summed, pinned.axis, problem.balance)
     before = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
     left = replace(pinned.beside(before, stored, mesh), context=problem.context)
     ranks = mesh.size(pinned.axis)

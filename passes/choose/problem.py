@@ -36,6 +36,7 @@ class Problem:
     prefetch: int = 1
     context: Context = "auto"
     dp_sync: DpSync = ALL_REDUCE
+    balance: float = 1.0
 
     @property
     def graph(self) -> fx.Graph:
