@@ -95,11 +95,13 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
 @click.option("--devices", type=click.IntRange(1), required=True, help="How many there are.")
 @shared(SearchOptions)
 @click.option("--count", type=click.IntRange(1), default=3, show_default=True, help="How many plans to make.")
+@click.option("--dp-sync", multiple=True, metavar="METHOD", help="A method of data parallelism that may be used, as "
+              "plan takes it: powersgd:4, local:16. Again for more.")  # fmt: skip
 @click.option("--output", "-o", metavar="PATH", help="Where to write the best plan.")
 @JSON
 @told
 def search(
-    devices: int, count: int, output: str | None, as_json: bool, **options: Any,
+    devices: int, count: int, dp_sync: tuple[str, ...], output: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Find the best mesh, schedule, microbatches, recomputation and storage for a number of devices.
 
@@ -114,7 +116,7 @@ def search(
     source = asked.source(meta=options["model"] is None)
     from autopart.tuning.search import search as search_plans
 
-    found = search_plans(source.model, devices, example_kwargs=source.example, count=count, **planning)
+    found = search_plans(source.model, devices, example_kwargs=source.example, count=count, dp_sync=dp_sync, **planning)
     lines = [plan.notes[-1].removeprefix("found by search: ") for plan in found]
     lines += ["", *(f"  {note}" for note in found[0].notes[:-1])]
     if output is not None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args
 from autopart.cost.hardware import DEFAULT
 from autopart.cost.memory import parse_size
 from autopart.errors import OptionError
+from autopart.ir.dp_sync import METHODS, DpSync
 from autopart.ir.mesh import Context
 from autopart.ir.recomputation import Recompute, parse_recompute
 from autopart.ir.schedules import SCHEDULES, check_compile, schedule_named
@@ -45,6 +46,7 @@ class SearchOptions(TypedDict, total=False):
     memory: int | str | None
     precision: str | None
     reduce_dtype: str | None
+    balance: float | None
 
 
 class PlanOptions(SearchOptions, total=False):
@@ -59,6 +61,7 @@ class PlanOptions(SearchOptions, total=False):
     zero: int | None
     prefetch: int | None
     recompute: Recompute | str | None
+    dp_sync: str | Mapping[str, Any] | None
     compile: bool | None
 
 
@@ -130,6 +133,15 @@ def _prefetch(blocks: Any) -> int:
     return blocks
 
 
+def _balance(given: Any) -> float:
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if not is_number or not math.isfinite(given) or given < 1:
+        raise OptionError(f"balance={given!r} is not how full the fullest rank is",
+                          why="it is the rows of its experts over the mean of all ranks: 1 where all have as many",
+                          hint="balance=1.25")  # fmt: skip
+    return float(given)
+
+
 _PRECISIONS = "'bf16' (bfloat16), 'fp16' (float16), 'fp32' (float32), or None: the model's own dtypes"
 
 
@@ -184,6 +196,9 @@ class Options:
         "auto, where cheaper", "gather|ulysses|ring",
         read=lambda given: _one_of("context", get_args(Context), given, _CONTEXTS))
     hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
+    balance: float = _row(
+        1.0, "Rows that the fullest rank of ep gets for its experts, over the mean: what time and memory are counted "
+        "for.", "1, all ranks have as many", float, read=_balance, in_plan="balance")
     pins: Pins = _row(
         Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "
         "autopart.plans.pins.", "none", "PATH", read=Pins.parse)
@@ -200,6 +215,10 @@ class Options:
         None, "What the backward computes again: none, selective (the core of attention), full (all of a block); by "
         "names of blocks 'h.[0-3]=full,*=none', or a dict of that.", "none, or what the model checkpoints",
         "WORD|PATTERN=WORD,...", read=parse_recompute, in_plan="recompute")
+    dp_sync: Mapping[str, Any] | None = _row(
+        None, f"What data-parallel ranks send each other: {', '.join(METHODS)}, with its numbers "
+        "'top_k:0.01', 'gossip:ring', 'local:16'; by names of parameters '*.bias=all_reduce,*=qsgd:4bit', or a dict.",
+        "all_reduce", "METHOD|PATTERN=METHOD,...", read=lambda given: DpSync.parse(given).as_data(), in_plan="dp_sync")
     compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
     precision: str | None = _row(
         None, "What is computed in (mixed precision): parameters stay and are trained as they are, and are cast where "

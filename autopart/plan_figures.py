@@ -15,6 +15,7 @@ from autopart.cost.table_data import as_data, folded, own_setting
 from autopart.ir.decisions import Decisions
 from autopart.ir.program import Program
 from autopart.passes.choose.codec import encode
+from autopart.passes.choose.divides import expert_notes
 from autopart.passes.choose.partition import partition
 from autopart.passes.choose.parts import storage_notes
 from autopart.passes.choose.pins import FREE
@@ -55,16 +56,17 @@ class Draft(NamedTuple):
 
 def plan_of(
     kind: str, draft: Draft, options: Options, memory: Sequence[RankMemory], reasons: Explainer | None,
-    notes: Sequence[str] = (),
+    notes: Sequence[str] = (), worst_bytes: int | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of a draft for a model of class `kind`; `memory`: of its ranks; `notes`: after those of its parts."""
+    """The plan of a draft for a model of class `kind`; `memory`: of its ranks; `notes`: after those of its parts;
+    `worst_bytes`: of the fullest rank, had it all rows of the experts."""
     problem, decisions, program, solved, walks, whole = draft
     traced, mesh, schedule, hardware = problem.trace, problem.mesh, problem.schedule, problem.hardware
     precision = traced.precision
     pinned = next(iter(problem.pinned.values()), FREE).operators
     own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, problem.zero),
                  *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced),
-                 *selection_notes(traced))  # fmt: skip
+                 *selection_notes(traced), *expert_notes(traced, mesh))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": kind, **identity_of(traced.parameters), "mode": traced.mode}
     if traced.autocast:
@@ -77,11 +79,12 @@ def plan_of(
     table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
     table = folded(table, decisions.scatter_sends)
     held = tuple(rank.as_row() for rank in memory)
-    chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends
+    chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
     took = {
         **Priced(table, own_setting(table, mesh, schedule, *chosen), hardware).timing,
         "table": as_data(table),
     }
+    worst = {} if worst_bytes is None else {"worst_memory_bytes": worst_bytes}
     step = simulated(took, schedule, mesh, held)
     bound = partition(traced.graph, decisions.num_stages).lower_bound if decisions.num_stages > 1 else None
     limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
@@ -90,7 +93,7 @@ def plan_of(
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
         precision=precision.name if precision is not None else None,
         reduce_dtype=precision.reduce_name if precision is not None else None,
-        cost=cost(rows, moved, step, limit, bound) | certificate(solved),
+        cost=cost(rows, moved, step, limit, bound) | certificate(solved) | worst,
         memory=held, timing=took,
         notes=(*own_notes, *notes), pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,
     )  # fmt: skip

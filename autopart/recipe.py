@@ -21,15 +21,17 @@ from autopart.cost.memory import RankMemory
 from autopart.cost.sends import scattering_pays
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.decisions import Decisions
+from autopart.ir.dp_sync import DpSync
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.masks import as_traced
-from autopart.ir.mesh import Mesh
+from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.precision import Precision
 from autopart.ir.program import Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.batch import choose_batch, mixed_rows
 from autopart.passes.choose.decide import cut_again, decide
+from autopart.passes.choose.methods import check_methods
 from autopart.passes.choose.parts import choose_parts
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.reasons import Reasons
@@ -119,12 +121,24 @@ def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
 @_without_collections()
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace."""
+    if mesh.expert_ranks > 1:
+        check_balance(mesh, options.balance)
     traced = traced.without_values()
     options, kept = _with_checkpoints(traced, options)
     options, draft, memory = _fitted(traced, mesh, options)
     phase("counting time, memory and collectives")
     reasons = Reasons(draft.problem, draft.program, draft.solved)
-    return plan_of(class_of(model), draft, options, memory, reasons, kept)
+    return plan_of(class_of(model), draft, options, memory, reasons, kept, _worst_bytes(draft))
+
+
+def _worst_bytes(draft: Draft) -> int | None:
+    """Bytes of the fullest rank where all rows of all mixtures go to its experts; None where no rows are routed."""
+    problem, decisions = draft.problem, draft.decisions
+    if not decisions.routes:
+        return None
+    worst = replace(decisions, balance=float(problem.mesh.expert_ranks))
+    made = written(problem.trace, worst, plan_outputs(problem.trace), "fast")
+    return fullest(memory_of(problem.trace, made.program, problem.schedule, made.walks)).total
 
 
 def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[str, ...]]:
@@ -154,6 +168,7 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     else:
         decisions, solved = cut_again(problem, known.decisions), known.solved
     decisions = replace(decisions, stored=choose_parts(problem, decisions.stored))
+    check_methods(traced, decisions)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng)
     decisions = replace(
@@ -176,7 +191,7 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
-        options.context,
+        options.context, DpSync.parse(options.dp_sync), options.balance,
     )  # fmt: skip
 
 

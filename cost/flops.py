@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from autopart.ir.facts import facts
 from autopart.ir.graph import tuple_values, value
+from autopart.ir.operators import autopart_ops
 
 
 def work(node: fx.Node) -> float:
@@ -37,17 +38,22 @@ def counted_flops(node: fx.Node) -> int:
     A user's operator is counted once it has a formula (`torch.utils.flop_counter.register_flop_formula`).
     """
     if "counted_flops" not in facts(node):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), _known)
         with flop_counter() as counter:
             node.target(*args, **kwargs)
         facts(node)["counted_flops"] = counter.get_total_flops()
     return facts(node)["counted_flops"]
 
 
+def _known(node: fx.Node) -> Any:
+    """What a node computes; 0 for a number that each rank has its own of, on which no shape depends."""
+    return 0 if value(node) is None else value(node)
+
+
 def flop_counter() -> FlopCounterMode:
-    """torch's counter, which takes the backward of a grouped convolution for that of a dense one, set right."""
-    formulas = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
-    return FlopCounterMode(display=False, custom_mapping=formulas)
+    """torch's counter, with what it does not know, or takes for something else: the backward of a grouped convolution
+    for that of a dense one."""
+    return FlopCounterMode(display=False, custom_mapping=FORMULAS)
 
 
 def _convolution_backward_flops(
@@ -57,3 +63,15 @@ def _convolution_backward_flops(
     """Each gradient, of the input and of the weight, takes the products of the forward (a weight's shape has its input
     channels per group)."""
     return sum(output_mask[:2]) * conv_flop_count(input_shape, weight_shape, grad_shape, transposed)
+
+
+def _expert_flops(rows_shape: list[int], weight_shape: list[int], *_: Any, **__: Any) -> int:
+    """Every row with one matrix."""
+    return 2 * rows_shape[0] * math.prod(weight_shape[1:])
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.convolution_backward: _convolution_backward_flops,
+    autopart_ops.expert_linear: _expert_flops,
+}
+"""{operator: its FLOPs, of the shapes of its arguments}."""

@@ -26,6 +26,7 @@ from autopart.plans.plan import Schedule
 
 from . import collectives
 from .collectives import levels
+from .dp_sync import Carried, exchanges, passes, remembered_bytes
 from .hardware import Hardware
 from .work import BUCKET_COPIES, CHOSEN, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 
@@ -108,6 +109,12 @@ class Formula:
 
     axes: tuple[Axis, ...] = AXES
     """Those that the mesh may have."""
+
+    methods: tuple[Carried, ...] = ()
+    """What data-parallel ranks send each other in place of gradients, for each byte of trained parameters."""
+
+    over: tuple[str, int] = ("dp", 1)
+    """The axis that these are for, and its ranks in the plan, by which neighbours are counted."""
 
     known: dict[Work, sympy.Expr] = field(default_factory=dict, repr=False, compare=False)
     """Seconds of works, which formulas counted at the same sizes may share."""
@@ -204,7 +211,8 @@ class Formula:
         return {
             **work, "sends": several * (2 * m + 2 * (pp - 1)) * self._send_s(),
             "bubble": (pp - 1) / (v * m) * sympy.Add(*work.values()),
-            **self._sums(), "optimizer": OPTIMIZER_TRAFFIC * self._held(self.totals.trained) / pp / M,
+            **self._sums(), **self._methods(),
+            "optimizer": OPTIMIZER_TRAFFIC * self._held(self.totals.trained) / pp / M,
         }  # fmt: skip
 
     def _sent(self) -> tuple[sympy.Expr, sympy.Expr]:
@@ -234,6 +242,8 @@ class Formula:
         for axis, sizes in self.totals.summed_over.items():
             left = [self.of(size) * self._left(axis, cut) for cut, size in sizes.items()]
             over.setdefault(axis, sympy.Add(*left))
+        axis, _ = self.over
+        over[axis] = over.get(axis, sympy.Integer(0)) * (1 - _exact(sum(one.size_bytes for one in self.methods)))
         for axis, summed in over.items():
             several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
@@ -250,6 +260,18 @@ class Formula:
                 ]
                 found[f"{self._mesh.data_axis} {kind}"] = self._beside(times / pp * sympy.Add(*seconds), beside / 2)
         return found
+
+    def _methods(self) -> dict[str, sympy.Expr]:
+        """What methods of data parallelism take, once a step."""
+        axis, several = self.over
+        ranks, trained, terms = ranks_of(axis), self.of(self.totals.trained) / pp, list[sympy.Expr]()
+        for one in self.methods:
+            size, made, factors = (_exact(float(share)) * trained for share in one[1:])
+            here = Carried(one.method, size, made, factors)
+            moved = [each.often * self._collective(each.kind, axis, each.size_bytes)
+                     for each in exchanges(here, ranks, several)]  # fmt: skip
+            terms += [*moved, _exact(passes(one.method, several)) * size / M]
+        return {"dp_sync": sympy.Piecewise((0, sympy.Eq(ranks, 1)), (sympy.Add(*terms), True))} if terms else {}
 
     def _left(self, axis: str, cut: tuple[str, ...]) -> sympy.Expr:
         """Of a gradient, the share that is summed over an axis once a step, where ZeRO cuts the parameter so."""
@@ -293,7 +315,8 @@ class Formula:
             "parameters": stored, "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers), "gathered": self._gathered() / pp,
-            "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * held * self._sent()[0], True)),
+            "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * held * self._sent()[0], True))
+            + trained * _exact(sum(float(remembered_bytes(one, self.over[1])) for one in self.methods)),
         }  # fmt: skip
 
     def _gathered(self) -> sympy.Expr:

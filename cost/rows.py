@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from .work import NOTHING, Size, Work
 
@@ -14,7 +16,8 @@ class Parameter:
     those that ZeRO-3 cuts it over, joined as one; none where it stays whole.
 
     In mixed precision: `read` and `summed`, bytes that are read or gathered of it, and summed of its gradient, for each
-    that is stored; `cast_again`: whether the backward reads it too.
+    that is stored; `cast_again`: whether the backward reads it too. Where data-parallel ranks send something else than
+    gradients: `itemsize`, bytes of an element, and `rows`, the size of the first dim of a matrix.
     """
 
     size: Size
@@ -24,6 +27,8 @@ class Parameter:
     read: float = 1.0
     summed: float = 1.0
     cast_again: bool = False
+    itemsize: int = 4
+    rows: int = 0
 
     @property
     def cut(self) -> bool:
@@ -57,3 +62,24 @@ class Row:
     load: Size
     parameters: tuple[str, ...] = ()
     alike: Size = NOTHING
+
+
+def cast_bytes(found: Iterable[Parameter]) -> Size:
+    """Bytes that casting parameters and their gradients moves."""
+    return Size.sum(p.size * ((1 + p.read) * p.casts) for p in found)
+
+
+def mean_share(found: Iterable[tuple[float, float]]) -> float:
+    """The mean of shares, each of so many bytes."""
+    weights, shares = zip(*found, strict=True)
+    return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
+
+
+def summed_over(trained: Iterable[Parameter]) -> dict[str, dict[tuple[str, ...], Size]]:
+    """`Totals.summed_over`, of the parameters that get a gradient."""
+    found: dict[str, dict[tuple[str, ...], Size]] = {}
+    for parameter in trained:
+        for axis in parameter.axes:
+            sizes = found.setdefault(axis, {})
+            sizes[parameter.over] = sizes.get(parameter.over, NOTHING) + parameter.size
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Schedule
 
@@ -23,6 +24,7 @@ class Setting:
     added to those of earlier microbatches by the products that make them (Megatron-LM's gradient accumulation fusion).
     `receives_held`: microbatches that a stage has memory to receive at a time (pipelining of torch: all). `cuts`: where
     stages begin, if not where they are balanced. `tokens`: of a row, if not those that were counted.
+    `dp_sync`: what data-parallel ranks send each other.
     """
 
     mesh: Mesh
@@ -38,6 +40,7 @@ class Setting:
     cuts: tuple[int, ...] | None = field(default=None)
     tokens: float | None = None
     prefetch: int = 1
+    dp_sync: DpSync = ALL_REDUCE
 
     @property
     def b(self) -> float:

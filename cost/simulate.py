@@ -159,7 +159,7 @@ def simulated(
     durations = Durations(
         seconds["forward"], whole, inputs, weights, received, received,
         [row["gradient_sum_s"] for row in ranks], timing.get("hidden_sums", 0.0),
-        [row["optimizer_s"] + row.get("gather_s", 0.0) for row in ranks],
+        [row["optimizer_s"] + row.get("gather_s", 0.0) + row.get("methods_s", 0.0) for row in ranks],
     )  # fmt: skip
     found = timeline(
         schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends
@@ -200,7 +200,8 @@ def _parts(
     once = ranks[busiest]
     hidden = found.spans[busiest][-1].end_s - found.grad_sums[busiest][0]  # beside the last backward
     sums = once["gradient_sum_s"] - hidden
-    last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0), "optimizer": once["optimizer_s"]}
+    last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0),
+            "dp_sync": once.get("methods_s", 0.0), "optimizer": once["optimizer_s"]}  # fmt: skip
     idle = found.step_time_s - found.busy_s[busiest] - math.fsum(last.values())
     last["idle"] = max(0.0, idle)
     return {kind: seconds for kind, seconds in (kinds | last).items() if seconds}

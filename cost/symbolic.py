@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autopart.errors import OptionError, PlanError, StageError
-from autopart.ir.mesh import Mesh
+from autopart.ir.dp_sync import DpSync
+from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.schedules import can_run, check_schedule, schedule_for
 from autopart.plans.plan import MEMORY_KINDS, Plan, Schedule
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import sympy
 
     from .formula import Formula
+    from .hardware import Hardware
     from .simulate import Simulation
     from .table import Table
 
@@ -96,13 +98,18 @@ class Cost(dict[str, Any]):
     @cached_property
     def formula(self) -> Formula:
         """Raises PlanError for a plan without a table."""
+        from .dp_sync import shares
         from .formula import Formula
         from .hardware import Hardware
 
         table, plan = self.table, self._plan
         hardware = Hardware.load(plan.hardware)
         zero = 3 if table.gathers else plan.zero
-        return Formula(table.totals, hardware, zero, scatter_sends=plan.scatter_sends, axes=plan.axes)
+        axis = (*plan.mesh_object().along("rows"), plan.mesh_object().data_axis)[0]
+        return Formula(
+            table.totals, hardware, zero, scatter_sends=plan.scatter_sends, axes=plan.axes,
+            methods=shares(table, DpSync.parse(plan.dp_sync)), over=(axis, plan.mesh_object().size(axis)),
+        )  # fmt: skip
 
     @property
     def _plan(self) -> Plan:
@@ -165,14 +172,23 @@ class Cost(dict[str, Any]):
         stages are balanced anew where there are others. Memory is that of the plan and what is predicted to change;
         what the table does not see of it (`Plan.memory` is counted value by value) grows as temporary values do.
 
-        Raises OptionError for other names and for sizes that are not above zero, StageError where there are too few
-        places to cut, or no schedule runs so many stages and microbatches.
+        Raises OptionError for other names, sizes that are not above zero and fewer ranks of `ep` than the plan's
+        `balance`, StageError where there are too few places to cut, or no schedule runs so many stages and
+        microbatches.
         """
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():
             if name not in names or not size > 0:
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
-        found = self._predicted(sizes)
+        if self._plan.balance > 1:
+            check_balance(self._mesh(sizes), self._plan.balance)
+        return self._figures(self._predicted(sizes))
+
+    def on(self, hardware: Hardware) -> Figures:
+        """The figures on other hardware, all else being the plan's."""
+        return self._figures(self._predicted({}, hardware))
+
+    def _figures(self, found: Simulation) -> Figures:
         memory, own, counted = (_fullest(rows) for rows in (found.memory, self._own.memory, self._plan.memory))
         kinds = {
             kind: memory.get(kind, 0.0) * _times(counted.get(kind, 0.0), own.get(kind, 0.0)) for kind in MEMORY_KINDS
@@ -185,7 +201,7 @@ class Cost(dict[str, Any]):
         """As predicted at the plan's own sizes."""
         return self._predicted({})
 
-    def _predicted(self, sizes: Mapping[str, float]) -> Simulation:
+    def _predicted(self, sizes: Mapping[str, float], hardware: Hardware | None = None) -> Simulation:
         from .hardware import Hardware
         from .table import predict
         from .table_data import own_setting
@@ -196,9 +212,11 @@ class Cost(dict[str, Any]):
         schedule = _schedule(was, mesh.size("pp"), m, v)
         table = self.table
         rows = sizes.get("b", table.b) * mesh.row_ranks * schedule.microbatches
-        counted = own_setting(table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends)
+        counted = own_setting(
+            table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, DpSync.parse(plan.dp_sync)
+        )
         setting = replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"))
-        return predict(table, setting, Hardware.load(plan.hardware))
+        return predict(table, setting, hardware or Hardware.load(plan.hardware))
 
     def _mesh(self, sizes: Mapping[str, float]) -> Mesh:
         """The plan's with other sizes of axes."""
@@ -243,24 +261,34 @@ def _schedule(was: Schedule, pp: int, microbatches: int, virtual_stages: int) ->
     return Schedule(name, microbatches, virtual_stages)
 
 
-def crossover(a: Plan, b: Plan, over: str = "s", low: float = 1.0, high: float = 2.0**20) -> float | None:
+def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high: float | None = None) -> float | None:
     """Where the steps of two plans take equally long: the first value of a symbol between `low` and `high` at which the
     one that was slower becomes the faster; None where one is always faster.
 
     Args:
-        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`; all else is as each plan has it.
+        over: one of `b, s, tp, ep, cp, dp, dpr, pp, m, v`, or a link's number (`node_link_bytes_per_s`), which is
+            looked for from 1e6 to 1e12 where nothing else is said; all else is as each plan has it.
 
     Example:
         >>> autopart.crossover(with_recompute, without, over="s")    # doctest: +SKIP
     """
     from scipy.optimize import brentq
 
+    from .hardware import LINK_NUMBERS, Hardware
+
+    of_links = over in LINK_NUMBERS
+    low = low if low is not None else 1e6 if of_links else 1.0
+    high = high if high is not None else 1e12 if of_links else 2.0**20
     first, second = (plan.cost if isinstance(plan.cost, Cost) else Cost.of(plan) for plan in (a, b))
 
     def difference(at: float) -> float:
+        if of_links:
+            changed: dict[str, Any] = {over: at, "collectives": {}}
+            sides = (cost.on(replace(Hardware.load(cost._plan.hardware), **changed)) for cost in (first, second))
+            return float(next(sides)) - float(next(sides))
         return float(first.at(**{over: at})) - float(second.at(**{over: at}))
 
-    whole = over not in ("b", "s")
+    whole = over not in ("b", "s") and not of_links
     points = [low * (high / low) ** (i / _POINTS) for i in range(_POINTS + 1)]
     if whole:
         points = [2.0**i for i in range(_MOST_POWER + 1) if low <= 2**i <= high]

@@ -20,11 +20,13 @@ import numpy as np
 from autopart.errors import StageError
 from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES, block_of
+from autopart.ir.dp_sync import EXACT
 from autopart.plans.plan import TIMING_PARTS
 
+from .dp_sync import Carried, by_method, remembered_bytes, sync_s
 from .formula import CutBytes, Totals
 from .hardware import Hardware
-from .rows import Parameter, Row
+from .rows import Parameter, Row, cast_bytes, mean_share, summed_over
 from .sends import Crossing, gather_cost, scattering_pays
 from .setting import Setting
 from .simulate import Simulation, simulated
@@ -94,50 +96,34 @@ class Table:
         return found
 
     @cached_property
+    def held(self) -> dict[str, str]:
+        """{every parameter of the model: its name in `parameters`}."""
+        return {_named(name, path, number): name for position, path, number in self.order
+                for name in self.rows[position].parameters}  # fmt: skip
+
+    @cached_property
     def totals(self) -> Totals:
         """All operators together, for formulas."""
         often = np.bincount(self.positions, minlength=len(self.rows))
-        held = {_named(name, path, number): self.parameters[name] for position, path, number in self.order
-                for name in self.rows[position].parameters}  # fmt: skip
+        held = {name: self.parameters[known] for name, known in self.held.items()}
         trained = [parameter for parameter in held.values() if parameter.trained]
         cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
         return Totals(
             self.counts, Size.sum(parameter.size for parameter in held.values()),
             Size.sum(parameter.size for parameter in trained), {over: _cut(found) for over, found in cut.items()},
-            self.gathers, _cast(p for p in held.values() if not p.cut),
-            _share((p.size.value, p.read) for p in held.values()),
-            _share((p.size.value, p.summed) for p in held.values()),
+            self.gathers, cast_bytes(p for p in held.values() if not p.cut),
+            mean_share((p.size.value, p.read) for p in held.values()),
+            mean_share((p.size.value, p.summed) for p in held.values()),
             Size.sum(row.kept * int(count) for row, count in zip(self.rows, often, strict=True)),
             max((row.temporary for row in self.rows), key=lambda size: size.value),
             min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
-                default=NOTHING), self.buffer_bytes, _summed_over(trained), self.hidden_sums,
+                default=NOTHING), self.buffer_bytes, summed_over(trained), self.hidden_sums,
             Sizes(self.b, self.s, self.tp, self.cp, self.ep),
         )  # fmt: skip
 
 
 def _cut(found: Sequence[Parameter]) -> CutBytes:
-    return CutBytes(Size.sum(parameter.size for parameter in found), len(found), _cast(found))
-
-
-def _cast(found: Iterable[Parameter]) -> Size:
-    """Bytes that casting parameters and their gradients moves."""
-    return Size.sum(p.size * ((1 + p.read) * p.casts) for p in found)
-
-
-def _share(found: Iterable[tuple[float, float]]) -> float:
-    """The mean of shares, each of so many bytes."""
-    weights, shares = zip(*found, strict=True)
-    return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
-
-
-def _summed_over(trained: Iterable[Parameter]) -> dict[str, dict[tuple[str, ...], Size]]:
-    """`Totals.summed_over`, of the parameters that get a gradient."""
-    found: dict[str, dict[tuple[str, ...], Size]] = {}
-    for parameter in trained:
-        for axis in parameter.axes:
-            sizes = found.setdefault(axis, {})
-            sizes[parameter.over] = sizes.get(parameter.over, NOTHING) + parameter.size
-    return found
+    return CutBytes(Size.sum(parameter.size for parameter in found), len(found), cast_bytes(found))
 
 
 def _named(name: str, path: str, number: int) -> str:
@@ -372,6 +358,7 @@ class Priced:
         sums = self._sums(held, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
         trained = sum(map(self._gradient_bytes, held.values()))
+        methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(held))
         gathers_s = 0.0
         for axis in sorted({self._parts_over(self.table.parameters[known]) for known in held.values()}):
             mine = [known for known in held.values() if self._parts_over(self.table.parameters[known]) == axis]
@@ -383,7 +370,21 @@ class Priced:
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
         found = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware)}
         found |= {"gather_s": gathers_s} if gathers_s else {}
+        found |= {"methods_s": methods_s} if methods_s else {}
         return {name: _digits(taken) for name, taken in found.items()}
+
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        """How many ranks a method of data parallelism is for, and how far apart neighbours are."""
+        axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
+        return self.mesh.size(axis), self.mesh.stride(axis)
+
+    def carried(self, held: Mapping[str, str]) -> list[Carried]:
+        """What a rank sends data-parallel ranks in place of gradients, by method; none where it has its own sums."""
+        if not self.mesh.along("rows"):
+            return []
+        sizes = {known: self.local_bytes(known) for known in held.values()}
+        return by_method(self.table.parameters, sizes, held.values(), self.setting.dp_sync)
 
     def _sums(
         self, held: Mapping[str, str], everywhere: Sequence[set[str]]
@@ -393,8 +394,9 @@ class Priced:
         for name, known in held.items():
             parameter = self.table.parameters[known]
             cut = parameter.over if self._is_cut(parameter) else ()
+            apart = mesh.along("rows")[:1] if self.setting.dp_sync.of(known) != EXACT else ()
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
-                    if mesh.size(axis) > 1 and axis not in cut]  # fmt: skip
+                    if mesh.size(axis) > 1 and axis not in (*cut, *apart)]  # fmt: skip
             owners = sum(name in names for names in everywhere)
             groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
             if groups and parameter.trained:
@@ -473,6 +475,7 @@ class Priced:
                 "communication": posted * sum(sent[i] * (i - 1 not in mine) + sent[i + 1] * (i + 1 not in mine)
                                               for i in mine),
             }  # fmt: skip
+            row["communication"] += sum(remembered_bytes(one, self.data_ranks[0]) for one in self.carried(held))
             lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
             passing = most_at_once(order, mine, round(grown)) + self.travelling_bytes(held)
             row["total"] = round(lasting + whole + max(passing, gradients + bucket))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Schedule
 
@@ -23,12 +24,19 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 
 
 def own_setting(
-    table: Table, mesh: Mesh, schedule: Schedule, zero: int = 0, prefetch: int = 1, scatter_sends: bool = False
+    table: Table,
+    mesh: Mesh,
+    schedule: Schedule,
+    zero: int = 0,
+    prefetch: int = 1,
+    scatter_sends: bool = False,
+    dp_sync: DpSync = ALL_REDUCE,
 ) -> Setting:
     """What the table of a plan was counted under, by the plan's mesh, schedule and fields of these names."""
     rows = table.b * mesh.row_ranks * schedule.microbatches
     return Setting(
-        mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch, scatter_sends=scatter_sends
+        mesh, schedule, rows, 3 if table.gathers else zero, prefetch=prefetch, scatter_sends=scatter_sends,
+        dp_sync=dp_sync,
     )  # fmt: skip
 
 
@@ -156,8 +164,8 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
     return (run for copy in range(entry.get("times", 1)) for run in _in_block(entry["runs"], copy))
 
 
-_CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False}
-"""What is said of a parameter in mixed precision, and what it is else."""
+_CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0}
+"""What is said of a parameter in mixed precision or with a method of `dp_sync`, and what it is else."""
 _MORE_SIZES = ("flops", "depth", "causal")
 _RANKS = ("cp", "ep")
 """What a table was counted on, where it was on more than one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from autopart.runtime.state.local_batch import LocalBatch
 from autopart.runtime.state.state import broadcast_from
 from autopart.runtime.state.unsummed import Unsummed
 from autopart.runtime.state.wholes import Wholes
+from autopart.runtime.sync.data_sync import DataSync
 from autopart.tracing.eager_semantics import no_autocast
 from autopart.tracing.weight_updates import update_weights
 
@@ -52,11 +54,13 @@ class Executable:
         schedule: str | None,
         compile: bool = False,
         unsummed: Unsummed | None = None,
+        data_sync: DataSync | None = None,
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
         self.stage_style = stage_style_of(schedule)
         self.unsummed = unsummed or Unsummed(process, self.stage_style)
+        self.data_sync = data_sync or DataSync(process)
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
         connect_sums(program, process)
@@ -100,6 +104,9 @@ class Executable:
                     self.unsummed.are_expected |= self.unsummed.is_open
                 with self._differentiable() if torch.is_grad_enabled() else self.wholes.gathered():
                     runs = [self._chain(microbatch) for microbatch in range(self.program.microbatches)]
+                if self.data_sync.methods and torch.is_grad_enabled():
+                    leave = partial(self.unsummed.leave, self.unsummed.is_open)
+                    runs = [self.data_sync.watched(outputs, leave) for outputs in runs]
                 comparison.finish_comparison()
                 outputs = self._everywhere(runs)
             self._write_buffers()
@@ -168,6 +175,8 @@ class Executable:
                 sync_gradients(self.parameters, self.program, self.process, self.stage_style, self.wholes.parts)
             if scaling is not None:
                 scaling.unscale(self.parameters.values(), self.process)
+            if not leaves and not (scaling is not None and scaling.overflowed):
+                self.data_sync.bring_together(options.loss_scale)
             if not leaves:
                 hooks.see_gradients()
         if leaves and not self.unsummed.is_open:
@@ -269,7 +278,8 @@ class Executable:
         before = {
             parameter: parameter.grad for name, parameter in self.parameters.items()
             if parameter.grad is not None
-            and (every or name in self.summed or name in self.wholes.parts or hooks.sees(parameter))
+            and (every or name in self.summed or name in self.wholes.parts or hooks.sees(parameter)
+                 or name in self.data_sync.methods)
         }  # fmt: skip
         for parameter in before:
             parameter.grad = None

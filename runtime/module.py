@@ -41,6 +41,8 @@ from autopart.runtime.state.sharing import Originals, part_of_another, remember
 from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
 from autopart.runtime.state.unsummed import Unsummed, check_summed
 from autopart.runtime.state.weights import Weights
+from autopart.runtime.sync.data_sync import DataSync
+from autopart.runtime.sync.on_module import SyncsData
 from autopart.tracing.calls import MAX_CALLS, Recent, format_call
 from autopart.tracing.own_rows import num_rows
 from autopart.tracing.skeleton import Source
@@ -79,7 +81,7 @@ class ProgramSource(Protocol):
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
 
 
-class ParallelModule(OnMesh, ScalesLoss, Clips, Idioms):
+class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
     """A model partitioned over a device mesh.
 
     Every rank makes it from the same model and calls it with the same global batch, or (`local_batch`) with its own
@@ -143,7 +145,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, Idioms):
         self._calls: Counter[str] = Counter()
         self._loss_scaling = LossScaling() if scales_loss else None
         self._replicas = Replicas(self._process, stage_style_of(schedule), check_replicas)
-        self._unsummed = Unsummed(self._process, stage_style_of(schedule))
+        self._data_sync = DataSync(self._process)
+        self._unsummed = Unsummed(self._process, stage_style_of(schedule), self._data_sync.bring_together)
         if program is not None:
             self._adopt(program)
         if watch is not None:
@@ -204,6 +207,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, Idioms):
             self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs
         )
         self._process.step_scale = options.loss_scale
+        self._data_sync.check_attached()
         self._originals.warn_of_changes()
         if loss_fn is None and target is not None:  # an input of the model that has this name
             kwargs, target = {**kwargs, "target": target}, None
@@ -241,7 +245,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, Idioms):
         """{name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""
         program = self._traced("full_state_dict")
         stage_style = stage_style_of(self._schedule)
-        gathered = gather(self._local_parameters, program, self._process, stage_style, list(program.parameters))
+        local = self._data_sync.mean_of_replicas(self._local_parameters)
+        gathered = gather(local, program, self._process, stage_style, list(program.parameters))
         stored_name = program.stored_names
         result: dict[str, Any] = {}
         for name, value in self._source.model.state_dict().items():
@@ -285,6 +290,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, Idioms):
         """{name: full gradient} for the model's `named_parameters` that have one, on every rank. A collective call."""
         program = self._traced("full_grads")
         check_summed(self._process, "full_grads()")
+        self._data_sync.check_gradients("full_grads()")
         stage_style = stage_style_of(self._schedule)
         present = names_with_gradient(self._local_parameters, program, self._process, stage_style)
         grads = {name: p.grad for name, p in self._local_parameters.items() if p.grad is not None}
@@ -407,7 +413,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, Idioms):
             adopted = self._adopt(program)
             return Executable(
                 adopted, self._process, self._local_parameters, self._local_buffers, self._schedule, self._compile,
-                self._unsummed,
+                self._unsummed, self._data_sync,
             )  # fmt: skip
 
         executable = self._executables.get(program, make)
@@ -460,12 +466,18 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, Idioms):
             self._source.let_go(program.parameters.keys())
         self._program = program
         self._unsummed.adopt(program, self._local_parameters)
+        self._data_sync.adopt(program, self._local_parameters)
         return program
 
-    def _begin_as_copy(self) -> None:
+    def _begin_anew(self) -> None:
         self._executables = Recent(2 * MAX_CALLS)
+
+    def _begin_as_copy(self) -> None:
+        self._begin_anew()
+        self._data_sync = DataSync(self._process)
+        self._data_sync.adopt(self._traced("copy"), self._local_parameters)
         self._replicas = Replicas(self._process, stage_style_of(self._schedule), self._replicas.check_replicas)
-        self._unsummed = Unsummed(self._process, stage_style_of(self._schedule))
+        self._unsummed = Unsummed(self._process, stage_style_of(self._schedule), self._data_sync.bring_together)
         self._unsummed.adopt(self._traced("copy"), self._local_parameters)
         for name, parameter in self._local_parameters.items():
             settle(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))

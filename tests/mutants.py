@@ -76,7 +76,7 @@ MUTANTS = [
            "spans.append((start + index * lengths[index], lengths[index]))", "layout runtime_conversions fuzz"),
     Mutant("autopart/ir/pieces.py", "missing = self.longest - shard.size(self.dim)", "missing = 0",
            "runtime_conversions exact_processes"),
-    Mutant("runtime/comm/collectives.py", "*reversed(ctx.cuts))", "*ctx.cuts)", "runtime_conversions"),
+    Mutant("runtime/comm/collectives.py", "*reversed(ctx.told))", "*ctx.told)", "runtime_conversions"),
     Mutant("autopart/ir/operators.py", "* mine.unsqueeze(-1)\n", "\n", "collectives exact_processes exact_lockstep"),
     Mutant("autopart/ir/operators.py", "return torch.native_dropout(x, p, True)",
            "return torch.native_dropout(x, p / 2, True)", "random_fast collectives runtime_conversions"),

@@ -79,6 +79,8 @@ def test_every_part_is_compared(plan):
         "zero": {"zero": 1},
         "prefetch": {"prefetch": 2},
         "scatter_sends": {"scatter_sends": True},
+        "dp_sync": {"dp_sync": {"strategy": "local", "every": 4}},
+        "balance": {"balance": 1.5},
         "compile": {"compile": True},
         "precision": {"precision": "bf16"},
         "reduce_dtype": {"reduce_dtype": "bf16"},

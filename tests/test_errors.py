@@ -190,11 +190,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh: text size": (plan({"tp": "2"}),
         "MeshError: mesh axis 'tp' has size '2'\n  why    a size is a whole number from 1"),
     "mesh: cp": (plan("cp2"),
-        "MeshError: mesh axis 'cp' has size 2\n  why    context parallelism is not built yet\n  try    use the axes "
-        "pp, dp, tp"),
+        "LayoutError: cp=2 has nothing to cut\n  why    no product of the model has a sequence: it is given input "
+        "[8, 4]\n  try    leave cp out of the mesh; dp cuts the rows of any batch"),
     "mesh: ep": (plan("ep2"),
-        "MeshError: mesh axis 'ep' has size 2\n  why    expert parallelism is not built yet\n  try    use the axes "
-        "pp, dp, tp"),
+        "LayoutError: ep=2 has nothing to cut\n  why    the model has no experts: all rows go through all of its "
+        "matrix products\n  try    leave ep out of the mesh; dp cuts the rows of any batch"),
     # what a mesh cannot split
     "tp: divides nothing": (skip("tp3"),
         "LayoutError: tp=3 divides no weight of the model\n  why    the weights of its matrix products have dims 32, "
@@ -245,12 +245,12 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of schedule, microbatches, virtual_stages, "
-        "sequence_parallel, hardware, pins, zero, memory, recompute, compile, precision, "
-        "reduce_dtype, example_args, example_kwargs"),
+        "sequence_parallel, context, hardware, balance, pins, zero, prefetch, memory, recompute, dp_sync, compile, "
+        "precision, reduce_dtype, example_args, example_kwargs"),
     "option of another": (plan(timeout=5),
         "OptionError: unknown option timeout=\n  why    other functions take it, plan() does not\n  try    one of "
-        "schedule, microbatches, virtual_stages, sequence_parallel, hardware, pins, zero, memory, recompute, compile, "
-        "precision, reduce_dtype, example_args, example_kwargs"),
+        "schedule, microbatches, virtual_stages, sequence_parallel, context, hardware, balance, pins, zero, prefetch, "
+        "memory, recompute, dp_sync, compile, precision, reduce_dtype, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "
         "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path "
@@ -297,7 +297,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "  try    name the axes, for example mesh='dp2,tp4'"),
     "unknown random numbers": (lambda: autopart.parallelize(linear(), "tp1", rng="slow"),
         "OptionError: unknown rng='slow'\n  try    rng='fast', or rng='exact'"),
-    "no example": (plan(batch={}),
+    "no example": (lambda: autopart.plan(linear(), "dp2"),
         "InputError: plan() needs an example call\n  why    the model is traced on it\n  try    plan(model, mesh, "
         "example_kwargs={'input_ids': ids, 'labels': labels})"),
     "other names": (plan(batch={"z": torch.ones(2)}),

@@ -146,8 +146,8 @@ def test_on_processes(mesh, towards):
 
 @pytest.mark.parametrize(("made", "mesh", "text"), [
     (zoo.llama, "ep2", "ep=2 has nothing to cut\n"
-     "  why    the model has no experts, or runs them one by one in a loop and not as stacks of matrices\n"
-     "  try    leave ep out of the mesh; in transformers model.set_experts_implementation('grouped_mm')"),
+     "  why    the model has no experts: all rows go through all of its matrix products\n"
+     "  try    leave ep out of the mesh; dp cuts the rows of any batch"),
     (mixture, "ep8", "ep=8 does not divide the experts of the model\n"
      "  why    there are 4\n"
      "  where  expert_linear at test_experts.py:LINE\n"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.whole  # quick, and every row of it counts
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autopart"
 
@@ -58,6 +60,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "agree": ("comm", "state"),
         "saving": ("comm", "state"),
         "loop": ("comm", "state"),
+        "sync": ("comm", "state", "saving"),
     },
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import MICROBATCH_AXIS
@@ -43,7 +44,9 @@ class Decisions:
     `strategies`: of every axis of the mesh that cuts something, and of the microbatches. Axes that cut rows have the
     same; one that is not here computes all rows on every rank. `stored`: {parameter: its layout, where it is not `R`}.
     `zero`, `prefetch`: how long what is gathered of them lives, and how early it is (`Program`). `scatter_sends`: what
-    ranks of the feature axes hold alike is sent to the next stage in parts (`autopart.ir.scattering`).
+    ranks of the feature axes hold alike is sent to the next stage in parts (`autopart.ir.scattering`). `dp_sync`: what
+    data-parallel ranks send each other. `balance`: the rows that the fullest rank gets for its experts, over the mean,
+    which sizes are written for.
     """
 
     mesh: Mesh
@@ -56,6 +59,8 @@ class Decisions:
     zero: int = 0
     prefetch: int = 1
     scatter_sends: bool = False
+    dp_sync: DpSync = ALL_REDUCE
+    balance: float = 1.0
 
     def place(self, name: str, axis: str) -> Placement:
         """How a parameter is stored on an axis."""
@@ -81,6 +86,12 @@ class Decisions:
         """Whether the axes that cut rows compute all of them on every rank, for the rows do not divide over them."""
         axes = self.mesh.along("rows")
         return bool(axes) and not any(axis in self.strategies for axis in axes)
+
+    @property
+    def routes(self) -> bool:
+        """Whether rows are on the ranks of their experts."""
+        chosen = (found for axis in self.mesh.along("experts") for found in self.strategies.get(axis, {}).values())
+        return any(place.is_routed for found in chosen for place in found.outputs)
 
     @property
     def row_shards(self) -> int:

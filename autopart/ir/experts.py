@@ -83,14 +83,14 @@ def to_experts(
         x: [tokens, ...].
         expert: [tokens * times], integers: the experts of the first token, then those of the second.
         num_experts: of the model.
-        first, count: the experts that the rank has; -1: all.
+        first, count: the experts that the rank has, up to the last there is; -1: all.
         rows: how many rows are expected, where they are not counted.
     Returns:
         [tokens * times, ...], or as many rows as have an expert on the rank, in this order.
     """
     if count < 0:
         return x.repeat_interleave(times, 0)
-    return x[_own(expert, first, count) // times]
+    return x[_own(expert, first, count, num_experts) // times]
 
 
 @torch.library.custom_op("autopart::from_experts", mutates_args=())
@@ -106,12 +106,12 @@ def from_experts(
     tokens = expert.size(0) // times
     if count < 0:
         return x.unflatten(0, (tokens, times)).sum(1)
-    return x.new_zeros(tokens, *x.shape[1:]).index_add_(0, _own(expert, first, count) // times, x)
+    return x.new_zeros(tokens, *x.shape[1:]).index_add_(0, _own(expert, first, count, num_experts) // times, x)
 
 
-def _own(expert: Tensor, first: int, count: int) -> Tensor:
+def _own(expert: Tensor, first: int, count: int, num_experts: int) -> Tensor:
     """The numbers of the rows whose expert is one of these."""
-    return ((expert >= first) & (expert < first + count)).nonzero().squeeze(-1)
+    return ((expert >= first) & (expert < min(first + count, num_experts))).nonzero().squeeze(-1)
 
 
 @to_experts.register_fake

@@ -28,6 +28,7 @@ directions before anything runs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,13 +175,21 @@ def parts_of(axis: str) -> tuple[str, ...]:
     return tuple(axis.split("_"))
 
 
-def local_shape(full: Sequence[int], layout: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[int]:
-    """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank, rows of experts as if all
-    experts had as many."""
+def local_shape(
+    full: Sequence[int], layout: Mapping[str, Placement], sizes: Mapping[str, int], balance: float = 1.0
+) -> list[int]:
+    """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank, rows of experts as
+    `balance` times those of a rank if all had as many.
+
+    >>> local_shape((12, 8), {"dp": shard(0), "ep": ROUTED}, {"dp": 2, "ep": 2}, 1.5)
+    [5, 8]
+    """
     local = list(full)
     for axis, place in layout.items():
         if place.is_divided:
             local[place.dim] = -(-local[place.dim] // sizes[axis])
+        if place.is_routed:
+            local[place.dim] = math.ceil(local[place.dim] * balance)
     return local
 
 

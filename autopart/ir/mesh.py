@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
-from autopart.errors import MeshError
+from autopart.errors import MeshError, OptionError
 from autopart.ir.layout import Layout, parts_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,12 @@ class Mesh:
     def batch_parts(self) -> int:
         """Into how many parts of equal size the rows of a microbatch have to divide: over the ranks that cut rows, and
         inside them over those that have experts."""
-        return self.row_ranks * math.prod(map(self.size, self.along("experts")))
+        return self.row_ranks * self.expert_ranks
+
+    @property
+    def expert_ranks(self) -> int:
+        """Over how many ranks experts are cut."""
+        return math.prod(map(self.size, self.along("experts")))
 
     @property
     def feature_ranks(self) -> int:
@@ -294,3 +299,12 @@ def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise MeshError(f"mesh axis '{name}' has size {size!r}", why="a size is a whole number from 1")
+
+
+def check_balance(mesh: Mesh, balance: float) -> None:
+    """Raises OptionError where no rank can have so many times the mean of the rows."""
+    ranks = mesh.expert_ranks
+    if balance > ranks:
+        raise OptionError(f"balance={balance:g} cannot be on {mesh}",
+                          why=f"a rank that has all rows has {ranks} times the mean of {ranks}",
+                          hint=f"balance={ranks}, or less")  # fmt: skip

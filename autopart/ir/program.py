@@ -16,7 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autopart.compat import LazyGraphModule, TreeSpec
+from autopart.ir.dp_sync import ALL_REDUCE, DpSync, Method
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.layout import Layout, Sections, format_layout
@@ -156,6 +157,7 @@ class StoredTensor:
     `grad_axes`: the axes (dp, tp, ...) over which its gradient ends as a partial sum and is summed once a step.
     `aliases`: other names of the same parameter in the model (tied weights).
     `compute_dtype`: what it is cast to where it is read; None: it is read as it is stored.
+    `method`: what data-parallel ranks send each other of it in place of a sum over the outermost axis of rows.
     """
 
     name: str
@@ -165,10 +167,16 @@ class StoredTensor:
     grad_axes: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     compute_dtype: torch.dtype | None = None
+    method: Method | None = None
 
     def summed_over(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes of several ranks over which its gradient is summed once a step."""
-        return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1)
+        apart = () if self.method is None else mesh.along("rows")[:1]
+        return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in apart)
+
+    def differs_over(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes on whose ranks it is meant to have other values."""
+        return mesh.along("rows")[:1] if self.method is not None and self.method.changes == "models" else ()
 
 
 @dataclass(frozen=True)
@@ -221,6 +229,8 @@ class Program:
     """Where the whole lives for as long as it is used: of how many blocks ahead it is gathered."""
     reduce_dtype: torch.dtype | None = None
     """What gradients of parameters are cast to before ranks sum them; None: they are summed as they are."""
+    dp_sync: DpSync = ALL_REDUCE
+    """What data-parallel ranks send each other."""
 
     @cached_property
     def drawn(self) -> tuple[fx.Node, ...]:
@@ -232,6 +242,18 @@ class Program:
     def stored_names(self) -> dict[str, str]:
         """{any name of a parameter: the one it is stored under}."""
         return {alias: name for name, stored in self.parameters.items() for alias in (name, *stored.aliases)}
+
+    def without_methods(self) -> Program:
+        """The same, with all gradients summed."""
+        if self.dp_sync.is_default:
+            return self
+        exact = {name: replace(stored, method=None) for name, stored in self.parameters.items()}
+        return replace(self, parameters=exact, dp_sync=ALL_REDUCE)
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks a method of `dp_sync` is for."""
+        return self.mesh.size((*self.mesh.along("rows"), self.mesh.data_axis)[0])
 
     @property
     def row_ranks(self) -> int:

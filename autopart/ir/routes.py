@@ -48,4 +48,4 @@ def count_rows(expert: Tensor, num_experts: int, num_ranks: int) -> Tensor:
 
 def _ranks_of(expert: Tensor, num_experts: int, num_ranks: int) -> Tensor:
     """The rank of each row's expert; a row that has none goes anywhere, and gives zeros there."""
-    return (expert // (num_experts // num_ranks)).clamp(0, num_ranks - 1)
+    return (expert // -(-num_experts // num_ranks)).clamp(0, num_ranks - 1)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from autopart.errors import PlanError
 from autopart.files import read_text, write_whole
+from autopart.ir.dp_sync import ALL_REDUCE
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import Recompute
@@ -143,6 +144,8 @@ class Plan:
     zero: int = 0
     prefetch: int = 1
     scatter_sends: bool = False
+    dp_sync: Mapping[str, Any] = field(default_factory=ALL_REDUCE.as_data)
+    balance: float = 1.0
     compile: bool = False
     precision: str | None = None
     reduce_dtype: str | None = None
@@ -263,8 +266,8 @@ class Plan:
         """Why a parameter, a module, an operator or a collective is as it is, with the runner-up and its price.
 
         Args:
-            name: as the model or `explain` names it (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), or a
-                collective of the generated graphs (`all_reduce_3`).
+            name: as the model or `explain` names it (`model.layers.0.self_attn.q_proj`, `model.layers.*.mlp/mul`), a
+                collective of the generated graphs (`all_reduce_3`), or `dp_sync`: what data-parallel ranks send.
         Raises OptionError where there is no such name, PlanError for a plan that was read from a file.
 
         Example:

@@ -22,6 +22,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from autopart.errors import InputError, OptionError, RuntimeSetupError
+from autopart.ir.dp_sync import DpSync
 from autopart.ir.mesh import Mesh
 from autopart.ir.precision import Precision
 from autopart.ir.program import Rng
@@ -297,6 +298,7 @@ class VerificationRun:
         notes = [
             *self.notes,
             *_whole_notes(arrangement.plan),
+            *_method_notes(arrangement.decisions.dp_sync),
             *(f"{name} {text}, as they should" for name, text in infinite(self.subject, expected).items()),
         ]
         rounded = None
@@ -340,6 +342,13 @@ def _whole_notes(plan: Plan | None) -> list[str]:
     rows = whole_rows(plan, plan.cost.get("forward_flops", 0))
     rest = [f"{len(rows) - MOST_WHOLE} more kinds of operators"] * (len(rows) > MOST_WHOLE)
     return ["run whole: " + "; ".join([*map(whole_text, rows[:MOST_WHOLE]), *rest])]
+
+
+def _method_notes(dp_sync: DpSync) -> list[str]:
+    """A line on what is not run here, where gradients are not summed as they are."""
+    if dp_sync.is_default:
+        return []
+    return [f"dp_sync='{dp_sync}': gradients are compared as their sum, before data-parallel ranks send less of them"]
 
 
 def _chosen(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopart.ir.dp_sync import DpSync
 from autopart.ir.mesh import Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import text_of, word_of
@@ -90,6 +91,8 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("zero", "level"): str(plan.zero),
         ("prefetch", "blocks ahead"): str(plan.prefetch),
         ("scatter_sends", "between stages"): _sent(plan),
+        ("dp_sync", "between data ranks"): str(DpSync.parse(plan.dp_sync)),
+        ("balance", "rows of the fullest rank"): f"{plan.balance:g} times the mean",
         ("compile", "stages"): "yes" if plan.compile else "no",
         ("precision", "computed in"): plan.precision or "the model's own",
         ("reduce_dtype", "gradients summed in"): plan.reduce_dtype or "the model's own",

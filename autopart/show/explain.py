@@ -221,7 +221,16 @@ def _memory(plan: Plan) -> str:
     if max(map(len, lines)) > TEXT_WIDTH >= max(map(len, turned)):
         lines = turned  # a column for every pipeline coordinate
     title = "memory of the fullest rank in a training step (AdamW; microbatches in flight)"
-    return "\n".join([title, *lines])
+    return "\n".join([title, *lines, *_wrapped([_uneven(plan)])])
+
+
+def _uneven(plan: Plan) -> str:
+    """For how many rows of experts the memory is, and how much it is at the worst."""
+    if "worst_memory_bytes" not in plan.cost:
+        return ""
+    of = f"the fullest rank has {plan.balance:g} times the mean" if plan.balance > 1 else "all ranks have as many"
+    worst = quantity(plan.cost["worst_memory_bytes"], "B")
+    return f"balance={plan.balance:g}: {of} of the rows of experts; a rank that has all of them takes {worst}"
 
 
 def _right_aligned(rows: Sequence[Sequence[str]]) -> list[str]:

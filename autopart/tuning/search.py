@@ -25,6 +25,7 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.simulate import Simulation, simulate
 from autopart.cost.table import Setting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
+from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.experts import expert_counts
 from autopart.ir.mesh import Mesh
 from autopart.ir.precision import Precision
@@ -72,6 +73,7 @@ class Candidate:
     zero: int
     step_time_s: float
     memory_bytes: float
+    dp_sync: DpSync = ALL_REDUCE
     simulation: Simulation | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -84,6 +86,8 @@ class Candidate:
             found["sequence_parallel"] = self.sequence_parallel
         if self.mesh.storing_axis is not None:
             found["zero"] = self.zero
+        if not self.dp_sync.is_default:
+            found["dp_sync"] = self.dp_sync
         return found
 
     def __str__(self) -> str:
@@ -94,6 +98,7 @@ class Candidate:
         parts += ["sequence parallel"] * (self.sequence_parallel and self.mesh.size("tp") > 1)
         parts += [f"zero={self.zero}"] * bool(self.zero)
         parts += [f"recompute={self.recompute}"] * (self.recompute != "none")
+        parts += [f"dp_sync={self.dp_sync}"] * (not self.dp_sync.is_default)
         plan = self.simulation.plan if self.simulation is not None else None
         about = "" if plan is not None else "about "
         size = f" of {step_size(plan)}" if plan is not None and step_size(plan) else ""
@@ -140,7 +145,8 @@ class Space:
 
     `fused`: whether what lies between two products or collectives counts as one kernel. `assumed`: what is set of
     `cost.table.Setting` in the place of what autopart's runtime does (`state_bytes`, `receives_held`, ...).
-    `precision`: what is computed in.
+    `precision`: what is computed in. `methods`: what data-parallel ranks may send each other in place of gradients.
+    `balance`: as of `autopart.plan`.
     """
 
     model: nn.Module
@@ -150,6 +156,8 @@ class Space:
     fused: bool = False
     assumed: Mapping[str, Any] = field(default_factory=dict)
     precision: Precision | None = None
+    methods: Sequence[DpSync] = ()
+    balance: float = 1.0
     tables: dict[tuple[Kind, Word], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -177,7 +185,9 @@ class Space:
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
             sequence_parallel = kind.sequence_parallel
-            options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute)
+            method = self.methods[0].as_data() if self.methods else None  # what is sent has to be counted
+            options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute,
+                              balance=self.balance, dp_sync=method)  # fmt: skip
             found = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
             self._drafts[kind] = found
             try:
@@ -201,12 +211,15 @@ class Space:
         experts over `ep`, and leaves ranks of `cp` sequences that are worth it."""
         for tp in (n for n in _divisors(devices) if n <= self.hardware.devices_per_node):
             for cp in (n for n in _divisors(devices // tp) if n == 1 or self.tokens // n >= SHORTEST):
-                for ep in (n for n in _divisors(devices // (tp * cp)) if self.num_experts % n == 0):
+                for ep in (n for n in _divisors(devices // (tp * cp)) if self._cuts_experts(n)):
                     for pp in _divisors(devices // (tp * cp * ep)):
                         dp = devices // (tp * cp * ep * pp)
                         if self.rows % (dp * ep) == 0 and pp <= self.num_blocks:
                             sizes = {"pp": pp, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
                             yield Mesh.parse({axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1})
+
+    def _cuts_experts(self, ranks: int) -> bool:
+        return self.num_experts % ranks == 0 and (ranks == 1 or self.balance <= ranks)
 
     @cached_property
     def tokens(self) -> int:
@@ -283,7 +296,8 @@ class Space:
     def simulated(self, candidate: Candidate) -> Candidate:
         """The candidate with its own stages and schedule, simulated."""
         table = self.table(Kind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
-        setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, **self.assumed)
+        setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, dp_sync=candidate.dp_sync,
+                          **self.assumed)  # fmt: skip
         found = predict(table, setting, self.hardware)
         return replace(
             candidate, step_time_s=found.step_time_s, memory_bytes=max(found.peak_memory_bytes), simulation=found
@@ -302,6 +316,11 @@ class Space:
                         yield self.simulated(replace(candidate, schedule=schedule))
                     except AutopartError:  # too few places to cut
                         continue
+
+    def with_methods(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate with every method that may be, simulated, where data-parallel ranks hold whole parameters."""
+        for method in self.methods if candidate.mesh.along("rows") and not candidate.zero else ():
+            yield self.simulated(replace(candidate, dp_sync=method))
 
     def best(self, devices: int, memory: float) -> list[Candidate]:
         """The candidates that fit, simulated, each faster than all that take less memory; the fastest first.
@@ -328,6 +347,8 @@ class Space:
                 found.append(made)
         for candidate in sorted(found, key=lambda c: c.step_time_s)[:RESCHEDULED]:
             found += [other for other in self.rescheduled(candidate) if other.memory_bytes <= memory]
+        for candidate in list(found):
+            found += [other for other in self.with_methods(candidate) if other.memory_bytes <= memory]
         if not found:
             least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
             raise MemoryLimitError(
@@ -365,6 +386,7 @@ def search(
     global_batch: int | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     count: int = 3,
+    dp_sync: Sequence[str | Mapping[str, Any]] = (),
     **options: Unpack[SearchOptions],
 ) -> list[Plan]:
     """The best plans for a number of devices, fastest first, each faster than all that take less memory.
@@ -379,6 +401,8 @@ def search(
         global_batch: rows of a step. None: those of the example.
         example_kwargs: a call of the model, of any number of rows. None: tokens, for language models of transformers.
         count: how many plans to make.
+        dp_sync: methods of data parallelism that may be used, `["powersgd:4", "local:8"]`, as `plan` takes them. They
+            change what is learned: none but these is tried, and which of them learns as well is not predicted.
         **options: `SearchOptions`.
     Returns:
         Plans in the order of their simulated steps, whose last note says what is predicted and why it is on the list;
@@ -394,7 +418,8 @@ def search(
         raise OptionError(f"devices={devices!r} is not a number of devices", why="it is a whole number from 1")
     asked = read_options(search, options)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
-    space = space_of(model, asked.hardware, global_batch, example_kwargs, precision)
+    methods = [DpSync.parse(method) for method in dp_sync]
+    space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods, asked.balance)
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
     found = space.best(devices, limit)
     rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
@@ -443,7 +468,7 @@ def _planned(
 
 def space_of(
     model: nn.Module, hardware: str, global_batch: int | None, example_kwargs: Mapping[str, Any] | None,
-    precision: Precision | None = None,
+    precision: Precision | None = None, methods: Sequence[DpSync] = (), balance: float = 1.0,
 ) -> Space:  # fmt: skip
     """What `search` searches. Raises as `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)
@@ -451,7 +476,7 @@ def space_of(
     rows = global_batch if global_batch is not None else given
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it is a whole number from 1")
-    return Space(model, example, rows, hardware, precision=precision)
+    return Space(model, example, rows, hardware, precision=precision, methods=methods, balance=balance)
 
 
 def _given_rows(example: Mapping[str, Any]) -> int:

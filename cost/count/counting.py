@@ -20,7 +20,7 @@ from torch import fx
 from autopart.cost.collectives import PARTS
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, needs_grad
 from autopart.cost.count.growth import Growth
-from autopart.cost.flops import counted_flops
+from autopart.cost.flops import FORMULAS, counted_flops
 from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, Work
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs
@@ -199,8 +199,7 @@ class _Counter:
         if not made.terms:
             return Counted(node, ())
         sizes = [self.size(n) for n in tensor_inputs(node)]
-        is_own = operator_name(node).startswith("autopart::")
-        flops = facts(node).get("counted_flops", 0) if is_own else _flops(node)
+        flops = _flops(node)
         if flops:
             return self._product(node, flops, Size.sum((*sizes, made)), read, of_weights)
         size_in = made if cost_notes(node).looks_up else Size.sum(sizes)
@@ -217,7 +216,8 @@ class _Counter:
     def _product(
         self, node: fx.Node, flops: int, traffic: Size, read: Sequence[Any], of_weights: Sequence[bool]
     ) -> Counted:
-        widest = max((v.form.dtype for v in read if isinstance(v, Value)), key=lambda dtype: dtype.itemsize)
+        dtypes = [v.form.dtype for v in read if isinstance(v, Value)]
+        widest = max(dtypes, key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
         dtype = str(widest).removeprefix("torch.")
         counted = Size.of(float(flops), self.growth.of_product(node))
         notes = cost_notes(node)
@@ -270,6 +270,9 @@ def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:
 
 def _flops(node: fx.Node) -> int:
     """Its matrix work on the local shapes; none where that cannot be told without values."""
+    is_own = operator_name(node).startswith("autopart::")
+    if is_own and node.target.overloadpacket not in FORMULAS:
+        return facts(node).get("counted_flops", 0)
     try:
         return counted_flops(node)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError):

@@ -12,7 +12,8 @@ from torch import fx
 from autopart.compat import stored_bytes
 from autopart.cost.count.footprint import Walk
 from autopart.cost.count.peaks import StageMemory, stage_memory
-from autopart.cost.count.sending import local_bytes, summed_dtype
+from autopart.cost.count.sending import carried_by, local_bytes, summed_dtype
+from autopart.cost.dp_sync import remembered_bytes
 from autopart.cost.memory import OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES
@@ -60,14 +61,20 @@ def _rank_memory(
     largest = stored | {f"gradient of {name}": size for name, size in trained.items()} | optimizer
     lasting = (sum(sizes.values()), sum(optimizer.values()), _buffer_bytes(trace),
                _input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine))  # fmt: skip
+    remembered = _remembered_bytes(trace, program, trained)
     passing = max(most_at_once(ran, taken, grown), received, gradients + bucket)
     return RankMemory(
         tuple(mine), lasting[0], gradients, *lasting[1:], most.size_bytes,
-        max(memories[stage].temporary_bytes for stage in mine), pipeline + bucket,
+        max(memories[stage].temporary_bytes for stage in mine), pipeline + bucket + remembered,
         sum(wholes.values()) + grown - gradients,
-        sum(lasting) + pipeline + sum(wholes.values()) + passing,
+        sum(lasting) + pipeline + remembered + sum(wholes.values()) + passing,
         most.in_flight, _largest(largest | _largest_activations(memories, most.in_flight)),
     )  # fmt: skip
+
+
+def _remembered_bytes(trace: Trace, program: Program, trained: Mapping[str, int]) -> int:
+    """What methods of data parallelism keep of the parameters that are trained here."""
+    return round(sum(remembered_bytes(one, program.data_ranks) for one in carried_by(trace, program, trained)))
 
 
 def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping[str, int], is_kept: bool) -> int:

@@ -4,14 +4,16 @@ take."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from autopart.cost.dp_sync import Carried, carried
 from autopart.ir.buckets import bucketed, in_order_of_use, kinds
+from autopart.ir.dp_sync import Method
 from autopart.ir.layout import local_shape
 from autopart.ir.operators import axis_of
 from autopart.ir.program import Program, Stage, StoredTensor
@@ -110,6 +112,17 @@ def summed_dtype(stored: torch.dtype, program: Program) -> torch.dtype:
 def _summed(stored: torch.dtype, program: Program) -> float:
     """Bytes that are summed for each that is stored."""
     return summed_dtype(stored, program).itemsize / stored.itemsize
+
+
+def carried_by(trace: Trace, program: Program, names: Iterable[str]) -> list[Carried]:
+    """What data-parallel ranks send each other of these parameters in place of sums, by method."""
+    rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
+    for name in names:
+        stored, itemsize = program.parameters[name], trace.parameters[name].dtype.itemsize
+        if stored.method is not None:
+            size = local_bytes(trace, program, stored)
+            rows.setdefault(stored.method, []).append((size / itemsize, itemsize, stored.shape))
+    return [carried(method, sizes) for method, sizes in rows.items()]
 
 
 def local_bytes(trace: Trace, program: Program, stored: StoredTensor) -> int:

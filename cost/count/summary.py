@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from autopart.cost.collectives import wire_bytes
-from autopart.cost.count.sending import summed_dtype
+from autopart.cost.count.sending import carried_by, summed_dtype
+from autopart.cost.dp_sync import exchanges
 from autopart.cost.flops import work
 from autopart.cost.sends import Crossing
 from autopart.cost.simulate import Simulation
@@ -147,13 +148,25 @@ def _gradients(trace: Trace, program: Program) -> list[Collective]:
     sizes: dict[str, int] = defaultdict(int)
     for name, stored in program.parameters.items():
         parts = math.prod(program.mesh.size(axis) for axis, place in stored.layout.items() if place.is_shard)
-        for axis in stored.grad_axes:
+        for axis in stored.summed_over(program.mesh):
             sizes[axis] += (
                 math.prod(stored.shape) * summed_dtype(trace.parameters[name].dtype, program).itemsize // parts
             )
     for axis, size in sizes.items():
         moved = round(wire_bytes("all_reduce", program.mesh.size(axis), size) / program.mesh.size("pp"))
         rows.append(Collective("gradients of parameters", axis, "", "all_reduce", 1, moved, "step"))
+    return rows + _methods(trace, program)
+
+
+def _methods(trace: Trace, program: Program) -> list[Collective]:
+    """What data-parallel ranks send each other in place of gradients, once a step or on average."""
+    rows, trained = [], [name for name, parameter in trace.parameters.items() if parameter.requires_grad]
+    axis = next(iter(program.mesh.along("rows")), "")
+    for one in carried_by(trace, program, trained):
+        where = f"{'gradients of ' * (one.method.changes == 'gradients')}parameters by {one.method}"
+        for moved in exchanges(one, program.data_ranks):
+            sent = round(moved.sent_bytes(program.data_ranks) / program.mesh.size("pp"))
+            rows.append(Collective(where, axis, "", moved.kind, 1, sent, "step"))
     return rows
 
 

@@ -76,7 +76,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     parameters = {
         name: Parameter(
             _stored(trace, program, name), _summed_over(mesh, stored), name in trained,
-            _cut_over(mesh, stored, is_stored), *_shares(trace, name), name in again,
+            _cut_over(mesh, stored, is_stored), *_shares(trace, name), name in again, *_form(trace, program, name),
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
     order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
@@ -112,6 +112,14 @@ def _stored(trace: Trace, program: Program, name: str) -> Size:
     parts = mesh.size(mesh.stored_over(stored.layout) or "")
     whole = local_bytes(trace, program, stored) * parts
     return Size.of(whole, Powers(**cut))
+
+
+def _form(trace: Trace, program: Program, name: str) -> tuple[int, int]:
+    """Bytes of an element, and the first dim, where that counts for what data-parallel ranks send."""
+    tensor = trace.parameters[name]
+    if program.dp_sync.is_default:
+        return 4, 0
+    return tensor.dtype.itemsize, tensor.shape[0] if tensor.dim() > 1 else 0
 
 
 def _summed_over(mesh: Mesh, stored: StoredTensor) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from torch import fx
 from autopart.cost.hardware import Hardware
 from autopart.errors import PlanError, StageError
 from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
+from autopart.ir.dp_sync import DpSync
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import active_operators, describe, operator_name, operators, pattern_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts
@@ -42,8 +43,8 @@ OnAxes = Mapping[str, str]
 
 
 def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
-    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch` and `scatter_sends`
-    that hold these decisions."""
+    """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch`, `scatter_sends`,
+    `dp_sync` and `balance` that hold these decisions."""
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
     parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
     chosen = decisions.features
@@ -73,6 +74,8 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
         "zero": decisions.zero,
         "prefetch": decisions.prefetch,
         "scatter_sends": decisions.scatter_sends,
+        "dp_sync": decisions.dp_sync.as_data(),
+        "balance": decisions.balance,
     }
 
 
@@ -157,6 +160,8 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         plan.zero,
         plan.prefetch,
         plan.scatter_sends,
+        DpSync.parse(plan.dp_sync),
+        plan.balance,
     )
 
 

@@ -62,6 +62,8 @@ def decide(problem: Problem) -> Decided:
             problem.recompute,
             problem.zero,
             problem.prefetch,
+            dp_sync=problem.dp_sync,
+            balance=problem.balance,
         ),
         solved,
     )
@@ -75,8 +77,9 @@ def _solve(
 ) -> tuple[ShardingProblem, Sharding]:
     """The cheapest sharding over an axis, beside what was `solved` before."""
     mesh, rows = problem.mesh, problem.mesh.row_ranks * problem.microbatches
-    storage = replace(problem.storage, beside=stored)
-    step = Step(problem.microbatches, rows, storage, mesh.stride(pinned.axis), summed_share(problem.trace), pinned.axis)
+    storage, stride = replace(problem.storage, beside=stored), mesh.stride(pinned.axis)
+    summed = summed_share(problem.trace)
+    step = Step(problem.microbatches, rows, storage, stride, summed, pinned.axis, problem.balance)
     before = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
     left = replace(pinned.beside(before, stored, mesh), context=problem.context)
     ranks = mesh.size(pinned.axis)
@@ -90,7 +93,7 @@ def cut_again(problem: Problem, decisions: Decisions) -> Decisions:
     rows = batch_strategies(problem.trace, problem.mesh, problem.microbatches)
     return replace(
         decisions, mesh=problem.mesh, microbatches=problem.microbatches, stage_of=_stages(problem),
-        num_stages=problem.num_stages, recompute=problem.recompute,
+        num_stages=problem.num_stages, recompute=problem.recompute, dp_sync=problem.dp_sync,
         strategies={**over_rows(problem.mesh, problem.microbatches, rows), **decisions.features},
     )  # fmt: skip
 

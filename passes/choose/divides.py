@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from autopart.errors import LayoutError
-from autopart.ir.atoms import DATA_DIM
+from autopart.ir.atoms import DATA_DIM, selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.experts import expert_counts
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
@@ -32,6 +32,27 @@ def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
 def _products(trace: Trace) -> list[fx.Node]:
     found = [(node, facts(node)["pattern"]) for node in active_operators(trace.graph)]
     return [node for node, pattern in found if pattern is not None and pattern.flops]
+
+
+def _of_selected_rows(trace: Trace) -> list[fx.Node]:
+    """The products with a weight of rows that a mask selects: experts that a loop runs one by one."""
+    return [
+        node for node in _products(trace)
+        if any(map(selections_in, output_atoms(node)))
+        and any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
+    ]  # fmt: skip
+
+
+def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
+    """What a plan says of experts that an axis for experts does not cut."""
+    axes, looped = mesh.along("experts"), _of_selected_rows(trace)
+    if not axes or not looped:
+        return []
+    named = ",".join(axes)
+    return [
+        f"{named}: experts that a loop runs one by one ({describe(looped[0])} is of one) are whole on every rank, and "
+        f"their rows are cut, as over dp; {named} cuts experts that are stacks of matrices"
+    ]
 
 
 def check_positions(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
@@ -67,11 +88,11 @@ def check_positions(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node
 def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
     """Raises LayoutError where an axis for experts divides none, or some mixture's not."""
     ranks, found = mesh.size(axis), _expert_products(trace)
-    if not found:
+    if not found and not _of_selected_rows(trace):
         raise LayoutError(
             f"{axis}={ranks} has nothing to cut",
-            why="the model has no experts, or runs them one by one in a loop and not as stacks of matrices",
-            hint=f"leave {axis} out of the mesh; in transformers model.set_experts_implementation('grouped_mm')",
+            why="the model has no experts: all rows go through all of its matrix products",
+            hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
         )  # fmt: skip
     whole = [node for node in found if not chosen[node].inputs[1].is_shard]  # its weights
     if whole:

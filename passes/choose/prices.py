@@ -47,7 +47,8 @@ class Step:
     """What of a training step prices depend on. `row_shards`: the parts in which the rows of the batch are cut, over
     ranks and microbatches. `storage`: how what lies on the axis priced is stored over others. `stride`: how far apart
     in rank numbers neighbours on the axis priced are. `summed`: bytes that are summed of a parameter's gradient for
-    each that is read of it: in mixed precision not as many. `axis`: the one priced."""
+    each that is read of it: in mixed precision not as many. `axis`: the one priced. `balance`: the rows that the
+    fullest rank gets for its experts, over the mean."""
 
     microbatches: int = 1
     row_shards: int = 1
@@ -55,6 +56,7 @@ class Step:
     stride: int = 1
     summed: float = 1.0
     axis: str = ""
+    balance: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,8 @@ class Prices:
         """Seconds of writing the outputs to memory."""
         if facts(node)["role"] == WEIGHT:
             return 0.0
-        shares = [1 / self.num_shards if p.is_divided else 1 for p in option.outputs]
+        fullest = self.step.balance
+        shares = [(fullest if p.is_routed else 1) / self.num_shards if p.is_divided else 1 for p in option.outputs]
         share = math.prod(facts(node).get("shares", {}).values())
         sizes = [v.numel() * v.element_size() * share for v in tuple_values(node)]
         written = sum(size * share for size, share in zip(sizes, shares, strict=True)) / _row_shards(node, self.step)
@@ -244,8 +247,9 @@ class Prices:
         """Seconds of bringing rows from their tokens' ranks to their experts' or back, and their gradients the other
         way. How many they are is told once, which counts with the way back."""
         ways = 2 if facts(node)["needs_grad"] else 1
+        moved_s = self._time_s("all_to_all", self.bytes(rows) * self.step.balance)
         counts_s = self._time_s("all_to_all", 0) if rows is not node else 0.0
-        return self.step.microbatches * (ways * self._time_s("all_to_all", self.bytes(rows)) + counts_s)
+        return self.step.microbatches * (ways * moved_s + counts_s)
 
     def _conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         grad = facts(used)["needs_grad"]

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from autopart.cost.hardware import Hardware
+from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.mesh import Context, Mesh
 from autopart.ir.recomputation import Recompute
 from autopart.passes.choose.pins import Pinned, pinned_layouts, pinned_parts
@@ -34,6 +35,8 @@ class Problem:
     recompute: Recompute
     prefetch: int = 1
     context: Context = "auto"
+    dp_sync: DpSync = ALL_REDUCE
+    balance: float = 1.0
 
     @property
     def graph(self) -> fx.Graph:

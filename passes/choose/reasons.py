@@ -9,8 +9,12 @@ from typing import Any
 
 from torch import fx
 
+from autopart.cost.collectives import levels
+from autopart.cost.count.sending import carried_by
+from autopart.cost.dp_sync import Carried, break_even_bytes_per_s, sync_s
 from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
+from autopart.ir.dp_sync import EXACT
 from autopart.ir.facts import ACTIVE, WEIGHT, facts
 from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
 from autopart.ir.layout import DIRECTIONS, Placement, R
@@ -61,7 +65,9 @@ class Reasons:
         return type(None), ()
 
     def why(self, name: str) -> Why:
-        """Why a parameter, module, operator or collective is as it is."""
+        """Why a parameter, module, operator, collective or what data-parallel ranks send is as it is."""
+        if name == "dp_sync":
+            return self._why_dp_sync()
         for node in self._conversions():
             if node.name == name:
                 return self._why_moved(node)
@@ -87,6 +93,29 @@ class Reasons:
         said = {other: _said(price) for other, price in others.items()}
         reason = _both(_reason(price, runner_up), in_parts[1])
         return Why(subject, chosen, reason, runner_up, price.seconds, said, moved, where)
+
+    def _why_dp_sync(self) -> Why:
+        """What data-parallel ranks send each other, and what the sum of all gradients would take instead."""
+        sync, hardware = self.problem.dp_sync, self.problem.hardware
+        axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
+        ranks, stride = self.mesh.size(axis), self.mesh.stride(axis)
+        trained = [name for name, parameter in self.trace.parameters.items() if parameter.requires_grad]
+        found = carried_by(self.trace, self.program, trained)
+        if not found:
+            none = f"the mesh {self.mesh} has no data-parallel ranks"
+            reason = "gradients are summed as they are" if ranks > 1 else none
+            return Why("dp_sync", str(sync), reason)
+        stages = self.mesh.size("pp")
+        parts = [Carried(one.method, *(size / stages for size in one[1:])) for one in found]
+        took_s = sum(sync_s(one, ranks, stride, hardware) for one in parts)
+        exact_s = sum(sync_s(one._replace(method=EXACT), ranks, stride, hardware) for one in parts)
+        pays = [break_even_bytes_per_s(one, self.mesh, axis, hardware) for one in parts]
+        where = "between nodes" if levels(ranks, hardware.devices_per_node, stride)[1] > 1 else "to the others"
+        said = [f"{one.method} pays where a rank has less than {quantity(rate, 'B/s')} {where}"
+                for one, rate in zip(parts, pays, strict=True) if rate is not None]  # fmt: skip
+        reason = "; ".join([f"it was asked for: {quantity(took_s, 's')} a step on {axis}={ranks}", *said])
+        other = f"{quantity(exact_s, 's')} a step, of which the backward hides all but the last bucket"
+        return Why("dp_sync", str(sync), reason, str(EXACT), exact_s - took_s, {str(EXACT): other})
 
     def _in_parts(self, node: fx.Node) -> tuple[str, str]:
         """Over which axes a weight is stored in parts, and why; empty where over none."""

@@ -21,6 +21,7 @@ from autopart.ir.decisions import Decisions
 from autopart.ir.layout import MIN_DIMS, R_GRAD_P, Layout, Placement, R, cannot_store_parts, parts_of, shard
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
+from autopart.passes.choose.methods import method_for
 from autopart.plans.pins import LayoutPin
 from autopart.tracing.trace import Trace
 
@@ -108,5 +109,6 @@ def stored_tensors(
             name, tuple(parameter.shape), shown, tuple(sorted(readers.get(name, {0}))),
             tuple(partial) if parameter.requires_grad else (), trace.aliases.get(name, ()),
             trace.precision.computed(parameter.dtype) if trace.precision is not None else None,
+            method_for(name, decisions, partial) if parameter.requires_grad else None,
         )  # fmt: skip
     return stored

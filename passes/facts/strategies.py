@@ -92,7 +92,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
     whole = tuple(R_GRAD_P if facts(source)["needs_grad"] else R for source in sources)
     if not pattern.routes:
         return tuple([found for place in ROUTES for found in _at_experts(node, pattern, whole, place, num_shards)])
-    if argument(node, "num_experts") % num_shards:
+    if not divides_positions(argument(node, "num_experts"), num_shards):
         return ()
     own = [s.factor for s in plain if {*s.inputs, *s.outputs} == {shard(0)}]
     if pattern.routes == "out":
@@ -129,7 +129,7 @@ def _at_experts(
     for i, (dims, is_routed) in enumerate(zip(pattern.inputs, routed, strict=True)):
         if is_routed:
             inputs[i] = place
-        elif dims and dims[0] == (pattern.lookup,) and pattern.sizes[pattern.lookup] % num_shards == 0:
+        elif dims and dims[0] == (pattern.lookup,) and divides_positions(pattern.sizes[pattern.lookup], num_shards):
             inputs[i] = shard(0)
     alone = all([d for d, dim in enumerate(dims) if row in dim] == [0] * (given == place)
                 for dims, given in zip(pattern.inputs, inputs, strict=True))  # fmt: skip

@@ -15,7 +15,7 @@ from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
-from autopart.ir.layout import ROUTED, Placement, local_shape, section_sizes
+from autopart.ir.layout import Placement, local_shape, section_sizes
 from autopart.ir.operators import autopart_ops
 from autopart.ir.pattern import Pattern
 from autopart.ir.selection import most_positions
@@ -29,6 +29,7 @@ class LocalCall:
     sizes.
 
     `emit(target, *args)` adds a node to the graph being written; `seed()` is the microbatch's random seed.
+    `balance`: as of `Decisions`.
     """
 
     node: fx.Node
@@ -38,6 +39,7 @@ class LocalCall:
     sizes: Mapping[str, int]
     emit: Callable[..., fx.Node]
     seed: Callable[[], fx.Node]
+    balance: float = 1.0
 
     def as_traced(self, changed: Mapping[int, Any] | None = None) -> fx.Node:
         """The traced call on local operands, with some arguments changed, by position."""
@@ -99,8 +101,6 @@ def shape_argument(call: LocalCall) -> fx.Node:
             local[place.dim] = -1  # as many rows as a rank's experts have
         if place.is_shard and any(size % call.sizes[axis] for size in section_sizes(full[place.dim], place.sections)):
             local[place.dim] = -1  # shards of unequal sizes
-        if place == ROUTED:
-            local[place.dim] = -1  # as many rows as go to the rank's experts
     return call.as_traced({1: local})
 
 

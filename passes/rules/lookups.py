@@ -85,7 +85,7 @@ def to_experts(call: LocalCall) -> fx.Node | None:
         return None
     if call.output_layout()[axis] == SENT:
         return _move(call, axis, autopart_ops.dispatch.default)
-    rows = local_shape(shape(call.node), call.output_layout(), call.sizes)[0]
+    rows = local_shape(shape(call.node), call.output_layout(), call.sizes, call.balance)[0]
     return call.emit(call.node.target, *call.args[:4], *_experts_of(call, axis), rows)
 
 
@@ -109,6 +109,6 @@ def _move(call: LocalCall, axis: str, operator: Callable[..., Any]) -> fx.Node:
 
 
 def _experts_of(call: LocalCall, axis: str) -> tuple[fx.Node, int]:
-    """The first expert of a rank, and how many it has."""
+    """The first expert of a rank, and how many it has; the last ranks may have fewer."""
     experts = call.node.args[3]
-    return call.first_row(axis, experts), experts // call.sizes[axis]
+    return call.first_row(axis, experts), -(-experts // call.sizes[axis])

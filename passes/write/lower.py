@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -192,7 +193,7 @@ class _Writer:
         made.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
         if isinstance(full, torch.Tensor):
-            local = local_shape(full.shape, dict(layout), self.converter.sizes)
+            local = local_shape(full.shape, dict(layout), self.converter.sizes, self.decisions.balance)
             for dim, share in facts(origin).get("shares", {}).items():
                 local[dim] = math.ceil(local[dim] * share)
             form = tuple(local), dtype or full.dtype
@@ -219,7 +220,8 @@ class _Writer:
 
     def _write_local(self, node: fx.Node, args: Any, kwargs: Any, chosen: Mapping, stage: StageDraft) -> fx.Node:
         emit = self.emitter(stage, node)
-        return write_local(LocalCall(node, args, kwargs, chosen, self.sizes, emit, lambda: self.seed(stage)))
+        seed, balance = partial(self.seed, stage), self.decisions.balance
+        return write_local(LocalCall(node, args, kwargs, chosen, self.sizes, emit, seed, balance))
 
     def _store(self, node: fx.Node, made: fx.Node, stage: StageDraft) -> None:
         if isinstance(value(node), torch.Tensor):
@@ -403,7 +405,7 @@ class _Writer:
             stored_tensors(self.trace, self.decisions, self._readers(), axes), tuple(results),
             self.trace.output_spec, self.decisions.copied, self.rng if self.draws else None,
             weight_updates=self.trace.weight_updates, zero=self.decisions.zero,
-            prefetch=self.decisions.prefetch,
+            prefetch=self.decisions.prefetch, dp_sync=self.decisions.dp_sync,
             reduce_dtype=self.trace.precision.reduce if self.trace.precision is not None else None,
         )  # fmt: skip
 

@@ -114,6 +114,7 @@ class Replicas:
         self._program, self._names = program, {}
         for name, stored in program.parameters.items():
             cut_axes = tuple(axis for axis, _ in stored_cuts(stored, program.mesh))
+            cut_axes += stored.differs_over(program.mesh)
             self._names.setdefault((tuple(owners(program, stored, self.stage_style)), cut_axes), []).append(name)
         self._groups = {part: copies(part, self.process) for part in self._names}
 

@@ -47,6 +47,7 @@ class Process:
     watch: Watch | None = None  # None: there is one rank
     serial: int = field(default_factory=itertools.count().__next__)  # in the order of their making
     step_scale: float | None = None  # the last `step`'s `loss_scale`; None after a forward whose loss the user scales
+    apart: tuple[str, ...] = ()  # the axes on whose ranks copies of parameters are meant to differ (`dp_sync`)
     unsummed: set[object] = field(default_factory=set)  # whose gradients ranks have not summed (`state/unsummed.py`)
 
     @property

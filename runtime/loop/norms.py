@@ -169,7 +169,8 @@ def _norm(
 
 
 def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_Row]:
-    """The rows of all ranks, or of those of this stage. Each is added to zeros, so no bit of it changes on the way."""
+    """The rows of all ranks of this model (every data rank may have its own), or of those of this stage. Each is added
+    to zeros, so no bit of it changes on the way."""
     numbers = [float(value) for value in astuple(replace(row, norm=norm.item()))]
     values = torch.zeros(process.mesh.num_ranks, len(numbers), dtype=torch.float64)
     values[process.rank] = torch.tensor(numbers, dtype=torch.float64)
@@ -180,7 +181,11 @@ def _exchange(row: _Row, norm: Tensor, process: Process, of_one: bool) -> list[_
                 sum_over(group, values)
     else:
         reduce_over_all(values, dist.ReduceOp.SUM, process)
-    rows = [_Row(*numbers) for numbers in values.tolist()]
+    mesh, here = process.mesh, process.coordinates
+    alike = [
+        all(mesh.coordinates(rank)[axis] == here[axis] for axis in process.apart) for rank in range(mesh.num_ranks)
+    ]
+    rows = [_Row(*numbers) for numbers, is_alike in zip(values.tolist(), alike, strict=True) if is_alike]
     return [row for row in rows if row.present]
 
 

@@ -213,8 +213,11 @@ def sync_gradients_lockstep(
     stage_style: str = "loop",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """What `sync_gradients` does, for all ranks in one process: {rank: {name: local parameter}}, in place."""
-    mesh = program.mesh
+    """What `sync_gradients` does, for all ranks in one process: {rank: {name: local parameter}}, in place.
+
+    Gradients that data-parallel ranks bring together by a method (`dp_sync`) are summed too.
+    """
+    mesh, program = program.mesh, program.without_methods()
     by_stage: dict[int, list[int]] = {}
     for rank in parameters:
         by_stage.setdefault(mesh.coordinates(rank).get("pp", 0), []).append(rank)

@@ -69,7 +69,7 @@ def counts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int], 
 
     Example: a weight that `tp` cuts and `dp` replicates counts on every rank of `tp` whose `dp` coordinate is 0.
     """
-    cut_axes = {part for axis, _ in stored_cuts(stored, mesh) for part in parts_of(axis)}
+    cut_axes = {part for axis, _ in stored_cuts(stored, mesh) for part in parts_of(axis)} | {*stored.differs_over(mesh)}
     if coordinates.get("pp", 0) != owners[0]:
         return False
     return all(index == 0 for axis, index in coordinates.items() if axis != "pp" and axis not in cut_axes)

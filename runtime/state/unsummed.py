@@ -6,7 +6,7 @@ Until that is done, `.grad` of a parameter whose gradient ranks sum holds this r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -24,11 +24,12 @@ class Unsummed:
     """Which calls of one module leave their gradients unsummed, and whether some are.
 
     `is_open`: inside `no_sync()`, so calls leave theirs. `are_some`: `.grad` holds parts. `are_expected`: a forward
-    inside has a backward to come. All three are the same on every rank.
+    inside has a backward to come. All three are the same on every rank. `bring_together`: what comes after the sums.
     """
 
-    def __init__(self, process: Process, stage_style: str):
+    def __init__(self, process: Process, stage_style: str, bring_together: Callable[[], None] | None = None):
         self.process, self.stage_style = process, stage_style
+        self.bring_together = bring_together
         self.is_open = self.are_some = self.are_expected = False
         self.program: Program | None = None
         self.parameters: Mapping[str, Tensor] = {}
@@ -76,7 +77,8 @@ class Unsummed:
         if self.are_some:
             return
         assert self.program is not None
-        for name in summed_names(self.parameters, self.program, self.stage_style):
+        apart = {name for name in self.parameters if self.program.parameters[name].method is not None}
+        for name in summed_names(self.parameters, self.program, self.stage_style) | apart:
             gradient = self.parameters[name].grad
             if gradient is not None and not self._counts_here(name):
                 gradient.zero_()
@@ -102,6 +104,8 @@ class Unsummed:
             return
         assert self.program is not None
         sync_gradients(self.parameters, self.program, self.process, self.stage_style)
+        if self.bring_together is not None:
+            self.bring_together()
         self.are_some = self.are_expected = False
         self.process.unsummed.discard(self)
 

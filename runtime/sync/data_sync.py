@@ -1,0 +1,248 @@
+"""What the data-parallel ranks of one module send each other in place of a sum of gradients, and what they remember."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopart.compat_training import at_end_of_backward
+from autopart.errors import UsageError
+from autopart.ir.buckets import BUCKET_BYTES
+from autopart.ir.dp_sync import ALL_REDUCE, HOOK, Method
+from autopart.ir.program import Program
+from autopart.runtime.comm.processes import Process
+from autopart.runtime.state.state import stored_cuts
+from autopart.runtime.sync.gradients import Draws, State, servers, summed, synchronised
+from autopart.runtime.sync.hooks import Hook, in_group, run_hook
+from autopart.runtime.sync.models import after_step, before_step, means
+from autopart.runtime.sync.wires import Group
+
+
+class DataSync:
+    """The methods of one module, on this rank. `steps`: how often gradients were brought together. `updates`: how many
+    steps the attached optimizer has made. `state`: what methods remember."""
+
+    def __init__(self, process: Process):
+        self.process, self.sync = process, ALL_REDUCE
+        self.parameters: Mapping[str, Tensor] = {}
+        self.methods: dict[str, Method] = {}
+        self.parts: dict[str, str] = {}
+        self.hook: tuple[Any, Hook] | None = None
+        self.powersgd: dict[int, Any] = {}
+        """{rank of the approximation: torch's state}"""
+        self.state: State = {}
+        self.steps = self.updates = 0
+        self.is_attached = self.is_in_backward = False
+        self.wire: Group | None = None
+
+    def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
+        """Take the module's newest program, which has the parameters of all before it: {name: local parameter}."""
+        self.sync, self.parameters = program.dp_sync, parameters
+        stored = {name: program.parameters[name] for name in program.parameters if name in parameters}
+        self.methods = {name: one.method for name, one in stored.items() if one.method is not None}
+        here = self.process.coordinates
+        self.parts = {name: " ".join(f"{axis}{here[axis]}" for axis, _ in stored_cuts(stored[name], program.mesh))
+                      for name in self.methods}  # fmt: skip
+        if self.methods and self.wire is None:
+            self.wire = Group(self.process.groups[program.mesh.along("rows")[0]])
+        self.process.apart = program.mesh.along("rows")[:1] if self.changes_models else ()
+
+    @property
+    def changes_models(self) -> bool:
+        """Whether every data rank has a model of its own."""
+        return self.sync.changes_models and bool(self.methods)
+
+    def check_attached(self) -> None:
+        """Raises UsageError before a second step whose replicas nothing brings together."""
+        if self.changes_models and not self.is_attached and self.steps:
+            raise UsageError(
+                f"dp_sync='{self.sync}' and no optimizer is attached",
+                why="every data rank has a model of its own; they are brought together after the optimizer's step",
+                hint="pm.attach(optimizer), once, before the first step",
+            )
+
+    def check_gradients(self, asked: str) -> None:
+        """Raises UsageError where there is no one gradient to give."""
+        if self.changes_models:
+            raise UsageError(f"{asked} with dp_sync='{self.sync}'", why="every data rank has a model of its own, and "
+                             "the gradient of its own rows", hint="p.grad of this rank's parameters")  # fmt: skip
+
+    @torch.no_grad()
+    def bring_together(self, loss_scale: float = 1.0) -> None:
+        """Complete every `.grad` that holds this rank's part of a gradient times `loss_scale`. A collective call."""
+        if self.wire is None:
+            return
+        for method, names in self._buckets():
+            parts = {name: self._part(name) for name in names}
+            if loss_scale != 1.0:
+                parts = {name: part / loss_scale for name, part in parts.items()}
+            made = self._made(method, parts)
+            for name, value in made.items():
+                gradient = self.parameters[name].grad
+                assert gradient is not None
+                gradient.copy_(value if loss_scale == 1.0 else value * loss_scale)
+        self.steps += 1
+
+    def watched(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> tuple[Any, ...]:
+        """The outputs of a differentiable call, whose backward brings the gradients together that it makes, once.
+        `leave`: whether it leaves them as they are, to be brought together by a later one."""
+        for output in outputs:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda _: self._backward_begins(leave))
+        return tuple(outputs)
+
+    def _backward_begins(self, leave: Callable[[], bool]) -> None:
+        if self.is_in_backward or leave():
+            return
+        self.is_in_backward = True
+        before = {name: self.parameters[name].grad for name in self.methods}
+        for name in before:
+            self.parameters[name].grad = None
+
+        @torch.no_grad()
+        def ends() -> None:
+            self.is_in_backward = False
+            self.bring_together()
+            for name, earlier in before.items():
+                parameter = self.parameters[name]
+                if earlier is not None:
+                    parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+        at_end_of_backward(ends)
+
+    def _made(self, method: Method, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert self.wire is not None
+        if method.changes == "models":
+            return {name: part * self.wire.num_ranks for name, part in parts.items()}
+        if method == HOOK:
+            assert self.hook is not None
+            return run_hook(*self.hook, _in_buckets(parts), self.parameters, self.wire.num_ranks)
+        if method.name == "powersgd":
+            return run_hook(*self._powersgd(method), _in_buckets(parts), self.parameters, self.wire.num_ranks)
+        if self.steps < self.sync.from_step:
+            flat = [{name: part.reshape(-1) for name, part in parts.items()}]
+            return {name: value.view(parts[name].shape) for name, value in summed(flat, self.wire)[0].items()}
+        draws = Draws(self.sync.seed, self.steps, self.parts)
+        return synchronised(method, [parts], [self.state], self.wire, draws)[0]
+
+    def _powersgd(self, method: Method) -> tuple[Any, Hook]:
+        """torch's PowerSGD, which begins with two exact steps (its memory cannot begin before)."""
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        assert self.wire is not None
+        if method.rank not in self.powersgd:
+            self.powersgd[method.rank] = powerSGD_hook.PowerSGDState(
+                self.wire.group, matrix_approximation_rank=method.rank,
+                start_powerSGD_iter=max(2, self.sync.from_step), random_seed=self.sync.seed,
+            )  # fmt: skip
+        return self.powersgd[method.rank], powerSGD_hook.powerSGD_hook
+
+    def _buckets(self) -> list[tuple[Method, list[str]]]:
+        """What is brought together now, by method and dtype; what was before and has no gradient now counts as zero. A
+        hook gets all in one go, the last parameter first, as from DDP."""
+        rows: dict[tuple[Method, torch.dtype], list[str]] = {}
+        for name, method in self.methods.items():
+            if self.parameters[name].grad is not None or name in self.state:
+                rows.setdefault((method, self.parameters[name].dtype), []).append(name)
+        found = []
+        for (method, _), names in rows.items():
+            is_hook = method == HOOK or method.name == "powersgd"
+            chunks = [names[::-1]] if is_hook else _chunks({name: self.parameters[name].nbytes for name in names})
+            found += [(method, chunk) for chunk in chunks]
+        return found
+
+    def _part(self, name: str) -> Tensor:
+        parameter = self.parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def served(self) -> set[str]:
+        """The parameters whose server this rank is."""
+        if self.wire is None:
+            return set()
+        rows: dict[tuple[Method, torch.dtype], dict[str, Tensor]] = {}
+        for name, method in self.methods.items():
+            rows.setdefault((method, self.parameters[name].dtype), {})[name] = self.parameters[name]
+        found = set()
+        for (method, _), row in rows.items():
+            for chunk in _chunks({name: parameter.nbytes for name, parameter in row.items()}):
+                home = servers(method, {name: row[name].numel() for name in chunk}, self.wire.num_ranks)
+                found |= {name for name in chunk if home[name] == self.wire.here[0]}
+        return found
+
+    # --- Models
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let an optimizer's steps bring replicas together."""
+        self.is_attached = True
+        optimizer.register_step_pre_hook(lambda *_: self._before())
+        optimizer.register_step_post_hook(lambda *_: self._after())
+
+    @torch.no_grad()
+    def _before(self) -> None:
+        if self.changes_models and self.wire is not None:
+            for names in self._alike(with_gradients=self.sync.method.name == "gradient_tracking"):
+                before_step(self.sync.method, [names], [self.state], self.wire, self.updates)
+
+    @torch.no_grad()
+    def _after(self) -> None:
+        if self.changes_models and self.wire is not None:
+            for names in self._alike():
+                after_step(self.sync.method, [names], [self.state], self.wire, self.updates)
+            self.updates += 1
+
+    def _alike(self, with_gradients: bool = False) -> list[dict[str, Tensor]]:
+        """The parameters of one dtype each, which are sent together."""
+        rows: dict[torch.dtype, dict[str, Tensor]] = {}
+        for name in self.methods:
+            parameter = self.parameters[name]
+            if with_gradients:
+                self._part(name)
+            rows.setdefault(parameter.dtype, {})[name] = parameter
+        return [
+            {name: row[name] for name in chunk}
+            for row in rows.values()
+            for chunk in _chunks({name: parameter.nbytes for name, parameter in row.items()})
+        ]
+
+    @torch.no_grad()
+    def mean_of_replicas(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """{name: the mean over the data ranks} where every data rank has a model of its own, else the values."""
+        if not self.changes_models or self.wire is None:
+            return dict(values)
+        apart: dict[torch.dtype, dict[str, Tensor]] = {}
+        for name in values.keys() & self.methods.keys():
+            apart.setdefault(values[name].dtype, {})
+        for name in self.methods:  # in the same order on every rank
+            if name in values:
+                apart[values[name].dtype][name] = values[name].detach()
+        made = [means([row], self.wire)[0] for row in apart.values()]
+        return {**values, **{name: value for row in made for name, value in row.items()}}
+
+    def register_hook(self, state: Any, hook: Hook) -> None:
+        """Take the user's hook; the program's parameters have `HOOK` for their method."""
+        assert self.wire is not None
+        self.hook = in_group(state, hook, self.wire.group), hook
+
+
+def _chunks(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names in rows of at most `BUCKET_BYTES`."""
+    rows: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not rows or filled + size > BUCKET_BYTES:
+            rows.append([])
+            filled = 0
+        rows[-1].append(name)
+        filled += size
+    return rows
+
+
+def _in_buckets(parts: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:
+    """A hook's buckets, of at most `BUCKET_BYTES`."""
+    return [{name: parts[name] for name in row} for row in _chunks({name: p.nbytes for name, p in parts.items()})]

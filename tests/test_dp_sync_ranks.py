@@ -1,0 +1,328 @@
+"""`dp_sync` on processes: against the transcriptions in numpy, and torch's hooks against DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dp_sync_oracle as oracle
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dist import RankError, run_ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import autopart
+from autopart.runtime.saving.shard_tensor import ShardTensor
+from autopart.runtime.sync.gradients import Draws
+
+STEPS = 50
+ROWS = 8
+
+Batch = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.down(self.norm(self.up(x)).tanh()), y)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batches() -> list[Batch]:
+    made = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(ROWS, 6, generator=made, dtype=torch.float64),
+             "y": torch.randn(ROWS, 4, generator=made, dtype=torch.float64)} for _ in range(STEPS)]  # fmt: skip
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Callable[[], Any]]] = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda: oracle.SGD(0.1, momentum=0.9)),
+    "adamw": (lambda p: torch.optim.AdamW(p, lr=0.01), lambda: oracle.AdamW(0.01)),
+}
+
+
+def train(mesh: str, method: Any, kind: str, own_loop: bool = False, **options: Any) -> dict[str, np.ndarray]:
+    """The parameters after training on a mesh."""
+    given = batches()
+    pm = autopart.parallelize(model(), mesh, example_kwargs=given[0], dp_sync=method, check_replicas=5, **options)
+    optimizer = OPTIMIZERS[kind][0](pm.parameters())
+    pm.attach(optimizer)
+    for batch in given:
+        optimizer.zero_grad()
+        if own_loop:
+            pm(**batch).backward()
+        else:
+            pm.step(**batch)
+        optimizer.step()
+    return {name: value.numpy() for name, value in pm.full_state_dict().items()}
+
+
+def draw(step: int, rank: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
+    name = [name for name, _ in model().named_parameters()][index]
+    return Draws(0, step).of(name, rank)(int(np.prod(shape))).numpy().reshape(shape)
+
+
+GRADIENTS: dict[str, Callable[[], Any]] = {
+    "parameter_server": oracle.Mean,
+    "qsgd:4bit": lambda: oracle.Qsgd(oracle.qsgd_levels(4), draw),
+    "top_k:0.2": lambda: oracle.ErrorFeedback(lambda x: oracle.top_k(x, 0.2)),
+    "double_squeeze:sign": lambda: oracle.DoubleSqueeze(oracle.sign),
+    "ef21_sgdm:0.2,0.3": lambda: oracle.EF21Momentum(lambda x: oracle.top_k(x, 0.2), 0.3),
+    "neolithic:0.1,2": lambda: oracle.Neolithic(lambda x: oracle.top_k(x, 0.1), 2),
+    "matrices": lambda: oracle.ErrorFeedback(lambda x: oracle.top_k(x, 0.2 if x.ndim == 2 else 1)),
+}
+
+MODELS: dict[str, Callable[[Any, Any, int], Any]] = {
+    "gossip:one_peer": lambda x, opts, n: oracle.DSGD(x, opts, lambda step: oracle.one_peer(n, step)),
+    "gossip:ring,4": lambda x, opts, n: oracle.GossipPGA(x, opts, oracle.always(oracle.ring(n)), 4),
+    "exact_diffusion:ring": lambda x, opts, n: oracle.ExactDiffusion(x, opts, oracle.ring(n)),
+    "gradient_tracking:grid": lambda x, opts, n: oracle.GradientTracking(x, opts, oracle.grid(n)),
+    "local:4": lambda x, opts, n: oracle.LocalSGD(x, opts, 4),
+    "diloco:5": lambda x, opts, n: oracle.DiLoCo(x, opts, 5),
+}
+
+
+def gradient(at: nn.Module, params: list[np.ndarray], batch: Batch, rank: int, num_ranks: int) -> list[np.ndarray]:
+    """Of the mean over a rank's rows, at these parameters."""
+    rows = slice(rank * ROWS // num_ranks, (rank + 1) * ROWS // num_ranks)
+    for parameter, value in zip(at.parameters(), params, strict=True):
+        parameter.data = torch.from_numpy(value.copy())
+        parameter.grad = None
+    at(**{name: value[rows] for name, value in batch.items()}).backward()
+    return [parameter.grad.numpy() for parameter in at.parameters() if parameter.grad is not None]
+
+
+def expected(method: str, kind: str, num_ranks: int) -> dict[str, np.ndarray]:
+    at = model()
+    x = [parameter.detach().numpy().copy() for parameter in at.parameters()]
+    if method in GRADIENTS:
+        sync, optimizer = GRADIENTS[method](), OPTIMIZERS[kind][1]()
+        for batch in batches():
+            x = optimizer.step(x, sync.step([gradient(at, x, batch, rank, num_ranks) for rank in range(num_ranks)]))
+    else:
+        models = MODELS[method]([x] * num_ranks, [OPTIMIZERS[kind][1]() for _ in range(num_ranks)], num_ranks)
+        for batch in batches():
+            models.step([gradient(at, models.x[rank], batch, rank, num_ranks) for rank in range(num_ranks)])
+        x = oracle.mean(models.x)
+    return dict(zip((name for name, _ in at.named_parameters()), x, strict=True))
+
+
+def check(found: list[dict[str, np.ndarray]], right: dict[str, np.ndarray]) -> None:
+    for values in found:
+        assert max(np.abs(values[name] - right[name]).max() for name in right) < 1e-12
+
+
+METHODS = [method for method in (*GRADIENTS, *MODELS) if method != "matrices"]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_train_as_defined(method: str, kind: str):
+    check(run_ranks(train, 2, "dp2", method, kind), expected(method, kind, 2))
+
+
+@pytest.mark.parametrize("method", ["double_squeeze:sign", "qsgd:4bit", "gossip:one_peer", "gradient_tracking:grid"])
+def test_four_ranks_train_as_defined(method: str):
+    check(run_ranks(train, 4, "dp4", method, "sgd"), expected(method, "sgd", 4))
+
+
+@pytest.mark.parametrize("method", ["top_k:0.2", "gossip:ring,4", "diloco:5"])
+def test_pipelines_train_as_defined(method: str):
+    check(run_ranks(train, 4, "dp2,pp2", method, "adamw"), expected(method, "adamw", 2))
+
+
+@pytest.mark.parametrize("method", ["parameter_server", "exact_diffusion:ring", "local:4"])
+def test_sharded_models_train_as_defined(method: str):
+    check(run_ranks(train, 4, "dp2,tp2", method, "adamw"), expected(method, "adamw", 2))
+
+
+@pytest.mark.parametrize("method", ["top_k:0.2", "local:4"])
+def test_own_loops_train_as_defined(method: str):
+    check(run_ranks(train, 2, "dp2", method, "sgd", own_loop=True), expected(method, "sgd", 2))
+
+
+def test_over_nodes_the_method_is_between_them():
+    check(run_ranks(train, 4, "dpr2,dp2", {"strategy": "top_k:0.2", "across": "node"}, "sgd"),
+          expected("top_k:0.2", "sgd", 2))  # fmt: skip
+
+
+def test_first_steps_are_exact_and_names_choose():
+    exact = expected("parameter_server", "sgd", 2)
+    check(run_ranks(train, 2, "dp2", {"strategy": "sign", "from_step": STEPS}, "sgd"), exact)
+    check(run_ranks(train, 2, "dp2", "norm.*=all_reduce,*.bias=all_reduce,*=top_k:0.2", "sgd"),
+          expected("matrices", "sgd", 2))  # fmt: skip
+
+
+def accumulate(method: str) -> list[list[Tensor]]:
+    """The gradients of two batches: added up in no_sync(), and of both batches in one."""
+    first, second = batches()[:2]
+    found = []
+    for together in (False, True):
+        pm = autopart.parallelize(model(), "dp2", example_kwargs=first, dp_sync=method)
+        if together:
+            rows = {name: [*first[name].chunk(2), *second[name].chunk(2)] for name in first}
+            pm.step(**{name: torch.cat([part[0], part[2], part[1], part[3]]) for name, part in rows.items()})
+        else:
+            with pm.no_sync():
+                (pm(**first) / 2).backward()
+            (pm(**second) / 2).backward()
+        found.append([parameter.grad for parameter in pm.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("method", ["top_k:0.2", "double_squeeze:sign"])
+def test_what_no_sync_adds_up_is_sent_once(method: str):
+    for apart, together in run_ranks(accumulate, 2, method):
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-15) for a, b in zip(apart, together, strict=True))
+
+
+# --- DDP's hooks
+
+
+def hooks(name: str) -> tuple[Any, Any]:
+    group = torch.distributed.group.WORLD
+    if name == "power_sgd":
+        return powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=2, start_powerSGD_iter=2
+        ), powerSGD_hook.powerSGD_hook
+    if name == "fp16_power_sgd":
+        state, hook = hooks("power_sgd")
+        return state, default_hooks.fp16_compress_wrapper(hook)
+    if name == "post_local_sgd":
+        return post_localSGD_hook.PostLocalSGDState(None, group, 2), post_localSGD_hook.post_localSGD_hook
+    return None, {"all_reduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}[name]
+
+
+def hooked(name: str) -> float:
+    """The largest difference between DDP and a partitioned model after some steps with a hook."""
+    given = [{name: value.float() for name, value in batch.items()} for batch in batches()[:8]]
+    ours, theirs = model().float(), model().float()
+    pm = autopart.parallelize(ours, "dp2", example_kwargs=given[0])
+    pm.register_comm_hook(*hooks(name))
+    ddp = DistributedDataParallel(theirs)
+    ddp.register_comm_hook(*hooks(name))
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (pm, theirs)]
+    rank = torch.distributed.get_rank()
+    for batch in given:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        pm.step(**batch)
+        ddp(**{name: value.chunk(2)[rank] for name, value in batch.items()}).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    mine = pm.full_state_dict()
+    return max(float((mine[name] - value).abs().max()) for name, value in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "fp16", "power_sgd", "fp16_power_sgd", "post_local_sgd"])
+def test_hooks_do_what_they_do_in_ddp(name: str):
+    assert run_ranks(hooked, 2, name) == [0.0, 0.0]
+
+
+# --- What cannot be
+
+
+def second_step() -> None:
+    pm = autopart.parallelize(model(), "dp2", example_kwargs=batches()[0], dp_sync="local:2")
+    for batch in batches()[:2]:
+        pm.step(**batch)
+
+
+def test_replicas_that_nothing_brings_together_are_refused():
+    with pytest.raises(
+        RankError, match=r"dp_sync='local:2' and no optimizer is attached.*\n.*\n.*pm.attach\(optimizer\)"
+    ):
+        run_ranks(second_step, 2)
+
+
+def refused(what: str) -> str:
+    given = batches()[0]
+    method = "local:2" if what in ("full_grads", "beside") else None
+    pm = autopart.parallelize(model(), "dp2", example_kwargs=given, dp_sync=method)
+    with pytest.raises(autopart.errors.AutopartError) as caught:
+        if what == "full_grads":
+            pm.full_grads()
+        elif what == "beside":
+            pm.register_comm_hook(None, default_hooks.allreduce_hook)
+        elif what == "arguments":
+            pm.register_comm_hook(None, lambda bucket: None)
+        elif what == "ddp":
+            from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks
+
+            pm.register_comm_hook(None, optimizer_overlap_hooks._hook_then_optimizer)
+        elif what == "other":
+            pm.attach(torch.optim.SGD(copy.deepcopy(model()).parameters(), lr=0.1))
+        elif what == "group":
+            pm.process_group("tp")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("full_grads", "every data rank has a model of its own"), ("beside", "both say what data-parallel ranks send"),
+     ("arguments", "it is called with a state and a bucket"), ("ddp", "reaches into DistributedDataParallel"),
+     ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'")],
+)  # fmt: skip
+def test_what_cannot_be_is_said(what: str, words: str):
+    assert all(words in text for text in run_ranks(refused, 2, what))
+
+
+# --- Checkpoints
+
+
+def resumed(method: str, folder: str, save: bool) -> dict[str, Tensor]:
+    """Train; after ten steps save, or load what was saved and go on. The parameters, and what was remembered then."""
+    given = batches()[:20]
+    pm = autopart.parallelize(
+        model(), f"dp{torch.distributed.get_world_size()}", example_kwargs=given[0], dp_sync=method
+    )
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
+    pm.attach(optimizer)
+    for step, batch in enumerate(given):
+        if step == 10:
+            state = {"model": pm.state_dict(), "sync": pm.dp_sync_state_dict(2)}
+            (dcp.save if save else dcp.load)(state, checkpoint_id=folder)
+            if not save:
+                pm.load_state_dict(state["model"])
+                pm.load_dp_sync_state_dict(state["sync"])
+            held = {name: value.to_local().mean(0) if value.dim() > 2 or "bias" in name else value.to_local()
+                    for name, value in pm.dp_sync_state_dict().items() if isinstance(value, ShardTensor)}  # fmt: skip
+        if step >= 10 or save:
+            optimizer.zero_grad()
+            pm.step(**batch)
+            optimizer.step()
+    return {**pm.full_state_dict(), **{f"held {name}": value for name, value in held.items()}}
+
+
+@pytest.mark.parametrize(
+    "method", ["top_k:0.2", "double_squeeze:sign", "ef21_sgdm:0.2", "gradient_tracking:ring", "diloco:4"]
+)
+def test_training_goes_on_in_bits_where_it_was_saved(method: str, tmp_path: Path):
+    first = run_ranks(resumed, 2, method, str(tmp_path), True)
+    again = run_ranks(resumed, 2, method, str(tmp_path), False)
+    for one, other in zip(first, again, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("method", ["top_k:0.2", "double_squeeze:sign", "ef21:0.2", "gossip:ring"])
+def test_other_numbers_of_ranks_take_the_mean(method: str, tmp_path: Path):
+    saved = run_ranks(resumed, 2, method, str(tmp_path), True)
+    loaded = run_ranks(resumed, 4, method, str(tmp_path), False)
+    own = [name for name in saved[0] if name.startswith("held ") and name.endswith(("error", "tracked", "replica"))
+           and "server" not in name]  # fmt: skip
+    assert own
+    for name in own:
+        mean = torch.stack([one[name] for one in saved]).mean(0)
+        assert all((one[name] - mean).abs().max() < 1e-12 for one in loaded)

@@ -1,0 +1,109 @@
+"""Experts that are modules, run one by one in a loop over the rows that chose them: whole on `ep`, and exact."""
+
+from __future__ import annotations
+
+import copy
+
+import dist
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import nn
+
+import autopart
+from autopart.ir.mesh import Mesh
+
+WIDTH, EXPERTS, TIMES = 8, 4, 2
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Looped(nn.Module):
+    """`towards`: what is added to the router's logits. `form`: how the rows of an expert are found."""
+
+    def __init__(self, form, towards=(0.0,) * EXPERTS):
+        super().__init__()
+        self.form = form
+        self.embed, self.router = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.head = nn.Linear(WIDTH, 32)
+        self.register_buffer("towards", torch.tensor(towards))
+
+    def forward(self, ids, labels):
+        rows = self.embed(ids).reshape(-1, WIDTH)
+        gates, chosen = (self.router(rows) + self.towards).softmax(-1).topk(TIMES)
+        mixed = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            if self.form == "where":
+                token, choice = torch.where(chosen == number)
+                mixed[token] += gates[token, choice, None] * expert(rows[token])
+            elif self.form == "nonzero":
+                token, choice = (chosen == number).nonzero(as_tuple=True)
+                mixed.index_add_(0, token, expert(rows[token]) * gates[token, choice, None])
+            else:
+                of_expert = chosen == number
+                mask = of_expert.any(-1)
+                mixed[mask] += expert(rows[mask]) * (gates * of_expert).sum(-1)[mask].unsqueeze(-1)
+        return F.cross_entropy(self.head(rows + mixed), labels.flatten())
+
+
+def looped(form, **options):
+    torch.manual_seed(0)
+    model = Looped(form, **options).double()
+    return model, {"ids": torch.randint(0, 32, (8, 6)), "labels": torch.randint(0, 32, (8, 6))}
+
+
+MESHES = ["ep2", "ep4", "dp2,ep2", "ep2,tp2", "cp2,ep2", "pp2,ep2"]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("form", ["where", "nonzero", "mask"])
+def test_a_loop_is_exact(form, mesh):
+    model, batch = looped(form)
+    report = autopart.verify(model, mesh, example_kwargs=batch)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"zero": 3}, {"zero": 3, "recompute": "full"}], ids=str)
+def test_beside_other_options(options):
+    model, batch = looped("where", towards=(99.0, 98.0, 0.0, 0.0))  # no row for two of the experts
+    report = autopart.verify(model, "dp2,ep2", example_kwargs=batch, **options)
+    assert report.ok, report
+
+
+def test_the_plan_says_that_they_are_whole():
+    model, batch = looped("where")
+    plan = autopart.plan(model, "ep2", example_kwargs=batch)
+    (note,) = (note for note in plan.notes if note.startswith("ep:"))
+    assert "are whole on every rank, and their rows are cut, as over dp" in note and "(experts.0.gate)" in note
+    assert {on["ep"] for name, on in plan.parameters.items() if name.startswith("experts")} == {"R(grad P)"}
+
+
+def three_steps(mesh):
+    """AdamW on processes, as on one device."""
+    model, batch = looped("where")
+    alone, whole = copy.deepcopy(model), copy.deepcopy(model)
+    pm = autopart.parallelize(whole, mesh, example_kwargs=batch)
+    mine, theirs = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (pm, alone))
+    for _ in range(3):
+        pm.step(**batch)
+        mine.step()
+        mine.zero_grad()
+        alone(**batch).backward()
+        theirs.step()
+        theirs.zero_grad()
+    zoo.assert_close_outputs(pm.step(**batch), alone(**batch), where="loss")
+
+
+@pytest.mark.parametrize("mesh", ["ep2", "dp2,ep2"])
+def test_on_processes(mesh):
+    dist.run_ranks(three_steps, Mesh.parse(mesh).num_ranks, mesh, timeout_s=120.0)
