@@ -221,6 +221,7 @@ def test_every_operator_is_tried():
         "combine",
         "window_attention",
         "attention_runs",
+        "ring_attention",  # tests/test_ring.py
         "positions",
         "ctc_loss",
         "ctc_loss_grad",

@@ -19,7 +19,7 @@ _SMALLEST_BLOCK = 64
 """Queries of a block of window attention: with fewer, the calls cost more than the keys that they leave out."""
 
 
-_ROWS = 512
+ROWS = 512
 """Queries of a block of a run, each with a mask of its own."""
 
 
@@ -60,6 +60,12 @@ class Run(NamedTuple):
     def hides(self) -> tuple[bool, bool]:
         """Whether some query does not see the first of the keys, and the last."""
         return self.first + self.queries - 1 > self.low, self.end < self.high
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Which of the keys its queries see: [queries, high - low]."""
+        at = torch.arange(self.queries, device=device).unsqueeze(-1)
+        position = torch.arange(self.low, self.high, device=device)
+        return (position >= self.first + at) & (position < self.end + at)
 
 
 def band_of(mask: Tensor, queries: int, keys: int) -> Band | None:
@@ -188,16 +194,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, run: Run, options: Mappin
     if not hides_first and run.end + run.queries - 1 == run.high and query.is_cuda and query.dtype.itemsize == 2:
         behind = causal_lower_right(run.queries, number)
         return F.scaled_dot_product_attention(query, keys, values, behind, **options)
-    if run.queries > _ROWS:
-        starts = range(0, run.queries, _ROWS)
-        parts = [(start, min(start + _ROWS, run.queries)) for start in starts]
+    if run.queries > ROWS:
+        starts = range(0, run.queries, ROWS)
+        parts = [(start, min(start + ROWS, run.queries)) for start in starts]
         blocks = (query.narrow(-2, start, stop - start) for start, stop in parts)
         runs = (run.part(start, stop) for start, stop in parts)
         return torch.cat([_attend(q, key, value, r, options) for q, r in zip(blocks, runs, strict=True)], -2)
     if options["enable_gqa"] and query.is_cuda:  # whose kernels take a mask, or groups of heads
         keys, values = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (keys, values))
         options = {**options, "enable_gqa": False}
-    at = torch.arange(run.queries, device=query.device).unsqueeze(-1)
-    position = torch.arange(run.low, run.high, device=query.device)
-    mask = (position >= run.first + at) & (position < run.end + at)
-    return F.scaled_dot_product_attention(query, keys, values, mask, **options)
+    return F.scaled_dot_product_attention(query, keys, values, run.mask(query.device), **options)

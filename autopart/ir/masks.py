@@ -60,7 +60,9 @@ def differ_by_rank(stage: Stage) -> set[str]:
 
 def mask_of(node: fx.Node) -> fx.Node | None:
     """The mask that a call reads: attention, or the `where` that hides some of its scores or of their bias."""
-    if is_attention(node):
+    if is_ring(node):
+        mask = argument(node, "mask")
+    elif is_attention(node):
         mask = argument(node, "attn_mask")
     else:
         mask = node.args[0] if _hides_scores(node) else None
@@ -69,6 +71,11 @@ def mask_of(node: fx.Node) -> fx.Node | None:
 
 def is_attention(node: fx.Node) -> bool:
     return node.op == "call_function" and operator_name(node) == "aten::scaled_dot_product_attention"
+
+
+def is_ring(node: fx.Node) -> bool:
+    """Whether a call is attention whose keys and values go around."""
+    return node.target is autopart_ops.ring_attention.default
 
 
 def _hides_scores(node: fx.Node) -> bool:
@@ -80,6 +87,8 @@ def _hides_scores(node: fx.Node) -> bool:
 
 def scores_of(call: fx.Node) -> tuple[int, int]:
     """How many queries and keys there are in a call that reads a mask."""
+    if is_ring(call):
+        return shape(call)[-2], int(argument(call, "size"))
     if not is_attention(call):
         return shape(call)[-2], shape(call)[-1]
     query, key = call.args[:2]
@@ -192,6 +201,8 @@ def _tell_all(stage: Stage, known: Mapping[fx.Node, Told], device: torch.device 
     for call in graph.find_nodes(op="call_function", target=autopart_ops.attention_runs.default):
         if _kernel_takes_groups(call, device):
             _group_heads(call)
+    for call in list(filter(is_ring, graph.nodes)):
+        _group_heads(call)
     if not known:
         return stage
     _erase_unread(graph, of_masks)
@@ -205,6 +216,12 @@ def _tell(call: fx.Node, band: Told) -> None:
     """Let a call know what its mask is, and read it no more. A window on which blocks gain nothing, or a band that no
     kernel takes, stays a mask."""
     queries, keys = scores_of(call)
+    if is_ring(call):
+        runs = intervals_of_band(band, queries, keys).runs() if isinstance(band, Band) else band
+        call.args = (*call.args[:4], None, *call.args[5:7])
+        call.kwargs = {"scale": argument(call, "scale"), "runs": [number for run in runs for number in run]}
+        facts(call)["counted_flops"] = _flops_of(call, runs)
+        return
     if not isinstance(band, Band):
         if is_attention(call) and len(shape(call)) == 4 and not dropout_probability(call):
             given = {name: argument(call, name) for name in ("scale", "enable_gqa")}
@@ -233,7 +250,7 @@ def _tell(call: fx.Node, band: Told) -> None:
 
 def _flops_of(call: fx.Node, runs: Iterable[Run]) -> int:
     """The two products of every query with the keys that it sees."""
-    (rows, heads, _, width), made = shape(call.args[0]), shape(call.args[2])[-1]
+    (rows, heads, _, width), made = shape(call.args[0]), shape(call)[-1]
     return 2 * rows * heads * (width + made) * sum(run.seen for run in runs)
 
 
@@ -245,13 +262,15 @@ def _kernel_takes_groups(call: fx.Node, device: torch.device | None) -> bool:
 def _group_heads(call: fx.Node) -> None:
     """Hand keys and values over as they are that are repeated for several heads of queries (Ainslie et al. 2023,
     arXiv:2305.13245): no memory for the repeated ones, and no sum of their gradients."""
-    wide = call.args[1:3]
+    first = 2 if is_ring(call) else 1
+    wide = call.args[first : first + 2]
     repeated = [found for heads in wide if (found := _repeated(heads)) is not None]
-    if argument(call, "enable_gqa") or len(repeated) < 2 or len({times for *_, times in repeated}) > 1:
+    if call.kwargs.get("enable_gqa") or len(repeated) < 2 or len({times for *_, times in repeated}) > 1:
         return
     heads = [_one_of_each(narrow, dim, call) for narrow, dim, _ in repeated]
-    call.args = (call.args[0], *heads, *call.args[3:])
-    call.kwargs = {**call.kwargs, "enable_gqa": True}
+    call.args = (*call.args[:first], *heads, *call.args[first + 2 :])
+    if not is_ring(call):
+        call.kwargs = {**call.kwargs, "enable_gqa": True}
     for node in wide:
         _erase(node)
 

@@ -16,7 +16,7 @@ Rows go to the ranks of their experts and back (`routes.py`) by
 
 Keys and values go around the ranks (`ring.py`) in
 
-    ring_attention  (query, axis, key, value, mask, size, sections, scale)
+    ring_attention  (query, axis, key, value, mask, size, sections, scale, runs)
 
 Of a parameter in mixed precision conversions also have `dtype`, to which `x` is cast before it moves, and
 `grad_dtype`, to which its gradient is cast before it is summed; the gradient of `x` has the dtype of `x`. `cast`
@@ -167,7 +167,7 @@ def _define_operators() -> torch.library.Library:
     library.define("exchange_counts(Tensor expert, str axis, int num_experts, int num_ranks) -> Tensor")
     library.define(
         "ring_attention(Tensor query, str axis, Tensor key, Tensor value, Tensor? mask, int size, int[] sections, "
-        "float? scale=None) -> Tensor"
+        "float? scale=None, int[] runs=[]) -> Tensor"
     )
     library.define("axis_index(str axis) -> int")
     define("cast", "Tensor x, ScalarType dtype", Tensor.to)

@@ -7,7 +7,7 @@ together; the backward of a visit needs those of all together (Dao et al. 2022, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from autopart.compat import flash_attention_of_host, flash_attention_of_host_backward
+from autopart.ir.attention import ROWS, Run
 from autopart.ir.pieces import Cut
 
 
 class Part(NamedTuple):
-    """Some of a rank's queries and of the visiting keys, by their first and number, and what the mask says of them."""
+    """Some of a rank's queries and of the visiting keys, by their first and number, and what is hidden of them."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -29,29 +30,47 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class Visit:
     """What comes by: the keys and values of the rank with this number. `cut`: of the sequence, dim -2, over all ranks.
-    `mask`: [..., q, s] of this rank's queries and all keys, true where they are seen, or added to scores; None: all are
-    seen. `scale`: of scores; None: 1 / sqrt(d)."""
+    `mask`: [..., q, s] of this rank's queries and all keys, true where they are seen, or added to scores; None: what
+    `runs` say is seen, or all if there are none. `scale`: of scores; None: 1 / sqrt(d)."""
 
     cut: Cut
     here: int
     rank: int
     mask: Tensor | None
     scale: float | None
+    runs: Sequence[Run] = ()
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self, device: torch.device) -> Iterator[Part]:
         """The queries and keys in pieces that lie together in the sequence, without those that see nothing."""
-        queries, keys = (_places(self.cut, index) for index in (self.here, self.rank))
-        if self.mask is None:
+        if self.runs:
+            yield from self._parts_of_runs(device)
+        elif self.mask is None:
             yield Part((0, self.cut.length(self.here)), (0, self.cut.length(self.rank)), None)
-            return
-        for first, (_, number) in queries:
-            rows = self.mask if self.mask.size(-2) == 1 else self.mask.narrow(-2, first, number)
-            for start, (position, count) in keys:
+        else:
+            yield from self._parts_of_mask(self.mask)
+
+    def _parts_of_mask(self, mask: Tensor) -> Iterator[Part]:
+        for first, (_, number) in _places(self.cut, self.here):
+            rows = mask if mask.size(-2) == 1 else mask.narrow(-2, first, number)
+            for start, (position, count) in _places(self.cut, self.rank):
                 seen = rows if rows.size(-1) == 1 else rows.narrow(-1, position, count)
                 if seen.dtype != torch.bool:
                     yield Part((first, number), (start, count), seen)
                 elif bool(seen.any()):
                     yield Part((first, number), (start, count), None if bool(seen.all()) else seen)
+
+    def _parts_of_runs(self, device: torch.device) -> Iterator[Part]:
+        first = 0
+        for run in self.runs:
+            for start in range(0, run.queries, ROWS):
+                block = run.part(start, min(start + ROWS, run.queries))
+                for at, (position, count) in _places(self.cut, self.rank):
+                    low, high = max(block.low, position), min(block.high, position + count)
+                    if low < high:
+                        seen = block._replace(low=low, high=high)
+                        mask = seen.mask(device) if any(seen.hides) else None
+                        yield Part((first + start, block.queries), (at + low - position, high - low), mask)
+            first += run.queries
 
 
 def _places(cut: Cut, rank: int) -> list[tuple[int, tuple[int, int]]]:
@@ -64,22 +83,23 @@ def _places(cut: Cut, rank: int) -> list[tuple[int, tuple[int, int]]]:
 
 
 def nothing_yet(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and the logarithm before any visit: [b, h, q, e], [b, h, q]."""
-    made = query.new_zeros(*query.shape[:-1], value.size(-1))
-    return made, query.new_full(query.shape[:-1], float("-inf"))
+    """The output and the logarithm before any visit, in float32 at least: [b, h, q, e], [b, h, q]."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    made = query.new_zeros(*query.shape[:-1], value.size(-1), dtype=dtype)
+    return made, query.new_full(query.shape[:-1], float("-inf"), dtype=dtype)
 
 
 def visit(made: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor, of: Visit) -> None:
     """Put what the visiting keys [b, g, k, d] and values [b, g, k, e] add to the output, in place."""
     key, value = (_repeated(x, query) for x in (key, value))
-    for part in of.parts():
+    for part in of.parts(query.device):
         rows, given = (x.narrow(2, *part.queries) for x in (made, query))
         before = total.narrow(2, *part.queries)
         keys, values = (x.narrow(2, *part.keys) for x in (key, value))
         new, logs = _attend(given, keys, values, part.mask, of.scale)
         both = torch.logaddexp(before, logs)
-        none = both == float("-inf")
-        rows.mul_(_share(before, both, none)).add_(new * _share(logs, both, none))
+        shares = [(x - _finite(both)).exp().unsqueeze(-1) for x in (before, logs)]
+        rows.mul_(shares[0]).add_(new * shares[1])
         before.copy_(both)
 
 
@@ -90,7 +110,7 @@ def visit_backward(
     groups = query.size(1) // key.size(1)
     keys, values = (_repeated(x, query) for x in (key, value))
     grads = [torch.zeros_like(x) for x in (query, keys, values)]
-    for part in of.parts():
+    for part in of.parts(query.device):
         sides = [x.narrow(2, *part.queries) for x in (grad, made, query)]
         logs = total.narrow(2, *part.queries)
         here = [x.narrow(2, *part.keys) for x in (keys, values)]
@@ -101,44 +121,63 @@ def visit_backward(
     return grads[0], summed[0], summed[1]
 
 
-def _share(part: Tensor, whole: Tensor, none: Tensor) -> Tensor:
-    """How much of the sum of exponentials is a part's; nothing where no key is seen."""
-    return (part - whole).masked_fill(none, float("-inf")).exp().unsqueeze(-1)
-
-
 def _repeated(x: Tensor, query: Tensor) -> Tensor:
     """Keys or values, each head for its group of queries' heads."""
     groups = query.size(1) // x.size(1)
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """What a mask adds to scores, with four dims."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    return mask.to(query.dtype)[(None,) * (4 - mask.dim())]
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    return query.device.type == "cpu" and query.size(-1) == value.size(-1)
+
+
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    scores = scores.to(torch.promote_types(query.dtype, torch.float32))
+    return scores if mask is None else scores + mask
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if mask is None and query.device.type == "cpu":
-        return flash_attention_of_host(query, key, value, scale)
+    mask = _added(seen, query)
+    if _has_kernel(query, value):
+        made, logs = flash_attention_of_host(query, key, value, mask, scale)
+        if mask is not None:  # of a query that sees no key the kernel says 0
+            logs = logs.masked_fill((mask == float("-inf")).all(-1), float("-inf"))
+        return made, logs
     scores = _scores(query, key, mask, scale)
     logs = scores.logsumexp(-1)
-    shares = (scores - logs.unsqueeze(-1)).masked_fill((logs == float("-inf")).unsqueeze(-1), float("-inf")).exp()
-    return shares @ value, logs
+    return (scores - _finite(logs).unsqueeze(-1)).exp().to(value.dtype) @ value, logs
 
 
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, made: Tensor, logs: Tensor, mask: Tensor | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, made: Tensor, logs: Tensor, seen: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, keys and values, of the output and the logarithm of all visits together."""
-    if mask is None and query.device.type == "cpu" and bool(logs.isfinite().all()):
-        return flash_attention_of_host_backward(grad, query, key, value, made, logs, scale)
+    mask, logs = _added(seen, query), _finite(logs)
+    if _has_kernel(query, value):
+        return flash_attention_of_host_backward(grad, query, key, value, made, logs, mask, scale)
     factor = query.size(-1) ** -0.5 if scale is None else scale
-    none = (logs == float("-inf")).unsqueeze(-1)
-    shares = (_scores(query, key, mask, scale) - logs.unsqueeze(-1)).masked_fill(none, float("-inf")).exp()
-    inner = shares * (grad @ value.transpose(-2, -1) - (grad * made).sum(-1, keepdim=True))
-    return inner @ key * factor, inner.transpose(-2, -1) @ query * factor, shares.transpose(-2, -1) @ grad
+    shares = (_scores(query, key, mask, scale) - logs.unsqueeze(-1)).exp()
+    inner = (shares * (grad @ value.transpose(-2, -1) - (grad * made).sum(-1, keepdim=True))).to(query.dtype)
+    return (
+        inner @ key * factor,
+        inner.transpose(-2, -1) @ query * factor,
+        shares.to(grad.dtype).transpose(-2, -1) @ grad,
+    )
+
+
+def _finite(logs: Tensor) -> Tensor:
+    """With 0 where no key is seen: there every share is 0."""
+    return logs.masked_fill(logs == float("-inf"), 0.0)

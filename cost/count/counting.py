@@ -174,7 +174,7 @@ class _Counter:
         query, axis, key, made = node.args[0], str(node.args[1]), node.args[2], node.args[3]
         ranks = self.walk.program.mesh.size(axis)
         (rows, heads, queries, width), out = self.walk.values[query].form.shape, self.walk.values[node].form.shape[-1]
-        flops = 2 * rows * heads * queries * int(node.args[5]) * (width + out)
+        flops = facts(node).get("counted_flops", 2 * rows * heads * queries * int(node.args[5]) * (width + out))
         traffic, moving = Size.sum(self.size(n) for n in (query, key, made, node)), self.size(key) + self.size(made)
         dtype = str(self.walk.values[node].form.dtype).removeprefix("torch.")
         one = Work("attention", traffic, Size.of(float(flops), self.growth.of_product(node)), dtype)

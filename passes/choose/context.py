@@ -53,10 +53,8 @@ def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list
     is_product = pattern is not None and bool(pattern.flops) and not of_weights
     if not is_attention(node) and not is_product:
         return list(options)
-    if not is_attention(node):
-        why = "this product of values is not in scaled_dot_product_attention, whose keys and values can go around"
-    elif dropout_probability(node):
-        why = "attention with dropout has no ring: its mask would have to be drawn for all keys"
+    if not is_attention(node) or dropout_probability(node):
+        why = "keys and values go around in scaled_dot_product_attention without dropout, and this is another product"
     elif any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:]):
         why = "this attention learns what it adds to scores, whose gradient would have to go around too"
     else:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.compat import is_gloo, resolve_group
+from autopart.ir.attention import Run, runs_of
 from autopart.ir.pieces import Cut
 from autopart.ir.ring import Visit, nothing_yet, visit, visit_backward
 from autopart.runtime.comm.watch import watching
@@ -48,7 +49,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, group_name: str, cut: Cut,
-        scale: float | None,
+        scale: float | None, runs: Sequence[Run],
     ) -> Tensor:  # fmt: skip
         group = resolve_group(group_name)
         ranks, here = group.size(), group.rank()
@@ -58,10 +59,11 @@ class Ring(torch.autograd.Function):
             rank = (here - step) % ranks
             length = cut.length((rank - 1) % ranks)
             moving = _Rotation(group, there, length) if step < ranks - 1 else None
-            visit(made, total, query, there[0], there[1], Visit(cut, here, rank, mask, scale))
+            visit(made, total, query, there[0], there[1], Visit(cut, here, rank, mask, scale, runs))
             there = moving.arrive() if moving is not None else there
+        made = made.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, made, total)
-        ctx.group, ctx.cut, ctx.scale = group, cut, scale
+        ctx.group, ctx.cut, ctx.scale, ctx.runs = group, cut, scale, runs
         return made
 
     @staticmethod
@@ -75,13 +77,13 @@ class Ring(torch.autograd.Function):
             rank = (here - step) % ranks
             length = cut.length((rank - 1) % ranks)
             moving = _Rotation(group, there, length) if step < ranks - 1 else None
-            of = Visit(cut, here, rank, mask, ctx.scale)
+            of = Visit(cut, here, rank, mask, ctx.scale, ctx.runs)
             found = visit_backward(grad, made, total, query, there[0], there[1], of)
             of_query += found[0]
             grads = [x + own for x, own in zip(grads, found[1:], strict=True)]
             there = moving.arrive() if moving is not None else there
             grads = _Rotation(group, grads, length).arrive()
-        return of_query, grads[0], grads[1], None, None, None, None
+        return of_query, grads[0], grads[1], None, None, None, None, None
 
 
 class RingOfLists(torch.autograd.Function):
@@ -99,7 +101,7 @@ class RingOfLists(torch.autograd.Function):
             for step in range(ranks):
                 rank = (here - step) % ranks
                 visit(made, total, queries[here], keys[rank], values[rank], Visit(cut, here, rank, masks[here], scale))
-            ctx.kept.append((made, total))
+            ctx.kept.append((made.to(queries[here].dtype), total))
         ctx.save_for_backward(*sides)
         return tuple(made for made, _ in ctx.kept)
 
@@ -121,11 +123,11 @@ class RingOfLists(torch.autograd.Function):
 
 def ring_attention(
     query: Tensor, axis: str, key: Tensor, value: Tensor, mask: Tensor | None, size: int, sections: Sequence[int],
-    scale: float | None = None,
+    scale: float | None = None, runs: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
     """`torch.ops.autopart.ring_attention` on a process."""
     cut = Cut(2, size, tuple(sections), resolve_group(axis).size())
-    return Ring.apply(query, key, value, mask, axis, cut, scale)
+    return Ring.apply(query, key, value, mask, axis, cut, scale, runs_of(runs))
 
 
 def ring_attention_of_lists(
