@@ -137,7 +137,7 @@ def test_runs_see_what_the_mask_says(mask, sections, ranks):
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize("mask", [causal, window, both_sides])
 def test_attention_in_runs_is_attention_with_the_mask(monkeypatch, mask, heads, rows):
-    monkeypatch.setattr(attention, "_ROWS", rows)
+    monkeypatch.setattr(attention, "ROWS", rows)
     torch.manual_seed(0)
     whole = mask().reshape(-1, QUERIES, KEYS)[:1]
     for index in range(2):

@@ -26,8 +26,8 @@ COMMANDS = {
     "search": autopart.search,
 }
 pytestmark = pytest.mark.whole  # what is left out could be the one that differs
-OWN = {autopart.verify: {"rng"}}
-"""What a function takes besides, with another default."""
+OWN = {autopart.verify: {"rng"}, autopart.search: {"dp_sync"}}
+"""What a function takes besides, with another default or form."""
 
 each_function = pytest.mark.parametrize("function", TAKES, ids=lambda function: function.__name__)
 
