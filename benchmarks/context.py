@@ -187,13 +187,13 @@ def in_order(model: nn.Module, batch: Batch) -> Step:
 VARIANTS: dict[str, Callable[[nn.Module, Batch], Step]] = {
     "autopart-gather": autopart_on("cp2", context="gather"),
     "autopart-ulysses": autopart_on("cp2", context="ulysses"),
+    "autopart-ring": autopart_on("cp2", context="ring"),
     "unbalanced": in_order,
     "gather": by_hand(gather),
     "ring": by_hand(ring),
 }
-PAIRS = [
-    (mine, other) for mine in ("autopart-gather", "autopart-ulysses") for other in ("gather", "ring", "unbalanced")
-]
+MINE = [name for name in VARIANTS if name.startswith("autopart-")]
+PAIRS = [(mine, other) for mine in MINE for other in ("gather", "ring", "unbalanced")]
 
 
 def report(sizes: Sizes, times: dict[str, list[Time]], as_json: bool) -> None:

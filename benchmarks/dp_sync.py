@@ -1,0 +1,232 @@
+"""What data-parallel ranks send each other (`dp_sync=`), method by method beside the exact sum of all gradients:
+
+    digits    accuracy on 450 handwritten digits of scikit-learn that were not trained on, of a net of 64, 128, 10; rows
+              lie on ranks as they come, or by their label, two and a half labels a rank. SGD with momentum.
+    gpt2      loss of a GPT-2 of two layers on bytes of the Python documentation that were not trained on. AdamW.
+    links     predicted step of GPT-2 (124M) on 16 nodes of one H100, at 1, 10, 100 and 400 Gb/s between them.
+
+All on four gloo processes; of several seeds the mean, and the furthest from it. `sent`: bytes that a rank sends in a
+step, over those of the exact sum, as the plan prices them.
+
+    python benchmarks/dp_sync.py [--quick] [--json] [--only METHOD ...] [--seeds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopart
+from autopart.cost.dp_sync import carried, exchanges
+from autopart.cost.hardware import Hardware
+from autopart.ir.dp_sync import DpSync
+
+NUM_RANKS, TRAINED, ROWS, WIDTH = 4, 1347, 16, 48
+METHODS = [
+    "all_reduce", "qsgd:4bit", "top_k:0.01", "top_k:0.01,false", "sign", "double_squeeze:top_k:0.01",
+    "double_squeeze:sign", "ef21:0.01", "ef21_sgdm:0.01", "neolithic:0.01,2", "powersgd:4", "gossip:ring",
+    "gossip:one_peer", "exact_diffusion:ring", "gradient_tracking:ring", "local:16", "diloco:16",
+]  # fmt: skip
+LINKS = (1, 10, 100, 400)
+Rows = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="two methods, a few steps")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--only", nargs="+", default=[], help="these methods alone")
+    parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each")
+    arguments = parser.parse_args()
+    methods = arguments.only or (["all_reduce", "top_k:0.01"] if arguments.quick else METHODS)
+    seeds, steps = (1, 5) if arguments.quick else (arguments.seeds, 300)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (f"file://{folder}/store", folder, methods, seeds, steps), nprocs=NUM_RANKS)
+        with open(f"{folder}/rows.json") as file:
+            rows = json.load(file)
+    add_links(rows)
+    report(rows)
+    if arguments.json:
+        print(json.dumps({"methods": rows}))
+
+
+def rank_main(rank: int, store: str, folder: str, methods: list[str], seeds: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
+    rows: Rows = {}
+    for method in methods:
+        digits = {split: [train_digits(method, split, seed, steps) for seed in range(seeds)] for split in SPLITS}
+        trained = [train_gpt2(method, seed, steps) for seed in range(seeds)]
+        rows[method] = {
+            **{split: spread(found) for split, found in digits.items()},
+            "loss": spread([loss for loss, _ in trained]),
+            "step_ms": statistics.median(step_ms for _, step_ms in trained),
+        }
+    if rank == 0:
+        with open(f"{folder}/rows.json", "w") as file:
+            json.dump(rows, file)
+    dist.destroy_process_group()
+
+
+def spread(found: list[float]) -> list[float]:
+    """The mean, and how far the furthest is from it."""
+    mean = statistics.fmean(found)
+    return [mean, max(abs(one - mean) for one in found)]
+
+
+# --- Digits.
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 128), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.outer(self.inner(x).relu()), labels)
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(found.data, dtype=torch.float32)[order] / 16, torch.tensor(found.target)[order]
+
+
+def as_they_come(labels: Tensor) -> Tensor:
+    return torch.arange(len(labels))
+
+
+def by_label(labels: Tensor) -> Tensor:
+    return labels.argsort(stable=True)
+
+
+SPLITS = {"even": as_they_come, "by_label": by_label}
+
+
+def train_digits(method: str, split: str, seed: int, steps: int) -> float:
+    torch.manual_seed(seed)
+    x, labels = digits()
+    owned = SPLITS[split](labels[:TRAINED]).chunk(NUM_RANKS)
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        draws = torch.Generator().manual_seed(seed)
+        while True:
+            places = [rows[torch.randint(len(rows), (ROWS,), generator=draws)] for rows in owned]
+            chosen = torch.cat(places)
+            yield {"x": x[chosen], "labels": labels[chosen]}
+
+    found = Net()
+    train(found, batches(), method, lambda given: torch.optim.SGD(given, lr=0.05, momentum=0.9), steps)
+    with torch.no_grad():
+        guessed = found.outer(found.inner(x[TRAINED:]).relu()).argmax(-1)
+    return float((guessed == labels[TRAINED:]).double().mean())
+
+
+# --- The Python documentation.
+
+
+def documentation() -> Tensor:
+    from pydoc_data.topics import topics
+
+    return torch.tensor(list("\n".join(topics.values()).encode()))
+
+
+def train_gpt2(method: str, seed: int, steps: int) -> tuple[float, float]:
+    """The loss on text that was not trained on, and milliseconds of a step."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": WIDTH}
+    found = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
+    text = documentation()
+    split = len(text) * 9 // 10
+
+    def rows_of(part: Tensor, number: int, draws: torch.Generator) -> dict[str, Tensor]:
+        starts = torch.randint(len(part) - WIDTH, (number,), generator=draws)
+        rows = torch.stack([part[start : start + WIDTH] for start in starts])
+        return {"input_ids": rows, "labels": rows}
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        draws = torch.Generator().manual_seed(seed)
+        while True:
+            yield rows_of(text[:split], 2 * NUM_RANKS, draws)
+
+    step_ms = train(found, batches(), method, lambda given: torch.optim.AdamW(given, lr=2e-3), steps)
+    with torch.no_grad():
+        kept = rows_of(text[split:], 256, torch.Generator().manual_seed(0))
+        return float(found(**kept).loss), step_ms
+
+
+def train(found: nn.Module, batches: Iterator[dict[str, Tensor]], method: str, optimizer_of: Any, steps: int) -> float:
+    """Train on the ranks there are, and load what came of it; the median milliseconds of a step."""
+    batch = next(batches)
+    pm = autopart.parallelize(found, f"dp{NUM_RANKS}", example_kwargs=batch, dp_sync=method)
+    optimizer = optimizer_of(pm.parameters())
+    pm.attach(optimizer)
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        pm.step(**batch)
+        optimizer.step()
+        times.append(time.perf_counter() - start)
+        batch = next(batches)
+    found.load_state_dict(pm.full_state_dict())
+    return 1e3 * statistics.median(times)
+
+
+# --- Predicted.
+
+
+def add_links(rows: Rows) -> None:
+    """Of every method the bytes sent beside the exact sum's, and seconds of a step at each speed of the links."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
+        ids = torch.zeros(64, 1024, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    base = replace(Hardware.load("h100-80gb-sxm"), devices_per_node=1, collectives={})
+    for method in ["all_reduce", *(name for name in rows if name != "all_reduce")]:
+        plan = autopart.plan(
+            model, "dp16", example_kwargs=batch, precision="bf16", hardware="h100-80gb-sxm", dp_sync=method
+        )
+        row = rows.setdefault(method, {})
+        row["links_ms"] = {
+            link: 1e3 * plan.cost.on(replace(base, node_link_bytes_per_s=link * 1e9 / 8)).step_time_s for link in LINKS
+        }
+        row["sent"] = sent_bytes(model, method) / sent_bytes(model, "all_reduce")
+
+
+def sent_bytes(model: nn.Module, method: str) -> float:
+    sizes = [(float(p.numel()), 4, tuple(p.shape)) for p in model.parameters()]
+    return sum(one.sent_bytes(NUM_RANKS) for one in exchanges(carried(DpSync.parse(method).method, sizes), NUM_RANKS))
+
+
+def report(rows: Rows) -> None:
+    head = "method                     sent   digits: even     by label     gpt2: loss    gloo ms"
+    print(head + "".join(f"{f'{link} Gb/s':>10}" for link in LINKS))
+    for method, row in rows.items():
+        (even, a), (label, b), (loss, c) = row["even"], row["by_label"], row["loss"]
+        learned = f"{even:.3f} ± {a:.3f}  {label:.3f} ± {b:.3f}  {loss:.3f} ± {c:.3f}  {row['step_ms']:6.1f}"
+        print(f"{method:25} {row['sent']:6.3f}  {learned}" + "".join(f"{ms:10.1f}" for ms in row["links_ms"].values()))
+
+
+if __name__ == "__main__":
+    main()
