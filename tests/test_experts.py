@@ -144,12 +144,35 @@ def test_on_processes(mesh, towards):
     dist.run_ranks(same_step, Mesh.parse(mesh).num_ranks, towards, mesh, timeout_s=120.0)
 
 
+@pytest.mark.parametrize("mesh", ["ep2", "ep3", "dp2,ep3", "ep3,tp2", "cp2,ep3", "pp2,ep3"])
+@pytest.mark.parametrize("towards", [(0.0,) * 7, (*(0.0,) * 6, 50.0), (50.0, *(0.0,) * 6)], ids=str)
+def test_experts_need_not_divide(mesh, towards):
+    """Of seven experts three ranks have three, three and one; all rows may go to any."""
+    model, batch = mixture(experts=7, towards=towards)
+    batch = {name: rows.repeat(3, 1)[:12] for name, rows in batch.items()}
+    report = autopart.verify(model, mesh, example_kwargs=batch)
+    assert report.ok, report
+
+
+def same_uneven_step():
+    model, batch = mixture(experts=7, towards=(0.0,) * 7)
+    batch = {name: rows[:6] for name, rows in batch.items()}
+    _, loss, grads = zoo.reference(model, batch)
+    pm = autopart.parallelize(copy.deepcopy(model), "ep3", example_kwargs=batch)
+    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")
+    zoo.assert_same_grads(pm.full_grads(), {name: grad for name, grad in grads.items() if grad is not None})
+
+
+def test_experts_need_not_divide_on_processes():
+    dist.run_ranks(same_uneven_step, 3, timeout_s=120.0)
+
+
 @pytest.mark.parametrize(("made", "mesh", "text"), [
     (zoo.llama, "ep2", "ep=2 has nothing to cut\n"
      "  why    the model has no experts: all rows go through all of its matrix products\n"
      "  try    leave ep out of the mesh; dp cuts the rows of any batch"),
     (mixture, "ep8", "ep=8 does not divide the experts of the model\n"
-     "  why    there are 4\n"
+     "  why    there are 4; unequal parts need two a rank, and one in the last\n"
      "  where  expert_linear at test_experts.py:LINE\n"
      "  try    ep=2, 4"),
 ])  # fmt: skip

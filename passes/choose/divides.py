@@ -97,10 +97,12 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
     whole = [node for node in found if not chosen[node].inputs[1].is_shard]  # its weights
     if whole:
         counts = expert_counts(trace.graph)
-        fits = [n for n in range(2, min(counts) + 1) if all(count % n == 0 for count in counts)]
+        fits = [n for n in range(2, min(counts) + 1) if all(divides_positions(count, n) for count in counts)]
         raise LayoutError(
             f"{axis}={ranks} does not divide the experts of the model",
-            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}", where=describe(whole[0]),
+            why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal parts need two a rank, and one in "
+            "the last",
+            where=describe(whole[0]),
             hint=f"{axis}={', '.join(map(str, fits))}" if fits else f"leave {axis} out of the mesh",
         )  # fmt: skip
 
