@@ -1,7 +1,7 @@
 """Which models partition exactly: every one of four transformers task families and some others, in small; with
 `--by-others` those of many packages that nobody here wrote, and ways of writing a model.
 
-Each model is built with random weights by one recipe (`_recipe.py`), traced once, and run forward and backward on six
+Each model is built with random weights by one recipe (`_recipe.py`), traced once, and run forward and backward on eight
 meshes in float64 against itself (`autopart.verify`, tolerance 1e-10). Each has a process of its own and a time limit.
 Results are kept in `coverage.jsonl` (`by_others.jsonl`), a line per model: an interrupted run goes on where it was.
 A model whose package is not installed is left out.
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _coverage_page import MESHES, is_exact, is_mostly_sharded, summary, table, write_page
+from _coverage_page import EXPERTS, MESHES, SEQUENCE, is_exact, is_mostly_sharded, summary, table, write_page
 from _others_page import OTHER_MESHES
 
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ class List:
     limit_s: float
 
 
-ARCHITECTURES = List("measure", MESHES, HERE / "coverage.jsonl", ("gpt2", "resnet"), 300)
+ARCHITECTURES = List("measure", (*MESHES, SEQUENCE, EXPERTS), HERE / "coverage.jsonl", ("gpt2", "resnet"), 300)
 OTHERS = List("measure_by_others", OTHER_MESHES, HERE / "by_others.jsonl", ("diffusers: SD3",), 90)
 
 

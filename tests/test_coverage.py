@@ -194,13 +194,20 @@ def row(name, **found):
             "meshes": meshes | found.pop("meshes", {}), **found}  # fmt: skip
 
 
+NO_EXPERTS = {"exact": False, "error": {"type": "LayoutError", "text": "ep=2 has nothing to cut"}}
+
+
 def test_what_falls_short_is_said():
     bad = {
         "dp2": {"exact": False, "error": {"type": "StageError", "text": "the batch cannot be cut\n  why    it mixes"}}
     }
     all_rows = {
-        "good": row("good"),
-        "bad": row("bad", meshes=bad, no_rule={"aten::topk": {"calls": 1}}),
+        "good": row("good", meshes={"cp2": {"exact": True, "max_error": 1e-15}}),
+        "bad": row(
+            "bad",
+            meshes={**bad, "cp2": {"exact": False, "max_error": 1.0}, "ep2": NO_EXPERTS},
+            no_rule={"aten::topk": {"calls": 1}},
+        ),
         "slow": row("slow", flops={"share": 0.3, "unsharded": {"aten.bmm.default": 0.7}}),
     }
     counts = page.numbers(all_rows.values())
@@ -208,7 +215,9 @@ def test_what_falls_short_is_said():
     text = page.page(all_rows, {"other": "needs a library"}, {})
     assert "StageError: the batch cannot be cut: it mixes (1): bad (dp2)" in text
     assert "bmm (1): slow (30.0%)" in text and "`aten::topk` | 1" in text and "needs a library (1): other" in text
-    assert "| bad | C | tp2; tp4; pp2; pp2,tp2; dp2,pp2,tp2 |" in text and "| good | C | all six |" in text
+    assert "| bad | C | tp2; tp4; pp2; pp2,tp2; dp2,pp2,tp2 | no | - |" in text
+    assert "| good | C | all six | yes |" in text and "(`cp2`) 1 of 2 are exact" in text and "(`ep2`) 0 of 0" in text
+    assert "has nothing to cut" not in text and "bad (cp2)" in text
 
 
 def test_an_interrupted_run_goes_on(tmp_path):
