@@ -8,7 +8,7 @@
 All on four gloo processes; of several seeds the mean, and the furthest from it. `sent`: bytes that a rank sends in a
 step, over those of the exact sum, as the plan prices them.
 
-    python benchmarks/dp_sync.py [--quick] [--json] [--only METHOD ...] [--seeds 3]
+    python benchmarks/dp_sync.py [--quick] [--json] [--only METHOD ...] [--seeds 3] [--gpt2-seeds 3]
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two methods, a few steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--only", nargs="+", default=[], help="these methods alone")
-    parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each")
+    parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each on digits")
+    parser.add_argument("--gpt2-seeds", type=int, default=3, help="and of GPT-2")
     arguments = parser.parse_args()
     methods = arguments.only or (["all_reduce", "top_k:0.01"] if arguments.quick else METHODS)
-    seeds, steps = (1, 5) if arguments.quick else (arguments.seeds, 300)
+    seeds = (1, 1) if arguments.quick else (arguments.seeds, arguments.gpt2_seeds)
+    steps = 5 if arguments.quick else 300
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (f"file://{folder}/store", folder, methods, seeds, steps), nprocs=NUM_RANKS)
@@ -64,18 +66,22 @@ def main() -> None:
         print(json.dumps({"methods": rows}))
 
 
-def rank_main(rank: int, store: str, folder: str, methods: list[str], seeds: int, steps: int) -> None:
+def rank_main(
+    rank: int, store: str, folder: str, methods: list[str], seeds: tuple[int, int], steps: int
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
     rows: Rows = {}
     for method in methods:
-        digits = {split: [train_digits(method, split, seed, steps) for seed in range(seeds)] for split in SPLITS}
-        trained = [train_gpt2(method, seed, steps) for seed in range(seeds)]
+        digits = {split: [train_digits(method, split, seed, steps) for seed in range(seeds[0])] for split in SPLITS}
+        trained = [train_gpt2(method, seed, steps) for seed in range(seeds[1])]
         rows[method] = {
             **{split: spread(found) for split, found in digits.items()},
             "loss": spread([loss for loss, _ in trained]),
             "step_ms": statistics.median(step_ms for _, step_ms in trained),
         }
+        if rank == 0:
+            print(f"{method} trained", flush=True)
     if rank == 0:
         with open(f"{folder}/rows.json", "w") as file:
             json.dump(rows, file)
