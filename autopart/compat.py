@@ -319,25 +319,6 @@ def scatter_collective() -> Callable[..., Any]:
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def flash_attention_of_host(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention on the CPU, and the logarithm of the sum of its exponentials: [b, h, q, e], [b, h, q]. `mask`: added to
-    scores, with four dims."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    made, logs = kernel(query, key, value, attn_mask=mask, scale=scale)
-    return made, logs
-
-
-def flash_attention_of_host_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, made: torch.Tensor,
-    logs: torch.Tensor, mask: torch.Tensor | None, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values, of what `flash_attention_of_host` gives for these and for more keys."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, query, key, value, made, logs, 0.0, False, attn_mask=mask, scale=scale)
-
-
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group moves tensors of this device with gloo, which on a GPU can only all-reduce and broadcast."""
     return group._get_backend(device).name() == "gloo"

@@ -14,9 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autopart.compat import flash_attention_of_host, flash_attention_of_host_backward
 from autopart.ir.attention import ROWS, Run
 from autopart.ir.pieces import Cut
+
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Attention on the CPU with the logarithms of its sums, and its gradients from those of more keys than it is given."""
 
 
 class Part(NamedTuple):
@@ -151,7 +154,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mask = _added(seen, query)
     if _has_kernel(query, value):
-        made, logs = flash_attention_of_host(query, key, value, mask, scale)
+        made, logs = _KERNEL(query, key, value, attn_mask=mask, scale=scale)
         if mask is not None:  # of a query that sees no key the kernel says 0
             logs = logs.masked_fill((mask == float("-inf")).all(-1), float("-inf"))
         return made, logs
@@ -167,7 +170,8 @@ def _attend_backward(
     """Gradients of queries, keys and values, of the output and the logarithm of all visits together."""
     mask, logs = _added(seen, query), _finite(logs)
     if _has_kernel(query, value):
-        return flash_attention_of_host_backward(grad, query, key, value, made, logs, mask, scale)
+        gradients = _KERNEL_BACKWARD(grad, query, key, value, made, logs, 0.0, False, attn_mask=mask, scale=scale)
+        return tuple(gradients)
     factor = query.size(-1) ** -0.5 if scale is None else scale
     shares = (_scores(query, key, mask, scale) - logs.unsqueeze(-1)).exp()
     inner = (shares * (grad @ value.transpose(-2, -1) - (grad * made).sum(-1, keepdim=True))).to(query.dtype)
