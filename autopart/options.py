@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args
 from autopart.cost.hardware import DEFAULT
 from autopart.cost.memory import parse_size
 from autopart.errors import OptionError
+from autopart.ir.delayed import check_precision
 from autopart.ir.dp_sync import METHODS, DpSync
 from autopart.ir.mesh import Context
 from autopart.ir.recomputation import Recompute, parse_recompute
@@ -252,6 +253,7 @@ class Options:
             given = getattr(self, name)
             object.__setattr__(self, name, option.default if given is None else option.read(given))
         check_compile(self.compile, self.schedule)
+        check_precision(self.schedule, self.precision)
         if self.reduce_dtype is not None and self.precision is None:
             raise OptionError(f"reduce_dtype={self.reduce_dtype!r} without precision=",
                               why="gradients are summed in the dtype of their parameters where no other is computed in",

@@ -21,6 +21,7 @@ from autopart.cost.memory import RankMemory
 from autopart.cost.sends import scattering_pays
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.decisions import Decisions
+from autopart.ir.delayed import check_delayed
 from autopart.ir.dp_sync import DpSync
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.masks import as_traced
@@ -126,6 +127,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     traced = traced.without_values()
     options, kept = _with_checkpoints(traced, options)
     options, draft, memory = _fitted(traced, mesh, options)
+    check_delayed(draft.problem.schedule.name, draft.program)
     phase("counting time, memory and collectives")
     reasons = Reasons(draft.problem, draft.program, draft.solved)
     return plan_of(class_of(model), draft, options, memory, reasons, kept, _worst_bytes(draft))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -95,7 +95,7 @@ class Executable:
 
         Raises InputError where the ranks are not called alike, by `comparison`.
         """
-        with no_autocast(), compared(comparison), self._loaded(inputs, comparison):
+        with no_autocast(), compared(comparison), self.loaded(inputs, comparison):
             if self.pipeline is not None:
                 with self.wholes.gathered():
                     outputs = self._everywhere(self.pipeline.forward())
@@ -153,7 +153,7 @@ class Executable:
         scaling: LossScaling | None,
     ) -> list[tuple[Tensor, ...]]:  # fmt: skip
         """Forward and backward of all microbatches; the last stage's outputs of each, where it is here."""
-        loaded, leaves = self._loaded(inputs, comparison), self.unsummed.matters
+        loaded, leaves = self.loaded(inputs, comparison), self.unsummed.matters
         fresh = self._fresh_gradients(hooks, scaling is not None)
         loss_scale = options.loss_scale * (scaling.scale if scaling is not None else 1.0)
         if leaves:
@@ -163,7 +163,7 @@ class Executable:
             if options.num_tokens is not None:
                 comparison.finish_comparison()
                 divide_by(options.num_tokens, self.modules, self.program, self.process)
-            with self.wholes.gathered(), nullcontext() if leaves else self._summing(comparison):
+            with self.wholes.gathered(), nullcontext() if leaves else self.summing(comparison.finish_comparison):
                 if self.pipeline is not None:
                     runs = self.pipeline.step(loss_scale)
                 else:
@@ -184,20 +184,20 @@ class Executable:
         return runs
 
     @contextmanager
-    def _summing(self, comparison: Comparison) -> Iterator[None]:
+    def summing(self, before_first: Callable[[], None]) -> Iterator[None]:
         """Inside, gradients are summed over ranks while backwards run; at the end those of these stages are
-        complete."""
+        complete. `before_first`: called before anything is sent, maybe more than once."""
         reducers = [module.reducer for module in self.modules]
         try:
             for reducer in reducers:
-                reducer.arm(comparison.finish_comparison)
+                reducer.arm(before_first)
             yield
             for reducer in reducers:
                 reducer.finish()
         finally:
             for reducer in reducers:
                 reducer.abandon()
-        comparison.finish_comparison()
+        before_first()
         finishes = [finish for bucket in self.shared_buckets if (finish := bucket.begin()) is not None]
         for finish in finishes:
             finish()
@@ -234,13 +234,7 @@ class Executable:
         ]
 
     def _whole_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        layout = self.program.outputs[0].layout
-        total: Tensor | None = None
-        if losses:
-            total = torch.stack(list(losses)).sum(0) if layout.get(MICROBATCH_AXIS) == P else losses[-1].clone()
-            for axis, group in self.process.groups.items():
-                if layout.get(axis) == P:
-                    dist.all_reduce(total, group=group)
+        total = self.summed_loss(losses)
         if self.pipeline is not None:
             boundary = self.program.stages[-1].sends[0]
             owner = self.pipeline.last_coordinate
@@ -248,8 +242,20 @@ class Executable:
         assert total is not None
         return total
 
+    def summed_loss(self, losses: Sequence[Tensor]) -> Tensor | None:
+        """The loss of the global batch, where the last stage runs, from those of its microbatches; None elsewhere."""
+        layout = self.program.outputs[0].layout
+        total: Tensor | None = None
+        if losses:
+            total = torch.stack(list(losses)).sum(0) if layout.get(MICROBATCH_AXIS) == P else losses[-1].clone()
+            for axis, group in self.process.groups.items():
+                if layout.get(axis) == P:
+                    dist.all_reduce(total, group=group)
+        return total
+
     @contextmanager
-    def _loaded(self, inputs: Sequence[Any], comparison: Comparison) -> Iterator[None]:
+    def loaded(self, inputs: Sequence[Any], comparison: Comparison, sends: bool = True) -> Iterator[None]:
+        """Inside, the stages have these inputs. `sends`: what they send of them follows at once."""
         device = self.process.device
         here = brought_to(device, self.program, inputs)
         if self.rows.travels:
@@ -262,7 +268,7 @@ class Executable:
             for module in self.modules:
                 rewind()
                 module.load(here)
-        if self._sends:
+        if self._sends and sends:
             comparison.finish_comparison()
         update_weights(self.parameters, self.program.weight_updates)
         try:

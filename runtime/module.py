@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -34,7 +35,7 @@ from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
 from autopart.runtime.loop.on_mesh import OnMesh
 from autopart.runtime.loop.step_options import StepOptions
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
-from autopart.runtime.saving.full_optimizer import full_state, load_full_state
+from autopart.runtime.saving.full_optimizer import SavesOptimizers
 from autopart.runtime.saving.optimizer_state import connect_state_dicts
 from autopart.runtime.state.homes import settle, settle_empty
 from autopart.runtime.state.sharing import Originals, part_of_another, remember
@@ -43,6 +44,7 @@ from autopart.runtime.state.unsummed import Unsummed, check_summed
 from autopart.runtime.state.weights import Weights
 from autopart.runtime.sync.data_sync import DataSync
 from autopart.runtime.sync.on_module import SyncsData
+from autopart.runtime.two_versions import Flushes, Pair
 from autopart.tracing.calls import MAX_CALLS, Recent, format_call
 from autopart.tracing.own_rows import num_rows
 from autopart.tracing.skeleton import Source
@@ -81,7 +83,7 @@ class ProgramSource(Protocol):
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
 
 
-class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
+class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flushes, Idioms):
     """A model partitioned over a device mesh.
 
     Every rank makes it from the same model and calls it with the same global batch, or (`local_batch`) with its own
@@ -134,7 +136,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
         self._schedule, self._compile, self._local_batch = schedule, compile, local_batch
         self._source = source
         self._originals = Originals()
-        self._executables: Recent[Executable] = Recent(2 * MAX_CALLS)  # a call and a training step of each
+        self._executables: Recent[Executable | Pair] = Recent(2 * MAX_CALLS)  # a call and a training step of each
         self._program: Program | None = None
         self._local_parameters: dict[str, nn.Parameter] = {}
         self._trained: set[str] = set()  # the names of parameters that were not frozen when they were traced
@@ -147,6 +149,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
         self._replicas = Replicas(self._process, stage_style_of(schedule), check_replicas)
         self._data_sync = DataSync(self._process)
         self._unsummed = Unsummed(self._process, stage_style_of(schedule), self._data_sync.bring_together)
+        self._begin_flight(schedule, scales_loss)
         if program is not None:
             self._adopt(program)
         if watch is not None:
@@ -168,6 +171,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
         With one it runs without gradients: `backward()` of what it returns is refused; use `step` to train.
         """
         self._originals.warn_of_changes()
+        self._drain()
         if torch.is_grad_enabled() and "pp" not in self._process.groups:
             self._process.step_scale = None  # the loss is scaled outside, or not
         with self._others_told("forward", args, kwargs):
@@ -200,6 +204,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
         `precision="fp16"`, which is divided out again; where a gradient is not finite, every `.grad` is None.
         `num_tokens` (where the loss is a mean over labels): how many labels count in all the batches whose gradients
         are added up; the loss is then its sum over this batch's labels divided by that number, and so are gradients.
+        With `schedule="1f1b_2bw"` all this is of the batch before; the first call leaves no gradient, and its loss is
+        NaN; `flush()` gives what belongs to the last.
         `outputs=True` returns `(loss, outputs)`: what the model returns, of this same forward, for the global batch and
         detached, on every rank (which takes their memory).
         """
@@ -212,11 +218,13 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
         if loss_fn is None and target is not None:  # an input of the model that has this name
             kwargs, target = {**kwargs, "target": target}, None
         purpose: Purpose = "step_outputs" if outputs else "step"
-        with self._others_told("step", args, kwargs):
-            program, inputs = self._compiler.program(
-                args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
-            )
-        executable, comparison = self._executable(program, inputs, "step", options.text)
+        with self._drained_on_error():
+            self._check_delayed(options, self._unsummed.is_open)
+            with self._others_told("step", args, kwargs):
+                program, inputs = self._compiler.program(
+                    args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
+                )
+            executable, comparison = self._executable(program, inputs, "step", options.text)
         loss, flat = executable.step(inputs, options, comparison, self._loss_scaling)
         if not outputs:
             return loss
@@ -257,33 +265,6 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
             else:
                 result[name] = self._extra_state.get(name, value)
         return result
-
-    @meeting
-    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state of an optimizer of this module, on every rank. A collective call.
-
-        As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)` of the unpartitioned
-        model: `{"state": {name: {"exp_avg": full tensor, ...}}, "param_groups": [{"params": [name, ...], ...}]}`.
-        Raises CheckpointError for a state that is not cut as its parameter is.
-
-        Example:
-            full = pm.full_optimizer_state_dict(optimizer)  # on every rank
-            if torch.distributed.get_rank() == 0:
-                torch.save(full, "optimizer.pt")
-        """
-        program = self._traced("full_optimizer_state_dict()")
-        return full_state(optimizer, program, self._source.model, self._process, stage_style_of(self._schedule))
-
-    @meeting
-    def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
-        """Load what `full_optimizer_state_dict` gave, on this mesh or another, or of the unpartitioned model.
-
-        Every rank is given all of it and keeps its part. Raises CheckpointError where it does not fit.
-
-        Example:
-            pm.load_full_optimizer_state_dict(optimizer, torch.load("optimizer.pt"))
-        """
-        load_full_state(optimizer, full, self._traced("load_full_optimizer_state_dict()"), self._source.model)
 
     @meeting
     def full_grads(self) -> dict[str, Tensor]:
@@ -332,6 +313,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
         Names of other stages are accepted. Returns and raises as `nn.Module.load_state_dict`; OptionError for `assign`.
         """
         self._traced("load_state_dict()")
+        self._check_landed("load_state_dict()")
         if assign:
             raise OptionError(
                 "load_state_dict(assign=True) on a partitioned model",
@@ -350,6 +332,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
 
     def _meet(self, name: str) -> None:
         """Raises InputError on every rank where only some of them call the method of this name."""
+        self._drain()
         if self._program is not None:
             none = frozenset[str]() if self._local_batch else None
             given = Given(name, self._calls[name], f"{name}()", {}, none)
@@ -384,7 +367,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
 
     def _executable(
         self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = ""
-    ) -> tuple[Executable, Comparison]:
+    ) -> tuple[Executable | Pair, Comparison]:
         """What runs the call, and the comparison of how the ranks were called, which has begun."""
         mode = "train" if self.training else "eval"
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {mode} mode"
@@ -396,7 +379,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
         if self._process.watch is not None:
-            self._process.watch.allow(first=is_new)
+            self._process.watch.allow(first=is_new or self._is_cold)
         named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
         rows = min((named[name].size(0) for name in program.row_inputs or ()), default=0)
         given = Given(purpose, self._calls[purpose], text, named, program.row_inputs, rows)
@@ -406,15 +389,18 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
         if problem is not None:
             raise problem
 
-        def make() -> Executable:
+        def make() -> Executable | Pair:
             is_first = self._program is None
             subjects = self._compiler.agreed() if is_first else {}
             begin_alike(self._source.model, subjects, self._process.host_group, program, weights=is_first)
             adopted = self._adopt(program)
-            return Executable(
-                adopted, self._process, self._local_parameters, self._local_buffers, self._schedule, self._compile,
-                self._unsummed, self._data_sync,
+            bound = partial(
+                Executable, adopted, self._process, buffers=self._local_buffers, schedule=self._schedule,
+                compile=self._compile, unsummed=self._unsummed, data_sync=self._data_sync,
             )  # fmt: skip
+            if purpose == "step" and self._in_flight is not None:
+                return Pair(adopted, self._schedule, self._in_flight, bound)
+            return bound(parameters=self._local_parameters)
 
         executable = self._executables.get(program, make)
         if self.training and self._program is not None:
@@ -479,6 +465,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, Idioms):
         self._replicas = Replicas(self._process, stage_style_of(self._schedule), self._replicas.check_replicas)
         self._unsummed = Unsummed(self._process, stage_style_of(self._schedule), self._data_sync.bring_together)
         self._unsummed.adopt(self._traced("copy"), self._local_parameters)
+        self._begin_flight(self._schedule, self._loss_scaling is not None)
         for name, parameter in self._local_parameters.items():
             settle(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))
         if NO_PARAMETERS in self._parameters:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from autopart.compat import schedule_class, split_backward_counts_twice, stage_class
+from autopart.compat_pipelines import schedule_class, split_backward_counts_twice, stage_class
 from autopart.ir.masks import with_bands
 from autopart.ir.operators import axis_of
 from autopart.ir.program import Boundary, Program, Stage
@@ -250,12 +250,15 @@ class Pipeline:
         """
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
-        # Pipelining cuts this into one number per microbatch; the stages look their own rows up.
-        numbers = torch.arange(self.program.microbatches)
-        target = torch.zeros(self.program.microbatches)
-        self.schedule.step(microbatch=numbers, target=target, losses=losses, return_outputs=False)
+        self.give_numbers(losses)
         beside = [module.beside for module in self.modules if module.is_last]
         return [(loss.detach(), *beside[0][index]) for index, loss in enumerate(losses)]
+
+    def give_numbers(self, losses: list[Tensor] | None = None) -> None:
+        """A step of the schedule, on the numbers of the microbatches: the stages look their own rows up."""
+        numbers, target = torch.arange(self.program.microbatches), torch.zeros(self.program.microbatches)
+        with torch.enable_grad():
+            self.schedule.step(microbatch=numbers, target=target, losses=losses, return_outputs=False)
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """What pipelining differentiates: the last stage computes the loss itself."""

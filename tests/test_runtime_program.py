@@ -12,7 +12,8 @@ import torch.distributed as td
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopart.compat import schedule_class, tree_flatten
+from autopart.compat import tree_flatten
+from autopart.compat_pipelines import schedule_class
 from autopart.errors import RuntimeSetupError, StageError, TraceError
 from autopart.ir.layout import R_GRAD_P, P, R, shard
 from autopart.ir.mesh import Mesh

@@ -74,7 +74,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 PRINTING_MODULES = ("autopart.cli",)
 TRANSFORMERS_MODULES = ("autopart.tracing.model_source", "autopart.runtime.state.transformers_names")
-COMPAT_MODULES = ("autopart.compat", "autopart.compat_sizes", "autopart.compat_tracing", "autopart.compat_training")
+COMPAT_MODULES = ("autopart.compat", *(f"autopart.compat_{of}" for of in ("pipelines", "sizes", "tracing", "training")))
 # Where operators are known by name: rules, rewrites, and what reads the formula of a loss that the rewrites write.
 NAMING_ROOMS = ("rules", "normalize")
 NAMING_MODULES = ("autopart.passes.facts.labels",)

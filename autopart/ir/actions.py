@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
-from autopart.compat import pipeline_order, schedule_class
+from autopart.compat_pipelines import pipeline_order, schedule_class
 from autopart.ir.schedules import SINGLE_STAGE
 
 

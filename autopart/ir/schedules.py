@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from autopart.errors import OptionError, StageError
 
-SINGLE_STAGE = ("gpipe", "1f1b")
+SINGLE_STAGE = ("gpipe", "1f1b", "1f1b_2bw")
 MULTI_STAGE = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
 SCHEDULES = (*SINGLE_STAGE, *MULTI_STAGE)
 V_SHAPED = ("zbv", "dualpipev")
+DELAYED = ("1f1b_2bw",)
+"""Schedules that leave the gradient of the batch before, so that no rank waits between two batches (PipeDream-2BW,
+Narayanan et al. 2021, arXiv:2006.09503). As they train otherwise, they are never chosen, only asked for."""
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
 """Schedules that run the backward of the inputs and that of the weights separately."""
 SIMPLER = {"1f1b": "gpipe", "dualpipev": "zbv"}
@@ -40,7 +43,7 @@ def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -
         raise StageError(asked, why=f"it runs one stage per rank, not {per_rank}", hint="virtual_stages=1")
     if schedule in V_SHAPED and per_rank != 2:
         raise StageError(asked, why=f"it runs two stages per rank, not {per_rank}", hint="virtual_stages=2")
-    least = num_stages if schedule in ("1f1b", "dualpipev") else 1
+    least = num_stages if schedule in ("1f1b", "dualpipev", *DELAYED) else 1
     if microbatches < least:
         raise StageError(asked, why=f"it needs at least {least} microbatches", hint=f"microbatches={least}")
     rounds = max(1, microbatches // pp)

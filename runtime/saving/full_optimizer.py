@@ -5,7 +5,7 @@ The format is that of `torch.distributed.checkpoint.state_dict.get_optimizer_sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,13 @@ from torch.optim import Optimizer
 from autopart.errors import CheckpointError
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process, of_all_stages
+from autopart.runtime.comm.stage_ranks import stage_style_of
+from autopart.runtime.comm.watch import meeting
 from autopart.runtime.saving.optimizer_groups import GIVEN_NAMES, PARAMS, Group, group_of, merge_by_options
 from autopart.runtime.saving.optimizer_state import local_state, parameters_of
 from autopart.runtime.state.homes import home_of
 from autopart.runtime.state.state import gather
+from autopart.tracing.skeleton import Source
 
 FullState = dict[str, Any]
 """{"state": {name: {key: full tensor or number}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}"""
@@ -176,3 +179,39 @@ def _options(
     source = group if number is None else saved[number]
     own = {GIVEN_NAMES: group[GIVEN_NAMES]} if GIVEN_NAMES in group else {}
     return {**{key: _own_copy(value) for key, value in source.items() if key not in (PARAMS, GIVEN_NAMES)}, **own}
+
+
+class SavesOptimizers:
+    """What a module can do with the whole state of its optimizers."""
+
+    _process: Process
+    _source: Source
+    _schedule: str | None
+    _traced: Callable[[str], Program]
+
+    @meeting
+    def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state of an optimizer of this module, on every rank. A collective call.
+
+        As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)` of the unpartitioned
+        model: `{"state": {name: {"exp_avg": full tensor, ...}}, "param_groups": [{"params": [name, ...], ...}]}`.
+        Raises CheckpointError for a state that is not cut as its parameter is.
+
+        Example:
+            full = pm.full_optimizer_state_dict(optimizer)  # on every rank
+            if torch.distributed.get_rank() == 0:
+                torch.save(full, "optimizer.pt")
+        """
+        program = self._traced("full_optimizer_state_dict()")
+        return full_state(optimizer, program, self._source.model, self._process, stage_style_of(self._schedule))
+
+    @meeting
+    def load_full_optimizer_state_dict(self, optimizer: Optimizer, full: Mapping[str, Any]) -> None:
+        """Load what `full_optimizer_state_dict` gave, on this mesh or another, or of the unpartitioned model.
+
+        Every rank is given all of it and keeps its part. Raises CheckpointError where it does not fit.
+
+        Example:
+            pm.load_full_optimizer_state_dict(optimizer, torch.load("optimizer.pt"))
+        """
+        load_full_state(optimizer, full, self._traced("load_full_optimizer_state_dict()"), self._source.model)

@@ -1,0 +1,136 @@
+"""Private parts of torch's pipelining: its schedules, a stage, and a batch whose microbatches run one at a time."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+_SCHEDULES = {
+    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV", "looped_bfs": "ScheduleLoopedBFS",
+}  # fmt: skip
+
+
+def schedule_class(schedule: str) -> Any:
+    """Torch's class for a schedule. Here as below, pipelining is imported where it is used: it brings torch.compile,
+    which takes as long as torch itself."""
+    from torch.distributed import pipelining
+
+    if schedule == "1f1b_2bw":
+        return batch_class()
+
+    return getattr(pipelining, _SCHEDULES[schedule])
+
+
+def pipeline_order(schedule: Any, num_stages: int, num_ranks: int, microbatches: int) -> dict[int, list[Any]]:
+    """{rank: what torch's schedule runs there, in order}, by its own code, without processes.
+
+    The part of its construction that adds sends and receives is left out: it takes minutes for large pipelines.
+    """
+    from torch.distributed import pipelining
+
+    per_rank = num_stages // num_ranks
+    stages: list[Any] = [
+        types.SimpleNamespace(
+            stage_index=index, num_stages=num_stages, group_size=num_ranks, group_rank=0, submod=None,
+            is_first=index == 0, is_last=index == num_stages - 1,
+        ) for index in range(per_rank)
+    ]  # fmt: skip
+    if issubclass(schedule, pipelining.schedules.PipelineScheduleSingle):
+        return cast(dict[int, list[Any]], schedule(stages[0], microbatches).pipeline_order)
+    quick: Any = type(
+        schedule.__name__, (schedule,), {"_prepare_schedule_with_comms": lambda *arguments, **options: None}
+    )
+    return quick(stages, microbatches).pipeline_order
+
+
+@functools.cache
+def stage_class() -> Any:
+    """A pipeline stage that does not greet itself: in torch 2.11 neighbouring stages on one rank (zbv, dualpipev) do,
+    which gloo refuses. `after_backward` is called where a microbatch's backward has reached the weights."""
+    from torch.distributed import pipelining
+
+    class PipelineStage(pipelining.PipelineStage):
+        def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+            return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            done = super().backward_one_chunk(*args, **kwargs)
+            if kwargs.get("full_backward", True):
+                self.after_backward()
+            return done
+
+        def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            done = super().backward_weight_one_chunk(*args, **kwargs)
+            self.after_backward()
+            return done
+
+        def after_backward(self) -> None:
+            """For its maker to set."""
+
+    return PipelineStage
+
+
+@functools.cache
+def batch_class() -> Any:
+    """1F1B of one batch on one stage, whose forwards and backwards run one by one, when they are called: `step` takes
+    the batch in and runs nothing."""
+    from torch.distributed import pipelining
+
+    class Batch(pipelining.Schedule1F1B):
+        def _step_microbatches(
+            self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *_: Any, **__: Any
+        ) -> None:
+            self.arguments, self.targets = list(zip(arg_mbs, kwarg_mbs, strict=True)), target_mbs
+            takes_targets = "target" in inspect.signature(self._initialize_stage).parameters  # from torch 2.12 on
+            self._initialize_stage(*self.arguments[0], *([target_mbs[0]] if takes_targets else []))
+
+        def forward_receives(self, microbatch: int) -> list[dist.P2POp]:
+            return self._stage.get_fwd_recv_ops(microbatch)
+
+        def forward(self, microbatch: int) -> list[dist.P2POp]:
+            """Returns what is to be sent."""
+            output = self._stage.forward_one_chunk(microbatch, *self.arguments[microbatch], save_forward_output=False)
+            self._maybe_compute_loss(self._stage, output, self.targets, microbatch)
+            return self._stage.get_fwd_send_ops(microbatch)
+
+        def backward_receives(self, microbatch: int) -> list[dist.P2POp]:
+            return self._stage.get_bwd_recv_ops(microbatch)
+
+        def backward(self, microbatch: int) -> list[dist.P2POp]:
+            """Returns what is to be sent."""
+            loss = self._maybe_get_loss(self._stage, microbatch)
+            is_last = microbatch == self._n_microbatches - 1
+            self._stage.backward_one_chunk(microbatch, loss=loss, last_backward=is_last)
+            return self._stage.get_bwd_send_ops(microbatch)
+
+        def losses(self) -> list[torch.Tensor]:
+            """Of each microbatch, on the last stage."""
+            found: list[torch.Tensor] = []
+            self._update_losses(self._stage, found)
+            return found
+
+    return Batch
+
+
+@functools.cache
+def split_backward_counts_twice() -> bool:
+    """Whether pipelining's split backward (zero bubble) is wrong for a parameter that one stage reads twice.
+
+    Torch 2.11 counts a gradient twice that passes one use on its way to the other; later versions do not. Tried here
+    rather than looked up by version: z = (x + w) + w has gradient 2 by w.
+    """
+    from torch.distributed.pipelining import _backward
+
+    x, w = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    with torch.enable_grad():
+        z = (x.clone() + w) + w
+        _, groups = _backward.stage_backward_input([z], None, [x], iter([w]))
+        _backward.stage_backward_weight(iter([w]), groups)
+    return w.grad is None or w.grad.item() != 2.0

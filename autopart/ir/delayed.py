@@ -1,0 +1,39 @@
+"""What a schedule that leaves the gradient of the batch before asks of a program."""
+
+from __future__ import annotations
+
+from autopart.errors import StageError
+from autopart.ir.program import Program
+from autopart.ir.schedules import DELAYED
+from autopart.ir.storing import storing_axes
+
+_OTHER = "schedule='1f1b', which finishes each batch"
+
+
+def check_delayed(schedule: str | None, program: Program) -> None:
+    """Raises StageError where a schedule begins a batch before the last is finished, and the program cannot."""
+    if schedule not in DELAYED:
+        return
+    cut = storing_axes(program)
+    if cut:
+        raise StageError(
+            f"schedule='{schedule}' with parameters stored in parts over {cut[0]} (zero=)",
+            why="each of its two versions of the weights is held whole", hint=f"zero=0, or {_OTHER}",
+        )  # fmt: skip
+    updates = [update.name for stage in program.stages for update in stage.updates]
+    written = [f"buffer '{name}'" for name in updates] + [f"weight '{name}'" for name in program.weight_updates]
+    if written:
+        raise StageError(
+            f"schedule='{schedule}' of a model whose forward writes {written[0]}",
+            why="the first microbatches of a batch run before the last of the batch before have written it",
+            hint=f"model.eval() where that stops the writing, or {_OTHER}",
+        )  # fmt: skip
+
+
+def check_precision(schedule: str | None, precision: str | None) -> None:
+    """Raises StageError for a schedule that does not scale the loss."""
+    if schedule in DELAYED and precision == "fp16":
+        raise StageError(
+            f"schedule='{schedule}' with precision='fp16'",
+            why="the scale of the loss would be chosen by the batch before", hint=f"precision='bf16', or {_OTHER}",
+        )  # fmt: skip
