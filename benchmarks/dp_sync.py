@@ -74,14 +74,12 @@ def rank_main(
     rows: Rows = {}
     for method in methods:
         digits = {split: [train_digits(method, split, seed, steps) for seed in range(seeds[0])] for split in SPLITS}
-        trained = [train_gpt2(method, seed, steps) for seed in range(seeds[1])]
-        rows[method] = {
-            **{split: spread(found) for split, found in digits.items()},
-            "loss": spread([loss for loss, _ in trained]),
-            "step_ms": statistics.median(step_ms for _, step_ms in trained),
-        }
+        losses = [train_gpt2(method, seed, steps) for seed in range(seeds[1])]
+        rows[method] = {**{split: spread(found) for split, found in digits.items()}, "loss": spread(losses)}
         if rank == 0:
-            print(f"{method} trained", flush=True)
+            print(f"{method} trained: {json.dumps(rows[method])}", flush=True)
+    for method, step_ms in timed(methods, steps // 5).items():
+        rows[method]["step_ms"] = step_ms
     if rank == 0:
         with open(f"{folder}/rows.json", "w") as file:
             json.dump(rows, file)
@@ -153,48 +151,74 @@ def documentation() -> Tensor:
     return torch.tensor(list("\n".join(topics.values()).encode()))
 
 
-def train_gpt2(method: str, seed: int, steps: int) -> tuple[float, float]:
-    """The loss on text that was not trained on, and milliseconds of a step."""
+def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(seed)
     sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": WIDTH}
-    found = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
-    text = documentation()
-    split = len(text) * 9 // 10
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False))
 
-    def rows_of(part: Tensor, number: int, draws: torch.Generator) -> dict[str, Tensor]:
-        starts = torch.randint(len(part) - WIDTH, (number,), generator=draws)
-        rows = torch.stack([part[start : start + WIDTH] for start in starts])
-        return {"input_ids": rows, "labels": rows}
+
+def rows_of(text: Tensor, number: int, draws: torch.Generator) -> dict[str, Tensor]:
+    starts = torch.randint(len(text) - WIDTH, (number,), generator=draws)
+    rows = torch.stack([text[start : start + WIDTH] for start in starts])
+    return {"input_ids": rows, "labels": rows}
+
+
+def adamw(given: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(given, lr=2e-3)
+
+
+def train_gpt2(method: str, seed: int, steps: int) -> float:
+    """The loss on text that was not trained on."""
+    torch.manual_seed(seed)
+    found, text = gpt2(), documentation()
+    split = len(text) * 9 // 10
 
     def batches() -> Iterator[dict[str, Tensor]]:
         draws = torch.Generator().manual_seed(seed)
         while True:
             yield rows_of(text[:split], 2 * NUM_RANKS, draws)
 
-    step_ms = train(found, batches(), method, lambda given: torch.optim.AdamW(given, lr=2e-3), steps)
+    train(found, batches(), method, adamw, steps)
     with torch.no_grad():
         kept = rows_of(text[split:], 256, torch.Generator().manual_seed(0))
-        return float(found(**kept).loss), step_ms
+        return float(found(**kept).loss)
 
 
-def train(found: nn.Module, batches: Iterator[dict[str, Tensor]], method: str, optimizer_of: Any, steps: int) -> float:
-    """Train on the ranks there are, and load what came of it; the median milliseconds of a step."""
-    batch = next(batches)
-    pm = autopart.parallelize(found, f"dp{NUM_RANKS}", example_kwargs=batch, dp_sync=method)
+def train(found: nn.Module, batches: Iterator[dict[str, Tensor]], method: str, optimizer_of: Any, steps: int) -> None:
+    """Train on the ranks there are, and load what came of it."""
+    step, pm = step_of(found, next(batches), method, optimizer_of)
+    for _ in range(steps):
+        step(next(batches))
+    found.load_state_dict(pm.full_state_dict())
+
+
+def step_of(found: nn.Module, example: dict[str, Tensor], method: str, optimizer_of: Any) -> tuple[Any, Any]:
+    """A whole training step of a partitioned model, and that model."""
+    pm = autopart.parallelize(found, f"dp{NUM_RANKS}", example_kwargs=example, dp_sync=method)
     optimizer = optimizer_of(pm.parameters())
     pm.attach(optimizer)
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
+
+    def step(batch: dict[str, Tensor]) -> None:
         optimizer.zero_grad()
         pm.step(**batch)
         optimizer.step()
-        times.append(time.perf_counter() - start)
-        batch = next(batches)
-    found.load_state_dict(pm.full_state_dict())
-    return 1e3 * statistics.median(times)
+
+    return step, pm
+
+
+def timed(methods: list[str], rounds: int) -> dict[str, float]:
+    """The median milliseconds of a step by method: in every round, one step of each."""
+    batch = rows_of(documentation(), 2 * NUM_RANKS, torch.Generator().manual_seed(0))
+    steps = {method: step_of(gpt2(), batch, method, adamw)[0] for method in methods}
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
+    for _ in range(rounds):
+        for method, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step(batch)
+            seconds[method].append(time.perf_counter() - start)
+    return {method: 1e3 * statistics.median(found) for method, found in seconds.items()}
 
 
 # --- Predicted.

@@ -28,7 +28,7 @@ from . import collectives
 from .collectives import levels
 from .dp_sync import Carried, exchanges, passes, remembered_bytes
 from .hardware import Hardware
-from .work import BUCKET_COPIES, CHOSEN, OPTIMIZER_TRAFFIC, Size, Sizes, Work
+from .work import BUCKET_COPIES, CHOSEN, Size, Sizes, Work, traffic
 
 
 def ranks_of(axis: str) -> sympy.Expr:
@@ -112,6 +112,9 @@ class Formula:
 
     methods: tuple[Carried, ...] = ()
     """What data-parallel ranks send each other in place of gradients, for each byte of trained parameters."""
+
+    versions: int = 1
+    """Of the weights: with two, batches follow each other without a flush."""
 
     over: tuple[str, int] = ("dp", 1)
     """The axis that these are for, and its ranks in the plan, by which neighbours are counted."""
@@ -205,14 +208,14 @@ class Formula:
     @cached_property
     def parts_s(self) -> dict[str, sympy.Expr]:
         """Seconds of a step of equal stages by kind: work, `"sends"`, `"bubble"` ((p - 1) / v m of the work: Narayanan
-        et al. 2021, section 2.2), `"gradient sums"` and `"optimizer"`."""
+        et al. 2021, section 2.2; none with two versions of the weights), `"gradient sums"` and `"optimizer"`."""
         work = {kind: m * seconds / pp for kind, seconds in self.kinds_s.items()}
         several = sympy.Piecewise((0, sympy.Eq(pp, 1)), (1, True))
         return {
             **work, "sends": several * (2 * m + 2 * (pp - 1)) * self._send_s(),
-            "bubble": (pp - 1) / (v * m) * sympy.Add(*work.values()),
+            "bubble": (pp - 1) / (v * m) * sympy.Add(*work.values()) if self.versions == 1 else sympy.Integer(0),
             **self._sums(), **self._methods(),
-            "optimizer": OPTIMIZER_TRAFFIC * self._held(self.totals.trained) / pp / M,
+            "optimizer": traffic(self.versions) * self._held(self.totals.trained) / pp / M,
         }  # fmt: skip
 
     def _sent(self) -> tuple[sympy.Expr, sympy.Expr]:
@@ -312,10 +315,11 @@ class Formula:
         held = m if self.receives_held is None else self.receives_held
         flight = sympy.Min(m, pp * more) / pp
         return {
-            "parameters": stored, "gradients": trained, "optimizer": _exact(self.state_bytes - 1) * trained,
+            "parameters": stored + (self.versions - 1) * trained, "gradients": trained,
+            "optimizer": _exact(self.state_bytes - 1) * trained,
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers), "gathered": self._gathered() / pp,
-            "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * held * self._sent()[0], True))
+            "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * self.versions * held * self._sent()[0], True))
             + trained * _exact(sum(float(remembered_bytes(one, self.over[1])) for one in self.methods)),
         }  # fmt: skip
 

@@ -160,6 +160,7 @@ def simulated(
         seconds["forward"], whole, inputs, weights, received, received,
         [row["gradient_sum_s"] for row in ranks], timing.get("hidden_sums", 0.0),
         [row["optimizer_s"] + row.get("gather_s", 0.0) + row.get("methods_s", 0.0) for row in ranks],
+        timing.get("tied", ()),
     )  # fmt: skip
     found = timeline(
         schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends

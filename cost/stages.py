@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+
+from .rows import Parameter
 
 SLACK = 0.015
 """How much heavier than the optimum the heaviest stage may become to send less, within `BOUND` of the lower bound."""
@@ -123,3 +125,10 @@ def _evenest(
         at = int(origin[at])
         cuts.append(at)
     return cuts[::-1]
+
+
+def shared_by(ranks_hold: Sequence[Mapping[str, str]], parameters: Mapping[str, Parameter]) -> list[list[int]]:
+    """The `pp` coordinates that hold the same trained parameters; `ranks_hold`: {name there: the one in parameters}."""
+    names = {name for held in ranks_hold for name, known in held.items() if parameters[known].trained}
+    groups = {tuple(pp for pp, held in enumerate(ranks_hold) if name in held) for name in names}
+    return [list(group) for group in sorted(groups) if len(group) > 1]

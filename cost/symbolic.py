@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autopart.errors import OptionError, PlanError, StageError
 from autopart.ir.dp_sync import DpSync
 from autopart.ir.mesh import Mesh, check_balance
-from autopart.ir.schedules import can_run, check_schedule, schedule_for
+from autopart.ir.schedules import can_run, check_schedule, schedule_for, versions_of
 from autopart.plans.plan import MEMORY_KINDS, Plan, Schedule
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class Cost(dict[str, Any]):
         return Formula(
             table.totals, hardware, zero, scatter_sends=plan.scatter_sends, axes=plan.axes,
             methods=shares(table, DpSync.parse(plan.dp_sync)), over=(axis, plan.mesh_object().size(axis)),
+            versions=versions_of(plan.schedule.name),
         )  # fmt: skip
 
     @property

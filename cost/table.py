@@ -21,6 +21,7 @@ from autopart.errors import StageError
 from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES, block_of
 from autopart.ir.dp_sync import EXACT
+from autopart.ir.schedules import versions_of
 from autopart.plans.plan import TIMING_PARTS
 
 from .dp_sync import Carried, by_method, remembered_bytes, sync_s
@@ -30,7 +31,7 @@ from .rows import Parameter, Row, cast_bytes, mean_share, summed_over
 from .sends import Crossing, gather_cost, scattering_pays
 from .setting import Setting
 from .simulate import Simulation, simulated
-from .stages import balance
+from .stages import balance, shared_by
 from .work import NOTHING, Size, Sizes, Work, chosen_ranks, flops_by_dtype, gradient_sum_s, optimizer_s
 
 
@@ -222,6 +223,7 @@ class Priced:
             "recomputed_flops": round(again * microbatches * mesh.num_ranks / mesh.size("pp")),
             "stages": [self.stage(index, stage) for index, stage in enumerate(self.stages)],
             "ranks": [self.once(names, everywhere) for names in self.ranks_hold], "hidden_sums": self.hidden_sums,
+            **({"tied": shared_by(self.ranks_hold, self.table.parameters)} if self.versions > 1 else {}),
         }  # fmt: skip
 
     @property
@@ -368,10 +370,14 @@ class Priced:
                 seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter")
             gathers_s += gradient_sum_s(sum(map(self.whole_bytes, mine)), ranks, self.hardware, "all_gather")
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
-        found = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware)}
+        found = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, self.versions)}
         found |= {"gather_s": gathers_s} if gathers_s else {}
         found |= {"methods_s": methods_s} if methods_s else {}
         return {name: _digits(taken) for name, taken in found.items()}
+
+    @property
+    def versions(self) -> int:
+        return versions_of(self.setting.schedule.name)
 
     @property
     def data_ranks(self) -> tuple[int, int]:
@@ -455,6 +461,7 @@ class Priced:
         """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
         setting, table = self.setting, self.table
         posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
+        posted *= self.versions
         gathered = [crossing.gathered_bytes(self.mesh, self.scatters) for crossing in self.crossings]
         taken = {i: self._bytes(stage, gathered[i]) for i, stage in enumerate(self.stages)}
         sent = [row["receives_bytes"] for row in self.timing["stages"]] + [0.0]
@@ -468,9 +475,12 @@ class Priced:
             whole = sum(map(self.whole_bytes, held.values()))
             grown = sum(max(self._gradient_bytes(known), self._whole_gradient(known)) for known in held.values())
             row: dict[str, Any] = {
-                "stages": list(mine), "parameters": sum(map(self.local_bytes, held.values())), "gradients": gradients,
+                "stages": list(mine),
+                "parameters": sum(map(self.local_bytes, held.values())) + (self.versions - 1) * gradients,
+                "gradients": gradients,
                 "optimizer": gradients * (setting.state_bytes - 1), "buffers": table.buffer_bytes,
-                "inputs": table.input_bytes * setting.rows * self.times.s, "activations": most.size_bytes,
+                "inputs": self.versions * table.input_bytes * setting.rows * self.times.s,
+                "activations": most.size_bytes,
                 "temporary": max(one.backward for one in mine.values()),
                 "communication": posted * sum(sent[i] * (i - 1 not in mine) + sent[i + 1] * (i + 1 not in mine)
                                               for i in mine),

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopart.errors import OptionError, StageError
 from autopart.ir.actions import Action, actions, most_held
-from autopart.ir.schedules import MULTI_STAGE, check_schedule
+from autopart.ir.schedules import DELAYED, MULTI_STAGE, check_schedule
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Durations:
 
     Per rank, once a step: `grad_sum_s` of summing gradients over ranks, and `optimizer_s`. Left out, they are zero.
     `grad_sum_hidden`: the part of the sums, 0 to 1, that may run beside the backward of the last microbatch, which
-    completes the gradients.
+    completes the gradients. `tied`: groups of ranks that sum gradients of tied parameters together.
     """
 
     forward_s: Sequence[float]
@@ -43,6 +43,7 @@ class Durations:
     grad_sum_s: Sequence[float] = ()
     grad_sum_hidden: float = 0.0
     optimizer_s: Sequence[float] = ()
+    tied: Sequence[Sequence[int]] = ()
 
 
 class Span(NamedTuple):
@@ -61,21 +62,26 @@ class Timeline:
 
     `spans`: each rank's actions in order. `grad_sums` and `optimizers`: each rank's (start, end) in seconds of what it
     does once a step; sums that hide begin while the rank's last backwards still run.
+
+    Where steps overlap ("1f1b_2bw") this is one of many alike: `begun`, of how many microbatches each rank has run the
+    forward alone in the step before; `shared_s`, the seconds at the start in which that still runs on some rank.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     grad_sums: tuple[tuple[float, float], ...]
     optimizers: tuple[tuple[float, float], ...]
+    begun: tuple[int, ...] = ()
+    shared_s: float = 0.0
 
     @property
     def step_time_s(self) -> float:
-        """Seconds until the last rank has finished its optimizer."""
-        return max(end for _, end in self.optimizers)
+        """Seconds until the last rank has finished its optimizer, from where it did so in the step before."""
+        return max(end for _, end in self.optimizers) - self.shared_s
 
     @property
     def pipeline_time_s(self) -> float:
         """Seconds until the last action ends: the step without what comes once."""
-        return max(spans[-1].end_s for spans in self.spans)
+        return max(spans[-1].end_s for spans in self.spans) - self.shared_s
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -95,7 +101,11 @@ class Timeline:
     @cached_property
     def in_flight(self) -> tuple[dict[int, int], ...]:
         """Per rank {stage: microbatches held for their backward} when the rank holds the most of all its stages."""
-        orders = [tuple(Action(span.stage, span.kind, span.microbatch) for span in spans) for spans in self.spans]
+        orders = [
+            (*[Action(spans[0].stage, "F", -1)] * begun,
+             *(Action(span.stage, span.kind, span.microbatch) for span in spans))
+            for spans, begun in zip(self.spans, self.begun or [0] * len(self.spans), strict=True)
+        ]  # fmt: skip
         return tuple(most_held(order, {a.stage: 1 for a in order}, {}).in_flight for order in orders)
 
     def memory(
@@ -109,8 +119,9 @@ class Timeline:
         """
         delayed = delayed_bytes or [0] * len(activation_bytes)
         curves = []
-        for spans in self.spans:
-            held, curve = 0, [(0.0, 0)]
+        for spans, begun in zip(self.spans, self.begun or [0] * len(self.spans), strict=True):
+            held = begun * activation_bytes[spans[0].stage]
+            curve = [(0.0, held)]
             for span in spans:
                 taken = {"F": activation_bytes[span.stage], "I": delayed[span.stage]}.get(span.kind, 0)
                 freed = activation_bytes[span.stage] if span.kind in "BW" else 0
@@ -149,7 +160,8 @@ def timeline(
     1F1B for one before the next and, in its steady state, together with the next receive, from the same neighbour: the
     same moment where a gradient takes as long as its activation (where not, the difference is not counted here).
     Schedules that overlap: one value at a time from a rank to another, each direction for itself; receives count as
-    posted in time. A joined pair of actions (DualPipeV) sends after both.
+    posted in time. A joined pair of actions (DualPipeV) sends after both. PipeDream-2BW receives as 1F1B; its timeline
+    is that of one step among many, where each rank goes on as soon as it has updated its weights.
 
     Raises StageError where the schedule cannot run so many stages and microbatches, OptionError for durations that are
     too few, too many, negative or not finite.
@@ -164,6 +176,8 @@ def timeline(
         raise StageError(f"{num_stages} stages on pp={pp} need a schedule", hint="schedule='1f1b'")
     if overlap_sends is None:
         overlap_sends = schedule in MULTI_STAGE
+    if schedule in DELAYED:
+        return _one_of_many(pp, microbatches, durations, overlap_sends)
     return execute(actions(schedule, num_stages, pp, microbatches), durations, overlap_sends=overlap_sends)
 
 
@@ -177,15 +191,61 @@ def execute(orders: Sequence[Sequence[Action]], durations: Durations, *, overlap
     Span(start_s=1.0, end_s=3.0, stage=0, kind='B', microbatch=0)
     """
     durations = _complete(durations, orders)
-    spans = _Run(orders, durations, overlap_sends).to_the_end()
+    return _with_ends(_Run(orders, durations, overlap_sends).to_the_end(), durations)
+
+
+def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Timeline:
+    """With what each rank does once, after its actions."""
     grad_sums, optimizers = [], []
     for rank, done in enumerate(spans):
-        last = {span.stage: span.end_s - span.start_s for span in done if span.kind in "BW"}
-        hidden = min(durations.grad_sum_hidden * durations.grad_sum_s[rank], sum(last.values()))
+        hidden = _hidden_s(done, durations, rank)
         end = done[-1].end_s + durations.grad_sum_s[rank] - hidden
         grad_sums.append((done[-1].end_s - hidden, end))
         optimizers.append((end, end + durations.optimizer_s[rank]))
     return Timeline(spans, tuple(grad_sums), tuple(optimizers))
+
+
+def _hidden_s(done: Sequence[Span], durations: Durations, rank: int) -> float:
+    """Seconds that a rank's sums of gradients run beside its last backwards."""
+    last = {span.stage: span.end_s - span.start_s for span in done if span.kind in "BW"}
+    return min(durations.grad_sum_hidden * durations.grad_sum_s[rank], sum(last.values()))
+
+
+_BATCHES, _STEADY = 8, 5
+"""How many batches run one after the other, and the number of the one that stands for all: neither the first ones, into
+which the pipeline fills, nor the last, from which it empties."""
+
+
+def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
+    """A step where the next batch follows without a flush: 1F1B of all their microbatches, and on each rank what comes
+    once ("U") after the last backward of each batch."""
+    orders = [_without_flush(rank, pp, microbatches) for rank in range(pp)]
+    durations = _complete(durations, orders)
+    once = [
+        durations.grad_sum_s[rank] + durations.optimizer_s[rank]
+        - min(durations.grad_sum_hidden * durations.grad_sum_s[rank], durations.backward_s[rank]) for rank in range(pp)
+    ]  # fmt: skip
+    ran = _Run(orders, durations, overlap_sends, once).to_the_end()
+    updates = [[index for index, span in enumerate(spans) if span.kind == "U"] for spans in ran]
+    bounds = [(found[_STEADY - 1], found[_STEADY]) for found in updates]
+    ends = [spans[before].end_s for spans, (before, _) in zip(ran, bounds, strict=True)]
+    step = tuple(
+        tuple(span._replace(start_s=span.start_s - min(ends), end_s=span.end_s - min(ends),
+                            microbatch=span.microbatch % microbatches) for span in spans[before + 1 : after])
+        for spans, (before, after) in zip(ran, bounds, strict=True)
+    )  # fmt: skip
+    begun = tuple(pp - 1 - rank for rank in range(pp))
+    return replace(_with_ends(step, durations), begun=begun, shared_s=max(ends) - min(ends))
+
+
+def _without_flush(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
+    ahead, number = pp - 1 - rank, _BATCHES * microbatches
+    order = [Action(rank, "F", index) for index in range(ahead)]
+    for index in range(number):
+        order += [Action(rank, "F", index + ahead)] if index + ahead < number else []
+        order.append(Action(rank, "B", index))
+        order += [Action(rank, "U", index)] if (index + 1) % microbatches == 0 else []
+    return tuple(order)
 
 
 def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durations:
@@ -198,7 +258,7 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
         "grad_sum_s": len(orders), "optimizer_s": len(orders),
     }  # fmt: skip
     needed = ("forward_s", "backward_s", *(("input_backward_s", "weight_backward_s") if splits else ()))
-    complete = {}
+    complete: dict[str, Any] = {}
     for name, size in sizes.items():
         given = list(getattr(durations, name)) or [0.0] * (0 if name in needed else size)
         if len(given) != size:
@@ -210,29 +270,33 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
         complete[name] = given
     if not 0 <= durations.grad_sum_hidden <= 1:
         raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden}", hint="a part, from 0 to 1")
-    return Durations(**complete, grad_sum_hidden=durations.grad_sum_hidden)
+    return replace(durations, **complete)
 
 
 _Result = tuple[int, str, int]
 """What an action makes, by stage, kind and microbatch; "B" stands for "I" too, which makes the same gradient."""
 
-_OWN = {"B": "F", "I": "F", "W": "B"}
+_OWN = {"B": "F", "I": "F", "W": "B", "U": "B"}
 """What must have run on an action's own stage."""
 
 
 class _Run:
-    """Ranks that each run their actions in order, as far as what they wait for has come."""
+    """Ranks that each run their actions in order, as far as what they wait for has come. `once_s`: of each rank's "U",
+    what it does after a batch."""
 
-    def __init__(self, orders: Sequence[Sequence[Action]], durations: Durations, overlap_sends: bool):
+    def __init__(
+        self, orders: Sequence[Sequence[Action]], durations: Durations, overlap_sends: bool,
+        once_s: Sequence[float] = (),
+    ):  # fmt: skip
         self.orders, self.durations, self.overlap_sends = orders, durations, overlap_sends
         self.rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
         self.seconds = {
             "F": durations.forward_s, "B": durations.backward_s,
-            "I": durations.input_backward_s, "W": durations.weight_backward_s,
+            "I": durations.input_backward_s, "W": durations.weight_backward_s, "U": once_s,
         }  # fmt: skip
         self.spans: list[list[Span]] = [[] for _ in orders]
         self.unsent: list[list[Action]] = [[] for _ in orders]
-        self.done: set[_Result] = set()
+        self.done: dict[_Result, float] = {}
         self.sent: dict[_Result, float] = {}  # when it is there; without overlap, when it may leave
         self.link_free: defaultdict[tuple[int, int], float] = defaultdict(float)
         self.waiting: dict[int, _Result] = {}
@@ -259,9 +323,11 @@ class _Run:
                 self.waiting[rank] = missing
                 return woken
             start = clock if received is None else self._arrival(received, rank, clock)
+            start = max([start, *(self.done[result] for result in self._together(action))])
             clock = start + self.seconds[kind][stage]
             spans.append(Span(start, clock, stage, kind, microbatch))
-            self.done.add(_result(action))
+            self.done[_result(action)] = clock
+            woken += self._wake_tied(_result(action))
             unsent.append(action)
             if joined and self._receiver(action) != rank:
                 continue
@@ -274,7 +340,7 @@ class _Run:
         """What an action needs from another stage."""
         if action.kind == "F":
             return (action.stage - 1, "F", action.microbatch) if action.stage else None
-        comes = action.kind != "W" and action.stage + 1 in self.rank_of
+        comes = action.kind not in "WU" and action.stage + 1 in self.rank_of
         return (action.stage + 1, "B", action.microbatch) if comes else None
 
     def _missing(self, action: Action, received: _Result | None) -> _Result | None:
@@ -282,11 +348,29 @@ class _Run:
             own = (action.stage, _OWN[action.kind], action.microbatch)
             if own not in self.done:
                 return own
+            for result in self._together(action):
+                if result not in self.done:
+                    return result
         return received if received is not None and received not in self.sent else None
+
+    def _together(self, action: Action) -> list[_Result]:
+        """The backwards on other ranks that end before tied gradients can be summed."""
+        if action.kind != "U":
+            return []
+        others = {rank for group in self.durations.tied if action.stage in group for rank in group}
+        return [(rank, "B", action.microbatch) for rank in sorted(others - {action.stage})]
+
+    def _wake_tied(self, result: _Result) -> list[int]:
+        """The ranks that waited for this backward alone to sum tied gradients."""
+        waited = [rank for rank, missing in self.waiting.items() if missing == result
+                  and self.orders[rank][len(self.spans[rank])].kind == "U"]  # fmt: skip
+        for rank in waited:
+            del self.waiting[rank]
+        return waited
 
     def _receiver(self, action: Action) -> int | None:
         """The rank that reads what an action makes, if any."""
-        return None if action.kind == "W" else self.rank_of.get(action.stage + (1 if action.kind == "F" else -1))
+        return None if action.kind in "WU" else self.rank_of.get(action.stage + (1 if action.kind == "F" else -1))
 
     def _send_s(self, result: _Result) -> float:
         stage, kind, _ = result

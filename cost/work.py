@@ -180,6 +180,11 @@ def gradient_sum_s(
     return found
 
 
-def optimizer_s(size_bytes: float, hardware: Hardware) -> float:
-    """Seconds of AdamW's update of so many bytes of parameters."""
-    return OPTIMIZER_TRAFFIC * size_bytes / hardware.memory_bytes_per_s
+def traffic(versions: int) -> int:
+    """How often an update moves the bytes of the parameters: of AdamW, and of the copy that is a second version."""
+    return OPTIMIZER_TRAFFIC + 2 * (versions - 1)
+
+
+def optimizer_s(size_bytes: float, hardware: Hardware, versions: int = 1) -> float:
+    """Seconds of AdamW's update of so many bytes of parameters, which are held in so many versions."""
+    return traffic(versions) * size_bytes / hardware.memory_bytes_per_s

@@ -31,6 +31,11 @@ def _letters(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
 
 
+def versions_of(schedule: str | None) -> int:
+    """How many versions of its weights a rank holds, and of the inputs that belong to a batch."""
+    return 2 if schedule in DELAYED else 1
+
+
 def check_schedule(schedule: str, num_stages: int, pp: int, microbatches: int) -> None:
     """Raises StageError where a schedule cannot run so many stages on `pp` ranks with so many microbatches."""
     if schedule not in SCHEDULES:

@@ -20,6 +20,7 @@ from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.facts import facts
 from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.program import Boundary, Program
+from autopart.ir.schedules import versions_of
 from autopart.plans.plan import Schedule
 from autopart.tracing.trace import Trace
 
@@ -33,12 +34,14 @@ def memory_of(trace: Trace, program: Program, schedule: Schedule, walks: Sequenc
     stages = [stage_memory(walk) for walk in walks]
     orders = actions(schedule.name, len(stages), program.mesh.size("pp"), program.microbatches)
     home = {action.stage: rank for rank, order in enumerate(orders) for action in order}
-    return tuple(_rank_memory(trace, program, stages, home, order) for order in orders)
+    versions = versions_of(schedule.name)
+    return tuple(_rank_memory(trace, program, stages, home, order, versions) for order in orders)
 
 
 def _rank_memory(
-    trace: Trace, program: Program, memories: Sequence[StageMemory], home: Mapping[int, int], order: tuple[Action, ...]
-) -> RankMemory:
+    trace: Trace, program: Program, memories: Sequence[StageMemory], home: Mapping[int, int], order: tuple[Action, ...],
+    versions: int,
+) -> RankMemory:  # fmt: skip
     mine = sorted({action.stage for action in order})
     trained_somewhere = frozenset().union(*(memory.trained for memory in memories))
     held = {name: stored for name, stored in program.parameters.items() if set(stored.stages) & set(mine)}
@@ -49,7 +52,7 @@ def _rank_memory(
                 if not (a.stage in whole and a.kind == "W"))  # fmt: skip
     taken = {s: memories[s].bytes for s in mine}
     most = most_held(ran, {s: one.held for s, one in taken.items()}, {s: one.delayed for s, one in taken.items()})
-    gradients, pipeline = sum(trained.values()), _pipeline_bytes(program, mine, home, order)
+    gradients, pipeline = sum(trained.values()), versions * _pipeline_bytes(program, mine, home, order)
     bucket = _bucket_bytes(trace, trained, program, home)
     wholes = {name: size for stage in mine for name, size in memories[stage].whole.items()}
     gathers = [sent.gather_bytes for stage in mine for sent in memories[stage].traffic.sent]
@@ -59,8 +62,8 @@ def _rank_memory(
     optimizer = {f"optimizer state of {name}": OPTIMIZER_VALUES * size for name, size in trained.items()}
     stored = {f"parameter {name}": size for name, size in sizes.items()}
     largest = stored | {f"gradient of {name}": size for name, size in trained.items()} | optimizer
-    lasting = (sum(sizes.values()), sum(optimizer.values()), _buffer_bytes(trace),
-               _input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine))  # fmt: skip
+    lasting = (sum(sizes.values()) + (versions - 1) * gradients, sum(optimizer.values()), _buffer_bytes(trace),
+               versions * (_input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine)))  # fmt: skip
     remembered = _remembered_bytes(trace, program, trained)
     passing = max(most_at_once(ran, taken, grown), received, gradients + bucket)
     return RankMemory(
