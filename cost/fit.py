@@ -10,7 +10,7 @@ from typing import Any
 
 from autopart.errors import AutopartError, MemoryLimitError
 from autopart.ir.mesh import Mesh
-from autopart.ir.schedules import MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD
+from autopart.ir.schedules import FLUSHING, MULTI_STAGE, SINGLE_STAGE, SPLIT_BACKWARD
 from autopart.plans.headline import quantity
 from autopart.plans.plan import Schedule
 
@@ -89,9 +89,9 @@ def told(rank: RankMemory) -> str:
 def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) -> Iterator[Way]:
     """What there is to change, on the same ranks first."""
     if schedule.name is not None:
-        others = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
-        for name in others:
-            if name != schedule.name and not (given.get("compile") and name in SPLIT_BACKWARD):
+        same = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
+        for name in (name for name in same if name in FLUSHING and name != schedule.name):
+            if not (given.get("compile") and name in SPLIT_BACKWARD):
                 options = {"schedule": name, "microbatches": schedule.microbatches}
                 yield Way(f"schedule='{name}'", mesh, {**options, "virtual_stages": schedule.virtual_stages})
     if mesh.storing_axis is not None and not given.get("zero") and not given.get("compile"):

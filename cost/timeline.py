@@ -63,25 +63,30 @@ class Timeline:
     `spans`: each rank's actions in order. `grad_sums` and `optimizers`: each rank's (start, end) in seconds of what it
     does once a step; sums that hide begin while the rank's last backwards still run.
 
-    Where steps overlap ("1f1b_2bw") this is one of many alike: `begun`, of how many microbatches each rank has run the
-    forward alone in the step before; `shared_s`, the seconds at the start in which that still runs on some rank.
+    Where steps overlap ("1f1b_2bw") this is one of many: `begun`, of how many microbatches each rank has run the
+    forward in the step before; `period_s`, the seconds from a step to the next.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     grad_sums: tuple[tuple[float, float], ...]
     optimizers: tuple[tuple[float, float], ...]
     begun: tuple[int, ...] = ()
-    shared_s: float = 0.0
+    period_s: float | None = None
+
+    @property
+    def _end_s(self) -> float:
+        return max(end for _, end in self.optimizers)
 
     @property
     def step_time_s(self) -> float:
-        """Seconds until the last rank has finished its optimizer, from where it did so in the step before."""
-        return max(end for _, end in self.optimizers) - self.shared_s
+        """Seconds until the last rank has finished its optimizer; where steps overlap, from a step to the next."""
+        return self._end_s if self.period_s is None else self.period_s
 
     @property
     def pipeline_time_s(self) -> float:
         """Seconds until the last action ends: the step without what comes once."""
-        return max(spans[-1].end_s for spans in self.spans) - self.shared_s
+        ends_s = max(spans[-1].end_s for spans in self.spans)
+        return ends_s if self.period_s is None else self.period_s - (self._end_s - ends_s)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -211,9 +216,9 @@ def _hidden_s(done: Sequence[Span], durations: Durations, rank: int) -> float:
     return min(durations.grad_sum_hidden * durations.grad_sum_s[rank], sum(last.values()))
 
 
-_BATCHES, _STEADY = 8, 5
-"""How many batches run one after the other, and the number of the one that stands for all: neither the first ones, into
-which the pipeline fills, nor the last, from which it empties."""
+_FILLING, _COUNTED, _EMPTYING = 4, 4, 1
+"""Batches that run one after the other: those that fill the pipeline, those between whose ends the period is measured
+(unlike stages and sends may take turns in waiting), and those that empty it."""
 
 
 def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
@@ -227,19 +232,21 @@ def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends
     ]  # fmt: skip
     ran = _Run(orders, durations, overlap_sends, once).to_the_end()
     updates = [[index for index, span in enumerate(spans) if span.kind == "U"] for spans in ran]
-    bounds = [(found[_STEADY - 1], found[_STEADY]) for found in updates]
-    ends = [spans[before].end_s for spans, (before, _) in zip(ran, bounds, strict=True)]
+    ends = [max(spans[found[k]].end_s for spans, found in zip(ran, updates, strict=True))
+            for k in (_FILLING - 1, _FILLING + _COUNTED - 1)]  # fmt: skip
+    places = [found[_FILLING - 1 : _FILLING + 1] for found in updates]
+    start_s = min(spans[before].end_s for spans, (before, _) in zip(ran, places, strict=True))
     step = tuple(
-        tuple(span._replace(start_s=span.start_s - min(ends), end_s=span.end_s - min(ends),
+        tuple(span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s,
                             microbatch=span.microbatch % microbatches) for span in spans[before + 1 : after])
-        for spans, (before, after) in zip(ran, bounds, strict=True)
+        for spans, (before, after) in zip(ran, places, strict=True)
     )  # fmt: skip
     begun = tuple(pp - 1 - rank for rank in range(pp))
-    return replace(_with_ends(step, durations), begun=begun, shared_s=max(ends) - min(ends))
+    return replace(_with_ends(step, durations), begun=begun, period_s=(ends[1] - ends[0]) / _COUNTED)
 
 
 def _without_flush(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
-    ahead, number = pp - 1 - rank, _BATCHES * microbatches
+    ahead, number = pp - 1 - rank, (_FILLING + _COUNTED + _EMPTYING) * microbatches
     order = [Action(rank, "F", index) for index in range(ahead)]
     for index in range(number):
         order += [Action(rank, "F", index + ahead)] if index + ahead < number else []

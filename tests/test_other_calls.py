@@ -19,7 +19,7 @@ from autopart.compiler import Compiler
 from autopart.errors import StageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import StoredTensor
-from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
+from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE, can_run, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.batch import fit_rows
 from autopart.passes.choose.codec import decode
@@ -66,7 +66,7 @@ def test_a_plan_serves_other_shapes(name, mesh):
 @pytest.mark.few
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_rows_runs(schedule):
-    virtual = 1 if schedule in ("gpipe", "1f1b") else 2
+    virtual = 1 if schedule in SINGLE_STAGE else 2
     model, batch = zoo.skip_mlp()
     plan = autopart.plan(model, "pp2", example_kwargs=batch, schedule=schedule, microbatches=4, virtual_stages=virtual)
     for rows in (1, 2, 3, 5, 7, 12):
@@ -106,7 +106,7 @@ def test_a_simpler_schedule_places_stages_the_same_way():
     from autopart.runtime.comm.stage_ranks import stage_style_of
 
     for schedule in SCHEDULES:
-        virtual = 1 if schedule in ("gpipe", "1f1b") else 2
+        virtual = 1 if schedule in SINGLE_STAGE else 2
         other = schedule_for(schedule, 2 * virtual, 2, 1)
         assert can_run(other, 2 * virtual, 2, 1) and stage_style_of(other) == stage_style_of(schedule)
 

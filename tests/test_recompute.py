@@ -22,7 +22,7 @@ from autopart.ir.facts import facts
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.ir.recomputation import word_of
-from autopart.ir.schedules import SCHEDULES, SINGLE_STAGE
+from autopart.ir.schedules import FLUSHING, SINGLE_STAGE
 from autopart.passes.choose.codec import decode
 from autopart.plans.plan import Plan
 from autopart.proof.verify import VerificationRun
@@ -439,7 +439,7 @@ def test_processes_recompute(build, mesh, how, options):
 
 
 def every_schedule(counted):
-    for schedule in SCHEDULES:
+    for schedule in FLUSHING:
         runs: list[int] = []
         virtual = 1 if schedule in SINGLE_STAGE else 2
         with mock.patch.object(regions, "run_again", counting(runs)):
@@ -452,7 +452,7 @@ def every_schedule(counted):
 def test_every_schedule_recomputes_once():
     """Also those that split the backward, which then do all of it in its first part."""
     for rank in dist.run_ranks(every_schedule, 2, {}, timeout_s=120.0):
-        assert rank == {schedule: {2} for schedule in SCHEDULES}
+        assert rank == {schedule: {2} for schedule in FLUSHING}
 
 
 def dropped_in_place(mesh, how):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopart.errors import StageError
 from autopart.ir.program import Program
-from autopart.ir.schedules import DELAYED
+from autopart.ir.schedules import DELAYED, check_schedule
 from autopart.ir.storing import storing_axes
 
 _OTHER = "schedule='1f1b', which finishes each batch"
@@ -12,8 +12,9 @@ _OTHER = "schedule='1f1b', which finishes each batch"
 
 def check_delayed(schedule: str | None, program: Program) -> None:
     """Raises StageError where a schedule begins a batch before the last is finished, and the program cannot."""
-    if schedule not in DELAYED:
+    if schedule is None or schedule not in DELAYED:
         return
+    check_schedule(schedule, len(program.stages), program.mesh.size("pp"), program.microbatches)
     cut = storing_axes(program)
     if cut:
         raise StageError(

@@ -11,9 +11,10 @@ V_SHAPED = ("zbv", "dualpipev")
 DELAYED = ("1f1b_2bw",)
 """Schedules that leave the gradient of the batch before, so that no rank waits between two batches (PipeDream-2BW,
 Narayanan et al. 2021, arXiv:2006.09503). As they train otherwise, they are never chosen, only asked for."""
+FLUSHING = tuple(name for name in SCHEDULES if name not in DELAYED)
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
 """Schedules that run the backward of the inputs and that of the weights separately."""
-SIMPLER = {"1f1b": "gpipe", "dualpipev": "zbv"}
+SIMPLER = {"1f1b": "gpipe", "1f1b_2bw": "gpipe", "dualpipev": "zbv"}
 """Schedules that need many microbatches, and those that place stages the same way and run with one."""
 
 

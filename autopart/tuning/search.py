@@ -30,7 +30,7 @@ from autopart.ir.experts import expert_counts
 from autopart.ir.mesh import Mesh
 from autopart.ir.precision import Precision
 from autopart.ir.recomputation import Word
-from autopart.ir.schedules import SCHEDULES, can_run, schedule_for
+from autopart.ir.schedules import FLUSHING, can_run, schedule_for
 from autopart.options import Options, SearchOptions, read_options, with_options
 from autopart.plans.headline import quantity, step_size
 from autopart.plans.plan import Plan, Schedule
@@ -306,7 +306,7 @@ class Space:
     def rescheduled(self, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate under every other schedule that can run it, simulated."""
         pp, microbatches = candidate.mesh.size("pp"), candidate.schedule.microbatches
-        for name in SCHEDULES if pp > 1 else ():
+        for name in FLUSHING if pp > 1 else ():
             for virtual in VIRTUAL_STAGES:
                 schedule = Schedule(name, microbatches, virtual)
                 runs = pp * virtual <= self.num_blocks and can_run(name, pp * virtual, pp, microbatches)
