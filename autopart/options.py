@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, get_args
 from autopart.cost.hardware import DEFAULT
 from autopart.cost.memory import parse_size
 from autopart.errors import OptionError
-from autopart.ir.delayed import check_precision
 from autopart.ir.dp_sync import METHODS, DpSync
 from autopart.ir.mesh import Context
 from autopart.ir.recomputation import Recompute, parse_recompute
-from autopart.ir.schedules import SCHEDULES, check_compile, schedule_named
+from autopart.ir.schedules import SCHEDULES, check_compile, check_precision, schedule_named
 from autopart.plans.agreed import TIMEOUT_S
 from autopart.plans.pins import Pins
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.errors import AutopartError, UsageError
-from autopart.ir.delayed import check_delayed, check_precision
+from autopart.ir.delayed import check_delayed
 from autopart.ir.program import Program
-from autopart.ir.schedules import DELAYED
+from autopart.ir.schedules import DELAYED, check_precision
 from autopart.runtime.agree.same_call import Comparison
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.watch import meeting

@@ -118,3 +118,78 @@ def test_search_takes_what_it_is_offered_and_nothing_else(model):
     assert {row.dp_sync["strategy"] for row in offered} == {"all_reduce", "local"}
     with pytest.raises(OptionError, match="unknown dp_sync='topk'"):
         autopart.search(model[0], 2, example_kwargs=model[1], dp_sync=["topk:0.01"])
+
+
+# ---- the tables of K. Yuan's lecture (Distributed training for LLM)
+
+RANKS = (32, 64, 128, 256)
+PSGD_HOURS, DSGD_HOURS = (371, 403, 474, 563), (355, 365, 358, 384)
+"""GPU-hours of ResNet-50 on ImageNet: they grow as a step does, since ranks times steps is constant."""
+RESNET_50 = 25.5e6 * 4
+
+
+def test_all_reduce_grows_with_the_ranks_and_neighbours_do_not():
+    """The latency from how far P-SGD's line (least squares: 350.3 + 0.854 n hours) rises; its runs, and all of D-SGD's,
+    from the formulas."""
+
+    def step_s(text, num_ranks, compute_s, latency_s):
+        link = links(node_link_bytes_per_s=25e9 / 8, node_link_latency_s=latency_s)
+        return compute_s + sum(one.seconds(num_ranks, link, 1) for one in exchanges(of(text, RESNET_50), num_ranks))
+
+    def line(num_ranks):
+        return 350.3 + 0.854 * num_ranks
+
+    def hours(text, num_ranks, compute_s, latency_s):
+        scale = line(RANKS[0]) / step_s("all_reduce", RANKS[0], compute_s, latency_s)
+        return scale * step_s(text, num_ranks, compute_s, latency_s)
+
+    compute_s, low, high = 0.35, 0.0, 0.01
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if hours("all_reduce", 256, compute_s, middle) < line(256) else (low, middle)
+    assert 1e-4 < low < 1e-3  # of Ethernet
+    found = [hours("all_reduce", n, compute_s, low) for n in RANKS]
+    assert found == pytest.approx([line(n) for n in RANKS], rel=0.015)
+    assert found == pytest.approx(PSGD_HOURS, rel=0.045)
+    for text, near in (("gossip:ring", 0.05), ("gossip:one_peer", 0.11)):  # the lecture does not say which graph
+        flat = [hours(text, n, compute_s, low) for n in RANKS]
+        assert max(flat) <= 1.001 * min(flat) and max(flat) < min(found)
+        assert flat[0] == pytest.approx(sum(DSGD_HOURS) / 4, rel=near)
+
+
+def test_a_partial_average_of_resnet_takes_half_of_a_ring():
+    """278 against 150 ms on 256 GPUs: what a ring of neighbours takes says the bandwidth, 10.9 Gb/s, and the other the
+    latency, a quarter of a millisecond."""
+    link = links(node_link_bytes_per_s=2 * RESNET_50 / 0.1495, node_link_latency_s=2.5e-4)
+    times_s = [sum(one.seconds(256, link, 1) for one in exchanges(of(text, RESNET_50), 256))
+               for text in ("all_reduce", "gossip:ring")]  # fmt: skip
+    assert times_s == pytest.approx([0.278, 0.150], rel=0.02)
+
+
+def test_bert_large_trains_in_about_half_the_time():
+    """59.02 against 30.4 hours on 64 GPUs: both wait for the link, for about two sends of the gradients and for one."""
+    import torch
+    from transformers import BertConfig, BertForMaskedLM
+
+    large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+    with torch.device("meta"):
+        model = BertForMaskedLM(BertConfig(**large))
+        ids = torch.zeros(64 * 8, 128, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    slow = links(node_link_bytes_per_s=10e9 / 8, node_link_latency_s=5e-5)
+    plain, gossip = (
+        autopart.plan(model, "dp64", example_kwargs=batch, dp_sync=method).cost.on(slow).step_time_s
+        for method in ("all_reduce", "gossip:one_peer")
+    )
+    assert 1.6 < plain / gossip < 2.1
+
+
+@pytest.mark.parametrize(("warm_up", "published"), [(0.15, 4.92), (0.25, 3.37)])
+def test_volume_of_one_bit_adam(warm_up, published):
+    """1 / (w + (1 - w) / 16) beside sums in 16 bits (Tang et al. 2021): signs both ways, exact for the first steps."""
+    number = 10**8
+    compressed = exchanges(Carried(Method.parse("double_squeeze:sign"), 4.0 * number, number / 8, 0.0), 64)
+    exact = exchanges(Carried(Method.parse("all_reduce"), 2.0 * number, 2.0 * number, 0.0), 64)
+    share = sum(one.sent_bytes(64) for one in compressed) / sum(one.sent_bytes(64) for one in exact)
+    assert share == pytest.approx(1 / 16, rel=1e-3)
+    assert 1 / (warm_up + (1 - warm_up) * share) == pytest.approx(published, rel=0.002)

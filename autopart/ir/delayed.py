@@ -29,12 +29,3 @@ def check_delayed(schedule: str | None, program: Program) -> None:
             why="the first microbatches of a batch run before the last of the batch before have written it",
             hint=f"model.eval() where that stops the writing, or {_OTHER}",
         )  # fmt: skip
-
-
-def check_precision(schedule: str | None, precision: str | None) -> None:
-    """Raises StageError for a schedule that does not scale the loss."""
-    if schedule in DELAYED and precision == "fp16":
-        raise StageError(
-            f"schedule='{schedule}' with precision='fp16'",
-            why="the scale of the loss would be chosen by the batch before", hint=f"precision='bf16', or {_OTHER}",
-        )  # fmt: skip

@@ -68,6 +68,14 @@ def check_compile(compile: object, schedule: str | None) -> None:
                           hint="another schedule, for example '1f1b' or 'interleaved_1f1b'")  # fmt: skip
 
 
+def check_precision(schedule: str | None, precision: str | None) -> None:
+    """Raises StageError for a schedule that does not scale the loss."""
+    if schedule in DELAYED and precision == "fp16":
+        raise StageError(f"schedule='{schedule}' with precision='fp16'",
+                         why="the scale of the loss would be chosen by the batch before",
+                         hint="precision='bf16', or schedule='1f1b', which finishes each batch")  # fmt: skip
+
+
 def can_run(schedule: str, num_stages: int, pp: int, microbatches: int) -> bool:
     """Whether `check_schedule` lets this pass."""
     try:
