@@ -390,9 +390,23 @@ def test_plan_has_a_second_version_and_no_bubble(mesh, tmp_path):
     late.cost.at(m=8)
 
 
-def test_verify_takes_it():
+def test_verify_gives_optimizers_the_gradient_of_the_batch_before():
     model, batches = example()
-    assert autopart.verify(model, "pp2,tp2", example_kwargs=batches[0], **TWO_BW).ok
+    one = Delayed(copy.deepcopy(model))
+    optimizer = adamw(one.model.parameters())
+    losses = []
+    for batch in batches[:4]:
+        one.model.zero_grad()
+        losses.append(one.model(**batch).loss.item())
+        one.step(batch)
+        optimizer.step()
+    found = autopart.verify(
+        model, "pp2,tp2", example_kwargs=batches[0], steps=4, batches=batches[:4],
+        optimizer=lambda named: adamw([p for _, p in named]), **TWO_BW,
+    )  # fmt: skip
+    assert found.ok and [step.loss for step in found.steps] == pytest.approx(losses, rel=1e-7)
+    with pytest.raises(OptionError, match="a scaler with schedule='1f1b_2bw'"):
+        autopart.verify(model, "pp2", example_kwargs=batches[0], steps=1, scaler=True, **TWO_BW)
 
 
 def test_errors_are_told():

@@ -7,7 +7,7 @@ computed by the functions that the runtime uses.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from autopart.compat import tree_flatten
+from autopart.errors import OptionError
 from autopart.ir.program import Program
+from autopart.ir.schedules import DELAYED
 from autopart.passes.choose.codec import decided_by, decode
 from autopart.progress import phase
 from autopart.proof.reference import Reference
@@ -198,8 +200,23 @@ def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: made.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
 
 
+class _Late:
+    """Gradients that an optimizer is given a batch late, as under PipeDream-2BW."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Tensor | None] = {}
+
+    def exchange(self, parameters: Iterable[Tensor]) -> None:
+        """Leaves in `.grad` what was there at the last call: none at the first."""
+        for parameter in parameters:
+            before = self.held.get(id(parameter))
+            self.held[id(parameter)], parameter.grad = parameter.grad, before
+
+
 def train(reference: Reference, arrangement: Arrangement, training: Training, tolerance: float) -> list[StepReport]:
     """Runs the steps on both sides, up to the first that differs. Weights and buffers of the copy are as before then.
+
+    Under a schedule that leaves the gradient of the batch before, optimizers are given that, on both sides.
 
     `reference`: of the example. A batch of other shapes is traced anew, and follows the same plan.
     """
@@ -208,12 +225,17 @@ def train(reference: Reference, arrangement: Arrangement, training: Training, to
         one, ranks = _OneDevice(reference, training), _AllRanks(reference.subject, arrangement, training)
         calls = _Calls(reference, arrangement, training)
         rounding: dict[str, Tensor] = {}
+        plan = arrangement.plan
+        late = _Late() if plan is not None and plan.schedule.name in DELAYED else None
+        if late is not None and training.scaler is not None:
+            raise OptionError("a scaler with schedule='1f1b_2bw'", why="the gradient of a step is of an earlier scale",
+                              hint="precision='bf16', or schedule='1f1b'")  # fmt: skip
         for step in range(1, training.steps + 1):
             phase(f"training step {step} of {training.steps}")
             of_step, program = calls.of(step)
             ranks.program = program
             compared = Compared(step, program, tolerance, rounding)
-            reports.append(_step(of_step, training.batch(step), one, ranks, compared))
+            reports.append(_step(of_step, training.batch(step), one, ranks, compared, late))
             if reports[-1].first is not None:
                 break
     return reports
@@ -269,8 +291,9 @@ class _Calls:
 
 
 def _step(
-    subject: Subject, arguments: Mapping[str, Any], one: _OneDevice, ranks: _AllRanks, compared: Compared
-) -> StepReport:
+    subject: Subject, arguments: Mapping[str, Any], one: _OneDevice, ranks: _AllRanks, compared: Compared,
+    late: _Late | None,
+) -> StepReport:  # fmt: skip
     expected, found = one.backward(subject, arguments), ranks.backward(subject)
     skipped, scale = expected.skips[0], expected.scales[0]
     compared.numbers("loss", found.losses, expected.losses[0], may_overflow=skipped)
@@ -283,6 +306,8 @@ def _step(
         floor = GRAD_FLOOR * _factor(expected.norms[0], one.training)
         compared.tensors("gradient", found_grads, grads, floor)
         compared.note_rounding(grads)
+    if late is not None:
+        late.exchange([*one.parameters.values(), *(p for local in ranks.shards.values() for p in local.values())])
     one.update()
     ranks.update()
     compared.optimizer = one.optimizer
