@@ -29,6 +29,12 @@ def test_stages():
 
 
 @pytest.mark.large
+def test_bubble():
+    (row,) = figures("bubble.py")["rows"]
+    assert row["pp"] == 2 and row["predicted"] == pytest.approx(2 / 3) and 0 < row["ratio"]
+
+
+@pytest.mark.large
 def test_planning():
     (row,) = figures("planning.py")["cases"].values()
     times_s = row["time_s"]

@@ -198,10 +198,8 @@ def _tell_all(stage: Stage, known: Mapping[fx.Node, Told], device: torch.device 
             facts(call)["cost"] = cost_notes(call)._replace(is_causal=True)
         if argument(call, "attn_mask") is None and _kernel_takes_groups(call, device):
             _group_heads(call)
-    for call in graph.find_nodes(op="call_function", target=autopart_ops.attention_runs.default):
-        if _kernel_takes_groups(call, device):
-            _group_heads(call)
-    for call in list(filter(is_ring, graph.nodes)):
+    in_runs = graph.find_nodes(op="call_function", target=autopart_ops.attention_runs.default)
+    for call in (*filter(is_ring, graph.nodes), *(call for call in in_runs if _kernel_takes_groups(call, device))):
         _group_heads(call)
     if not known:
         return stage

@@ -6,7 +6,7 @@ values travel with them, and come home after the last visit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,18 @@ class _Rotation:
         return [x.to(self.device) for x in self.received]
 
 
+def _around(group: dist.ProcessGroup, cut: Cut, own: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """(whose they are, how long those of the rank before are, keys and values) of every visit, from this rank's own on.
+    They are on their way to the next rank while they are used here."""
+    ranks, there = group.size(), own
+    for step in range(ranks):
+        rank = (group.rank() - step) % ranks
+        length = cut.length((rank - 1) % ranks)
+        moving = _Rotation(group, there, length) if step < ranks - 1 else None
+        yield rank, length, there
+        there = moving.arrive() if moving is not None else there
+
+
 class Ring(torch.autograd.Function):
     """Of this rank's queries, keys and values among those of a group."""
 
@@ -52,15 +64,9 @@ class Ring(torch.autograd.Function):
         scale: float | None, runs: Sequence[Run],
     ) -> Tensor:  # fmt: skip
         group = resolve_group(group_name)
-        ranks, here = group.size(), group.rank()
         made, total = nothing_yet(query, value)
-        there = [key, value]
-        for step in range(ranks):
-            rank = (here - step) % ranks
-            length = cut.length((rank - 1) % ranks)
-            moving = _Rotation(group, there, length) if step < ranks - 1 else None
-            visit(made, total, query, there[0], there[1], Visit(cut, here, rank, mask, scale, runs))
-            there = moving.arrive() if moving is not None else there
+        for rank, _, (keys, values) in _around(group, cut, [key, value]):
+            visit(made, total, query, keys, values, Visit(cut, group.rank(), rank, mask, scale, runs))
         made = made.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, made, total)
         ctx.group, ctx.cut, ctx.scale, ctx.runs = group, cut, scale, runs
@@ -70,18 +76,13 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, mask, made, total = ctx.saved_tensors
         group, cut = ctx.group, ctx.cut
-        ranks, here = group.size(), group.rank()
         of_query = torch.zeros_like(query)
-        there, grads = [key, value], [torch.zeros_like(key), torch.zeros_like(value)]
-        for step in range(ranks):
-            rank = (here - step) % ranks
-            length = cut.length((rank - 1) % ranks)
-            moving = _Rotation(group, there, length) if step < ranks - 1 else None
-            of = Visit(cut, here, rank, mask, ctx.scale, ctx.runs)
-            found = visit_backward(grad, made, total, query, there[0], there[1], of)
+        grads = [torch.zeros_like(key), torch.zeros_like(value)]
+        for rank, length, (keys, values) in _around(group, cut, [key, value]):
+            of = Visit(cut, group.rank(), rank, mask, ctx.scale, ctx.runs)
+            found = visit_backward(grad, made, total, query, keys, values, of)
             of_query += found[0]
             grads = [x + own for x, own in zip(grads, found[1:], strict=True)]
-            there = moving.arrive() if moving is not None else there
             grads = _Rotation(group, grads, length).arrive()
         return of_query, grads[0], grads[1], None, None, None, None, None
 
