@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from _methods_picture import draw
 from torch import Tensor, nn
 
 import autopart
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="these methods alone")
     parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each on digits")
     parser.add_argument("--gpt2-seeds", type=int, default=3, help="and of GPT-2")
+    parser.add_argument("--picture", metavar="FILE.svg", help="draw the loss over the time of a step")
     arguments = parser.parse_args()
     methods = arguments.only or (["all_reduce", "top_k:0.01"] if arguments.quick else METHODS)
     seeds = (1, 1) if arguments.quick else (arguments.seeds, arguments.gpt2_seeds)
@@ -62,6 +64,8 @@ def main() -> None:
             rows = json.load(file)
     add_links(rows)
     report(rows)
+    if arguments.picture:
+        draw(rows, arguments.picture)
     if arguments.json:
         print(json.dumps({"methods": rows}))
 
