@@ -81,10 +81,11 @@ class Chain(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one case, one round")
+    parser.add_argument("--rounds", type=int, default=3, help="how often both are measured, in turn")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    cases, rounds = (CASES[:1], 1) if arguments.quick else (CASES, 5)
+    cases, rounds = (CASES[:1], 1) if arguments.quick else (CASES, arguments.rounds)
     rows = []
     print(f"{'stages':>6} {'microbatches':>13}  {'':8} {'1f1b ms':>8} {'2bw ms':>8} {'ratio':>7} {'predicted':>10}")
     for case in cases:
