@@ -79,6 +79,7 @@ class Exchange:
     def __init__(self) -> None:
         self.unsent: list[dist.P2POp] = []
         self.under_way: list[tuple[dist.Work, Any]] = []
+        self.told: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, receives: Sequence[dist.P2POp]) -> None:
         """Waits for these, and begins to send what is `unsent`."""
@@ -111,11 +112,13 @@ class Exchange:
             value = torch.empty_like(like, device=process.wire)
             dist.recv(value, group=group, group_src=owner)
             return value.to(process.device)
-        sent = value.to(process.wire)
+        for work, _ in self.told:  # a step ago: others ask for it when they have finished their backwards
+            work.wait()
+        self.told, sent = [], value.to(process.wire)
         for other in (pp for pp in range(process.mesh.size("pp")) if pp != owner):
             work = dist.isend(sent, group=group, group_dst=other)
             assert work is not None
-            self.under_way.append((work, sent))
+            self.told.append((work, sent))
         return value
 
 

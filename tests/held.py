@@ -91,7 +91,7 @@ def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, 
     executable, comparison = _started(pm, program, inputs)
     trace = pm._compiler._example.trace
     found = []
-    with executable._loaded(inputs, comparison):
+    with executable.loaded(inputs, comparison):
         for module in executable.modules:
             estimate = stage_memory(walked(trace, program, with_bands(module.stage, dict(module.bands[0]))))
             found.append((module.stage.index, _saved_of(module), estimate.saved_bytes))
