@@ -112,8 +112,8 @@ class Exchange:
             value = torch.empty_like(like, device=process.wire)
             dist.recv(value, group=group, group_src=owner)
             return value.to(process.device)
-        for work, _ in self.told:  # a step ago: others ask for it when they have finished their backwards
-            work.wait()
+        for earlier, _ in self.told:  # of a step ago: others ask for it when they have finished their backwards
+            earlier.wait()
         self.told, sent = [], value.to(process.wire)
         for other in (pp for pp in range(process.mesh.size("pp")) if pp != owner):
             work = dist.isend(sent, group=group, group_dst=other)

@@ -31,7 +31,7 @@ def test_stages():
 @pytest.mark.large
 def test_bubble():
     (row,) = figures("bubble.py")["rows"]
-    assert row["pp"] == 2 and row["predicted"] == pytest.approx(2 / 3) and 0 < row["ratio"]
+    assert row["pp"] == 2 and row["predicted"] == pytest.approx(2 / 3) and row["ratio"] > 0
 
 
 @pytest.mark.large

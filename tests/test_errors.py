@@ -260,8 +260,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "microbatches: text": (plan(microbatches="2"), no_whole_number("microbatches", "2")),
     "virtual_stages: 0": (skip("pp2", virtual_stages=0), no_whole_number("virtual_stages", 0)),
     "schedule: unknown": (skip("pp2", schedule="fast"),
-        "StageError: unknown schedule 'fast'\n  try    gpipe, 1f1b, 1f1b_2bw, interleaved_1f1b, interleaved_zero_bubble, "
-        "zbv, dualpipev, looped_bfs"),
+        "StageError: unknown schedule 'fast'\n  try    gpipe, 1f1b, 1f1b_2bw, interleaved_1f1b, "
+        "interleaved_zero_bubble, zbv, dualpipev, looped_bfs"),
     "schedule: without pp": (skip("dp2", schedule="gpipe"),
         "OptionError: schedule='gpipe' needs a pipeline\n  why    the mesh dp2 has no axis pp\n  try    mesh='pp2', "
         "or leave it out"),
