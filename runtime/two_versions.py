@@ -156,7 +156,7 @@ class Batch:
     """A batch whose first microbatches may have begun."""
 
     def __init__(self, pair: Pair, version: int, inputs: Sequence[Any], options: StepOptions, comparison: Comparison):
-        self.pair, self.version, self.loss_scale = pair, version, options.loss_scale
+        self.pair, self.loss_scale = pair, options.loss_scale
         self.executable = executable = pair.executables[version]
         self.loss: Tensor | None = None
         self._loaded = ExitStack()
