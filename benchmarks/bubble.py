@@ -13,14 +13,13 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from _ranks import of_first_rank
 from torch import Tensor, nn
 
 import autopart
@@ -89,10 +88,7 @@ def main() -> None:
     rows = []
     print(f"{'stages':>6} {'microbatches':>13}  {'':8} {'1f1b ms':>8} {'2bw ms':>8} {'ratio':>7} {'predicted':>10}")
     for case in cases:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank_main, (folder, case, rounds), nprocs=case.pp)
-            with open(f"{folder}/times.json") as file:
-                found = json.load(file)
+        found = of_first_rank(measured, case.pp, case, rounds)
         medians = [1e3 * statistics.median(found[name]) for name in SCHEDULES]
         ratio = statistics.median(late / flush for flush, late in zip(*found.values(), strict=True))
         rows.append({**case._asdict(), "ms": medians, "ratio": ratio, "predicted": predicted(case)})
@@ -111,19 +107,16 @@ def predicted(case: Case) -> float:
     return late / flush
 
 
-def rank_main(rank: int, folder: str, case: Case, rounds: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.pp)
+def measured(rank: int, store: str, case: Case, rounds: int) -> dict[str, list[float]]:
+    """{schedule: seconds of a step, round by round}."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=case.pp)
     steps = {schedule: step_of(case, schedule) for schedule in SCHEDULES}
     found: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
     for _ in range(rounds):
         for schedule, (step, flush) in steps.items():
             found[schedule].append(seconds_of(step))
             flush()
-    if rank == 0:
-        with open(f"{folder}/times.json", "w") as file:
-            json.dump(found, file)
-    dist.destroy_process_group()
+    return found
 
 
 def seconds_of(step: Callable[[], None], number: int = 8) -> float:

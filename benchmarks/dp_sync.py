@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,9 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from _methods_picture import draw
+from _ranks import of_first_rank
 from torch import Tensor, nn
 
 import autopart
@@ -58,10 +57,7 @@ def main() -> None:
     seeds = (1, 1) if arguments.quick else (arguments.seeds, arguments.gpt2_seeds)
     steps = 5 if arguments.quick else 300
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (f"file://{folder}/store", folder, methods, seeds, steps), nprocs=NUM_RANKS)
-        with open(f"{folder}/rows.json") as file:
-            rows = json.load(file)
+    rows = of_first_rank(learned, NUM_RANKS, methods, seeds, steps)
     add_links(rows)
     report(rows)
     if arguments.picture:
@@ -70,10 +66,7 @@ def main() -> None:
         print(json.dumps({"methods": rows}))
 
 
-def rank_main(
-    rank: int, store: str, folder: str, methods: list[str], seeds: tuple[int, int], steps: int
-) -> None:  # fmt: skip
-    torch.set_num_threads(1)
+def learned(rank: int, store: str, methods: list[str], seeds: tuple[int, int], steps: int) -> Rows:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
     rows: Rows = {}
     for method in methods:
@@ -84,10 +77,7 @@ def rank_main(
             print(f"{method} trained: {json.dumps(rows[method])}", flush=True)
     for method, step_ms in timed(methods, steps // 5).items():
         rows[method]["step_ms"] = step_ms
-    if rank == 0:
-        with open(f"{folder}/rows.json", "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
+    return rows
 
 
 def spread(found: list[float]) -> list[float]:

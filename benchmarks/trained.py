@@ -12,14 +12,13 @@ import argparse
 import copy
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from _coverage_page import is_exact
+from _ranks import of_first_rank
 from by_others import MODELS, build_case
 from by_others.case import Case
 from coverage import load
@@ -42,10 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.only or spread(2 if arguments.quick else CHOSEN)
     runs = [(name, arguments.meshes[i % len(arguments.meshes)]) for i, name in enumerate(names)]
-    folder = tempfile.mkdtemp()
-    mp.spawn(train_all, (runs, folder), RANKS)
-    with open(f"{folder}/rows.json") as file:
-        rows = json.load(file)
+    rows = of_first_rank(train_all, RANKS, runs)
     exact = sum(row["exact"] for row in rows)
     print(f"{exact} of {len(rows)} have the weights of one process" if rows else "none is installed: make setup-models")
     if arguments.json:
@@ -63,11 +59,10 @@ def spread(number: int) -> list[str]:
     return [firsts[i * len(firsts) // number] for i in range(min(number, len(firsts)))]
 
 
-def train_all(rank: int, runs: list[tuple[str, str]], folder: str) -> None:
-    torch.set_num_threads(1)
+def train_all(rank: int, store: str, runs: list[tuple[str, str]]) -> list[dict[str, Any]]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
     cases = {name: case for name, _ in runs if (case := built(name))}  # before: some look for a process group
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     rows = []
     for name, mesh in ((name, mesh) for name, mesh in runs if name in cases):
         try:
@@ -77,10 +72,7 @@ def train_all(rank: int, runs: list[tuple[str, str]], folder: str) -> None:
         rows.append(row)
         if rank == 0:
             print(f"{name:<44} {mesh:<5} {row.get('text', row.get('error'))}", flush=True)
-    if rank == 0:
-        with open(f"{folder}/rows.json", "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
+    return rows
 
 
 def built(name: str) -> Case | None:

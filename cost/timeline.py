@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -203,17 +203,17 @@ def _with_ends(spans: tuple[tuple[Span, ...], ...], durations: Durations) -> Tim
     """With what each rank does once, after its actions."""
     grad_sums, optimizers = [], []
     for rank, done in enumerate(spans):
-        hidden = _hidden_s(done, durations, rank)
+        last = {span.stage: span.end_s - span.start_s for span in done if span.kind in "BW"}
+        hidden = _hidden_s(durations, rank, sum(last.values()))
         end = done[-1].end_s + durations.grad_sum_s[rank] - hidden
         grad_sums.append((done[-1].end_s - hidden, end))
         optimizers.append((end, end + durations.optimizer_s[rank]))
     return Timeline(spans, tuple(grad_sums), tuple(optimizers))
 
 
-def _hidden_s(done: Sequence[Span], durations: Durations, rank: int) -> float:
-    """Seconds that a rank's sums of gradients run beside its last backwards."""
-    last = {span.stage: span.end_s - span.start_s for span in done if span.kind in "BW"}
-    return min(durations.grad_sum_hidden * durations.grad_sum_s[rank], sum(last.values()))
+def _hidden_s(durations: Durations, rank: int, last_s: float) -> float:
+    """Seconds that a rank's sums of gradients run beside its last backwards, which take `last_s`."""
+    return min(durations.grad_sum_hidden * durations.grad_sum_s[rank], last_s)
 
 
 _FILLING, _COUNTED, _EMPTYING = 4, 4, 1
@@ -224,11 +224,12 @@ _FILLING, _COUNTED, _EMPTYING = 4, 4, 1
 def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends: bool) -> Timeline:
     """A step where the next batch follows without a flush: 1F1B of all their microbatches, and on each rank what comes
     once ("U") after the last backward of each batch."""
-    orders = [_without_flush(rank, pp, microbatches) for rank in range(pp)]
+    batches = _FILLING + _COUNTED + _EMPTYING
+    orders = [tuple(_with_updates(order, microbatches)) for order in actions("1f1b", pp, pp, batches * microbatches)]
     durations = _complete(durations, orders)
     once = [
         durations.grad_sum_s[rank] + durations.optimizer_s[rank]
-        - min(durations.grad_sum_hidden * durations.grad_sum_s[rank], durations.backward_s[rank]) for rank in range(pp)
+        - _hidden_s(durations, rank, durations.backward_s[rank]) for rank in range(pp)
     ]  # fmt: skip
     ran = _Run(orders, durations, overlap_sends, once).to_the_end()
     updates = [[index for index, span in enumerate(spans) if span.kind == "U"] for spans in ran]
@@ -245,14 +246,12 @@ def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends
     return replace(_with_ends(step, durations), begun=begun, period_s=(ends[1] - ends[0]) / _COUNTED)
 
 
-def _without_flush(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
-    ahead, number = pp - 1 - rank, (_FILLING + _COUNTED + _EMPTYING) * microbatches
-    order = [Action(rank, "F", index) for index in range(ahead)]
-    for index in range(number):
-        order += [Action(rank, "F", index + ahead)] if index + ahead < number else []
-        order.append(Action(rank, "B", index))
-        order += [Action(rank, "U", index)] if (index + 1) % microbatches == 0 else []
-    return tuple(order)
+def _with_updates(order: Sequence[Action], microbatches: int) -> Iterator[Action]:
+    """An order of several batches, with what comes after each."""
+    for action in order:
+        yield action
+        if action.kind == "B" and (action.microbatch + 1) % microbatches == 0:
+            yield action._replace(kind="U")
 
 
 def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durations:
@@ -330,11 +329,13 @@ class _Run:
                 self.waiting[rank] = missing
                 return woken
             start = clock if received is None else self._arrival(received, rank, clock)
-            start = max([start, *(self.done[result] for result in self._together(action))])
+            if kind == "U":
+                start = max([start, *(self.done[result] for result in self._together(action))])
             clock = start + self.seconds[kind][stage]
             spans.append(Span(start, clock, stage, kind, microbatch))
             self.done[_result(action)] = clock
-            woken += self._wake_tied(_result(action))
+            if self.durations.tied and kind == "B":
+                woken += self._wake_tied(_result(action))
             unsent.append(action)
             if joined and self._receiver(action) != rank:
                 continue
@@ -355,15 +356,13 @@ class _Run:
             own = (action.stage, _OWN[action.kind], action.microbatch)
             if own not in self.done:
                 return own
-            for result in self._together(action):
+            for result in self._together(action) if action.kind == "U" else ():
                 if result not in self.done:
                     return result
         return received if received is not None and received not in self.sent else None
 
     def _together(self, action: Action) -> list[_Result]:
         """The backwards on other ranks that end before tied gradients can be summed."""
-        if action.kind != "U":
-            return []
         others = {rank for group in self.durations.tied if action.stage in group for rank in group}
         return [(rank, "B", action.microbatch) for rank in sorted(others - {action.stage})]
 

@@ -26,6 +26,7 @@ from autopart.runtime.pipeline import Pipeline, StageModule, default_schedule
 from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
 from autopart.runtime.state.gradients import (
+    add_earlier,
     begin_call,
     connect_sums,
     connect_tied,
@@ -295,8 +296,7 @@ class Executable:
             for parameter, earlier in before.items():
                 parameter.grad = earlier
             raise
-        for parameter, earlier in before.items():
-            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        add_earlier(before)
 
 
 def brought_to(device: torch.device, program: Program, inputs: Sequence[Any]) -> list[Any]:

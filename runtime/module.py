@@ -225,7 +225,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
                     args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
                 )
             executable, comparison = self._executable(program, inputs, "step", options.text)
-        loss, flat = executable.step(inputs, options, comparison, self._loss_scaling)
+            loss, flat = executable.step(inputs, options, comparison, self._loss_scaling)
         if not outputs:
             return loss
         returned = tree_unflatten(flat, program.output_spec)

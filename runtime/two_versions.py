@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from autopart.runtime.loop.hooks import held_back
 from autopart.runtime.loop.loss_scaling import LossScaling, naming_operators
 from autopart.runtime.loop.step_options import StepOptions, divide_by
 from autopart.runtime.pipeline import Pipeline
-from autopart.runtime.state.gradients import sync_gradients
+from autopart.runtime.state.gradients import add_earlier, sync_gradients
 from autopart.runtime.sync.data_sync import DataSync
 from autopart.tracing.eager_semantics import no_autocast
 
@@ -214,8 +214,7 @@ class InFlight:
         if self.batch is not None and self.batch.pair is not pair:
             self.drain()
         self.versions.hold()
-        with self.drained_on_error():
-            batch = Batch(pair, self.versions.current, inputs, options, comparison)
+        batch = Batch(pair, self.versions.current, inputs, options, comparison)
         self._advance(batch, options.loss_scale, comparison.finish_comparison)
         loss = self._leave(options.loss_scale)
         return batch.no_loss if loss is None else loss
@@ -279,22 +278,21 @@ class InFlight:
     def _run(self, finishing: Batch | None, beginning: Batch | None, meet: Callable[[], None]) -> AutopartError | None:
         """The forwards and backwards of one period of 1F1B; what kept `beginning` from being begun."""
         refused: AutopartError | None = None
-        met = False
         ahead = self.process.mesh.size("pp") - 1 - self.process.pp
-        forwards = [(finishing, index) for index in range(ahead, finishing.microbatches)] if finishing else []
-        forwards += [(beginning, index) for index in range(ahead)] if beginning else []
+        old = [(finishing, index) for index in range(ahead, finishing.microbatches)] if finishing else []
+        new = [(beginning, index) for index in range(ahead)] if beginning else []
         backwards = range(finishing.microbatches if finishing else 0)
         summing = finishing.executable.summing(lambda: None) if finishing else nullcontext()
         with torch.enable_grad(), no_autocast(), naming_operators(), summing:
-            for forward, backward in itertools.zip_longest(forwards, backwards):
-                if forward is not None and forward[0] is beginning and not met:
-                    met, refused = True, _error_of(meet)
-                if forward is not None and (refused is None or forward[0] is not beginning):
+            for index, (forward, backward) in enumerate(itertools.zip_longest([*old, *new], backwards)):
+                if new and index == len(old):
+                    refused = _error_of(meet)
+                if forward is not None and (refused is None or index < len(old)):
                     self._forward(*forward)
                 if backward is not None and finishing is not None:
                     self._backward(finishing, backward)
             self.exchange.send()
-        return refused if met else _error_of(meet)
+        return refused if new else _error_of(meet)
 
     def _forward(self, batch: Batch, microbatch: int) -> None:
         batch.pipeline.loss_scale = batch.loss_scale
@@ -313,18 +311,16 @@ class InFlight:
             return None
         last, self.finished = self.finished, None
         factor = loss_scale / last.loss_scale
-        version = last.executable.parameters
+        before: dict[Tensor, Tensor | None] = {}
         with torch.no_grad(), held_back(self.parameters) as hooks:
-            before = {name: self.parameters[name].grad for name, tensor in version.items() if tensor.grad is not None}
-            for name in before:
-                grad, version[name].grad = version[name].grad, None
-                self.parameters[name].grad = grad if grad is None or factor == 1.0 else grad * factor
+            for name, version in last.executable.parameters.items():
+                if version.grad is not None:
+                    parameter = self.parameters[name]
+                    before[parameter] = parameter.grad
+                    parameter.grad, version.grad = version.grad if factor == 1.0 else version.grad * factor, None
             self.data_sync.bring_together(loss_scale)
             hooks.see_gradients()
-            for name, earlier in before.items():
-                parameter = self.parameters[name]
-                if earlier is not None:
-                    parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+            add_earlier(before)
         hooks.see_accumulated()
         return last.loss
 
@@ -385,10 +381,8 @@ class Flushes:
         if self._in_flight is not None:
             self._in_flight.check_landed(what)
 
-    @contextmanager
-    def _drained_on_error(self) -> Iterator[None]:
-        with self._in_flight.drained_on_error() if self._in_flight is not None else nullcontext():
-            yield
+    def _drained_on_error(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._in_flight is None else self._in_flight.drained_on_error()
 
     def _check_delayed(self, options: StepOptions, leaves_unsummed: bool) -> None:
         """Raises UsageError for what `step` cannot be asked for while batches overlap."""

@@ -80,6 +80,13 @@ def _chunks(
     return [(key, tuple(names)) for (key, _), buckets in rows.items() for names in buckets]
 
 
+def add_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
+    """Adds to `.grad` what was there before: {parameter: its earlier gradient}."""
+    for parameter, earlier in before.items():
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
 # --- On process groups.
 
 

@@ -15,6 +15,7 @@ from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.dp_sync import ALL_REDUCE, HOOK, Method
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process
+from autopart.runtime.state.gradients import add_earlier
 from autopart.runtime.state.state import stored_cuts
 from autopart.runtime.sync.gradients import Draws, State, servers, summed, synchronised
 from autopart.runtime.sync.hooks import Hook, in_group, run_hook
@@ -99,18 +100,15 @@ class DataSync:
         if self.is_in_backward or leave():
             return
         self.is_in_backward = True
-        before = {name: self.parameters[name].grad for name in self.methods}
-        for name in before:
-            self.parameters[name].grad = None
+        before = {self.parameters[name]: self.parameters[name].grad for name in self.methods}
+        for parameter in before:
+            parameter.grad = None
 
         @torch.no_grad()
         def ends() -> None:
             self.is_in_backward = False
             self.bring_together()
-            for name, earlier in before.items():
-                parameter = self.parameters[name]
-                if earlier is not None:
-                    parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+            add_earlier(before)
 
         at_end_of_backward(ends)
 
