@@ -28,7 +28,7 @@ from . import collectives
 from .collectives import levels
 from .dp_sync import Carried, exchanges, passes, remembered_bytes
 from .hardware import Hardware
-from .work import BUCKET_COPIES, CHOSEN, Size, Sizes, Work, traffic
+from .work import BUCKET_COPIES, CHOSEN, COPY_TRAFFIC, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 
 
 def ranks_of(axis: str) -> sympy.Expr:
@@ -215,7 +215,10 @@ class Formula:
             **work, "sends": several * (2 * m + 2 * (pp - 1)) * self._send_s(),
             "bubble": (pp - 1) / (v * m) * sympy.Add(*work.values()) if self.versions == 1 else sympy.Integer(0),
             **self._sums(), **self._methods(),
-            "optimizer": traffic(self.versions) * self._held(self.totals.trained) / pp / M,
+            "optimizer": (
+                OPTIMIZER_TRAFFIC * self._held(self.totals.trained)
+                + COPY_TRAFFIC * (self.versions - 1) * self._held(self.totals.stored)
+            ) / pp / M,
         }  # fmt: skip
 
     def _sent(self) -> tuple[sympy.Expr, sympy.Expr]:
@@ -315,7 +318,7 @@ class Formula:
         held = m if self.receives_held is None else self.receives_held
         flight = sympy.Min(m, pp * more) / pp
         return {
-            "parameters": stored + (self.versions - 1) * trained, "gradients": trained,
+            "parameters": self.versions * stored, "gradients": trained,
             "optimizer": _exact(self.state_bytes - 1) * trained,
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers), "gathered": self._gathered() / pp,

@@ -360,6 +360,7 @@ class Priced:
         sums = self._sums(held, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
         trained = sum(map(self._gradient_bytes, held.values()))
+        copied = (self.versions - 1) * sum(map(self.local_bytes, held.values()))
         methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(held))
         gathers_s = 0.0
         for axis in sorted({self._parts_over(self.table.parameters[known]) for known in held.values()}):
@@ -370,7 +371,7 @@ class Priced:
                 seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter")
             gathers_s += gradient_sum_s(sum(map(self.whole_bytes, mine)), ranks, self.hardware, "all_gather")
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
-        found = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, self.versions)}
+        found = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, copied)}
         found |= {"gather_s": gathers_s} if gathers_s else {}
         found |= {"methods_s": methods_s} if methods_s else {}
         return {name: _digits(taken) for name, taken in found.items()}
@@ -476,11 +477,10 @@ class Priced:
             grown = sum(max(self._gradient_bytes(known), self._whole_gradient(known)) for known in held.values())
             row: dict[str, Any] = {
                 "stages": list(mine),
-                "parameters": sum(map(self.local_bytes, held.values())) + (self.versions - 1) * gradients,
-                "gradients": gradients,
-                "optimizer": gradients * (setting.state_bytes - 1), "buffers": table.buffer_bytes,
+                "parameters": self.versions * sum(map(self.local_bytes, held.values())),
+                "gradients": gradients, "optimizer": gradients * (setting.state_bytes - 1),
+                "buffers": table.buffer_bytes, "activations": most.size_bytes,
                 "inputs": self.versions * table.input_bytes * setting.rows * self.times.s,
-                "activations": most.size_bytes,
                 "temporary": max(one.backward for one in mine.values()),
                 "communication": posted * sum(sent[i] * (i - 1 not in mine) + sent[i + 1] * (i + 1 not in mine)
                                               for i in mine),

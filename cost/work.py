@@ -19,6 +19,9 @@ from .hardware import Hardware
 OPTIMIZER_TRAFFIC = 7
 """Values that AdamW reads (parameter, gradient, two moments) and writes (all but the gradient), per parameter."""
 
+COPY_TRAFFIC = 2
+"""Of a copy: each value is read and written."""
+
 BUCKET_COPIES = 2
 """A gradient is copied into a flat bucket, and out of it again; each reads and writes it."""
 
@@ -180,11 +183,6 @@ def gradient_sum_s(
     return found
 
 
-def traffic(versions: int) -> int:
-    """How often an update moves the bytes of the parameters: of AdamW, and of the copy that is a second version."""
-    return OPTIMIZER_TRAFFIC + 2 * (versions - 1)
-
-
-def optimizer_s(size_bytes: float, hardware: Hardware, versions: int = 1) -> float:
-    """Seconds of AdamW's update of so many bytes of parameters, which are held in so many versions."""
-    return traffic(versions) * size_bytes / hardware.memory_bytes_per_s
+def optimizer_s(size_bytes: float, hardware: Hardware, copied_bytes: float = 0.0) -> float:
+    """Seconds of AdamW's update of so many bytes of parameters, and of a copy of so many."""
+    return (OPTIMIZER_TRAFFIC * size_bytes + COPY_TRAFFIC * copied_bytes) / hardware.memory_bytes_per_s

@@ -390,6 +390,21 @@ def test_plan_has_a_second_version_and_no_bubble(mesh, tmp_path):
     late.cost.at(m=8)
 
 
+def test_frozen_weights_have_two_versions_too():
+    """What changes them between two steps, such as a running mean of others, must not reach a batch in flight."""
+    model, batches = example()
+    model.model.embed_tokens.requires_grad_(False)
+    plain, late = (
+        autopart.plan(model, "pp2", example_kwargs=batches[0], microbatches=4, schedule=schedule)
+        for schedule in ("1f1b", "1f1b_2bw")
+    )
+    for one, two in zip(plain.memory, late.memory, strict=True):
+        assert two["parameters"] == 2 * one["parameters"]
+    assert plain.memory[0]["gradients"] < plain.memory[0]["parameters"]
+    values = (late.cost.memory_parts["parameters"], plain.cost.memory_parts["parameters"])
+    assert values[0] == 2 * values[1]
+
+
 def test_verify_gives_optimizers_the_gradient_of_the_batch_before():
     model, batches = example()
     one = Delayed(copy.deepcopy(model))

@@ -62,7 +62,7 @@ def _rank_memory(
     optimizer = {f"optimizer state of {name}": OPTIMIZER_VALUES * size for name, size in trained.items()}
     stored = {f"parameter {name}": size for name, size in sizes.items()}
     largest = stored | {f"gradient of {name}": size for name, size in trained.items()} | optimizer
-    lasting = (sum(sizes.values()) + (versions - 1) * gradients, sum(optimizer.values()), _buffer_bytes(trace),
+    lasting = (versions * sum(sizes.values()), sum(optimizer.values()), _buffer_bytes(trace),
                versions * (_input_bytes(trace) + sum(memories[stage].input_bytes for stage in mine)))  # fmt: skip
     remembered = _remembered_bytes(trace, program, trained)
     passing = max(most_at_once(ran, taken, grown), received, gradients + bucket)
