@@ -288,7 +288,9 @@ class Formula:
     def _beside(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:
         """What is left of seconds of communication of which all but the last bucket runs beside so many of work."""
         hidden = self.totals.hidden * self.hardware.overlap
-        return moved - sympy.Min(hidden * moved, work) if hidden else moved
+        return (
+            moved - sympy.Min(hidden * moved, work, evaluate=False) if hidden else moved
+        )  # it looks long for which is less
 
     def _held(self, size: Size) -> sympy.Expr:
         """Of parameters, what a rank has of them."""
@@ -336,7 +338,7 @@ class Formula:
     def memory_bytes(self) -> sympy.Expr:
         """The most at a time: with one microbatch gradients come while activations go."""
         parts = self.memory_parts
-        less = sympy.Min(parts["gradients"], parts["activations"])
+        less = sympy.Min(parts["gradients"], parts["activations"], evaluate=False)
         return sympy.Add(*parts.values()) - sympy.Piecewise((less, sympy.Eq(m, 1)), (0, True))
 
     # Numbers
