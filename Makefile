@@ -18,10 +18,10 @@ demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py
 
 test: $(STAMP)  ## run the tests but the large matrices; those that need a GPU skip without one
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not large"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not large"
 
 test-all: $(STAMP)  ## run every test, the large matrices too
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 fuzz: $(STAMP)  ## run 2,000 random graphs in random layouts (make fuzz SEED=n: from that seed on)
 	@echo "make fuzz SEED=$(SEED)"

@@ -155,6 +155,8 @@ class Cost(dict[str, Any]):
 
         >>> plan.cost.subs(tp=8), plan.cost.subs({"tp": 8}), plan.cost.subs("tp", 8)    # doctest: +SKIP
         """
+        from sympy import sympify
+
         from .formula import in_node_of
 
         pairs = [values] if len(values) == 2 else list(dict(*values).items())
@@ -164,7 +166,8 @@ class Cost(dict[str, Any]):
         unknown = [name for name in given if name not in symbols]
         if unknown:
             raise OptionError(f"the cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
-        return self.expression.subs({symbols[name]: value for name, value in given.items()})
+        # All at once: `Expr.subs` goes symbol by symbol, and looks each time for which of two long terms is less.
+        return self.expression.xreplace({symbols[name]: sympify(value) for name, value in given.items()})
 
     def at(self, **sizes: float) -> Figures:
         """The figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed, all else being the plan's.

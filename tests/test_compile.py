@@ -83,6 +83,7 @@ def graphs_after(num_steps, sizes, options):
     return found, num_graphs[num_steps:]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("options", "num_kinds"), [
     ({}, 3),  # the first block, whose input needs no gradient, the others, and the loss
     ({"microbatches": 2}, 3),

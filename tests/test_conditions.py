@@ -128,6 +128,7 @@ def trained(mesh):
     zoo.assert_steps_alike(autopart.parallelize(model, mesh, example_args=given), model, *given)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_conditions_over_processes(mesh):
     dist.run_ranks(trained, 2, mesh, timeout_s=120.0)

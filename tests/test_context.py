@@ -87,6 +87,7 @@ def test_all_of_the_sequence_is_cut(name, seq, mesh):
     assert {kind for axis, kind in moved if axis == "cp"} <= {"all_gather", "reduce_scatter", "all_reduce"}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("ignored", ["the second half", "all but one"])
 def test_labels_are_counted_over_the_whole_sequence(ignored):
     """A rank whose labels are all ignored has no share in the loss, and the mean is that of the global batch."""
@@ -110,6 +111,7 @@ def test_what_mixes_positions_is_brought_together():
     assert report.ok, report
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "cp2"), ("t5", "cp2"), ("gpt2", "cp2,tp2"), ("llama", "dp2,cp2")])
 def test_on_processes(name, mesh):
     ranks = 2 if mesh == "cp2" else 4
@@ -182,6 +184,7 @@ def plain(seq):
 CAUSAL = {"llama": lambda seq: zoo.llama(seq=seq, rows=2), "plain": plain}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("largest", [2**24, 16], ids=["masks are made", "masks are too large"])
 @pytest.mark.parametrize(("made", "seq", "mesh"), [("llama", 24, "cp2"), ("plain", 25, "cp2"), ("plain", 24, "cp3")])
 def test_a_rank_leaves_out_what_its_queries_do_not_see(made, seq, mesh, largest):
@@ -190,6 +193,7 @@ def test_a_rank_leaves_out_what_its_queries_do_not_see(made, seq, mesh, largest)
     assert found[:-1] == [(layers, 0)] * (len(found) - 1), found  # the last of the ranks may see all
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("context", "exchanges"), [("gather", False), ("ulysses", True)])
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "cp2"), ("bert", "cp2"), ("t5", "cp2"), ("llama", "cp2,tp2")])
 def test_what_attention_does_can_be_asked_for(name, mesh, context, exchanges):

@@ -95,6 +95,7 @@ MESHES: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("experts", [RowsAdded, IndexAdded])
 @pytest.mark.parametrize(("mesh", "options"), MESHES)
 def test_a_loop_over_experts_is_exact(experts, mesh, options):
@@ -371,6 +372,7 @@ def trained(mesh, options):
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options"), [("tp2", {}), ("dp2", {"zero": 3}), ("pp2", {"microbatches": 4})])
 def test_experts_train_over_processes_as_one_device_does(mesh, options):
     dist.run_ranks(trained, 2, mesh, options, timeout_s=120.0)

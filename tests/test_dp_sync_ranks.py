@@ -133,16 +133,19 @@ def test_two_ranks_train_as_defined(method: str, kind: str):
     check(run_ranks(train, 2, "dp2", method, kind), expected(method, kind, 2))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("method", ["double_squeeze:sign", "qsgd:4bit", "gossip:one_peer", "gradient_tracking:grid"])
 def test_four_ranks_train_as_defined(method: str):
     check(run_ranks(train, 4, "dp4", method, "sgd"), expected(method, "sgd", 4))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("method", ["top_k:0.2", "gossip:ring,4", "diloco:5"])
 def test_pipelines_train_as_defined(method: str):
     check(run_ranks(train, 4, "dp2,pp2", method, "adamw"), expected(method, "adamw", 2))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("method", ["parameter_server", "exact_diffusion:ring", "local:4"])
 def test_sharded_models_train_as_defined(method: str):
     check(run_ranks(train, 4, "dp2,tp2", method, "adamw"), expected(method, "adamw", 2))

@@ -65,6 +65,7 @@ def looped(form, **options):
 MESHES = ["ep2", "ep4", "dp2,ep2", "ep2,tp2", "cp2,ep2", "pp2,ep2"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("form", ["where", "nonzero", "mask"])
 def test_a_loop_is_exact(form, mesh):
@@ -73,6 +74,7 @@ def test_a_loop_is_exact(form, mesh):
     assert report.ok, report
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [{"recompute": "full"}, {"zero": 3}, {"zero": 3, "recompute": "full"}], ids=str)
 def test_beside_other_options(options):
     model, batch = looped("where", towards=(99.0, 98.0, 0.0, 0.0))  # no row for two of the experts
@@ -104,6 +106,7 @@ def three_steps(mesh):
     zoo.assert_close_outputs(pm.step(**batch), alone(**batch), where="loss")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["ep2", "dp2,ep2"])
 def test_on_processes(mesh):
     dist.run_ranks(three_steps, Mesh.parse(mesh).num_ranks, mesh, timeout_s=120.0)

@@ -132,6 +132,7 @@ def test_a_block_has_two_all_reduces_each_way(case, mesh):
     assert not wrong, wrong
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "mesh"), ALL)
 def test_nothing_is_gathered(case, mesh):
     """Nor is any value in the program as long as the vocabulary: logits and their loss stay sharded."""

@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
+from traced import plan_of, verified
 
 import autopart
 from autopart.errors import LayoutError, OptionError, StageError
 from autopart.ir.mesh import Mesh
+from autopart.proof.verify import VerificationRun
+from autopart.tracing.trace import bind_call
 
 EXPERTS, WIDTH, TIMES = 4, 8, 2
 
@@ -95,10 +98,10 @@ def test_however_their_products_are_written(name, implementation):
     model, batch = small(name)
     model = copy.deepcopy(model)
     model.set_experts_implementation(implementation)
-    plan = autopart.plan(model, "ep2", example_kwargs=batch)
-    stacks = {name: on["ep"] for name, on in plan.parameters.items() if ".experts." in name}
+    run = VerificationRun(model, bind_call(model, (), batch))
+    stacks = {name: on["ep"] for name, on in plan_of(run, "ep2").parameters.items() if ".experts." in name}
     assert stacks and set(stacks.values()) == {"S(0)"}, stacks
-    report = autopart.verify(model, "ep2", example_kwargs=batch)
+    report = verified(run, "ep2")
     assert report.ok, report
 
 
@@ -138,6 +141,7 @@ def same_step(towards, mesh):
     assert {name: tuple(p.shape) for name, p in pm.named_parameters()}["up"] == (2, WIDTH, 3 * WIDTH)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("towards", [(0.0,) * EXPERTS, (99.0, 99.0, 0.0, 0.0)], ids=["spread", "one rank"])
 @pytest.mark.parametrize("mesh", ["ep2", "dp2,ep2"])
 def test_on_processes(mesh, towards):

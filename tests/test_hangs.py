@@ -81,6 +81,7 @@ def told(call):
     return None
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_a_rank_that_does_not_come(mesh):
     (text, seconds), _ = dist.run_ranks(train, 2, mesh, "skip", timeout_s=90)

@@ -234,6 +234,7 @@ def dropout_of_all_rows(mesh, rng):
     return losses
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rng", ["exact", "fast"])
 def test_dropout_is_that_of_the_global_batch(rng):
     for whole, local in run(dropout_of_all_rows, "dp2", rng):

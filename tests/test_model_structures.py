@@ -360,6 +360,7 @@ def trains(name, mesh):
     assert all(torch.equal(found[n], before[n]) for n in frozen)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [("Frozen", "tp2"), ("Lists", "dp2"), ("Hooks", "tp2"), ("Hooks", "dp2"), ("StraightThrough", "tp2")],

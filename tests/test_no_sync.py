@@ -188,6 +188,7 @@ def refusals(mesh, **options):
         read()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options"), [("dp2", {}), ("pp2", {"microbatches": 2})])
 def test_gradients_that_are_not_summed_are_not_read(mesh, options):
     run(refusals, mesh, **options)

@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from traced import plan_of, verified
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopart
 from autopart.ir.graph import operator_name
 from autopart.proof.reference import NOT_DOUBLE
+from autopart.proof.verify import VerificationRun
 from autopart.recipe import prepare
 from autopart.tracing.trace import bind_call
 
@@ -83,13 +85,12 @@ def test_mixtral(implementation):
     torch.manual_seed(0)
     model = MixtralForCausalLM._from_config(config, experts_implementation=implementation)
     ids = torch.randint(64, (4, 6))
-    plan = autopart.plan(model, "tp2", example_kwargs={"input_ids": ids, "labels": ids})
+    run = VerificationRun(model, bind_call(model, (), {"input_ids": ids, "labels": ids}))
+    plan = plan_of(run, "tp2")
     experts = {name: place["tp"] for name, place in plan.parameters.items() if "experts" in name}
     assert set(experts.values()) == {"S(1; sections=2)", "S(2)"}  # column- and row-parallel, one all-reduce a layer
     for mesh, microbatches in (("tp2", 1), ("pp2,dp2", 2)):
-        found = autopart.verify(
-            model, mesh, example_kwargs={"input_ids": ids, "labels": ids}, microbatches=microbatches
-        )  # fmt: skip
+        found = verified(run, mesh, microbatches=microbatches)
         assert found.ok, found
         assert (NOT_DOUBLE in found.notes) == (implementation == "grouped_mm")
 

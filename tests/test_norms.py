@@ -248,6 +248,7 @@ def raised(call: Callable[[], Any]) -> str:
     return str(failure.value)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["pp2", "tp2"])
 def test_every_list_of_parameters_is_understood(mesh):
     found = on_ranks(lists_of_all_kinds, mesh)

@@ -167,6 +167,7 @@ OF_LBFGS = """LBFGS cannot train a part of a model
   try    torch.optim.AdamW, or a mesh of dp alone with zero=0"""
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero", "refused"), [
     ("tp2", 0, {"Muon", "Adafactor", "LAMB", "LBFGS", "Centred"}),
     ("dp2", 3, {"Muon", "Adafactor", "LAMB", "LBFGS", "Centred"}),

@@ -138,7 +138,7 @@ LOOP = [(8, 12), (8, 7), (4, 9), (8, 12), (5, 12), (8, 7), (1, 3)]
 
 def train_on(name, mesh, shapes):
     """Training steps and calls on batches of these shapes, beside the plain model; what was traced and solved."""
-    model, batch = BUILDERS[name]()
+    model, batch = BUILDERS[name](num_layers=1)
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch)
     options = {"lr": 1e-2, "weight_decay": 0.1}
     optimizers = torch.optim.AdamW(pm.parameters(), **options), torch.optim.AdamW(model.parameters(), **options)
@@ -183,7 +183,7 @@ def test_a_loop_on_all_axes():
 
 def own_loop(mesh):
     """`pm(**batch).loss.backward()` with the last batch of an epoch smaller."""
-    model, batch = zoo.gpt2()
+    model, batch = zoo.gpt2(num_layers=1)
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch, microbatches=4)
     for rows in (8, 5, 6):
         batch = tokens("gpt2", rows, 12)
@@ -204,7 +204,7 @@ def test_the_users_own_loop_with_a_smaller_last_batch():
 
 def generate(mesh):
     """A sequence that grows token by token, in eval mode and without labels, after training steps."""
-    model, batch = zoo.gpt2()
+    model, batch = zoo.gpt2(num_layers=1)
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch)
     pm.step(**batch)
     model.eval()
@@ -230,7 +230,7 @@ def test_a_growing_sequence(mesh):
 
 def options_and_inputs(mesh):
     """Other options and other inputs are other calls."""
-    model, batch = zoo.bert()
+    model, batch = zoo.bert(num_layers=1)
     pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batch)
     zoo.assert_close_outputs(pm(**batch), model(**batch))
     zoo.assert_close_outputs(pm(**batch, return_dict=False), model(**batch, return_dict=False))

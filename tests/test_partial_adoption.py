@@ -130,6 +130,7 @@ def same_gradients(model, plain):
     zoo.assert_same_grads({name: grad for name, grad in found.items() if grad is not None}, expected)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 @pytest.mark.parametrize("use", USES)
 def test_a_module_inside_a_plain_model(use, mesh):

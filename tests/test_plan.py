@@ -119,6 +119,7 @@ def test_the_solver_is_what_the_fixture_forbids(forbid_choosing):
             autopart.plan(model, mesh, example_kwargs=batch)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ZOO)
 def test_a_plan_from_a_file_gives_the_identical_program(name, tmp_path, forbid_choosing):
     run, mesh = run_of(ZOO[name]), Mesh.parse("pp2,tp2")

@@ -235,6 +235,7 @@ def test_activations_are_those_that_autograd_saves(name, mesh, options):
             assert held == estimated > 0, f"stage {stage}"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_states_are_as_parameters_are_stored(zero):
     model, batch = build("gpt2")

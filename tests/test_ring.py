@@ -60,6 +60,7 @@ def sequence(attend):
     return Attends(attend).double(), {"x": torch.randn(2, 24, 16, dtype=torch.double)}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["cp2", "cp4", "dp2,cp2", "pp2,cp2", "cp2,tp2"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "phi3"])
 def test_it_is_exact(name, mesh):
@@ -67,6 +68,7 @@ def test_it_is_exact(name, mesh):
     assert autopart.verify(model, mesh, example_kwargs=batch, context="ring").ok
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options"), [
     ("cp3", {}), ("cp4", {}), ("dp2,cp3", {"zero": 3, "recompute": "full"}), ("cp3", {"recompute": "selective"}),
     ("cp3,tp2", {"sequence_parallel": True}), ("cp2", {"precision": "bf16"}),
@@ -100,6 +102,7 @@ def same(name, mesh, seq, largest):
     return [bool(argument(node, "runs")) for node in rings]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh", "seq", "largest", "told"), [
     ("llama", "cp2", 24, 2**24, True), ("plain", "cp2", 25, 16, True), ("llama", "cp3", UNEVEN, 16, True),
     ("bert", "cp2", 12, 2**24, False), ("gpt2", "cp2,tp2", 12, 2**24, True), ("llama", "pp2,cp2", 12, 2**24, True),
@@ -142,6 +145,7 @@ def sent_in_a_step(name, mesh):
     return sent[0], sum(row["bytes"] for row in rows if (row["axis"], row["kind"]) == ("cp", "send"))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "cp2"), ("llama", "cp3")])
 def test_what_is_sent_is_what_the_plan_says(name, mesh):
     """Of llama two heads of keys and values, not the four of queries that they are repeated for."""

@@ -81,6 +81,7 @@ def test_exact_in_one_process(name, mesh, recompute, slow):
     assert_exact(run, mesh, plan)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_exact_with_every_schedule(name, schedule, slow):

@@ -69,6 +69,7 @@ def train(mesh):
     return float(loss), model.full_grads()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["dp2", "tp2"])
 def test_processes_compute_with_it(mesh):
     torch.manual_seed(0)

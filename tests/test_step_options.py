@@ -259,6 +259,7 @@ def mask_of_the_step(mesh):
     same_grads(pm, grads_of(model))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "pp2", "dp2"])
 def test_outputs_are_of_the_forward_that_is_differentiated(mesh):
     run(mask_of_the_step, mesh)
@@ -374,6 +375,7 @@ def too_few_tokens(mesh):
     return str(error.value)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["pp2", "dp2"])
 def test_fewer_tokens_than_the_batch_has(mesh):
     texts = run(too_few_tokens, mesh)

@@ -152,6 +152,7 @@ def trained(mesh):
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_transforms_over_processes(mesh):
     dist.run_ranks(trained, 2, mesh, timeout_s=120.0)

@@ -127,6 +127,7 @@ def trained(mesh, kind="llama", optimizer=adamw, max_norm=None, looks=(), number
         both.same_weights()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("mesh", "kind", "options"),
     [
@@ -145,6 +146,7 @@ def many(mesh):
     trained(mesh, number=25, optimizer=sgd)
 
 
+@pytest.mark.large
 def test_fifty_steps():
     dist.run_ranks(many, 4, "dp2,pp2", timeout_s=TIMEOUT_S)
 
@@ -372,6 +374,7 @@ def test_a_search_never_chooses_it():
     assert all(plan.schedule.name != "1f1b_2bw" for plan in found)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mesh", ["pp2", "pp4", "dp2,pp2"])
 def test_plan_has_a_second_version_and_no_bubble(mesh, tmp_path):
     model, batches = example()

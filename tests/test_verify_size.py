@@ -147,6 +147,7 @@ def test_it_is_said_before(tmp_path, monkeypatch):
     assert "which needs about" in said[0] and "0.02 GB are free" in said[0]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("num_ranks", [1, 2, 6, 8])
 @pytest.mark.parametrize("entries", [LLAMA_8B, GPT2, MIXTRAL])
 def test_smaller_sizes_divide_as_the_model_s_do(entries, num_ranks, tmp_path):

@@ -153,6 +153,7 @@ def with_optimizers(zero: int) -> None:
             zoo.assert_close_outputs(found[name], value, where=name)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("zero", [1, 2])
 def test_fused_and_foreach_optimizers(zero):
     dist.run_ranks(with_optimizers, 2, zero)

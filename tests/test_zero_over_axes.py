@@ -73,6 +73,7 @@ def test_experts_are_stored_over_the_axes_that_do_not_cut_them():
     assert plan.parameters["head.weight"] == {"dp_cp_ep": "S(0)", "cp": "R(grad P)", "ep": "R(grad P)"}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "ranks"), [("dp2", 2), ("cp2", 2), ("dp2,cp2", 4), ("dpr2,cp2", 2)])
 def test_a_rank_holds_one_part_of_all(mesh, ranks):
     """With ZeRO 1 and 2 vectors too: of all parameters, their gradients and AdamW's state, a share of the ranks."""
@@ -124,6 +125,7 @@ def test_a_pin_of_the_data_axis_is_for_all_that_is_joined_to_it():
 # --- on processes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [("gpt2", "dp2,cp2", {"zero": 1}), ("llama", "dp2,cp2", {"zero": 2, "microbatches": 2}),
@@ -164,6 +166,7 @@ def train_mixture(mesh: str, zero: int) -> None:
         zoo.assert_close_outputs(found[name], value, where=name)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero"), [("ep2", 3), ("dp2,ep2", 1), ("dp2,ep2", 3)])
 def test_training_a_mixture_over_processes(mesh, zero):
     dist.run_ranks(train_mixture, Mesh.parse(mesh).num_ranks, mesh, zero, timeout_s=120)
