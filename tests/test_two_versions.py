@@ -14,7 +14,7 @@ from autopart.errors import AutopartError, InputError, OptionError, StageError, 
 from autopart.ir.mesh import Mesh
 
 TIMEOUT_S = 150.0
-SIZES = {"num_layers": 4, "hidden": 32, "heads": 4, "vocab": 32, "rows": 8, "seq": 8}
+SIZES = {"num_layers": 2, "hidden": 32, "heads": 4, "vocab": 32, "rows": 8, "seq": 8}
 TWO_BW = {"schedule": "1f1b_2bw", "microbatches": 4}
 
 
