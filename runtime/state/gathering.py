@@ -62,11 +62,7 @@ def gather_blocks(
     for node in casts:
         _insert_cast(module, node, blocks)
 
-    def form(node: fx.Node) -> tuple[torch.dtype, int]:
-        part = module.get_parameter(source_name(node))
-        return part.dtype, part.nbytes
-
-    for row in gathered_together(nodes, form, alone):
+    for row in gathered_together(nodes, lambda node: module.get_parameter(source_name(node)).dtype, alone):
         axis = groups[str(axis_of(row[0]))]
         group, reducing = process.along(axis), process.beside(axis)
         part = [module.get_parameter(source_name(node)) for node in row]
@@ -149,10 +145,12 @@ class GatheredBlocks:
     def take(self, index: int) -> list[Tensor]:
         """The weights of a block, and begins to gather those of the next."""
         wait = self.begun.pop(index, None) or self.order[index].begin()
+        weights = wait()
+        del wait  # and with it what was received, before there is more
         for following in self._following(index):
             if following not in self.begun and following not in self.again:
                 self.begun[following] = self.order[following].begin()
-        return wait()
+        return weights
 
     def _following(self, index: int) -> list[int]:
         """The blocks to gather ahead where one is read."""

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.compat import gather_collective, is_gloo, scatter_collective
 from autopart.ir.buckets import bucketed, kinds
 from autopart.ir.pieces import Cut
 from autopart.ir.storing import GATHERS, Way
-from autopart.runtime.comm.watch import watching
+from autopart.runtime.comm.parts import begin_gather, begin_scatter
+from autopart.runtime.state.reducing import flatten
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,10 @@ class PartBucket:
 
     def gather(self, parts: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
         """Begins to gather the whole of each parameter, and gives what waits for it; `into`: where they are to be."""
-        ranks = self.group.size()
-        pairs = zip(self.stored, parts, strict=True)
-        sent = [one.cut.padded(part).to(one.read_dtype).reshape(-1) for one, part in pairs]
-        flat = sent[0] if len(sent) == 1 else torch.cat(sent)
-        only = self.stored[0].cut.is_in_order and len(sent) == 1
+        ranks, flat = self.group.size(), self._sent(parts)
+        only = self.stored[0].cut.is_in_order and len(parts) == 1
         target = into[0].view(-1) if only and into is not None else flat.new_empty(ranks * flat.numel())
-        wait = _begin(gather_collective(), target, flat, self.group)
+        wait = begin_gather(target, flat, self.group)
 
         def whole() -> list[Tensor]:
             received = wait()
@@ -103,7 +100,7 @@ class PartBucket:
             flat = grads[0].contiguous().view(-1).to(stored[0].grad_dtype)
         else:
             flat = _flat(stored, grads, ranks)
-        wait = _begin_scatter(flat, self.group)
+        wait = begin_scatter(flat, self.group)
 
         def parts() -> list[Tensor]:
             pieces = wait().split([math.prod(one.padded_shape) for one in stored])
@@ -111,6 +108,12 @@ class PartBucket:
             return [one.cut.trimmed(piece.view(one.padded_shape), rank).to(one.dtype) for one, piece in pairs]
 
         return parts
+
+    def _sent(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parts one behind the other, in the dtype of the wholes."""
+        padded = [one.cut.padded(part) for one, part in zip(self.stored, parts, strict=True)]
+        dtype = self.stored[0].read_dtype
+        return padded[0].to(dtype).reshape(-1) if len(padded) == 1 else flatten(padded, dtype)
 
     def _places(self) -> Iterable[tuple[int, int]]:
         """Where each part lies in the flat vector."""
@@ -129,41 +132,6 @@ def _flat(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -> Tens
             place.narrow(one.cut.dim, 0, count).copy_(grad.narrow(one.cut.dim, begin, count))
         start += size
     return flat.view(-1)
-
-
-def _begin(
-    collective: Callable[..., dist.Work], output: Tensor, values: Tensor, group: dist.ProcessGroup
-) -> Callable[[], Tensor]:
-    """Begins a collective, and gives what waits for its output. Raises HangError there where a rank does not come."""
-    on_host = values.is_cuda and is_gloo(group, values.device)
-    received, sent = (output.cpu(), values.cpu()) if on_host else (output, values)
-    with watching(group.group_name):
-        work = collective(received, sent, group=group, async_op=True)
-
-    def wait() -> Tensor:
-        with watching(group.group_name):
-            work.wait()
-        return output.copy_(received) if on_host else output
-
-    return wait
-
-
-def _begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begins to sum vectors of all ranks of which each keeps a part, and gives what waits for it. Gloo all-reduces them
-    whole, which sends twice as much as each part to the rank that sums it."""
-    ranks = group.size()
-    if flat.is_cuda or dist.get_backend(group) != "gloo":
-        return _begin(scatter_collective(), flat.new_empty(flat.numel() // ranks), flat, group)
-    received = _begin(dist.all_to_all_single, torch.empty_like(flat), flat, group)
-
-    def part() -> Tensor:
-        first, *others = received().view(ranks, -1)
-        total = first + others[0]
-        for other in others[1:]:
-            total += other
-        return total
-
-    return part
 
 
 def part_buckets(stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None) -> list[PartBucket]:

@@ -110,6 +110,11 @@ class Pending:
             self.sums, self.wait = self.wait(), None
         return self.sums
 
+    def taken(self) -> list[Tensor]:
+        """Those that are there, which nothing else holds afterwards: autograd copies a gradient that is held."""
+        sums, self.sums = self.finish(), []
+        return sums
+
 
 class _Leave(torch.autograd.Function):
     """What graphs read of tensors; backward begins to sum the gradients, and gives empty ones of their form."""
@@ -130,11 +135,11 @@ class _Leave(torch.autograd.Function):
         if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
             ctx.pending.sums = given
         elif present:
-            ctx.pending.wait = ctx.crossing.send(given, present)
             under_way = ctx.crossing.under_way
-            under_way.append(ctx.pending)
-            while len(under_way) > UNDER_WAY:
+            while len(under_way) >= UNDER_WAY:
                 under_way.popleft().finish()
+            ctx.pending.wait = ctx.crossing.send(given, present)
+            under_way.append(ctx.pending)
         return None, None, *(ctx.forms[i] if i in present else None for i in range(len(grads)))
 
 
@@ -149,7 +154,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums = iter(ctx.pending.finish())
+        sums = iter(ctx.pending.taken())
         return None, *(None if grad is None else next(sums) for grad in grads)
 
 
@@ -306,11 +311,11 @@ class Reducer:
         if not bucket.each and self.backwards < self.microbatches - 1:
             return
         self.before_first()
+        while len(self.begun) >= UNDER_WAY:
+            self.begun.popleft()()
         finish = bucket.begin()
         if finish is not None:
             self.begun.append(finish)
-        while len(self.begun) > UNDER_WAY:
-            self.begun.popleft()()
 
     def _begin_rest(self) -> None:
         while self.next < len(self.buckets):
