@@ -68,13 +68,13 @@ def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
 
 
 def gathered_together(
-    nodes: Sequence[fx.Node], dtype: Callable[[fx.Node], torch.dtype], alone: bool = False
+    nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alone: bool = False
 ) -> list[list[fx.Node]]:
     """The gathers of parameters that are one collective, in their order: consecutive ones of a block, of one operator,
-    axis and dtype, and of one region that is run again.
+    axis and kind, and of one region that is run again.
 
     Args:
-        dtype: of the parameter that a node gathers.
+        kind: of the parameter that a node gathers: its dtype, over what its gradient is summed too.
         alone: each by itself.
     """
     if alone:
@@ -86,8 +86,8 @@ def gathered_together(
         name = source_name(node)
         if block_of(name) != block:
             block, number = block_of(name), number + 1
-        kind = number, facts(node).get("region"), operator_name(node), axis_of(node), dtype(node)
-        named = kinds.setdefault(kind, {})
+        place = number, facts(node).get("region"), operator_name(node), axis_of(node)
+        named = kinds.setdefault((place, kind(node)), {})
         if name in named:  # read in another layout too
             rows.append([node])
         else:

@@ -74,26 +74,27 @@ def traffic_of(
     axes = {name: program.parameters[name].summed_over(mesh) for name in trained}
     order = in_order_of_use(stage.graph.graph, trained)
     sent: list[Sent] = []
-    for names in kinds([n for n in order if axes[n] and n not in whole], {n: (axes[n], dtypes[n]) for n in trained}):
+    summed = [n for n in order if axes[n] and n not in whole and not over(program.parameters[n].layout)]
+    for names in kinds(summed, {n: (axes[n], dtypes[n]) for n in trained}):
         for row in bucketed({name: sizes[name] for name in names}):
             copied = len(row) > 1 or summed_dtype(dtypes[row[0]], program) != dtypes[row[0]]
             flat = sum(sizes[name] for name in row) * _summed(dtypes[row[0]], program)
             sent.append(Sent(row, round(flat) if copied else 0))
-    together = {name: (over(program.parameters[name].layout), dtypes[name]) for name in trained}
+    together = {name: (over(program.parameters[name].layout), axes[name], dtypes[name]) for name in trained}
     for names in kinds([n for n in order if n in whole], together):
         for row in bucketed({name: whole[name] for name in names}):
             size, parts = sum(whole[name] for name in row), sum(sizes[name] for name in row)
             read = program.parameters[row[0]].compute_dtype or dtypes[row[0]]
-            summed = size // read.itemsize * summed_dtype(dtypes[row[0]], program).itemsize
+            flat = size // read.itemsize * summed_dtype(dtypes[row[0]], program).itemsize
             alone = len(row) == 1 and is_in_order(ways[row[0]], mesh.size(ways[row[0]].axis))
             received = parts * read.itemsize // dtypes[row[0]].itemsize
             received = sent_copy(received, len(row), dtypes[row[0]], read) + (0 if alone else size)
-            is_kept = program.zero == 1 and program.microbatches > 1 and summed != size
-            sent.append(Sent(row, summed if not alone or summed != size else 0, parts, received, True,
-                             program.zero == 2, summed if is_kept else 0))  # fmt: skip
+            is_kept = program.zero == 1 and program.microbatches > 1 and flat != size
+            sent.append(Sent(row, flat if not alone or flat != size else 0, parts, received, True,
+                             program.zero == 2, flat if is_kept else 0))  # fmt: skip
     storing = storing_axes(program)
     nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, storing) and source_name(n) not in whole]
-    found = gathered_together(nodes, lambda n: trace.parameters[source_name(n)].dtype)
+    found = gathered_together(nodes, lambda n: (trace.parameters[source_name(n)].dtype, axes.get(source_name(n), ())))
     rows = [_row(trace, program, row, sum(sizes[source_name(node)] for node in row)) for row in found]
     row_of = {node: index for index, row in enumerate(rows) for node in row.nodes}
     return Traffic(tuple(sent), tuple(rows), program.prefetch, row_of)

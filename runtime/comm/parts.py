@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.compat import gather_collective, is_gloo, scatter_collective
-from autopart.runtime.comm.watch import limit, watching
+from autopart.runtime.comm.watch import limit, sum_over, watching
 
 Wait = Callable[[], Tensor]
 
@@ -39,6 +39,21 @@ def begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Wait:
         wait = _scatter_by_sends(flat.cpu(), group)
         return lambda: wait().to(flat.device)
     return _scatter_by_sends(flat, group)
+
+
+def begin_sum(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> Callable[[], None]:
+    """Begins to add up vectors of all ranks in place, over one group after the other, and gives what waits for it."""
+    first, *others = groups
+    with watching(first.group_name):
+        work = dist.all_reduce(flat, group=first, async_op=True)
+
+    def wait() -> None:
+        with watching(first.group_name):
+            work.wait()
+        for group in others:
+            sum_over(group, flat)
+
+    return wait
 
 
 def _uses_gloo(group: dist.ProcessGroup, values: Tensor) -> bool:

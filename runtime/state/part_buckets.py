@@ -19,8 +19,8 @@ from torch import Tensor
 from autopart.ir.buckets import bucketed, kinds
 from autopart.ir.pieces import Cut
 from autopart.ir.storing import GATHERS, Way
-from autopart.runtime.comm.parts import begin_gather, begin_scatter
-from autopart.runtime.state.reducing import flatten
+from autopart.runtime.comm.parts import begin_gather, begin_scatter, begin_sum
+from autopart.runtime.state.reducing import Waits, flatten
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class PartBucket:
-    """Parameters of one dtype that are gathered, and whose gradients are scattered, in one collective of `group`."""
+    """Parameters of one dtype that are gathered, and whose gradients are scattered, in one collective of `group`.
+    `others`: over which their parts' gradients are summed then."""
 
     stored: tuple[Stored, ...]
     group: dist.ProcessGroup
+    others: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,25 +91,53 @@ class PartBucket:
 
         return whole
 
-    def scatter(self, grads: Sequence[Tensor], stored: Sequence[Stored]) -> Callable[[], list[Tensor]]:
+    def scatter(
+        self, grads: Sequence[Tensor], stored: Sequence[Stored], earlier: Sequence[Tensor | None] | None
+    ) -> Waits:
         """Begins to make each rank's part of these gradients, those of some `stored` of the bucket, and gives what
-        waits for them."""
-        rank, ranks = self.group.rank(), self.group.size()
+        waits for them, one group after the other.
+
+        Args:
+            earlier: what is added to the parts before they are summed over the other groups; None: they are not.
+        """
+        wait, rank = self._begin_scatter(grads, stored), self.group.rank()
+
+        def parts(flat: Tensor) -> list[Tensor]:
+            pieces = flat.split([math.prod(one.padded_shape) for one in stored])
+            pairs = zip(stored, pieces, strict=True)
+            return [one.cut.trimmed(piece.view(one.padded_shape), rank) for one, piece in pairs]
+
+        def in_dtype(flat: Tensor) -> list[Tensor]:
+            return [piece.to(one.dtype) for one, piece in zip(stored, parts(flat), strict=True)]
+
+        def scattered() -> list[Tensor] | Waits:
+            flat = wait()
+            if not self.others or earlier is None:
+                return in_dtype(flat)
+            for piece, added in zip(parts(flat), earlier, strict=True):
+                if added is not None:
+                    piece.add_(added)
+            wait_for_others = begin_sum(flat, self.others)
+
+            def summed() -> list[Tensor]:
+                wait_for_others()
+                return in_dtype(flat)
+
+            return summed
+
+        return scattered
+
+    def _begin_scatter(self, grads: Sequence[Tensor], stored: Sequence[Stored]) -> Callable[[], Tensor]:
+        """Begins to make this rank's parts of gradients, in a flat vector of its own."""
+        dtype = stored[0].grad_dtype
         if not stored[0].sums:
-            own = [one.cut.take(grad, rank).to(one.dtype, copy=True) for one, grad in zip(stored, grads, strict=True)]
+            rank = self.group.rank()
+            shards = [one.cut.padded(one.cut.take(grad, rank)) for one, grad in zip(stored, grads, strict=True)]
+            own = flatten(shards, dtype)
             return lambda: own
         if len(stored) == 1 and stored[0].cut.is_in_order:
-            flat = grads[0].contiguous().view(-1).to(stored[0].grad_dtype)
-        else:
-            flat = _flat(stored, grads, ranks)
-        wait = begin_scatter(flat, self.group)
-
-        def parts() -> list[Tensor]:
-            pieces = wait().split([math.prod(one.padded_shape) for one in stored])
-            pairs = zip(stored, pieces, strict=True)
-            return [one.cut.trimmed(piece.view(one.padded_shape), rank).to(one.dtype) for one, piece in pairs]
-
-        return parts
+            return begin_scatter(grads[0].contiguous().view(-1).to(dtype), self.group)
+        return begin_scatter(_flat(stored, grads, self.group.size()), self.group)
 
     def _sent(self, parts: Sequence[Tensor]) -> Tensor:
         """The parts one behind the other, in the dtype of the wholes."""
@@ -134,9 +164,11 @@ def _flat(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -> Tens
     return flat.view(-1)
 
 
-def part_buckets(stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None) -> list[PartBucket]:
+def part_buckets(
+    stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None, others: Sequence[dist.ProcessGroup]
+) -> list[PartBucket]:
     """The buckets of parameters, in the order of their use (`autopart.ir.buckets`)."""
     named = {one.name: one for one in stored}
     same_kind = kinds(list(named), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})
     rows = [row for names in same_kind for row in bucketed({name: named[name].nbytes for name in names}, most_bytes)]
-    return [PartBucket(tuple(named[name] for name in row), group) for row in rows]
+    return [PartBucket(tuple(named[name] for name in row), group, tuple(others)) for row in rows]
