@@ -158,11 +158,13 @@ class _Backward:
         self.opened: dict[int, int] = {}
         self.ahead = 0
         # What is sent after every microbatch may be under way when the next backward begins.
-        self.flats: deque[int] = deque(sent.flat_bytes for sent in traffic.sent[:1] if sent.each and is_later)
-        self.now += sum(self.flats)
+        # Of each what it is sent from, and what it is received in if that is added to what is there.
+        self.flats = deque((sent.flat_bytes, sent.part_bytes) for sent in traffic.sent[:1] if sent.each and is_later)
+        self.now += sum(map(sum, self.flats))
         self.missing = {sent: {name for name in sent.names} for sent in traffic.sent}
         self.apart = {name for sent in traffic.sent if sent.scatters and (sent.each or sent.kept_bytes)
                       for name in sent.names}  # fmt: skip
+        self.in_rows = {str(used.target) for row in traffic.rows for n in row.nodes for used in n.all_input_nodes}
         self.grads: set[Memory] = set()
         self.whole = {str(n.target): made.memory.size_bytes for n, made in walk.values.items() if n.op == "get_attr"}
 
@@ -231,12 +233,12 @@ class _Backward:
         parts = {m for other in one.nodes for used in self.walk.towards(other)
                  for m in memories(self.walk.values[used], lasting=True)} - self.grads  # fmt: skip
         self.grads |= parts
-        self._send(one.grad_bytes, sum(memory.size_bytes for memory in parts))
+        self._send(one.grad_bytes, sum(memory.size_bytes for memory in parts), True)
         return {m for other in one.nodes for m in memories(self.walk.values[other])} & self.grads
 
     def _complete(self, name: str, memory: Memory) -> None:
         """The gradient of a parameter is whole."""
-        if memory in self.grads and name not in self.apart:
+        if memory in self.grads and name not in self.apart and name not in self.in_rows:
             self.added_bytes += memory.size_bytes  # nothing gives it a gradient again
         for sent, missing in self.missing.items():
             missing.discard(name)
@@ -244,15 +246,20 @@ class _Backward:
                 self._sum(sent)
 
     def _sum(self, sent: Sent) -> None:
-        self._send(sent.flat_bytes, sent.part_bytes)
-        if sent.scatters:
-            self.now -= sum(self.whole[name] for name in sent.names) + sent.kept_bytes
+        grads = sum(self.whole[name] for name in sent.names) if sent.scatters else 0
+        before = grads if sent.kept_bytes else 0  # they are added to those of earlier microbatches
+        self.now -= before
+        self._send(sent.flat_bytes, sent.part_bytes, sent.each)
+        self.now -= grads - before + sent.kept_bytes
 
-    def _send(self, flat_bytes: int, part_bytes: int) -> None:
-        """Gradients are copied together and sent, when what was sent before has arrived."""
+    def _send(self, flat_bytes: int, part_bytes: int, is_added: bool) -> None:
+        """Gradients are copied together and sent, when what was sent before has arrived. `is_added`: after the first
+        microbatch what arrives is added to what is there."""
         while len(self.flats) >= UNDER_WAY:
-            self.now -= self.flats.popleft()
-        self.flats.append(flat_bytes)
+            flat, part = self.flats.popleft()
+            self.now -= flat
+            self.added_bytes += part
+        self.flats.append((flat_bytes, part_bytes * is_added))
         self.now += flat_bytes + part_bytes
         self._reach(self.now)
 

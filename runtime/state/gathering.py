@@ -31,7 +31,7 @@ from autopart.ir.program import Program
 from autopart.ir.storing import gathered_together, gathers_stored, source_name, storing_axes, way_of
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored
-from autopart.runtime.state.reducing import Crossing, Pending, Reducer, Waits, arrive
+from autopart.runtime.state.reducing import Crossing, Pending, Reducer, Waits, added, arrive
 
 KEPT_IN_BACKWARD = 2
 """Blocks whose weights are whole at a time in the backward, beside those that are gathered ahead: a value that two
@@ -59,7 +59,7 @@ def gather_blocks(
         return None
     for node in nodes if compiled else ():
         facts(node).pop("region", None)
-    blocks = GatheredBlocks(program.prefetch, reducer)
+    blocks = GatheredBlocks(program.prefetch, reducer, alone)
     for node in casts:
         _insert_cast(module, node, blocks)
 
@@ -118,6 +118,8 @@ class GatheredBlocks:
 
     prefetch: int
     reducer: Reducer
+    splits: bool
+    """Whether the backward of the weights runs by itself, for each one."""
     order: list[GatheredBlock] = field(default_factory=list)
     begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
     """{block: what waits for its weights}, of those that are gathered ahead."""
@@ -291,4 +293,7 @@ class GatheredBlock(Crossing, nn.Module):
         stored, reducer = tuple(self.bucket.stored[i] for i in present), self.blocks.reducer
         goes_on = bool(others) and reducer.is_last
         earlier = [reducer.take_earlier(self.names[i], self.parts[i]) for i in present] if goes_on else None
-        return PartBucket(stored, group, tuple(others)).scatter(grads, stored, earlier)
+        wait = PartBucket(stored, group, tuple(others)).scatter(grads, stored, earlier)
+        if not reducer.is_armed or self.blocks.splits:
+            return wait
+        return added(wait, [self.parts[i] for i in present])  # and does not wait for the end of the backward with that

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 Finish = Callable[[], "Finish | None"]
 """Waits for sums and puts them in their place; or begins to sum them over more ranks, and gives what waits for that."""
 
-Waits = Callable[[], "list[Tensor] | Waits"]
-"""Waits for sums and gives them; or begins to sum them over more ranks, and gives what waits for that."""
+Waits = Callable[[], "list[Tensor] | Waits | None"]
+"""Waits for sums and gives them, or None where it puts them in their place; or begins to sum them over more ranks, and
+gives what waits for that."""
 
 
 class Crossing:
@@ -107,19 +108,20 @@ class Pending:
     """Gradients that are under way, then there."""
 
     wait: Waits | None = None
-    sums: list[Tensor] = field(default_factory=list)
+    sums: list[Tensor] | None = None
 
     def advance(self) -> None:
         """Waits for the ranks that sum them now; others may be next."""
         if self.wait is not None:
             result = self.wait()
-            self.sums, self.wait = ([], result) if callable(result) else (result, None)
+            self.sums, self.wait = (None, result) if callable(result) else (result, None)
 
-    def taken(self) -> list[Tensor]:
-        """Those of all ranks, which nothing else holds afterwards: autograd copies a gradient that is held."""
+    def taken(self) -> list[Tensor] | None:
+        """Those of all ranks, which nothing else holds afterwards: autograd copies a gradient that is held. None: they
+        are in their place."""
         while self.wait is not None:
             self.advance()
-        sums, self.sums = self.sums, []
+        sums, self.sums = self.sums, None
         return sums
 
 
@@ -161,8 +163,11 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums = iter(ctx.pending.taken())
-        return None, *(None if grad is None else next(sums) for grad in grads)
+        sums = ctx.pending.taken()
+        if sums is None:
+            return None, *(None for _ in grads)
+        each = iter(sums)
+        return None, *(None if grad is None else next(each) for grad in grads)
 
 
 def _as_trained(ctx: Any, values: tuple[Tensor, ...], others: int) -> tuple[Tensor, ...]:
@@ -170,6 +175,21 @@ def _as_trained(ctx: Any, values: tuple[Tensor, ...], others: int) -> tuple[Tens
     frozen = [value for value, needed in zip(values, ctx.needs_input_grad[others:], strict=True) if not needed]
     ctx.mark_non_differentiable(*frozen)
     return values
+
+
+def added(wait: Waits, parts: Sequence[Tensor]) -> Finish:
+    """What waits for gradients, and adds them to those of these parts."""
+
+    @torch.no_grad()
+    def finish() -> Finish | None:
+        result = wait()
+        if callable(result):
+            return added(result, parts)
+        for part, piece in zip(parts, result or (), strict=True):
+            part.grad = piece.contiguous() if part.grad is None else part.grad.add_(piece)
+        return None
+
+    return finish
 
 
 class SumBucket(Bucket):

@@ -21,7 +21,7 @@ from autopart.ir.program import Program, Stage
 from autopart.ir.storing import Way, held_whole
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored, part_buckets
-from autopart.runtime.state.reducing import Bucket, Finish, Pending, Waits
+from autopart.runtime.state.reducing import Bucket, Finish, Pending, Waits, added
 
 GATHERED_AHEAD = 2
 """How many buckets are gathered at a time where a step begins: each takes its whole twice until it has come."""
@@ -159,22 +159,8 @@ class WholeBucket(Bucket):
         if not present:
             return None
         earlier = [_taken_gradient(self.wholes.parts[one.name]) for one in present] if goes_on else None
-        return self._finish(present, self.parts.scatter([self._taken(one.name) for one in present], present, earlier))
-
-    def _finish(self, present: Sequence[Stored], wait: Waits) -> Finish:
-        """What waits for gradients, and adds them to those of the parts."""
-
-        @torch.no_grad()
-        def finish() -> Finish | None:
-            result = wait()
-            if callable(result):
-                return self._finish(present, result)
-            for one, piece in zip(present, result, strict=True):
-                part = self.wholes.parts[one.name]
-                part.grad = piece.contiguous() if part.grad is None else part.grad.add_(piece)
-            return None
-
-        return finish
+        wait = self.parts.scatter([self._taken(one.name) for one in present], present, earlier)
+        return added(wait, [self.wholes.parts[one.name] for one in present])
 
     def _taken(self, name: str) -> Tensor:
         """The gradient of a whole of all microbatches, which it has no longer."""
