@@ -159,7 +159,9 @@ class _Backward:
         self.ahead = 0
         # What is sent after every microbatch may be under way when the next backward begins.
         # Of each what it is sent from, and what it is received in if that is added to what is there.
-        self.flats = deque((sent.flat_bytes, sent.part_bytes) for sent in traffic.sent[:1] if sent.each and is_later)
+        is_second = walk.program.microbatches == 2  # where nothing is there to add it to
+        self.flats = deque((sent.flat_bytes, 0 if is_second else sent.part_bytes)
+                           for sent in traffic.sent[:1] if sent.each and is_later)  # fmt: skip
         self.now += sum(map(sum, self.flats))
         self.missing = {sent: {name for name in sent.names} for sent in traffic.sent}
         self.apart = {name for sent in traffic.sent if sent.scatters and (sent.each or sent.kept_bytes)
