@@ -170,7 +170,7 @@ class Executable:
             comparison.finish_comparison()
             self._write_buffers()
             if not leaves:
-                sync_gradients(self.parameters, self.program, self.process, self.stage_style, ())
+                sync_gradients(self.parameters, self.program, self.process, self.stage_style, over_axes=False)
             if scaling is not None:
                 scaling.unscale(self.parameters.values(), self.process)
             if not leaves and not (scaling is not None and scaling.overflowed):

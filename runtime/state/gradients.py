@@ -7,7 +7,7 @@ Gradients are summed in flat buckets, so that many small tensors cost one collec
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,15 +126,14 @@ def stage_reducers(
 
 def sync_gradients(
     parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str,
-    unsummed: Collection[str] | None = None,
+    over_axes: bool = True,
 ) -> None:  # fmt: skip
     """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place.
 
-    `unsummed`: those that are not summed over axes yet (None: all); tied ones are summed between their owners.
+    `over_axes`: they are not summed over axes of the mesh yet; tied ones are summed between their owners.
     """
-    with_grad = {name: parameter for name, parameter in parameters.items()
-                 if parameter.grad is not None and (unsummed is None or name in unsummed)}  # fmt: skip
-    for bucket in axis_buckets(with_grad, program):
+    with_grad = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
+    for bucket in axis_buckets(with_grad, program) if over_axes else ():
         _sum_bucket(parameters, program, bucket, [process.groups[axis] for axis in bucket.axes])
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for bucket in tied_buckets(trained, program, stage_style):
