@@ -27,7 +27,6 @@ from autopart.runtime.state.batch import merge_microbatches, merged_shapes
 from autopart.runtime.state.buffers import write_buffers
 from autopart.runtime.state.gradients import (
     add_earlier,
-    begin_call,
     connect_sums,
     connect_tied,
     stage_reducers,
@@ -138,16 +137,14 @@ class Executable:
     def _differentiable(self) -> Iterator[None]:
         """Inside, stages read parameters so that their gradients become those of all ranks."""
         buckets = [*self.shared_buckets, *(bucket for module in self.modules for bucket in module.reducer.buckets)]
-        stand_ins = begin_call(buckets, self.parameters, self.program, self.process)
         try:
-            for module in self.modules:
-                module.stand_ins = stand_ins
-            yield
+            for bucket in buckets:
+                bucket.begin_call(self.parameters)
+            with self.wholes.gathering():
+                yield
         finally:
             for bucket in buckets:
                 bucket.end_call()
-            for module in self.modules:
-                module.stand_ins = {}
 
     def _run(
         self, inputs: Sequence[Any], options: StepOptions, hooks: HeldHooks, comparison: Comparison,
@@ -173,7 +170,7 @@ class Executable:
             comparison.finish_comparison()
             self._write_buffers()
             if not leaves:
-                sync_gradients(self.parameters, self.program, self.process, self.stage_style, self.wholes.parts)
+                sync_gradients(self.parameters, self.program, self.process, self.stage_style, over_axes=False)
             if scaling is not None:
                 scaling.unscale(self.parameters.values(), self.process)
             if not leaves and not (scaling is not None and scaling.overflowed):
@@ -199,9 +196,9 @@ class Executable:
             for reducer in reducers:
                 reducer.abandon()
         before_first()
-        finishes = [finish for bucket in self.shared_buckets if (finish := bucket.begin()) is not None]
-        for finish in finishes:
-            finish()
+        finishes = [bucket.begin() for bucket in self.shared_buckets]
+        while finishes:
+            finishes = [finish() for finish in finishes if finish is not None]
 
     def _write_buffers(self) -> None:
         made = {module.stage.index: module.new_buffers() for module in self.modules}

@@ -16,7 +16,6 @@ from autopart.ir.masks import with_bands
 from autopart.ir.operators import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.schedules import SINGLE_STAGE, check_schedule, schedule_for
-from autopart.ir.storing import storing_axes
 from autopart.runtime.comm.collectives import bind
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of
@@ -68,8 +67,6 @@ class StageModule(nn.Module):
         super().__init__()
         self.program, self.process, self.compiled, self.wholes = program, process, compile, wholes
         self.shared_buckets = shared_buckets
-        self.stand_ins: Mapping[str, Tensor] = {}
-        """{part: what is differentiated in its place}"""
         self.splits = splits  # the backward, where it can be split
         self.reducer = Reducer((), {}, program.microbatches) if reducer is None else reducer
         self.tensors = tensors if wholes is None else {**tensors, **wholes.parameters}
@@ -117,9 +114,7 @@ class StageModule(nn.Module):
         def write() -> _Written:
             stage = with_bands(self.stage, dict(bands), self.process.device)
             graph = self._bind(stage.graph)
-            blocks = gather_blocks(
-                graph, self.process, storing_axes(self.program), self.program.prefetch, self.splits, self.compiled
-            )
+            blocks = gather_blocks(graph, self.program, self.process, self.reducer, self.splits, self.compiled)
             graph = with_entries(graph, [*self.reducer.buckets, *self.shared_buckets])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
             return _Written(compiled(graph) if self.compiled else with_regions(graph), blocks, names)
@@ -153,7 +148,7 @@ class StageModule(nn.Module):
         """What the graph sends."""
         arguments = {**dict(zip(self.received_names, received, strict=True)), **self.arguments[microbatch]}
         written = self._written(self.bands[microbatch])
-        with nullcontext() if written.blocks is None else written.blocks.forward_of_microbatch(self.stand_ins):
+        with nullcontext() if written.blocks is None else written.blocks.forward_of_microbatch():
             outputs = written.graph(**arguments)
         count = len(self.stage.sends)
         if self.stage.graph_updates:

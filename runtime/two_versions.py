@@ -180,8 +180,9 @@ class Batch:
         """Completes the gradients, and has the loss, when all backwards have run."""
         executable = self.executable
         losses = [loss.detach() for loss in self.pipeline.schedule.losses()]
-        sync_gradients(executable.parameters, executable.program, executable.process, executable.stage_style,
-                       executable.wholes.parts)  # fmt: skip
+        sync_gradients(
+            executable.parameters, executable.program, executable.process, executable.stage_style, over_axes=False
+        )
         summed, owner = executable.summed_loss(losses), self.pipeline.last_coordinate
         self.loss = exchange.tell(summed, owner, executable.process, self.no_loss)
         self.unload()

@@ -75,9 +75,17 @@ def events(mesh: str, options: dict[str, Any], own_backward: bool) -> list[tuple
         recorder.note("gather", self.names)
         return gather(self, *given)
 
-    def scatters(self: Any, grads: Any, stored: Any) -> Any:
+    def scatters(self: Any, grads: Any, stored: Any, earlier: Any) -> Any:
         recorder.note("reduce", tuple(one.name for one in stored))
-        return scatter(self, grads, stored)
+        wait = scatter(self, grads, stored, earlier)
+
+        def waits() -> Any:
+            result = wait()
+            if callable(result):
+                recorder.note("sum over replicas", tuple(one.name for one in stored))
+            return result
+
+        return waits
 
     def sums(self: Any, flat: Tensor) -> Any:
         recorder.note("reduce", self.names)
@@ -146,16 +154,32 @@ def test_nothing_is_gathered_ahead_where_that_is_not_asked_for():
         assert first(found, ("gather", block + 1)) > first(found, ("work", block))
 
 
+@pytest.mark.parametrize(("zero", "microbatches", "own_backward"), [
+    (1, 2, False), (2, 2, False), (3, 2, False), (2, 1, True), (3, 1, True),
+])  # fmt: skip
+def test_parts_are_summed_over_replicas_while_the_backward_runs(zero, microbatches, own_backward):
+    """Once a step, those of a block when the next has been scattered, before the work that follows."""
+    options = {"zero": zero, "microbatches": microbatches}
+    ranks = dist.run_ranks(events, 4, "dpr2,dp2", options, own_backward, timeout_s=120)
+    assert all(found == ranks[0] for found in ranks)
+    found = ranks[0]
+    backward = max(i for i, event in enumerate(found) if event == ("work", LAST))
+    assert [block for what, block in found if what == "sum over replicas"] == list(range(LAST, -1, -1))
+    for block in range(LAST, 1, -1):
+        assert first(found, ("sum over replicas", block)) < first(found, ("work", block - 2), backward)
+
+
+@pytest.mark.parametrize("own_backward", [False, True], ids=["step", "backward"])
 @pytest.mark.parametrize("zero", [1, 2])
-def test_what_lives_for_a_step_is_gathered_once(zero):
+def test_what_lives_for_a_step_is_gathered_once(zero, own_backward):
     """Two blocks ahead of the work."""
-    (found, _) = dist.run_ranks(events, 2, "dp2", {"zero": zero, "microbatches": 2}, False)
+    (found, _) = dist.run_ranks(events, 2, "dp2", {"zero": zero, "microbatches": 2}, own_backward)
     assert [block for what, block in found if what == "gather"] == list(range(LAST + 1))
     for block in range(LAST + 1):
         assert first(found, ("gather", min(block + 2, LAST))) < first(found, ("work", block))
         if block + 3 <= LAST:
             assert first(found, ("gather", block + 3)) > first(found, ("work", block))
-    assert sum(what == "reduce" for what, _ in found) == len(WIDTHS) * zero
+    assert sum(what == "reduce" for what, _ in found) == len(WIDTHS) * (1 if own_backward else zero)
 
 
 def test_gradients_of_several_microbatches_are_sent_once():

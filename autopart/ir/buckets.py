@@ -22,7 +22,8 @@ BUCKET_BYTES = 25 * 2**20
 
 
 UNDER_WAY = 1
-"""How many buckets of gradients are sent when another begins: each holds a copy of its gradients."""
+"""How many buckets of gradients are sent at a time: each holds a copy of its gradients, and a part of what it gets. The
+one before is waited for where the next is complete, before that is copied."""
 
 
 def in_order_of_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopart.ir.buckets import bucketed
+from autopart.ir.buckets import block_of
 from autopart.ir.facts import facts
 from autopart.ir.layout import Sections
 from autopart.ir.operators import axis_of, operator_name
@@ -68,29 +68,31 @@ def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
 
 
 def gathered_together(
-    nodes: Sequence[fx.Node], form: Callable[[fx.Node], tuple[Any, int]], alone: bool = False
+    nodes: Sequence[fx.Node], kind: Callable[[fx.Node], Any], alone: bool = False
 ) -> list[list[fx.Node]]:
-    """The gathers of parameters that are one collective, in their order: those of a block, of one operator, axis and
-    dtype, and of one region that is run again.
+    """The gathers of parameters that are one collective, in their order: consecutive ones of a block, of one operator,
+    axis and kind, and of one region that is run again.
 
     Args:
-        form: of the parameter that a node gathers, its dtype and bytes.
+        kind: of the parameter that a node gathers: its dtype, over what its gradient is summed too.
         alone: each by itself.
     """
     if alone:
         return [[node] for node in nodes]
     rows: list[list[fx.Node]] = []
     kinds: dict[Any, dict[str, fx.Node]] = {}
+    block, number = "", 0
     for node in nodes:
-        name, (dtype, _) = source_name(node), form(node)
-        named = kinds.setdefault((facts(node).get("region"), operator_name(node), axis_of(node), dtype), {})
+        name = source_name(node)
+        if block_of(name) != block:
+            block, number = block_of(name), number + 1
+        place = number, facts(node).get("region"), operator_name(node), axis_of(node)
+        named = kinds.setdefault((place, kind(node)), {})
         if name in named:  # read in another layout too
             rows.append([node])
         else:
             named[name] = node
-    for named in kinds.values():
-        sizes = {name: form(node)[1] for name, node in named.items()}
-        rows += [[named[name] for name in names] for names in bucketed(sizes, None, 0)]
+    rows += [list(named.values()) for named in kinds.values()]
     order = {node: index for index, node in enumerate(nodes)}
     return sorted(rows, key=lambda row: order[row[0]])
 

@@ -72,13 +72,17 @@ def saved_others(walk: Walk, node: fx.Node) -> int:
     return 0 if "region" in facts(node) else walk.others.get(node, 0)
 
 
-def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, int]:
-    """What each region keeps while its backward runs, beside what is kept anyway."""
-    regions, sizes = walk.regions(alive), dict[int, int]()
+def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, dict[fx.Node, int]]:
+    """What each region keeps when its backward begins, beside what is kept anyway, by the node that keeps it first:
+    with that node's backward it goes."""
+    regions, sizes = walk.regions(alive), dict[int, dict[fx.Node, int]]()
     kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces} if regions else set()
     for region, nodes in regions.items():
-        inner = {m for n in nodes if n in alive for m in walk.keeps.get(n, ()) if not m.lives and not m.again} - kept
-        sizes[region] = sum(m.size_bytes for m in inner) + sum(walk.others.get(n, 0) for n in nodes if n in alive)
+        sizes[region] = {}
+        for node in (n for n in nodes if n in alive):
+            fresh = {m for m in walk.keeps.get(node, ()) if not m.lives and not m.again} - kept
+            kept |= fresh
+            sizes[region][node] = sum(m.size_bytes for m in fresh) + walk.others.get(node, 0)
     return sizes
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, rerun_bytes, saved_memory, saved_others
-from autopart.cost.count.sending import Row, Sent, Traffic, traffic_of
+from autopart.cost.count.sending import Sent, Traffic, traffic_of
 from autopart.ir.actions import StageBytes
 from autopart.ir.buckets import UNDER_WAY
 from autopart.ir.facts import cost_notes, facts
@@ -62,7 +62,7 @@ def stage_memory(walk: Walk) -> StageMemory:
     weights = {str(node.target): walk.values[node].memory.size_bytes for node in alive if node.op == "get_attr"}
     read = {str(node.target): walk.values[node].memory.size_bytes for node in walk.values if node.op == "get_attr"}
     whole = {name: read[name] for name in walk.held if name in read}
-    traffic = traffic_of(walk.trace, program, stage, whole)
+    traffic = traffic_of(walk.trace, program, stage, whole, walk.held)
     scattered = {name: sent for sent in traffic.sent if sent.scatters and sent.each for name in sent.names}
     kept_apart = {name for sent in traffic.sent if sent.kept_bytes for name in sent.names}
     lasting = sum(size for name, size in weights.items() if name not in scattered and name not in kept_apart)
@@ -115,19 +115,15 @@ def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic
             most = max(most, now + ahead + walk.takes.get(node, (0, 0))[0])
         elif node is traffic.rows[row].nodes[0]:
             made = list(traffic.rows[row].nodes)
-            ahead = sum(map(_received_bytes, traffic.rows[row + 1 : row + 1 + traffic.prefetch]))
-            most = max(most, now + ahead + traffic.rows[row].whole_bytes + traffic.rows[row].flat_bytes)
+            others = traffic.rows[row + 1 : row + traffic.prefetch]  # which are gathered while this one comes
+            most = max(most, now + sum(r.received_bytes for r in others) + traffic.rows[row].opening_bytes)
+            ahead = sum(r.received_bytes for r in traffic.rows[row + 1 : row + 1 + traffic.prefetch])
         fresh = {memory for one in made for memory in memories(walk.values[one]) if memory not in seen}
         seen |= fresh
         now += sum(memory.size_bytes for memory in fresh) + (saved_others(walk, node) if node in saved else 0)
         most = max(most, now + ahead)
         now -= ends[index]
     return most
-
-
-def _received_bytes(row: Row) -> int:
-    """What weights take while they are gathered."""
-    return row.flat_bytes or row.whole_bytes
 
 
 def _backward_peaks(
@@ -162,11 +158,15 @@ class _Backward:
         self.opened: dict[int, int] = {}
         self.ahead = 0
         # What is sent after every microbatch may be under way when the next backward begins.
-        self.flats: deque[int] = deque(sent.flat_bytes for sent in traffic.sent[:1] if sent.each and is_later)
-        self.now += sum(self.flats)
+        # Of each what it is sent from, and what it is received in if that is added to what is there.
+        is_second = walk.program.microbatches == 2  # where nothing is there to add it to
+        self.flats = deque((sent.flat_bytes, 0 if is_second else sent.part_bytes)
+                           for sent in traffic.sent[:1] if sent.each and is_later)  # fmt: skip
+        self.now += sum(map(sum, self.flats))
         self.missing = {sent: {name for name in sent.names} for sent in traffic.sent}
         self.apart = {name for sent in traffic.sent if sent.scatters and (sent.each or sent.kept_bytes)
                       for name in sent.names}  # fmt: skip
+        self.in_rows = {str(used.target) for row in traffic.rows for n in row.nodes for used in n.all_input_nodes}
         self.grads: set[Memory] = set()
         self.whole = {str(n.target): made.memory.size_bytes for n, made in walk.values.items() if n.op == "get_attr"}
 
@@ -174,23 +174,24 @@ class _Backward:
         walk, alive, grads = self.walk, self.alive, self.grads
         of: dict[Any, set[Memory]] = defaultdict(set)  # by what has made it; some are no longer in `grads`
         given: Counter[Any] = Counter()
-        whole = rerun_bytes(walk, alive)
-        rerun = dict(whole)
-        regions = walk.regions(alive)
-        begins = {region: next(n for n in nodes if n in alive) for region, nodes in regions.items()}
+        rerun, regions = rerun_bytes(walk, alive), walk.regions(alive)
+        again = {node: size for sizes in rerun.values() for node, size in sizes.items()}
         inputs = {n: walk.towards(n) for n in reversed(list(walk.values)) if n in alive and n.op == "call_function"}
         uses = Counter(_key(used) for towards in inputs.values() for used in towards)
         for node, towards in inputs.items():
             region = facts(node).get("region", -1)
             if region in rerun:
-                self.now += rerun.pop(region)
-                self._open({self.traffic.row_of[n] for n in regions[region] if n in self.traffic.row_of})
+                rows = {self.traffic.row_of[n] for n in regions[region] if n in self.traffic.row_of}
+                self._open(set(sorted(rows)[:1]))  # which it begins with
+                self.now += sum(rerun.pop(region).values())
+                self._open(rows)
             self._open({self.traffic.row_of[m.made_by] for m in walk.keeps.get(node, ())
                         if m.again and m.made_by in self.traffic.row_of})  # fmt: skip
             row = self.traffic.row_of.get(node)
             peak = self.now + (walk.takes.get(node, (0, 0))[1] if row is None else 0)
             is_view = cost_notes(node).gradient_is_view
             made = [used for used in (node, *towards) if not (given[node] if used is node else is_view)]
+            made = made if row is None else []  # they are made where they are scattered
             fresh = {m for used in made for m in memories(walk.values[used], lasting=True)} - grads
             grads |= fresh
             for memory in fresh:
@@ -202,8 +203,7 @@ class _Backward:
             done = self._scattered(row, node) if row is not None else of.pop(node, set()) & grads
             self.now -= sum(memory.size_bytes for memory in done) + saved_others(walk, node)
             self.now -= sum(memory.size_bytes for memory in self.saved.get(node, ()))
-            if begins.get(region) is node:
-                self.now -= whole[region]
+            self.now -= again.get(node, 0)
             self._reach(max(peak, self.now + 2 * further))
             grads -= done
             for used in towards:
@@ -219,9 +219,12 @@ class _Backward:
         """The weights of these rows are read: they are gathered, and those of the rows before begin to be."""
         for row in sorted(rows - self.opened.keys(), reverse=True):
             one = self.traffic.rows[row]
-            self.ahead = sum(map(_received_bytes, self.traffic.rows[max(0, row - self.traffic.prefetch) : row]))
-            self._reach(self.now + one.whole_bytes + one.flat_bytes)
+            first = row - self.traffic.prefetch
+            self.ahead = sum(r.received_bytes for r in self.traffic.rows[max(0, first + 1) : row])
+            self._reach(self.now + one.opening_bytes)
+            self.ahead = sum(r.received_bytes for r in self.traffic.rows[max(0, first) : row])
             self.opened[row] = one.whole_bytes
+            self._reach(self.now)
 
     def _scattered(self, row: int, node: fx.Node) -> set[Memory]:
         """The gradients of the weights of a row, which go when all of them are there."""
@@ -229,12 +232,15 @@ class _Backward:
         if node is not one.nodes[0]:
             return set()
         self.opened.pop(row, None)
-        self._send(one.grad_bytes)
+        parts = {m for other in one.nodes for used in self.walk.towards(other)
+                 for m in memories(self.walk.values[used], lasting=True)} - self.grads  # fmt: skip
+        self.grads |= parts
+        self._send(one.grad_bytes, sum(memory.size_bytes for memory in parts), True)
         return {m for other in one.nodes for m in memories(self.walk.values[other])} & self.grads
 
     def _complete(self, name: str, memory: Memory) -> None:
         """The gradient of a parameter is whole."""
-        if memory in self.grads and name not in self.apart:
+        if memory in self.grads and name not in self.apart and name not in self.in_rows:
             self.added_bytes += memory.size_bytes  # nothing gives it a gradient again
         for sent, missing in self.missing.items():
             missing.discard(name)
@@ -242,18 +248,22 @@ class _Backward:
                 self._sum(sent)
 
     def _sum(self, sent: Sent) -> None:
-        self.now += sent.part_bytes
-        self._send(sent.flat_bytes)
-        if sent.scatters:
-            self.now -= sum(self.whole[name] for name in sent.names) + sent.kept_bytes
+        grads = sum(self.whole[name] for name in sent.names) if sent.scatters else 0
+        before = grads if sent.kept_bytes else 0  # they are added to those of earlier microbatches
+        self.now -= before
+        self._send(sent.flat_bytes, sent.part_bytes, sent.each)
+        self.now -= grads - before + sent.kept_bytes
 
-    def _send(self, flat_bytes: int) -> None:
-        """Gradients are copied together and sent; what was sent long before has arrived."""
-        self.flats.append(flat_bytes)
-        self.now += flat_bytes
+    def _send(self, flat_bytes: int, part_bytes: int, is_added: bool) -> None:
+        """Gradients are copied together and sent, when what was sent before has arrived. `is_added`: after the first
+        microbatch what arrives is added to what is there."""
+        while len(self.flats) >= UNDER_WAY:
+            flat, part = self.flats.popleft()
+            self.now -= flat
+            self.added_bytes += part
+        self.flats.append((flat_bytes, part_bytes * is_added))
+        self.now += flat_bytes + part_bytes
         self._reach(self.now)
-        while len(self.flats) > UNDER_WAY:
-            self.now -= self.flats.popleft()
 
 
 def _key(node: fx.Node) -> Any:

@@ -16,16 +16,17 @@ from autopart.ir.buckets import bucketed, in_order_of_use, kinds
 from autopart.ir.dp_sync import Method
 from autopart.ir.layout import local_shape
 from autopart.ir.operators import axis_of
+from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, Stage, StoredTensor
-from autopart.ir.storing import gathered_together, gathers_stored, source_name, storing_axes
+from autopart.ir.storing import Way, gathered_together, gathers_stored, source_name, storing_axes, way_of
 from autopart.tracing.trace import Trace
 
 
 class Sent(NamedTuple):
     """A bucket of gradients. `flat_bytes`: copied together, while they are sent. `part_bytes`: of what becomes a rank's
-    part. `gather_bytes`: what the wholes are received in. `scatters`: the whole gradients are gone then. `each`: after
-    every microbatch. `kept_bytes`: of the gradients of earlier microbatches, where these are added up in a higher
-    precision."""
+    part. `gather_bytes`: what the wholes are received in, and sent from. `scatters`: the whole gradients are gone then.
+    `each`: after every microbatch. `kept_bytes`: of the gradients of earlier microbatches, where these are added up in
+    a higher precision."""
 
     names: tuple[str, ...]
     flat_bytes: int
@@ -37,12 +38,13 @@ class Sent(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Weights that are gathered together. `flat_bytes`: what they are received in, and sent from; `grad_bytes`: what
-    their gradients are sent from."""
+    """Weights that are gathered together. `received_bytes`: what they are received in, and sent from; `opening_bytes`:
+    with the wholes that are made of it; `grad_bytes`: what their gradients are sent from."""
 
     nodes: tuple[fx.Node, ...]
     whole_bytes: int
-    flat_bytes: int
+    received_bytes: int
+    opening_bytes: int
     grad_bytes: int
 
 
@@ -56,11 +58,14 @@ class Traffic:
     row_of: Mapping[fx.Node, int] = field(default_factory=dict)
 
 
-def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str, int]) -> Traffic:
+def traffic_of(
+    trace: Trace, program: Program, stage: Stage, whole: Mapping[str, int], ways: Mapping[str, Way]
+) -> Traffic:
     """What is sent beside the work of a stage.
 
     Args:
         whole: {parameter that is held whole for a step: its bytes}.
+        ways: {parameter: how it is gathered}, of at least these.
     """
     mesh, over = program.mesh, program.mesh.stored_over
     sizes = {name: local_bytes(trace, program, program.parameters[name]) for name in stage.parameters}
@@ -69,24 +74,27 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
     axes = {name: program.parameters[name].summed_over(mesh) for name in trained}
     order = in_order_of_use(stage.graph.graph, trained)
     sent: list[Sent] = []
-    for names in kinds([n for n in order if axes[n] and n not in whole], {n: (axes[n], dtypes[n]) for n in trained}):
+    summed = [n for n in order if axes[n] and n not in whole and not over(program.parameters[n].layout)]
+    for names in kinds(summed, {n: (axes[n], dtypes[n]) for n in trained}):
         for row in bucketed({name: sizes[name] for name in names}):
             copied = len(row) > 1 or summed_dtype(dtypes[row[0]], program) != dtypes[row[0]]
             flat = sum(sizes[name] for name in row) * _summed(dtypes[row[0]], program)
             sent.append(Sent(row, round(flat) if copied else 0))
-    together = {name: (over(program.parameters[name].layout), dtypes[name]) for name in trained}
+    together = {name: (over(program.parameters[name].layout), axes[name], dtypes[name]) for name in trained}
     for names in kinds([n for n in order if n in whole], together):
         for row in bucketed({name: whole[name] for name in names}):
             size, parts = sum(whole[name] for name in row), sum(sizes[name] for name in row)
             read = program.parameters[row[0]].compute_dtype or dtypes[row[0]]
-            summed = size // read.itemsize * summed_dtype(dtypes[row[0]], program).itemsize
-            alone = len(row) == 1
-            is_kept = program.zero == 1 and program.microbatches > 1 and summed != size
-            sent.append(Sent(row, summed if not alone or summed != size else 0, parts, 0 if alone else size, True,
-                             program.zero == 2, summed if is_kept else 0))  # fmt: skip
+            flat = size // read.itemsize * summed_dtype(dtypes[row[0]], program).itemsize
+            alone = len(row) == 1 and is_in_order(ways[row[0]], mesh.size(ways[row[0]].axis))
+            received = parts * read.itemsize // dtypes[row[0]].itemsize
+            received = sent_copy(received, len(row), dtypes[row[0]], read) + (0 if alone else size)
+            is_kept = program.zero == 1 and program.microbatches > 1 and flat != size
+            sent.append(Sent(row, flat if not alone or flat != size else 0, parts, received, True,
+                             program.zero == 2, flat if is_kept else 0))  # fmt: skip
     storing = storing_axes(program)
     nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, storing) and source_name(n) not in whole]
-    found = gathered_together(nodes, lambda n: (trace.parameters[source_name(n)].dtype, sizes[source_name(n)]))
+    found = gathered_together(nodes, lambda n: (trace.parameters[source_name(n)].dtype, axes.get(source_name(n), ())))
     rows = [_row(trace, program, row, sum(sizes[source_name(node)] for node in row)) for row in found]
     row_of = {node: index for index, row in enumerate(rows) for node in row.nodes}
     return Traffic(tuple(sent), tuple(rows), program.prefetch, row_of)
@@ -95,12 +103,22 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
 def _row(trace: Trace, program: Program, nodes: list[fx.Node], part_bytes: int) -> Row:
     stored, ranks = trace.parameters[source_name(nodes[0])].dtype, program.mesh.size(str(axis_of(nodes[0])))
     read = program.parameters[source_name(nodes[0])].compute_dtype or stored
-    in_order = len(nodes) == 1 and nodes[0].args[2] == 0
+    in_order = len(nodes) == 1 and is_in_order(way_of(nodes[0]), ranks)
     part = part_bytes * read.itemsize // stored.itemsize
-    flat = 0 if in_order else part * ranks + (part if len(nodes) > 1 else 0)
+    received = part * ranks + sent_copy(part, len(nodes), stored, read)
     summed = summed_dtype(stored, program)
     grads = 0 if in_order and summed == read else part_bytes * ranks * summed.itemsize // stored.itemsize
-    return Row(tuple(nodes), part * ranks, flat, grads)
+    return Row(tuple(nodes), part * ranks, received, received + (0 if in_order else part * ranks), grads)
+
+
+def sent_copy(part_bytes: int, number: int, stored: torch.dtype, read: torch.dtype) -> int:
+    """What so many parts are sent from: their own memory, where it is one that is not cast."""
+    return part_bytes if number > 1 or read != stored else 0
+
+
+def is_in_order(way: Way, ranks: int) -> bool:
+    """Whether a whole is its parts one behind the other in memory."""
+    return Cut(way.dim, way.size, way.sections, ranks).is_in_order
 
 
 def summed_dtype(stored: torch.dtype, program: Program) -> torch.dtype:

@@ -220,8 +220,8 @@ class _Held:
         self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
         self.saved = saved_memory(walk, self.alive)
         self.rerun = {
-            region: Size.of(size, self._powers(walk.regions(self.alive)[region]))
-            for region, size in rerun_bytes(walk, self.alive).items()
+            region: Size.of(sum(sizes.values()), self._powers(walk.regions(self.alive)[region]))
+            for region, sizes in rerun_bytes(walk, self.alive).items()
         }
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
         casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}

@@ -256,6 +256,12 @@ def watching(group_name: str) -> Iterator[None]:
         raise
 
 
+def limit(group: dist.ProcessGroup) -> timedelta:
+    """How long a send or receive of a group may take; its collectives know that by themselves."""
+    watch = _WATCHES.get(group.group_name)
+    return PATIENCE if watch is None else timedelta(seconds=watch.limit_s)
+
+
 def sum_over(group: dist.ProcessGroup, values: Tensor) -> None:
     """Add up `values` of all ranks of a group, in place. Raises HangError where a rank does not come."""
     with watching(group.group_name):

@@ -12,7 +12,7 @@ The gradients of a block are scattered in one collective too, beside the backwar
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import getitem
@@ -27,10 +27,11 @@ from autopart.compat_training import in_backward
 from autopart.errors import StageError
 from autopart.ir.facts import facts
 from autopart.ir.operators import autopart_ops, axis_of, is_cast, stored_source
-from autopart.ir.storing import gathered_together, gathers_stored, source_name, way_of
+from autopart.ir.program import Program
+from autopart.ir.storing import gathered_together, gathers_stored, source_name, storing_axes, way_of
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored
-from autopart.runtime.state.reducing import Crossing, Pending, arrive
+from autopart.runtime.state.reducing import Crossing, Pending, Reducer, Waits, added, arrive
 
 KEPT_IN_BACKWARD = 2
 """Blocks whose weights are whole at a time in the backward, beside those that are gathered ahead: a value that two
@@ -38,19 +39,19 @@ blocks read makes it go to and fro between them."""
 
 
 def gather_blocks(
-    module: fx.GraphModule, process: Process, axes: Sequence[str], prefetch: int, alone: bool = False,
+    module: fx.GraphModule, program: Program, process: Process, reducer: Reducer, alone: bool = False,
     compiled: bool = False,
 ) -> GatheredBlocks | None:  # fmt: skip
     """Lets a stage's bound graph gather the weights that it reads over the axes that store parameters, a block at a
     time, and cast others to what is computed in; None where it does neither.
 
     Args:
-        axes: those over which the program stores parameters in parts.
+        reducer: of the stage: it tells which backward is the last one of a step.
         alone: a weight at a time, for a backward that runs for each one by itself.
         compiled: outside of what is compiled, also what a region that is run again reads. A compiler casts again by
             itself.
     """
-    groups = {str(process.along(axis).group_name): axis for axis in axes}
+    groups = {str(process.along(axis).group_name): axis for axis in storing_axes(program)}
     nodes = [n for n in module.graph.nodes if gathers_stored(n, groups)]
     # What a region that is run again casts is not kept anyway.
     casts = [] if compiled else [n for n in module.graph.nodes if is_cast(n) and "region" not in facts(n)]
@@ -58,17 +59,19 @@ def gather_blocks(
         return None
     for node in nodes if compiled else ():
         facts(node).pop("region", None)
-    blocks = GatheredBlocks(prefetch)
+    blocks = GatheredBlocks(program.prefetch, reducer, alone)
     for node in casts:
         _insert_cast(module, node, blocks)
 
-    def form(node: fx.Node) -> tuple[torch.dtype, int]:
-        part = module.get_parameter(source_name(node))
-        return part.dtype, part.nbytes
+    def others(node: fx.Node) -> tuple[str, ...]:
+        return reducer.parts_summed_over.get(source_name(node), ())
 
-    for row in gathered_together(nodes, form, alone):
+    def kind(node: fx.Node) -> Any:
+        return module.get_parameter(source_name(node)).dtype, others(node)
+
+    for row in gathered_together(nodes, kind, alone):
         axis = groups[str(axis_of(row[0]))]
-        group, reducing = process.along(axis), process.beside(axis)
+        group, reducing = process.along(axis), [process.beside(one) for one in (axis, *others(row[0]))]
         part = [module.get_parameter(source_name(node)) for node in row]
         stored = tuple(Stored.of(source_name(node), one, way_of(node), group.size())
                        for node, one in zip(row, part, strict=True))  # fmt: skip
@@ -114,6 +117,9 @@ class GatheredBlocks:
     """The blocks of a stage graph, in their order, and what is under way of them."""
 
     prefetch: int
+    reducer: Reducer
+    splits: bool
+    """Whether the backward of the weights runs by itself, for each one."""
     order: list[GatheredBlock] = field(default_factory=list)
     begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
     """{block: what waits for its weights}, of those that are gathered ahead."""
@@ -126,13 +132,12 @@ class GatheredBlocks:
     under_way: deque[Pending] = field(default_factory=deque)
 
     @contextmanager
-    def forward_of_microbatch(self, stand_ins: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, autograd saves where to find gathered weights in the place of these; `stand_ins`, by their names, are
-        differentiated in the place of parts."""
+    def forward_of_microbatch(self) -> Iterator[None]:
+        """Inside, autograd saves where to find gathered weights in the place of these."""
         self.rest()
         for block in self.order:
             if torch.is_grad_enabled():
-                block.begin_call({**dict(zip(block.names, block.parts, strict=True)), **stand_ins})
+                block.begin_call(dict(zip(block.names, block.parts, strict=True)))
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
                 yield
@@ -149,10 +154,12 @@ class GatheredBlocks:
     def take(self, index: int) -> list[Tensor]:
         """The weights of a block, and begins to gather those of the next."""
         wait = self.begun.pop(index, None) or self.order[index].begin()
+        weights = wait()
+        del wait  # and with it what was received, before there is more
         for following in self._following(index):
             if following not in self.begun and following not in self.again:
                 self.begun[following] = self.order[following].begin()
-        return wait()
+        return weights
 
     def _following(self, index: int) -> list[int]:
         """The blocks to gather ahead where one is read."""
@@ -249,11 +256,12 @@ class CastWeight(nn.Module):
 
 
 class GatheredBlock(Crossing, nn.Module):
-    """Gathers the weights of a block, each time that a graph reads them; scatters their gradients in `reducing`."""
+    """Gathers the weights of a block, each time that a graph reads them; scatters their gradients in the first group of
+    `reducing`, and sums the parts over the others."""
 
     def __init__(
         self, index: int, bucket: PartBucket, parts: list[nn.Parameter], blocks: GatheredBlocks,
-        reducing: dist.ProcessGroup,
+        reducing: Sequence[dist.ProcessGroup],
     ):  # fmt: skip
         super().__init__()
         self.index, self.bucket, self.blocks, self.reducing = index, bucket, blocks, reducing
@@ -279,7 +287,13 @@ class GatheredBlock(Crossing, nn.Module):
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.blocks.take(self.index)
 
-    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
         self.blocks.again.pop(self.index, None)
-        bucket = PartBucket(tuple(self.bucket.stored[i] for i in present), self.reducing)
-        return bucket.scatter(grads, bucket.stored)
+        group, *others = self.reducing
+        stored, reducer = tuple(self.bucket.stored[i] for i in present), self.blocks.reducer
+        goes_on = bool(others) and reducer.is_last
+        earlier = [reducer.take_earlier(self.names[i], self.parts[i]) for i in present] if goes_on else None
+        wait = PartBucket(stored, group, tuple(others)).scatter(grads, stored, earlier)
+        if not reducer.is_armed or self.blocks.splits:
+            return wait
+        return added(wait, [self.parts[i] for i in present])  # and does not wait for the end of the backward with that

@@ -7,7 +7,7 @@ Gradients are summed in flat buckets, so that many small tensors cost one collec
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
 from autopart.runtime.state.reducing import (
     Bucket,
-    Crossing,
     Pending,
     Reducer,
     SumBucket,
@@ -102,13 +101,13 @@ def stage_reducers(
     several of them read, whose gradients are complete when all have run."""
     uses = Counter(name for stage in stages for name in stage.parameters)
     leaves = {**parameters, **wholes.parameters}
-
+    over = {name: program.parameters[name].summed_over(program.mesh) for name in uses if name not in wholes.parameters}
+    by_blocks = {name: axes for name, axes in over.items()
+                 if uses[name] == 1 and program.mesh.stored_over(program.parameters[name].layout)}  # fmt: skip
     under_way: deque[Pending] = deque()
 
     def sums(names: Iterable[str]) -> list[SumBucket]:
-        axes = {
-            name: program.parameters[name].summed_over(program.mesh) for name in names if name not in wholes.parameters
-        }
+        axes = {name: over[name] for name in names if name in over and name not in by_blocks}
         same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
         rows = [row for group in same_kind for row in bucketed({name: parameters[name].nbytes for name in group})]
         groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
@@ -121,21 +120,20 @@ def stage_reducers(
         order = in_order_of_use(stage.graph.graph, stage.parameters)
         buckets: list[Bucket] = [*sums(name for name in order if uses[name] == 1), *gathered]
         buckets.sort(key=lambda bucket: min(map(order.index, bucket.names)), reverse=True)
-        reducers.append(Reducer(buckets, leaves, program.microbatches, shared))
+        reducers.append(Reducer(buckets, leaves, program.microbatches, shared, by_blocks))
     return reducers, shared
 
 
 def sync_gradients(
     parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str,
-    unsummed: Collection[str] | None = None,
+    over_axes: bool = True,
 ) -> None:  # fmt: skip
     """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place.
 
-    `unsummed`: those that are not summed over axes yet (None: all); tied ones are summed between their owners.
+    `over_axes`: they are not summed over axes of the mesh yet; tied ones are summed between their owners.
     """
-    with_grad = {name: parameter for name, parameter in parameters.items()
-                 if parameter.grad is not None and (unsummed is None or name in unsummed)}  # fmt: skip
-    for bucket in axis_buckets(with_grad, program):
+    with_grad = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
+    for bucket in axis_buckets(with_grad, program) if over_axes else ():
         _sum_bucket(parameters, program, bucket, [process.groups[axis] for axis in bucket.axes])
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for bucket in tied_buckets(trained, program, stage_style):
@@ -187,27 +185,6 @@ def _gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def begin_call(
-    buckets: Iterable[Crossing], parameters: Mapping[str, Tensor], program: Program, process: Process
-) -> dict[str, Tensor]:
-    """Lets a differentiable call read parameters through these buckets, so that their gradients are complete when its
-    backward has run; each backward adds its own to `.grad`, so accumulation over several calls stays right.
-
-    Returns stand-ins for the parts whose gradients are summed over more than what cuts them: these cross first.
-    """
-    stand_ins, over = dict[str, Tensor](), program.mesh.stored_over
-    parts = {n: p for n, p in parameters.items() if p.requires_grad and over(program.parameters[n].layout)}
-    for together in axis_buckets(parts, program):
-        groups = [process.beside(axis) for axis in together.axes]
-        crossing = {name: parameters[name] for name in together.names}
-        bucket = SumBucket(crossing, groups, deque(), program.reduce_dtype)
-        bucket.begin_call(parameters)
-        stand_ins |= zip(together.names, bucket.enter(together.names, ()), strict=True)
-    for one in buckets:
-        one.begin_call({**parameters, **stand_ins})
-    return stand_ins
 
 
 # --- On lists of tensors, for the run of all ranks in one process.

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.compat import gather_collective, is_gloo, scatter_collective
 from autopart.ir.buckets import bucketed, kinds
 from autopart.ir.pieces import Cut
 from autopart.ir.storing import GATHERS, Way
-from autopart.runtime.comm.watch import watching
+from autopart.runtime.comm.parts import begin_gather, begin_scatter, begin_sum
+from autopart.runtime.state.reducing import Waits, flatten
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class PartBucket:
-    """Parameters of one dtype that are gathered, and whose gradients are scattered, in one collective of `group`."""
+    """Parameters of one dtype that are gathered, and whose gradients are scattered, in one collective of `group`.
+    `others`: over which their parts' gradients are summed then."""
 
     stored: tuple[Stored, ...]
     group: dist.ProcessGroup
+    others: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,13 +70,10 @@ class PartBucket:
 
     def gather(self, parts: Sequence[Tensor], into: Sequence[Tensor] | None = None) -> Callable[[], list[Tensor]]:
         """Begins to gather the whole of each parameter, and gives what waits for it; `into`: where they are to be."""
-        ranks = self.group.size()
-        pairs = zip(self.stored, parts, strict=True)
-        sent = [one.cut.padded(part).to(one.read_dtype).reshape(-1) for one, part in pairs]
-        flat = sent[0] if len(sent) == 1 else torch.cat(sent)
-        only = self.stored[0].cut.is_in_order and len(sent) == 1
+        ranks, flat = self.group.size(), self._sent(parts)
+        only = self.stored[0].cut.is_in_order and len(parts) == 1
         target = into[0].view(-1) if only and into is not None else flat.new_empty(ranks * flat.numel())
-        wait = _begin(gather_collective(), target, flat, self.group)
+        wait = begin_gather(target, flat, self.group)
 
         def whole() -> list[Tensor]:
             received = wait()
@@ -92,25 +91,59 @@ class PartBucket:
 
         return whole
 
-    def scatter(self, grads: Sequence[Tensor], stored: Sequence[Stored]) -> Callable[[], list[Tensor]]:
+    def scatter(
+        self, grads: Sequence[Tensor], stored: Sequence[Stored], earlier: Sequence[Tensor | None] | None
+    ) -> Waits:
         """Begins to make each rank's part of these gradients, those of some `stored` of the bucket, and gives what
-        waits for them."""
-        rank, ranks = self.group.rank(), self.group.size()
+        waits for them, one group after the other.
+
+        Args:
+            earlier: what is added to the parts before they are summed over the other groups; None: they are not.
+        """
+        wait, rank = self._begin_scatter(grads, stored), self.group.rank()
+
+        def parts(flat: Tensor) -> list[Tensor]:
+            pieces = flat.split([math.prod(one.padded_shape) for one in stored])
+            pairs = zip(stored, pieces, strict=True)
+            return [one.cut.trimmed(piece.view(one.padded_shape), rank) for one, piece in pairs]
+
+        def in_dtype(flat: Tensor) -> list[Tensor]:
+            return [piece.to(one.dtype) for one, piece in zip(stored, parts(flat), strict=True)]
+
+        def scattered() -> list[Tensor] | Waits:
+            flat = wait()
+            if not self.others or earlier is None:
+                return in_dtype(flat)
+            for piece, added in zip(parts(flat), earlier, strict=True):
+                if added is not None:
+                    piece.add_(added)
+            wait_for_others = begin_sum(flat, self.others)
+
+            def summed() -> list[Tensor]:
+                wait_for_others()
+                return in_dtype(flat)
+
+            return summed
+
+        return scattered
+
+    def _begin_scatter(self, grads: Sequence[Tensor], stored: Sequence[Stored]) -> Callable[[], Tensor]:
+        """Begins to make this rank's parts of gradients, in a flat vector of its own."""
+        dtype = stored[0].grad_dtype
         if not stored[0].sums:
-            own = [one.cut.take(grad, rank).to(one.dtype, copy=True) for one, grad in zip(stored, grads, strict=True)]
+            rank = self.group.rank()
+            shards = [one.cut.padded(one.cut.take(grad, rank)) for one, grad in zip(stored, grads, strict=True)]
+            own = flatten(shards, dtype)
             return lambda: own
         if len(stored) == 1 and stored[0].cut.is_in_order:
-            flat = grads[0].contiguous().view(-1).to(stored[0].grad_dtype)
-        else:
-            flat = _flat(stored, grads, ranks)
-        wait = _begin_scatter(flat, self.group)
+            return begin_scatter(grads[0].contiguous().view(-1).to(dtype), self.group)
+        return begin_scatter(_flat(stored, grads, self.group.size()), self.group)
 
-        def parts() -> list[Tensor]:
-            pieces = wait().split([math.prod(one.padded_shape) for one in stored])
-            pairs = zip(stored, pieces, strict=True)
-            return [one.cut.trimmed(piece.view(one.padded_shape), rank).to(one.dtype) for one, piece in pairs]
-
-        return parts
+    def _sent(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parts one behind the other, in the dtype of the wholes."""
+        padded = [one.cut.padded(part) for one, part in zip(self.stored, parts, strict=True)]
+        dtype = self.stored[0].read_dtype
+        return padded[0].to(dtype).reshape(-1) if len(padded) == 1 else flatten(padded, dtype)
 
     def _places(self) -> Iterable[tuple[int, int]]:
         """Where each part lies in the flat vector."""
@@ -131,44 +164,11 @@ def _flat(stored: Sequence[Stored], grads: Sequence[Tensor], ranks: int) -> Tens
     return flat.view(-1)
 
 
-def _begin(
-    collective: Callable[..., dist.Work], output: Tensor, values: Tensor, group: dist.ProcessGroup
-) -> Callable[[], Tensor]:
-    """Begins a collective, and gives what waits for its output. Raises HangError there where a rank does not come."""
-    on_host = values.is_cuda and is_gloo(group, values.device)
-    received, sent = (output.cpu(), values.cpu()) if on_host else (output, values)
-    with watching(group.group_name):
-        work = collective(received, sent, group=group, async_op=True)
-
-    def wait() -> Tensor:
-        with watching(group.group_name):
-            work.wait()
-        return output.copy_(received) if on_host else output
-
-    return wait
-
-
-def _begin_scatter(flat: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begins to sum vectors of all ranks of which each keeps a part, and gives what waits for it. Gloo all-reduces them
-    whole, which sends twice as much as each part to the rank that sums it."""
-    ranks = group.size()
-    if flat.is_cuda or dist.get_backend(group) != "gloo":
-        return _begin(scatter_collective(), flat.new_empty(flat.numel() // ranks), flat, group)
-    received = _begin(dist.all_to_all_single, torch.empty_like(flat), flat, group)
-
-    def part() -> Tensor:
-        first, *others = received().view(ranks, -1)
-        total = first + others[0]
-        for other in others[1:]:
-            total += other
-        return total
-
-    return part
-
-
-def part_buckets(stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None) -> list[PartBucket]:
+def part_buckets(
+    stored: Sequence[Stored], group: dist.ProcessGroup, most_bytes: int | None, others: Sequence[dist.ProcessGroup]
+) -> list[PartBucket]:
     """The buckets of parameters, in the order of their use (`autopart.ir.buckets`)."""
     named = {one.name: one for one in stored}
     same_kind = kinds(list(named), {one.name: (one.dtype, one.read_dtype, one.sums) for one in stored})
     rows = [row for names in same_kind for row in bucketed({name: named[name].nbytes for name in names}, most_bytes)]
-    return [PartBucket(tuple(named[name] for name in row), group) for row in rows]
+    return [PartBucket(tuple(named[name] for name in row), group, tuple(others)) for row in rows]

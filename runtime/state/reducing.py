@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.buckets import UNDER_WAY
-from autopart.runtime.comm.watch import sum_over, watching
+from autopart.runtime.comm.parts import begin_sum
 
 if TYPE_CHECKING:
     from autopart.runtime.state.unsummed import Unsummed
 
-Finish = Callable[[], None]
+Finish = Callable[[], "Finish | None"]
+"""Waits for sums and puts them in their place; or begins to sum them over more ranks, and gives what waits for that."""
+
+Waits = Callable[[], "list[Tensor] | Waits | None"]
+"""Waits for sums and gives them, or None where it puts them in their place; or begins to sum them over more ranks, and
+gives what waits for that."""
 
 
 class Crossing:
@@ -69,7 +74,7 @@ class Crossing:
         """What graphs read of these tensors."""
         raise NotImplementedError
 
-    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
         """Begins to sum the gradients of what is at these positions, and gives what waits for those of the tensors."""
         raise NotImplementedError
 
@@ -83,9 +88,9 @@ class Bucket(Crossing):
 
     each: bool = False
 
-    def begin(self) -> Finish | None:
+    def begin(self, is_last: bool = True) -> Finish | None:
         """Begins to sum the gradients that are there, and gives what waits for the sums and puts them in their place;
-        None where there are none."""
+        None where there are none. `is_last`: no microbatch has more."""
         raise NotImplementedError
 
     def keep(self) -> None:
@@ -102,13 +107,22 @@ def arrive(tensors: Sequence[Tensor]) -> tuple[Pending, tuple[Tensor, ...]]:
 class Pending:
     """Gradients that are under way, then there."""
 
-    wait: Callable[[], list[Tensor]] | None = None
-    sums: list[Tensor] = field(default_factory=list)
+    wait: Waits | None = None
+    sums: list[Tensor] | None = None
 
-    def finish(self) -> list[Tensor]:
+    def advance(self) -> None:
+        """Waits for the ranks that sum them now; others may be next."""
         if self.wait is not None:
-            self.sums, self.wait = self.wait(), None
-        return self.sums
+            result = self.wait()
+            self.sums, self.wait = (None, result) if callable(result) else (result, None)
+
+    def taken(self) -> list[Tensor] | None:
+        """Those of all ranks, which nothing else holds afterwards: autograd copies a gradient that is held. None: they
+        are in their place."""
+        while self.wait is not None:
+            self.advance()
+        sums, self.sums = self.sums, None
+        return sums
 
 
 class _Leave(torch.autograd.Function):
@@ -130,11 +144,11 @@ class _Leave(torch.autograd.Function):
         if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
             ctx.pending.sums = given
         elif present:
-            ctx.pending.wait = ctx.crossing.send(given, present)
             under_way = ctx.crossing.under_way
+            while len(under_way) >= UNDER_WAY:
+                under_way.popleft().advance()
+            ctx.pending.wait = ctx.crossing.send(given, present)
             under_way.append(ctx.pending)
-            while len(under_way) > UNDER_WAY:
-                under_way.popleft().finish()
         return None, None, *(ctx.forms[i] if i in present else None for i in range(len(grads)))
 
 
@@ -149,8 +163,11 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums = iter(ctx.pending.finish())
-        return None, *(None if grad is None else next(sums) for grad in grads)
+        sums = ctx.pending.taken()
+        if sums is None:
+            return None, *(None for _ in grads)
+        each = iter(sums)
+        return None, *(None if grad is None else next(each) for grad in grads)
 
 
 def _as_trained(ctx: Any, values: tuple[Tensor, ...], others: int) -> tuple[Tensor, ...]:
@@ -158,6 +175,21 @@ def _as_trained(ctx: Any, values: tuple[Tensor, ...], others: int) -> tuple[Tens
     frozen = [value for value, needed in zip(values, ctx.needs_input_grad[others:], strict=True) if not needed]
     ctx.mark_non_differentiable(*frozen)
     return values
+
+
+def added(wait: Waits, parts: Sequence[Tensor]) -> Finish:
+    """What waits for gradients, and adds them to those of these parts."""
+
+    @torch.no_grad()
+    def finish() -> Finish | None:
+        result = wait()
+        if callable(result):
+            return added(result, parts)
+        for part, piece in zip(parts, result or (), strict=True):
+            part.grad = piece.contiguous() if part.grad is None else part.grad.add_(piece)
+        return None
+
+    return finish
 
 
 class SumBucket(Bucket):
@@ -171,7 +203,7 @@ class SumBucket(Bucket):
         self.reduce_dtype, self.unsummed = reduce_dtype, unsummed
 
     @torch.no_grad()
-    def begin(self) -> Finish | None:
+    def begin(self, is_last: bool = True) -> Finish | None:
         """A gradient that is alone is summed in place. Others become views of their sum, as with DDP's
         `gradient_as_bucket_view`; where that is in another dtype it is copied back."""
         owners = [p for p in self.parameters.values() if p.grad is not None]
@@ -209,18 +241,8 @@ class SumBucket(Bucket):
 
         return sums
 
-    def _sum(self, flat: Tensor) -> Finish:
-        first, *others = self.groups
-        with watching(first.group_name):
-            work = dist.all_reduce(flat, group=first, async_op=True)
-
-        def wait() -> None:
-            with watching(first.group_name):
-                work.wait()
-            for group in others:
-                sum_over(group, flat)
-
-        return wait
+    def _sum(self, flat: Tensor) -> Callable[[], None]:
+        return begin_sum(flat, self.groups)
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -252,20 +274,41 @@ class Reducer:
         leaves: {name: the tensor that autograd adds the gradient to}.
         microbatches: how many backwards a step has.
         shared: buckets that stages beside this one add to as well.
+        parts_summed_over: {parameter that is gathered block by block: the axes over which the gradient of its part is
+            summed once a step}.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], leaves: Mapping[str, Tensor], microbatches: int, shared: Sequence[Bucket] = ()
-    ):
+        self, buckets: Sequence[Bucket], leaves: Mapping[str, Tensor], microbatches: int, shared: Sequence[Bucket] = (),
+        parts_summed_over: Mapping[str, tuple[str, ...]] | None = None,
+    ):  # fmt: skip
         self.buckets, self.leaves, self.microbatches, self.shared = buckets, leaves, microbatches, shared
+        self.parts_summed_over = parts_summed_over or {}
         self.nodes: dict[str, Any] = {}
         self.is_armed = False
-        self.before_first: Finish = _nothing
+        self.before_first: Callable[[], None] = _nothing
         self.missing: list[int] = []
         self.next = self.backwards = 0
         self.begun: deque[Finish] = deque()
+        self.going_on: list[Finish] = []
+        """What is summed over more ranks: in no memory but that of the sums."""
+        self.completed: set[str] = set()
+        """The parts whose gradients of earlier microbatches are in a sum that is complete or under way."""
 
-    def arm(self, before_first: Finish) -> None:
+    @property
+    def is_last(self) -> bool:
+        """Whether no backward of the step follows the one that runs, or none is of a step."""
+        return not self.is_armed or self.backwards >= self.microbatches - 1
+
+    def take_earlier(self, name: str, part: Tensor) -> Tensor | None:
+        """In the last backward of a step: the gradient of a part from those before, once; it has none then."""
+        if not self.is_armed or name in self.completed:
+            return None
+        self.completed.add(name)
+        earlier, part.grad = part.grad, None
+        return earlier
+
+    def arm(self, before_first: Callable[[], None]) -> None:
         """A step begins; `before_first` is called before the first bucket is sent, maybe more than once."""
         self.abandon()
         self.before_first = before_first
@@ -303,14 +346,19 @@ class Reducer:
     def _begin_next(self) -> None:
         bucket = self.buckets[self.next]
         self.next += 1
-        if not bucket.each and self.backwards < self.microbatches - 1:
+        if not bucket.each and not self.is_last:
             return
         self.before_first()
-        finish = bucket.begin()
+        while len(self.begun) >= UNDER_WAY:
+            self._finish_first()
+        finish = bucket.begin(self.is_last)
         if finish is not None:
             self.begun.append(finish)
-        while len(self.begun) > UNDER_WAY:
-            self.begun.popleft()()
+
+    def _finish_first(self) -> None:
+        finish = self.begun.popleft()()
+        if finish is not None:
+            self.going_on.append(finish)
 
     def _begin_rest(self) -> None:
         while self.next < len(self.buckets):
@@ -321,22 +369,27 @@ class Reducer:
         if self.is_armed:
             self._begin_rest()
             self.backwards += 1
-            is_last = self.backwards == self.microbatches
-            for bucket in (*self.shared, *(() if is_last else self.buckets)):
+            have_run = self.backwards == self.microbatches
+            for bucket in (*self.shared, *(() if have_run else self.buckets)):
                 bucket.keep()
-            if not is_last:
+            if not have_run:
                 self._begin_microbatch()
 
     def finish(self) -> None:
         """Waits for all sums. The step has no more backwards."""
         while self.begun:
-            self.begun.popleft()()
+            self._finish_first()
+        for finish in self.going_on:
+            finish()
+        self.going_on.clear()
         self.is_armed = False
 
     def abandon(self) -> None:
         """A step has failed."""
         self.is_armed, self.before_first = False, _nothing
         self.begun.clear()
+        self.going_on.clear()
+        self.completed.clear()
 
 
 def _nothing() -> None:

@@ -21,7 +21,7 @@ from autopart.ir.program import Program, Stage
 from autopart.ir.storing import Way, held_whole
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored, part_buckets
-from autopart.runtime.state.reducing import Bucket, Finish, Pending
+from autopart.runtime.state.reducing import Bucket, Finish, Pending, Waits, added
 
 GATHERED_AHEAD = 2
 """How many buckets are gathered at a time where a step begins: each takes its whole twice until it has come."""
@@ -50,10 +50,11 @@ class Wholes:
         several = [name for name, count in uses.items() if count > 1]
         rows = [*([name for name in order if uses[name] == 1] for order in orders), several]
         for names, buckets in zip(rows, [*self.buckets, self.shared], strict=True):
-            for same in kinds(names, {name: read[name].axis for name in names}):
-                group = process.beside(read[same[0]].axis)
+            axes = {name: (read[name].axis, *program.parameters[name].summed_over(program.mesh)) for name in names}
+            for same in kinds(names, axes):
+                group, *others = [process.beside(axis) for axis in axes[same[0]]]
                 stored = [self._stored(name, read[name], group.size()) for name in same]
-                buckets += [WholeBucket(self, bucket) for bucket in part_buckets(stored, group, BUCKET_BYTES)]
+                buckets += [WholeBucket(self, one) for one in part_buckets(stored, group, BUCKET_BYTES, others)]
 
     @property
     def all_buckets(self) -> list[WholeBucket]:
@@ -75,6 +76,19 @@ class Wholes:
             for name, whole in self.parameters.items():
                 whole.requires_grad_(self.parts[name].requires_grad)
                 whole.untyped_storage().resize_(whole.nbytes)
+            with self.gathering():
+                yield
+        finally:
+            for bucket in self.all_buckets:
+                bucket.kept.clear()
+            for whole in self.parameters.values():
+                whole.grad = None
+                whole.untyped_storage().resize_(0)
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Inside, buckets are gathered, some ahead of the one that graphs read."""
+        try:
             self.to_gather = deque(self.all_buckets)
             for _ in range(GATHERED_AHEAD):
                 self.gather_next()
@@ -83,10 +97,6 @@ class Wholes:
             self.to_gather.clear()
             for bucket in self.all_buckets:
                 bucket.be_there()
-                bucket.kept.clear()
-            for whole in self.parameters.values():
-                whole.grad = None
-                whole.untyped_storage().resize_(0)
 
     def gather_next(self) -> None:
         """Begins to gather the first bucket that is not."""
@@ -111,72 +121,56 @@ class WholeBucket(Bucket):
         it."""
         for one in self.parts.stored if not self.each else ():
             whole = self.wholes.parameters[one.name]
-            if one.grad_dtype != one.read_dtype and whole.grad is not None:
-                grad = _taken_gradient(whole).to(one.grad_dtype)
+            if one.grad_dtype != one.read_dtype and (taken := _taken_gradient(whole)) is not None:
+                grad = taken.to(one.grad_dtype)
                 self.kept[one.name] = self.kept[one.name].add_(grad) if one.name in self.kept else grad
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Begins to give the wholes their values."""
-        wholes = [self.wholes.parameters[name] for name in self.names]
+        """Begins to give the wholes their values; in a differentiable call they are in memory of their own."""
+        wholes = [self.wholes.parameters[name].detach() for name in self.names]
         parts = [self.wholes.parts[name] for name in self.names]
-        self.wait = self.parts.gather(parts, [whole.detach() for whole in wholes])
+        self.wait = self.parts.gather(parts, wholes if self.pending is None else None)
 
     @torch.no_grad()
     def be_there(self) -> None:
-        while self in self.wholes.to_gather:
-            self.wholes.gather_next()
-        if self.wait is not None:
-            self.wait()
-            self.wait = None
-            self.wholes.gather_next()
-
-    def begin_call(self, tensors: Mapping[str, Tensor]) -> None:
-        super().begin_call(tensors)
-        with torch.no_grad():
-            self.wait = self.parts.gather([tensors[name] for name in self.names])
-
-    def end_call(self) -> None:
-        super().end_call()
-        self.be_there()
+        self.values(())
 
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        assert self.wait is not None
+        """The wholes, where they are read first."""
+        while self in self.wholes.to_gather:
+            self.wholes.gather_next()
+        if self.wait is None:
+            return []
         values, self.wait = self.wait(), None
+        self.wholes.gather_next()
         return values
 
-    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
-        return self.parts.scatter(grads, [self.parts.stored[i] for i in present])
+    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
+        return self.parts.scatter(grads, [self.parts.stored[i] for i in present], [None for _ in present])
 
     @torch.no_grad()
-    def begin(self) -> Finish | None:
+    def begin(self, is_last: bool = True) -> Finish | None:
         """Begins to add the gradients of the wholes, summed, to those of the parts."""
+        goes_on = is_last and bool(self.parts.others)
         present = [one for one in self.parts.stored
-                   if self.wholes.parameters[one.name].grad is not None or one.name in self.kept]  # fmt: skip
+                   if self.wholes.parameters[one.name].grad is not None or one.name in self.kept
+                   or (goes_on and self.wholes.parts[one.name].grad is not None)]  # fmt: skip
         if not present:
             return None
-        wait = self.parts.scatter([self._taken(one.name) for one in present], present)
-
-        @torch.no_grad()
-        def finish() -> None:
-            for one, piece in zip(present, wait(), strict=True):
-                part = self.wholes.parts[one.name]
-                part.grad = piece.contiguous() if part.grad is None else part.grad.add_(piece)
-
-        return finish
+        earlier = [_taken_gradient(self.wholes.parts[one.name]) for one in present] if goes_on else None
+        wait = self.parts.scatter([self._taken(one.name) for one in present], present, earlier)
+        return added(wait, [self.wholes.parts[one.name] for one in present])
 
     def _taken(self, name: str) -> Tensor:
         """The gradient of a whole of all microbatches, which it has no longer."""
         whole, kept = self.wholes.parameters[name], self.kept.pop(name, None)
-        if whole.grad is None:
-            assert kept is not None
-            return kept
         grad = _taken_gradient(whole)
+        if grad is None:
+            return torch.zeros_like(whole) if kept is None else kept
         return grad if kept is None else kept.add_(grad)
 
 
-def _taken_gradient(whole: nn.Parameter) -> Tensor:
-    grad = whole.grad
-    assert grad is not None
-    whole.grad = None
+def _taken_gradient(parameter: Tensor) -> Tensor | None:
+    grad, parameter.grad = parameter.grad, None
     return grad
