@@ -91,6 +91,7 @@ def plan_of(
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
+        sequence_dims=problem.sequence_dims,
         precision=precision.name if precision is not None else None,
         reduce_dtype=precision.reduce_name if precision is not None else None,
         cost=cost(rows, moved, step, limit, bound) | certificate(solved) | worst,

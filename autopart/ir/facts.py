@@ -75,6 +75,7 @@ class Facts(TypedDict, total=False):
     offered: dict[int, set[Sections]]  # by dim, those in which an earlier `cat` joined it
     rows: set[int]  # the dims of a tensor made of nothing that are used as rows of the batch
     zigzag: bool  # positions are cut in zigzag, for there is causal attention
+    other_positions: frozenset[str]  # the factors of its rule that are of no sequence, where users name some
     for_buffers: bool  # it makes new values of buffers and nothing else
     strategies: dict[Any, Any]  # what `strategies` has found, shared with all nodes of which it reads the same
     place: Any  # where in which repeated block it is (`blocks.Place`)

@@ -14,6 +14,7 @@ from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import active_operators, describe, shape, spoken_name, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.pattern import Pattern
+from autopart.passes.facts.sequences import check_can_be_cut, lengths_of
 from autopart.passes.facts.strategies import divides_positions, output_atoms
 from autopart.tracing.trace import Trace
 
@@ -55,8 +56,12 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
     ]
 
 
-def check_positions(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
-    """Raises LayoutError where an axis that cuts positions divides no work of the model."""
+def check_positions(
+    trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy], named: Mapping[str, int]
+) -> None:  # fmt: skip
+    """Raises LayoutError where an axis that cuts positions divides no work of the model, or nothing along a dim of the
+    inputs that is `named`."""
+    check_can_be_cut(trace, named)
     products = _products(trace)
     of_weights = [n for n in products if any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))]
     nodes = of_weights or products or active_operators(trace.graph)
@@ -66,6 +71,7 @@ def check_positions(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node
     given = ", ".join(f"{facts(node)['input_name']} {list(shape(node))}" for node in inputs)
     found = (atoms for node in (products or nodes) for dim in output_atoms(node) for atoms in dim)
     longest = max((atom.size for atom in found if atom.kind == DATA_DIM), default=1)
+    longest = max(lengths_of(trace, named).values(), default=longest)
     if longest == 1:
         raise LayoutError(
             f"{axis}={ranks} has nothing to cut", why=f"no product of the model has a sequence: it is given {given}",
@@ -108,13 +114,14 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
 
 
 def check_divides(
-    trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool = False
-) -> None:
+    trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool,
+    named: Mapping[str, int],
+) -> None:  # fmt: skip
     """Raises LayoutError where the first axis that is solved for divides no matrix product of the model; where layouts
-    are pinned, no weight."""
+    are pinned, no weight. `named`: the dims of the inputs that are sequences, where users say which."""
     for name, strategies in chosen.items():
         if mesh.axis(name).cuts == "positions":
-            check_positions(trace, mesh, name, strategies)
+            check_positions(trace, mesh, name, strategies, named)
         if mesh.axis(name).cuts == "experts" and not pinned:
             check_experts(trace, mesh, name, strategies)
     axis = next((axis for axis in chosen if mesh.axis(axis).cuts == "features"), None)
