@@ -19,6 +19,7 @@ from autopart.passes.choose.divides import expert_notes
 from autopart.passes.choose.partition import partition
 from autopart.passes.choose.parts import storage_notes
 from autopart.passes.choose.pins import FREE
+from autopart.passes.choose.positions import position_notes
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.reasons import Solved, certificate
 from autopart.passes.choose.recompute import recompute_notes
@@ -66,7 +67,8 @@ def plan_of(
     pinned = next(iter(problem.pinned.values()), FREE).operators
     own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, problem.zero),
                  *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced),
-                 *selection_notes(traced), *expert_notes(traced, mesh))  # fmt: skip
+                 *selection_notes(traced), *expert_notes(traced, mesh),
+                 *position_notes(traced, decisions))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": kind, **identity_of(traced.parameters), "mode": traced.mode}
     if traced.autocast:

@@ -19,7 +19,7 @@ from test_masks import stage_modules
 from torch import nn
 
 import autopart
-from autopart.errors import LayoutError, OptionError
+from autopart.errors import LayoutError, OptionError, StageError, TraceError
 from autopart.ir.graph import operator_name
 from autopart.ir.mesh import Mesh
 from autopart.runtime.comm import collectives
@@ -145,6 +145,76 @@ def test_what_has_no_sequence_is_told(made, mesh, text):
     with pytest.raises(LayoutError) as error:
         autopart.plan(model, mesh, example_kwargs=batch)
     assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == text
+
+
+class Sorted(nn.Module):
+    """Operators along the sequence of which no rank can do a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x).cumsum(1).roll(1, 1).sort(1).values).square().mean()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("made", "mesh", "notes"), [
+    (zoo.conv_net, "cp2", [
+        "cp=2 divides no matrix product of the model, whose inputs are image [8, 3, 8, 8], target [8]: every rank runs "
+        "all of them; dp cuts the rows of any batch",
+        "cp: every rank computes with all positions, brought together, in 2 conv2d, 2 group_norm, 2 max_pool2d, "
+        "1 linear"]),
+    (lambda: (Sorted(), {"x": torch.randn(2, 12, 4)}), "cp2", [
+        "cp: every rank computes with all positions, brought together, in 1 cumsum, 1 roll, 1 sort"]),
+    (lambda: zoo.llama(seq=13), "cp4", [
+        "cp=4: of 13 positions the fullest rank has 23% more than the mean; 16 would be as many for each"]),
+    (lambda: zoo.llama(seq=16), "cp4", []),
+])  # fmt: skip
+def test_what_is_whole_or_unequal_is_noted(made, mesh, notes):
+    model, batch = made()
+    plan = autopart.plan(model, mesh, example_kwargs=batch)
+    assert [note for note in plan.notes if note.startswith("cp")] == notes
+
+
+def test_what_takes_all_positions_is_exact():
+    report = autopart.verify(Sorted(), "cp2", example_kwargs={"x": torch.randn(2, 12, 4)})
+    assert report.ok, report
+
+
+def test_rows_that_do_not_divide_are_told_of_positions():
+    model, batch = zoo.llama(rows=1)
+    with pytest.raises(StageError) as error:
+        autopart.plan(model, "dp2,cp2", example_kwargs=batch)
+    assert str(error.value) == (
+        "a batch of 1 rows cannot be cut into dp=2 x microbatches=1 equal parts\n  why    1 is not a multiple of 2\n"
+        "  try    a batch of a multiple of 2 rows, or cp in the place of dp: it cuts the positions of a row"
+    )
+
+
+def test_a_cache_is_refused():
+    model, batch = zoo.llama()
+    with pytest.raises(
+        TraceError, match=r"it returns a .*DynamicCache.*\n  try    return its tensors .*use_cache=False"
+    ):
+        autopart.plan(model, "cp2", example_kwargs={**batch, "use_cache": True})
+
+
+def whole_outputs(mesh, options):
+    """What a call returns of every layer, beside the model's own; pieces are put together in the model's order."""
+    model, batch = zoo.llama(seq=UNEVEN, rows=2)
+    model.set_attn_implementation("eager")
+    call = {"input_ids": batch["input_ids"], "use_cache": False, "output_hidden_states": True}
+    call["output_attentions"] = True
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=call, **options)
+    expected, got = model(**call), pm(**call)
+    zoo.assert_close_outputs(got, expected)
+    return [list(x.shape) for x in (*got.hidden_states, *got.attentions)]
+
+
+def test_outputs_of_layers_are_whole():
+    shapes = dist.run_ranks(whole_outputs, 2, "cp2", {}, timeout_s=120.0)
+    assert shapes == [[[2, UNEVEN, 32]] * 3 + [[2, 4, UNEVEN, UNEVEN]] * 2] * 2
 
 
 def long_causal(seq, mesh, made, largest):

@@ -48,7 +48,7 @@ def check_named(trace: Trace, named: Named) -> None:
         if name not in nodes:
             near = difflib.get_close_matches(name, nodes, 1) or list(nodes)[:1]
             raise OptionError(f"sequence_dims names '{name}', which is not an input of this call",
-                              why=f"its inputs are {_given(trace)}",
+                              why=f"its inputs are {inputs_text(trace)}",
                               hint=f"sequence_dims={{'{near[0]}': 1}}")  # fmt: skip
         sizes = list(shape(nodes[name]))
         asked = f"sequence_dims={{'{name}': {dim}}}"
@@ -82,7 +82,7 @@ def check_can_be_cut(trace: Trace, named: Named) -> None:
         raise LayoutError(
             f"sequence_dims={{'{name}': {named[name]}}}: nothing can be cut along it",
             why=f"no operator of the model works on each of the {lengths[name]} positions of dim {dim} by itself",
-            hint=f"leave {name} out; the inputs are {_given(trace)}",
+            hint=f"leave {name} out; the inputs are {inputs_text(trace)}",
         )
 
 
@@ -100,7 +100,8 @@ def _spoken(node: fx.Node) -> str:
     return facts(node)["input_name"].removeprefix("call.")
 
 
-def _given(trace: Trace) -> str:
+def inputs_text(trace: Trace) -> str:
+    """`input_ids [8, 12], labels [8, 12]`."""
     return ", ".join(f"{name} {list(shape(node))}" for name, node in _inputs(trace).items())
 
 
