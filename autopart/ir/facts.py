@@ -26,7 +26,8 @@ class CostNotes(NamedTuple):
     `kind`: whose rate its matrix work has, "matmul" or "attention". `backward_work`: the matrix work of its backward,
     in forwards, where that is one kernel; 0: one product for every operand. `looks_up`: it reads, of its first
     operand, a row for each that it makes. `gradient_is_view`: the gradient of its operand is a view of its output's.
-    `is_causal`: it is attention whose kernel leaves out the keys behind a query.
+    `is_causal`: it is attention whose kernel leaves out the keys behind a query. `counts_seen`: the same, of work
+    that was counted of the keys that are seen alone.
     """
 
     kind: str = "matmul"
@@ -34,6 +35,7 @@ class CostNotes(NamedTuple):
     looks_up: bool = False
     gradient_is_view: bool = False
     is_causal: bool = False
+    counts_seen: bool = False
 
 
 class Facts(TypedDict, total=False):
