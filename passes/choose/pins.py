@@ -80,7 +80,7 @@ class Pinned:
         alike = all(b.is_shard and a.dim == b.dim and len(a.sections) < 2 > len(b.sections) for a, b in pairs)
         if self.cuts != "positions" or option.factor in (pattern.lookup, *pattern.joined) or not alike:
             return None
-        atoms, counts = factor_atoms(node, pattern).get(option.factor, ()), _outer_atoms(pattern, option, taken)
+        atoms, counts = factor_atoms(node, pattern).get(option.factor, ()), _sections_of_both(pattern, option, taken)
         if counts is None or not any(atom.kind == FEATURE for atom in atoms):
             return None
         if counts[0] != counts[1]:
@@ -159,7 +159,7 @@ def _in_parts(place: Placement, parts: int) -> Placement:
     return shard(place.dim, (num_sections(place.sections) * parts,)) if place.is_shard else place
 
 
-def _outer_atoms(pattern: Pattern, option: Strategy, taken: Taken) -> tuple[int, int] | None:
+def _sections_of_both(pattern: Pattern, option: Strategy, taken: Taken) -> tuple[int, int] | None:
     """Into how many sections two options cut a factor where it is a dim of its own; None where it is none."""
     operands = (*pattern.inputs, *pattern.outputs)
     for dims, a, b in zip(operands, _places(option), _places(taken.strategy), strict=True):
