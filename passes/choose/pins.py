@@ -87,7 +87,7 @@ class Pinned:
             return option
         outer = 1
         for atom in atoms:
-            if outer == counts[0] and atom.size % (taken.parts * self.ranks) == 0:
+            if outer == counts[0] and atom.kind == FEATURE and atom.size % (taken.parts * self.ranks) == 0:
                 return replace(
                     option,
                     inputs=tuple([_in_parts(place, taken.parts) for place in option.inputs]),
