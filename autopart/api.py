@@ -137,6 +137,7 @@ def _searched(
     example = bind_call(model, example_args, example_kwargs or {})
     (best, *_) = search(
         model, devices, hardware=options.hardware, memory=options.memory, precision=options.precision,
-        reduce_dtype=options.reduce_dtype, balance=options.balance, example_kwargs=example, count=1,
+        reduce_dtype=options.reduce_dtype, balance=options.balance, sequence_dims=options.sequence_dims,
+        example_kwargs=example, count=1,
     )  # fmt: skip
     return best, Options(**kept)

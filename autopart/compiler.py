@@ -122,7 +122,8 @@ class Compiler:
         in_parts = call.decisions.scatter_sends
         whole = written(call.trace, replace(call.decisions, scatter_sends=False), outputs, "fast") if in_parts else None
         schedule = replace(plan.schedule, microbatches=call.decisions.microbatches)
-        options = replace(self.options, hardware=plan.hardware or self.options.hardware, compile=plan.compile)
+        options = replace(self.options, hardware=plan.hardware or self.options.hardware, compile=plan.compile,
+                          sequence_dims=plan.sequence_dims)  # fmt: skip
         problem = problem_of(call.trace, self.mesh, options, schedule)
         draft = Draft(problem, call.decisions, program, {}, walks, whole)
         memory = memory_of(call.trace, program, schedule, walks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -47,6 +48,7 @@ class SearchOptions(TypedDict, total=False):
     precision: str | None
     reduce_dtype: str | None
     balance: float | None
+    sequence_dims: Mapping[str, int] | str | None
 
 
 class PlanOptions(SearchOptions, total=False):
@@ -142,6 +144,18 @@ def _balance(given: Any) -> float:
     return float(given)
 
 
+def _sequence_dims(given: Any) -> dict[str, int]:
+    """`{"input_ids": 1}`, of that or of "input_ids=1,labels=1"."""
+    said = dict(part.split("=", 1) for part in given.split(",") if "=" in part) if isinstance(given, str) else given
+    said = said if isinstance(said, Mapping) else {}
+    dims = {str(name).strip(): str(dim).strip() for name, dim in said.items()}
+    if not dims or not all(re.fullmatch(r"-?\d+", dim) for dim in dims.values()):
+        raise OptionError(f"sequence_dims={given!r} does not say which dims of the inputs are the sequence",
+                          why="it is the number of a dim for each input that has one",
+                          hint="sequence_dims={'input_ids': 1, 'labels': 1}, or 'input_ids=1,labels=1'")  # fmt: skip
+    return {name: int(dim) for name, dim in dims.items()}
+
+
 _PRECISIONS = "'bf16' (bfloat16), 'fp16' (float16), 'fp32' (float32), or None: the model's own dtypes"
 
 
@@ -195,6 +209,10 @@ class Options:
         "positions of a head are brought together; ring, keys and values go around (auto: one of the other two).",
         "auto, where cheaper", "gather|ulysses|ring",
         read=lambda given: _one_of("context", get_args(Context), given, _CONTEXTS))
+    sequence_dims: Mapping[str, int] | None = _row(
+        None, "Which dim of which input is the sequence that cp cuts, {'input_ids': 1, 'labels': 1}: of values those "
+        "dims are cut that descend from them, and heads of attention.", "all that can be cut along positions",
+        "INPUT=DIM,...", read=_sequence_dims, in_plan="sequence_dims")
     hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
     balance: float = _row(
         1.0, "Rows that the fullest rank of ep gets for its experts, over the mean: what time and memory are counted "

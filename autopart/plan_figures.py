@@ -19,6 +19,7 @@ from autopart.passes.choose.divides import expert_notes
 from autopart.passes.choose.partition import partition
 from autopart.passes.choose.parts import storage_notes
 from autopart.passes.choose.pins import FREE
+from autopart.passes.choose.positions import position_notes
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.reasons import Solved, certificate
 from autopart.passes.choose.recompute import recompute_notes
@@ -66,7 +67,8 @@ def plan_of(
     pinned = next(iter(problem.pinned.values()), FREE).operators
     own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, problem.zero),
                  *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced),
-                 *selection_notes(traced), *expert_notes(traced, mesh))  # fmt: skip
+                 *selection_notes(traced), *expert_notes(traced, mesh),
+                 *position_notes(traced, decisions))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": kind, **identity_of(traced.parameters), "mode": traced.mode}
     if traced.autocast:
@@ -91,6 +93,7 @@ def plan_of(
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,
         unsharded=unsharded(traced, decisions, pinned), hardware=hardware.name, compile=options.compile,
+        sequence_dims=problem.sequence_dims,
         precision=precision.name if precision is not None else None,
         reduce_dtype=precision.reduce_name if precision is not None else None,
         cost=cost(rows, moved, step, limit, bound) | certificate(solved) | worst,

@@ -41,6 +41,7 @@ from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
 from autopart.passes.facts.masks import find_bands
 from autopart.passes.facts.selections import share_selections
+from autopart.passes.facts.sequences import check_named, follow_sequences
 from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
 from autopart.passes.pipeline import run_passes
 from autopart.passes.write.lower import lower
@@ -165,6 +166,8 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
             hint="leave compile out, or dp in the place of ep",
         )
     problem = problem_of(traced, mesh, options)
+    check_named(traced, options.sequence_dims or {})
+    follow_sequences(traced, options.sequence_dims or {})
     if known is None:
         decisions, solved = decide(problem)
     else:
@@ -193,7 +196,7 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
     return Problem(
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
-        options.context, DpSync.parse(options.dp_sync), options.balance,
+        options.context, DpSync.parse(options.dp_sync), options.balance, options.sequence_dims,
     )  # fmt: skip
 
 

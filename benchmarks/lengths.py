@@ -3,7 +3,7 @@
 Llama 3 8B on 64 GPUs and 70B on 256, in bfloat16, batches of about four million tokens, at most 80 GB a GPU. FLOPs
 count attention as if it were not causal, as publications do, so MFU grows with the length.
 
-    python benchmarks/lengths.py [--quick] [--json] [--only 8B 70B] [--lengths 8192 131072]
+    python benchmarks/lengths.py [--quick] [--json] [--only 8B 70B] [--lengths 8192 131072] [--picture FILE.svg]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import torch
+from _lengths_picture import draw
 from torch import nn
 
 import autopart
@@ -32,11 +33,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), help="these models")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="positions")
+    parser.add_argument("--picture", metavar="FILE.svg", help="draw them")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.only, arguments.lengths = ["8B"], LENGTHS[:1]
     print(f"{'model':<6} {'positions':>9} {'GPUs':>5} {'tokens/s a GPU':>15} {'MFU':>7} {'memory':>9}  mesh")
     rows = [found(name, length) for name in arguments.only for length in arguments.lengths]
+    if arguments.picture:
+        draw(rows, arguments.picture)
     if arguments.json:
         print(json.dumps({"benchmark": "lengths", "rows": rows}))
 

@@ -288,9 +288,7 @@ class Formula:
     def _beside(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:
         """What is left of seconds of communication of which all but the last bucket runs beside so many of work."""
         hidden = self.totals.hidden * self.hardware.overlap
-        return (
-            moved - sympy.Min(hidden * moved, work, evaluate=False) if hidden else moved
-        )  # it looks long for which is less
+        return moved - _least(hidden * moved, work) if hidden else moved
 
     def _held(self, size: Size) -> sympy.Expr:
         """Of parameters, what a rank has of them."""
@@ -338,7 +336,7 @@ class Formula:
     def memory_bytes(self) -> sympy.Expr:
         """The most at a time: with one microbatch gradients come while activations go."""
         parts = self.memory_parts
-        less = sympy.Min(parts["gradients"], parts["activations"], evaluate=False)
+        less = _least(parts["gradients"], parts["activations"])
         return sympy.Add(*parts.values()) - sympy.Piecewise((less, sympy.Eq(m, 1)), (0, True))
 
     # Numbers
@@ -360,6 +358,11 @@ class Formula:
         sizes = (rows / (mesh.row_ranks * schedule.microbatches), tokens or self.totals.at.s,
                  *map(mesh.size, self._names), schedule.microbatches, schedule.virtual_stages)  # fmt: skip
         return {**self.constants, **dict(zip(self.sizes, sizes, strict=True)), **inside}
+
+
+def _least(*of: sympy.Expr) -> sympy.Expr:
+    """The least, as it stands: to find out which of two long sums is less takes sympy longer than all else."""
+    return sympy.Min(*of, evaluate=False)
 
 
 def _joined(axes: tuple[str, ...]) -> sympy.Expr:

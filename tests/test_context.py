@@ -17,11 +17,13 @@ from test_exact_processes import same_everything
 from test_experts import mixture
 from test_masks import stage_modules
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopart
-from autopart.errors import LayoutError, OptionError
+from autopart.errors import LayoutError, OptionError, StageError, TraceError
 from autopart.ir.graph import operator_name
 from autopart.ir.mesh import Mesh
+from autopart.plans.plan import Plan
 from autopart.runtime.comm import collectives
 from autopart.runtime.state import masks
 
@@ -149,6 +151,76 @@ def test_what_has_no_sequence_is_told(made, mesh, text):
     assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == text
 
 
+class Sorted(nn.Module):
+    """Operators along the sequence of which no rank can do a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x).cumsum(1).roll(1, 1).sort(1).values).square().mean()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("made", "mesh", "notes"), [
+    (zoo.conv_net, "cp2", [
+        "cp=2 divides no matrix product of the model, whose inputs are image [8, 3, 8, 8], target [8]: every rank runs "
+        "all of them; dp cuts the rows of any batch",
+        "cp: every rank computes with all positions, brought together, in 2 conv2d, 2 group_norm, 2 max_pool2d, "
+        "1 linear"]),
+    (lambda: (Sorted(), {"x": torch.randn(2, 12, 4)}), "cp2", [
+        "cp: every rank computes with all positions, brought together, in 1 cumsum, 1 roll, 1 sort"]),
+    (lambda: zoo.llama(seq=13), "cp4", [
+        "cp=4: of 13 positions the fullest rank has 23% more than the mean; 16 would be as many for each"]),
+    (lambda: zoo.llama(seq=16), "cp4", []),
+])  # fmt: skip
+def test_what_is_whole_or_unequal_is_noted(made, mesh, notes):
+    model, batch = made()
+    plan = autopart.plan(model, mesh, example_kwargs=batch)
+    assert [note for note in plan.notes if note.startswith("cp")] == notes
+
+
+def test_what_takes_all_positions_is_exact():
+    report = autopart.verify(Sorted(), "cp2", example_kwargs={"x": torch.randn(2, 12, 4)})
+    assert report.ok, report
+
+
+def test_rows_that_do_not_divide_are_told_of_positions():
+    model, batch = zoo.llama(rows=1)
+    with pytest.raises(StageError) as error:
+        autopart.plan(model, "dp2,cp2", example_kwargs=batch)
+    assert str(error.value) == (
+        "a batch of 1 rows cannot be cut into dp=2 x microbatches=1 equal parts\n  why    1 is not a multiple of 2\n"
+        "  try    a batch of a multiple of 2 rows, or cp in the place of dp: it cuts the positions of a row"
+    )
+
+
+def test_a_cache_is_refused():
+    model, batch = zoo.llama()
+    with pytest.raises(
+        TraceError, match=r"it returns a .*DynamicCache.*\n  try    return its tensors .*use_cache=False"
+    ):
+        autopart.plan(model, "cp2", example_kwargs={**batch, "use_cache": True})
+
+
+def whole_outputs(mesh, options):
+    """What a call returns of every layer, beside the model's own; pieces are put together in the model's order."""
+    model, batch = zoo.llama(seq=UNEVEN, rows=2)
+    model.set_attn_implementation("eager")
+    call = {"input_ids": batch["input_ids"], "use_cache": False, "output_hidden_states": True}
+    call["output_attentions"] = True
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=call, **options)
+    expected, got = model(**call), pm(**call)
+    zoo.assert_close_outputs(got, expected)
+    return [list(x.shape) for x in (*got.hidden_states, *got.attentions)]
+
+
+def test_outputs_of_layers_are_whole():
+    shapes = dist.run_ranks(whole_outputs, 2, "cp2", {}, timeout_s=120.0)
+    assert shapes == [[[2, UNEVEN, 32]] * 3 + [[2, 4, UNEVEN, UNEVEN]] * 2] * 2
+
+
 def long_causal(seq, mesh, made, largest):
     """Attention of a rank's queries reads no key that none of them sees; masks that are too large are not made."""
     masks._LARGE = largest
@@ -198,15 +270,67 @@ def test_a_rank_leaves_out_what_its_queries_do_not_see(made, seq, mesh, largest)
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", "cp2"), ("bert", "cp2"), ("t5", "cp2"), ("llama", "cp2,tp2")])
 def test_what_attention_does_can_be_asked_for(name, mesh, context, exchanges):
     model, batch = given(name)
-    if (mesh, context) == ("cp2,tp2", "ulysses"):
-        with pytest.raises(LayoutError, match="context='ulysses' cannot be\n  why    the heads of this attention"):
-            autopart.plan(model, mesh, example_kwargs=batch, context=context)
-        return
     plan = autopart.plan(model, mesh, example_kwargs=batch, context=context)
     moved = {row["kind"] for stage in plan.timing["stages"] for row in stage["collectives"] if row["axis"] == "cp"}
     assert ("all_to_all" in moved) == exchanges
     report = autopart.verify(model, mesh, example_kwargs=batch, context=context)
     assert report.ok, report
+
+
+@pytest.mark.parametrize("mesh", ["cp3", "cp3,tp2", "cp4,tp2"])
+def test_heads_that_are_too_few_to_exchange_are_told(mesh):
+    """Of four heads, two are on a rank of tp."""
+    model, batch = given("llama")
+    with pytest.raises(LayoutError) as error:
+        autopart.plan(model, mesh, example_kwargs=batch, context="ulysses")
+    assert re.sub(r"\.py:\d+", ".py:LINE", str(error.value)) == (
+        "context='ulysses' cannot be\n  why    the heads of this attention do not divide over cp\n"
+        "  where  scaled_dot_product_attention at modeling_llama.py:LINE (model.layers.0.self_attn)\n"
+        "  try    context='auto', or 'gather'"
+    )
+
+
+def heads_of(heads, kv_heads, seq=16, rows=2, layers=2):
+    """A Llama with so many heads of queries, and of keys and values."""
+    config = LlamaConfig(
+        hidden_size=8 * heads, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=48, use_cache=False, max_position_embeddings=4096,
+    )  # fmt: skip
+    ids = torch.randint(0, 48, (rows, seq))
+    return LlamaForCausalLM(config).double(), {"input_ids": ids, "labels": ids.clone()}
+
+
+def exchanged(plan):
+    """{kind: bytes that a rank sends on `cp` in a microbatch for attention}, both ways."""
+    found = Counter()
+    for row in plan.collectives:
+        if row.axis == "cp" and row.where.endswith("self_attn"):
+            found[row.forward or row.backward] += row.bytes
+    return {kind: size for kind, size in found.items() if size}
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("seq", [16, UNEVEN])
+@pytest.mark.parametrize(("heads", "kv_heads", "mesh"), [
+    (8, 4, "cp2,tp2"), (8, 8, "cp4,tp2"), (8, 2, "cp2,tp2"), (8, 1, "cp2,tp2"), (8, 4, "dp2,cp2,tp2"),
+])  # fmt: skip
+def test_heads_that_tp_cuts_are_cut_again(heads, kv_heads, mesh, seq):
+    model, batch = heads_of(heads, kv_heads, seq)
+    plan = autopart.plan(model, mesh, example_kwargs=batch, context="ulysses")
+    on = plan.operators["model.layers.*.self_attn/scaled_dot_product_attention"]
+    assert (on["tp"].partition("-> ")[2], on["cp"].partition("-> ")[2]) == ("S(1)", "S(1; sections=2)")
+    assert "all_to_all" in exchanged(plan)
+    report = autopart.verify(model, mesh, example_kwargs=batch, plan=Plan.from_json(plan.to_json()))
+    assert report.ok, report
+
+
+def test_heads_are_cut_again_where_that_sends_less():
+    """Of as many heads of keys as of queries, more than two ranks exchange less than they would gather."""
+    for mesh, way in [("cp2,tp2", "all_gather"), ("cp4,tp2", "all_to_all")]:
+        with torch.device("meta"):
+            model, batch = heads_of(64, 64 if way == "all_to_all" else 16, seq=4096, rows=32)
+        plan = autopart.plan(model, mesh, example_kwargs=batch, hardware="h100-80gb-sxm")
+        assert way in exchanged(plan), exchanged(plan)
 
 
 def test_what_is_not_a_way_is_told():
@@ -230,7 +354,7 @@ def sent_in_a_step(made, mesh, options):
 
     def counted(collective, x, *arguments):
         kind, share = SENT[collective.__name__.split(".")[0]]
-        found[kind] += x.numel() * x.element_size() * share(Mesh.parse(mesh).num_ranks)
+        found[kind] += x.numel() * x.element_size() * share(max(Mesh.parse(mesh).sizes.values()))
         return communicate(collective, x, *arguments)
 
     model, batch = MADE[made]()
@@ -244,12 +368,14 @@ def sent_in_a_step(made, mesh, options):
     return dict(found), dict(expected)
 
 
-MADE = {"llama": zoo.llama, "gpt2": zoo.gpt2, "mixture": mixture}
+MADE = {"llama": zoo.llama, "gpt2": zoo.gpt2, "mixture": mixture, "heads": lambda: heads_of(8, 4)}
 
 
 @pytest.mark.parametrize(("made", "mesh", "options"), [
     ("llama", "cp2", {"context": "gather"}), ("gpt2", "cp2", {"context": "ulysses"}), ("mixture", "ep2", {}),
+    ("heads", "cp2,tp2", {"context": "ulysses", "sequence_parallel": False}),
 ], ids=str)  # fmt: skip
 def test_what_is_sent_is_what_the_plan_says(made, mesh, options):
-    for found, expected in dist.run_ranks(sent_in_a_step, 2, made, mesh, options, timeout_s=120.0):
+    ranks = Mesh.parse(mesh).num_ranks
+    for found, expected in dist.run_ranks(sent_in_a_step, ranks, made, mesh, options, timeout_s=120.0):
         assert found == pytest.approx(expected, rel=1e-9, abs=8), (found, expected)

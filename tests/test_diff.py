@@ -81,6 +81,7 @@ def test_every_part_is_compared(plan):
         "scatter_sends": {"scatter_sends": True},
         "dp_sync": {"dp_sync": {"strategy": "local", "every": 4}},
         "balance": {"balance": 1.5},
+        "sequence_dims": {"sequence_dims": {"input_ids": 1}},
         "compile": {"compile": True},
         "precision": {"precision": "bf16"},
         "reduce_dtype": {"reduce_dtype": "bf16"},

@@ -52,9 +52,8 @@ class Run(NamedTuple):
         >>> Run(3, 0, 3, -3, 1).seen
         6
         """
-        return sum(
-            min(self.high, self.end + i) - max(self.low, self.first + i) for i in range(self.queries)
-        )  # fmt: skip
+        at = torch.arange(self.queries)
+        return int(((self.end + at).clamp(max=self.high) - (self.first + at).clamp(min=self.low)).sum())
 
     @property
     def hides(self) -> tuple[bool, bool]:

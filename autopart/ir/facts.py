@@ -26,7 +26,8 @@ class CostNotes(NamedTuple):
     `kind`: whose rate its matrix work has, "matmul" or "attention". `backward_work`: the matrix work of its backward,
     in forwards, where that is one kernel; 0: one product for every operand. `looks_up`: it reads, of its first
     operand, a row for each that it makes. `gradient_is_view`: the gradient of its operand is a view of its output's.
-    `is_causal`: it is attention whose kernel leaves out the keys behind a query.
+    `is_causal`: it is attention whose kernel leaves out the keys behind a query. `counts_seen`: the same, of work
+    that was counted of the keys that are seen alone.
     """
 
     kind: str = "matmul"
@@ -34,6 +35,7 @@ class CostNotes(NamedTuple):
     looks_up: bool = False
     gradient_is_view: bool = False
     is_causal: bool = False
+    counts_seen: bool = False
 
 
 class Facts(TypedDict, total=False):
@@ -75,6 +77,7 @@ class Facts(TypedDict, total=False):
     offered: dict[int, set[Sections]]  # by dim, those in which an earlier `cat` joined it
     rows: set[int]  # the dims of a tensor made of nothing that are used as rows of the batch
     zigzag: bool  # positions are cut in zigzag, for there is causal attention
+    other_positions: frozenset[str]  # the factors of its rule that are of no sequence, where users name some
     for_buffers: bool  # it makes new values of buffers and nothing else
     strategies: dict[Any, Any]  # what `strategies` has found, shared with all nodes of which it reads the same
     place: Any  # where in which repeated block it is (`blocks.Place`)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Sections = tuple[int, ...]
@@ -282,6 +282,26 @@ def conversion(source: Placement, target: Placement) -> Conversion | None:
     if source == target:
         return None
     return CONVERSIONS.get((source.kind, target.kind))
+
+
+def inside(place: Placement, others: Iterable[tuple[Placement, int]]) -> Placement:
+    """A placement of a value as it is for what a rank has of it, where other axes cut it too: those that cut the same
+    dim into fewer sections are outside of it, and leave a rank fewer of its sections.
+
+    Args:
+        others: on the other axes, each with its ranks.
+
+    >>> str(inside(shard(1, (6,)), [(shard(1), 2), (shard(0), 2)])), str(inside(shard(1, (2,)), [(shard(1), 2)]))
+    ('S(1; sections=3)', 'S(1)')
+    """
+    if not place.is_shard or len(place.sections) != 1:
+        return place
+    outer = math.prod(
+        ranks for other, ranks in others
+        if other.is_shard and other.dim == place.dim and len(other.sections) < 2
+        and num_sections(other.sections) < num_sections(place.sections)
+    )  # fmt: skip
+    return shard(place.dim, (place.sections[0] // outer,))
 
 
 def is_direct(source: Placement, target: Placement, shape: Sequence[int], num_shards: int) -> bool:

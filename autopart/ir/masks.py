@@ -218,14 +218,14 @@ def _tell(call: fx.Node, band: Told) -> None:
         runs = intervals_of_band(band, queries, keys).runs() if isinstance(band, Band) else band
         call.args = (*call.args[:4], None, *call.args[5:7])
         call.kwargs = {"scale": argument(call, "scale"), "runs": [number for run in runs for number in run]}
-        facts(call)["counted_flops"] = _flops_of(call, runs)
+        _count_seen(call, runs)
         return
     if not isinstance(band, Band):
         if is_attention(call) and len(shape(call)) == 4 and not dropout_probability(call):
             given = {name: argument(call, name) for name in ("scale", "enable_gqa")}
             call.target = autopart_ops.attention_runs.default
             call.args, call.kwargs = (*call.args[:3], [number for run in band for number in run]), given
-            facts(call)["counted_flops"] = _flops_of(call, band)
+            _count_seen(call, band)
         return
     if not is_attention(call):
         if band == (queries - 1, keys - 1):
@@ -246,10 +246,11 @@ def _tell(call: fx.Node, band: Told) -> None:
     call.args, call.kwargs = call.args[:3], given
 
 
-def _flops_of(call: fx.Node, runs: Iterable[Run]) -> int:
-    """The two products of every query with the keys that it sees."""
+def _count_seen(call: fx.Node, runs: Iterable[Run]) -> None:
+    """Note the two products of every query with the keys that it sees."""
     (rows, heads, _, width), made = shape(call.args[0]), shape(call)[-1]
-    return 2 * rows * heads * (width + made) * sum(run.seen for run in runs)
+    facts(call)["counted_flops"] = 2 * rows * heads * (width + made) * sum(run.seen for run in runs)
+    facts(call)["cost"] = cost_notes(call)._replace(counts_seen=True)
 
 
 def _kernel_takes_groups(call: fx.Node, device: torch.device | None) -> bool:

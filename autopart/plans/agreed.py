@@ -14,7 +14,7 @@ TIMEOUT_S = 120.0
 
 DECIDING = (
     "mesh", "schedule", "parameters", "operators", "cuts", "recompute", "zero", "prefetch", "scatter_sends",
-    "dp_sync", "balance", "compile", "precision", "reduce_dtype",
+    "dp_sync", "balance", "sequence_dims", "compile", "precision", "reduce_dtype",
 )  # fmt: skip
 """The parts of a plan that say what is run. Its figures are left out: they may be rounded otherwise elsewhere."""
 

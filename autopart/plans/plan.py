@@ -146,6 +146,7 @@ class Plan:
     scatter_sends: bool = False
     dp_sync: Mapping[str, Any] = field(default_factory=ALL_REDUCE.as_data)
     balance: float = 1.0
+    sequence_dims: Mapping[str, int] | None = None
     compile: bool = False
     precision: str | None = None
     reduce_dtype: str | None = None

@@ -93,6 +93,7 @@ def _basics(a: Plan, b: Plan) -> list[DiffRow]:
         ("scatter_sends", "between stages"): _sent(plan),
         ("dp_sync", "between data ranks"): str(DpSync.parse(plan.dp_sync)),
         ("balance", "rows of the fullest rank"): f"{plan.balance:g} times the mean",
+        ("sequence_dims", "cut over cp"): str(plan.sequence_dims or "all positions"),
         ("compile", "stages"): "yes" if plan.compile else "no",
         ("precision", "computed in"): plan.precision or "the model's own",
         ("reduce_dtype", "gradients summed in"): plan.reduce_dtype or "the model's own",

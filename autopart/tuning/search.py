@@ -146,7 +146,7 @@ class Space:
     `fused`: whether what lies between two products or collectives counts as one kernel. `assumed`: what is set of
     `cost.table.Setting` in the place of what autopart's runtime does (`state_bytes`, `receives_held`, ...).
     `precision`: what is computed in. `methods`: what data-parallel ranks may send each other in place of gradients.
-    `balance`: as of `autopart.plan`.
+    `balance`, `sequence_dims`: as of `autopart.plan`.
     """
 
     model: nn.Module
@@ -158,6 +158,7 @@ class Space:
     precision: Precision | None = None
     methods: Sequence[DpSync] = ()
     balance: float = 1.0
+    sequence_dims: Mapping[str, int] | None = None
     tables: dict[tuple[Kind, Word], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -187,7 +188,7 @@ class Space:
             sequence_parallel = kind.sequence_parallel
             method = self.methods[0].as_data() if self.methods else None  # what is sent has to be counted
             options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute,
-                              balance=self.balance, dp_sync=method)  # fmt: skip
+                              balance=self.balance, dp_sync=method, sequence_dims=self.sequence_dims)  # fmt: skip
             found = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
             self._drafts[kind] = found
             try:
@@ -420,6 +421,7 @@ def search(
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
     methods = [DpSync.parse(method) for method in dp_sync]
     space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods, asked.balance)
+    space.sequence_dims = asked.sequence_dims
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
     found = space.best(devices, limit)
     rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))

@@ -177,7 +177,10 @@ class _Counter:
         flops = facts(node).get("counted_flops", 2 * rows * heads * queries * int(node.args[5]) * (width + out))
         traffic, moving = Size.sum(self.size(n) for n in (query, key, made, node)), self.size(key) + self.size(made)
         dtype = str(self.walk.values[node].form.dtype).removeprefix("torch.")
-        one = Work("attention", traffic, Size.of(float(flops), self.growth.of_product(node)), dtype)
+        counted = Size.of(float(flops), self.growth.of_product(node))
+        one = Work("attention", traffic, counted, dtype)
+        if cost_notes(node).counts_seen:
+            one = self._of_seen(one, node, int(node.args[5]))
         sent = Work("send", moving, axis=axis, times=ranks - 1.0)
         if node not in self.alive:
             return Counted(node, (one, sent))
@@ -223,6 +226,8 @@ class _Counter:
         notes = cost_notes(node)
         if notes.backward_work:
             one = Work(notes.kind, traffic, counted, dtype, causal=self._queries(node) if notes.is_causal else NOTHING)
+            if notes.counts_seen:
+                one = self._of_seen(one, node, self.walk.values[tensor_inputs(node)[1]].form.shape[-2])
             back = (one._replace(times=notes.backward_work),) * (node in self.alive)
             return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
         one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted))
@@ -238,6 +243,12 @@ class _Counter:
         """How many queries attention has, which grow where its scores grow by more than their keys."""
         form = self.walk.values[node].form
         return Size.of(float(form.shape[-2]), Powers(s=min(1, self.growth.of_product(node).s)))
+
+    def _of_seen(self, work: Work, node: fx.Node, keys: int) -> Work:
+        """Attention that was counted by the keys seen, as causal attention to all keys, of which that is half: what a
+        kernel computes of blocks of keys beyond what is seen is then as much as there."""
+        grown = Powers(s=min(1, self.growth.of_product(node).s))
+        return work._replace(flops=work.flops * 2.0, causal=Size.of(float(keys), grown))
 
     def _depth(self, made: fx.Node, flops: Size) -> Size:
         """How many features each element of a product's result is the sum over; nothing for sums over rows and

@@ -30,6 +30,7 @@ from autopart.passes.choose.recompute import check_recompute
 from autopart.passes.choose.shard import fit_around
 from autopart.passes.choose.storage import fitting_parts
 from autopart.passes.facts.masks import cut_in_zigzag
+from autopart.passes.facts.sequences import follow_sequences
 from autopart.passes.facts.strategies import strategies, ways
 from autopart.passes.pipeline import driven
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
@@ -126,6 +127,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     _check_rules(plan)
     texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
     cut_in_zigzag(trace, any("zigzag" in text for text in texts))
+    follow_sequences(trace, plan.sequence_dims or {})
     own = is_plan_of(plan, trace)
     if own:
         check_recompute(trace.graph, plan.recompute, plan.where("recompute"))

@@ -49,7 +49,7 @@ def decide(problem: Problem) -> Decided:
         solved[axis] = solve_pinned(trace, mesh, pinned, problem.pins, partial(_solve, problem, solved, stored))
         stored = with_places(stored, axis, solved[axis][1].parameters)
     chosen = {axis: sharding.strategies for axis, (_, sharding) in solved.items()}
-    check_divides(trace, mesh, chosen, bool(problem.pins.layouts))
+    check_divides(trace, mesh, chosen, bool(problem.pins.layouts), problem.sequence_dims or {})
     strategies = {**over_rows(mesh, microbatches, rows), **chosen}
     return Decided(
         Decisions(

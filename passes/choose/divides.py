@@ -7,19 +7,20 @@ from collections.abc import Mapping
 from torch import fx
 
 from autopart.errors import LayoutError
-from autopart.ir.atoms import DATA_DIM, selections_in
+from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.experts import expert_counts
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import active_operators, describe, shape, spoken_name, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.pattern import Pattern
+from autopart.passes.choose.positions import check_positions, products_of
 from autopart.passes.facts.strategies import divides_positions, output_atoms
 from autopart.tracing.trace import Trace
 
 
 def _expert_products(trace: Trace) -> list[fx.Node]:
-    return [node for node in _products(trace) if facts(node)["pattern"].lookup]
+    return [node for node in products_of(trace) if facts(node)["pattern"].lookup]
 
 
 def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
@@ -29,15 +30,10 @@ def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
     return pattern is not None and reads_weight and strategy.factor is not None and strategy.factor == pattern.lookup
 
 
-def _products(trace: Trace) -> list[fx.Node]:
-    found = [(node, facts(node)["pattern"]) for node in active_operators(trace.graph)]
-    return [node for node, pattern in found if pattern is not None and pattern.flops]
-
-
 def _of_selected_rows(trace: Trace) -> list[fx.Node]:
     """The products with a weight of rows that a mask selects: experts that a loop runs one by one."""
     return [
-        node for node in _products(trace)
+        node for node in products_of(trace)
         if any(map(selections_in, output_atoms(node)))
         and any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
     ]  # fmt: skip
@@ -53,36 +49,6 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
         f"{named}: experts that a loop runs one by one ({describe(looped[0])} is of one) are whole on every rank, and "
         f"their rows are cut, as over dp; {named} cuts experts that are stacks of matrices"
     ]
-
-
-def check_positions(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
-    """Raises LayoutError where an axis that cuts positions divides no work of the model."""
-    products = _products(trace)
-    of_weights = [n for n in products if any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))]
-    nodes = of_weights or products or active_operators(trace.graph)
-    if any(chosen[node].factor for node in nodes):
-        return
-    ranks, inputs = mesh.size(axis), trace.graph.find_nodes(op="placeholder")
-    given = ", ".join(f"{facts(node)['input_name']} {list(shape(node))}" for node in inputs)
-    found = (atoms for node in (products or nodes) for dim in output_atoms(node) for atoms in dim)
-    longest = max((atom.size for atom in found if atom.kind == DATA_DIM), default=1)
-    if longest == 1:
-        raise LayoutError(
-            f"{axis}={ranks} has nothing to cut", why=f"no product of the model has a sequence: it is given {given}",
-            hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
-        )  # fmt: skip
-    if divides_positions(longest, ranks):
-        if any(strategy.is_sharded for strategy in chosen.values()):
-            return
-        raise LayoutError(
-            f"{axis}={ranks} cuts nothing of the model", why="its operators take all positions of a value at once",
-            where=describe(nodes[0]), hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
-        )  # fmt: skip
-    fits = max(n for n in range(1, ranks) if divides_positions(longest, n))
-    raise LayoutError(
-        f"{axis}={ranks} cuts {longest} positions", why=f"every rank needs some of the longest sequence, of {given}",
-        where=describe(nodes[0]), hint=f"{axis}={fits}" if fits > 1 else f"leave {axis} out of the mesh",
-    )  # fmt: skip
 
 
 def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
@@ -108,19 +74,20 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
 
 
 def check_divides(
-    trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool = False
-) -> None:
+    trace: Trace, mesh: Mesh, chosen: Mapping[str, Mapping[fx.Node, Strategy]], pinned: bool,
+    named: Mapping[str, int],
+) -> None:  # fmt: skip
     """Raises LayoutError where the first axis that is solved for divides no matrix product of the model; where layouts
-    are pinned, no weight."""
+    are pinned, no weight. `named`: the dims of the inputs that are sequences, where users say which."""
     for name, strategies in chosen.items():
         if mesh.axis(name).cuts == "positions":
-            check_positions(trace, mesh, name, strategies)
+            check_positions(trace, mesh, name, strategies, named)
         if mesh.axis(name).cuts == "experts" and not pinned:
             check_experts(trace, mesh, name, strategies)
     axis = next((axis for axis in chosen if mesh.axis(axis).cuts == "features"), None)
     if axis is None:
         return
-    products = _products(trace)
+    products = products_of(trace)
     ranks, leave_out = mesh.size(axis), f"leave {axis} out of the mesh"
     if not products and any(_cuts_table(n, chosen[axis][n]) for n in active_operators(trace.graph)):
         return

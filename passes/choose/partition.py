@@ -104,10 +104,11 @@ def check_batch(batch: int, mesh: Mesh, microbatches: int) -> None:
         fits = [m for m in range(1, batch + 1) if batch % (mesh.batch_parts * m) == 0]
         axes = (*mesh.along("rows"), *mesh.along("experts")) or (mesh.data_axis,)
         over = "".join(f"{axis}={mesh.size(axis)} x " for axis in axes)
+        inside = f", or {mesh.innermost('positions')} in the place of {axes[0]}: it cuts the positions of a row"
         raise StageError(
             f"a batch of {batch} rows cannot be cut into {over}microbatches={microbatches} equal parts",
             why=f"{batch} is not a multiple of {parts}",
             hint=f"microbatches={', '.join(map(str, fits))}"
             if fits
-            else f"a batch of a multiple of {mesh.batch_parts} rows",
+            else f"a batch of a multiple of {mesh.batch_parts} rows{inside * (batch < mesh.batch_parts)}",
         )

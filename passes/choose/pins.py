@@ -17,13 +17,13 @@ from typing import NamedTuple, TypeVar
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, factor_atoms
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
-from autopart.ir.layout import Layout, Placement, R, cannot_store
+from autopart.ir.layout import Layout, Placement, R, cannot_store, num_sections, shard
 from autopart.ir.mesh import Context, Cuts, Mesh
-from autopart.ir.pattern import is_innermost
+from autopart.ir.pattern import Pattern, is_innermost
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.facts.strategies import output_atoms, possible, ways, ways_without_cuts_of_values
 from autopart.plans.pins import LayoutPin, Pin, Pins
@@ -46,7 +46,7 @@ class Pinned:
 
     `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
     choices. `factors`, `dims`: those of an operator's rule, and of a parameter, that other axes cut. `ranks`: of this
-    axis. `context`: what is asked of attention on it.
+    axis. `context`: what is asked of attention on it. `before`: what an operator does on other axes, with their ranks.
     """
 
     axis: str = ""
@@ -58,12 +58,43 @@ class Pinned:
     dims: Mapping[str, frozenset[int]] = field(default_factory=dict)
     ranks: int = 1
     context: Context = "auto"
+    before: Mapping[fx.Node, tuple[tuple[Strategy, int], ...]] = field(default_factory=dict)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
         """The options that the pins of an operator, and other axes, leave."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
-        free = [o for o in options if o.factor not in taken or self._divides_again(node, o, taken[o.factor])]
-        return [o for o in free if all(_runs_as(o, pin) for pin in pins)]
+        free = [o if o.factor not in taken else self._beside(node, o, taken[o.factor]) for o in options]
+        return [o for o in free if o is not None and all(_runs_as(o, pin) for pin in pins)]
+
+    def _beside(self, node: fx.Node, option: Strategy, taken: Taken) -> Strategy | None:
+        """An option of a factor that axes inside this one cut: as it is, where each of theirs is a part of what a rank
+        of this axis has; else cut inside each part of theirs; None: neither can be."""
+        return option if self._divides_again(node, option, taken) else self._inside(node, option, taken)
+
+    def _inside(self, node: fx.Node, option: Strategy, taken: Taken) -> Strategy | None:
+        """An option that cuts features of values which other axes cut, heads say: another atom of what they are made of
+        as it is, the same one in as many sections as it has parts."""
+        pattern = facts(node)["pattern"]
+        assert pattern is not None, "without a rule nothing is cut"
+        pairs = [(a, b) for a, b in zip(_places(option), _places(taken.strategy), strict=True) if a.is_shard]
+        alike = all(b.is_shard and a.dim == b.dim and len(a.sections) < 2 > len(b.sections) for a, b in pairs)
+        if self.cuts != "positions" or option.factor in (pattern.lookup, *pattern.joined) or not alike:
+            return None
+        atoms, counts = factor_atoms(node, pattern).get(option.factor, ()), _sections_of_both(pattern, option, taken)
+        if counts is None or not any(atom.kind == FEATURE for atom in atoms):
+            return None
+        if counts[0] != counts[1]:
+            return option
+        outer = 1
+        for atom in atoms:
+            if outer == counts[0] and atom.kind == FEATURE and atom.size % (taken.parts * self.ranks) == 0:
+                return replace(
+                    option,
+                    inputs=tuple([_in_parts(place, taken.parts) for place in option.inputs]),
+                    outputs=tuple([_in_parts(place, taken.parts) for place in option.outputs]),
+                )
+            outer *= atom.size
+        return None
 
     def _divides_again(self, node: fx.Node, option: Strategy, taken: Taken) -> bool:
         """Whether an operator may cut what axes inside this one cut alike: positions, of a size that divides by all
@@ -97,14 +128,16 @@ class Pinned:
         """The same, where other axes were solved for before: what every operator does on them, and {parameter: its
         layout so far}."""
         factors: dict[fx.Node, dict[str, Taken]] = defaultdict(dict)
+        done: dict[fx.Node, tuple[tuple[Strategy, int], ...]] = {}
         for axis, chosen in before.items():
             for node, strategy in chosen.items():
+                done[node] = (*done.get(node, ()), (strategy, mesh.size(axis)))
                 if factor := strategy.factor:
                     parts = factors[node][factor].parts if factor in factors[node] else 1
                     factors[node][factor] = Taken(strategy, parts * mesh.size(axis))
         dims = {name: frozenset(place.dim for place in places.values() if place.is_shard)
                 for name, places in stored.items()}  # fmt: skip
-        return replace(self, factors=factors, dims=dims, ranks=mesh.size(self.axis))
+        return replace(self, factors=factors, dims=dims, ranks=mesh.size(self.axis), before=done)
 
     def _lies_as(self, place: Placement, pin: LayoutPin) -> bool:
         if pin.axis != self.axis:
@@ -115,6 +148,24 @@ class Pinned:
 FREE = Pinned()
 
 _LEAVE = "leave it out, or another name or layout", "leave one of them out"
+
+
+def _places(option: Strategy) -> tuple[Placement, ...]:
+    return (*option.inputs, *option.outputs)
+
+
+def _in_parts(place: Placement, parts: int) -> Placement:
+    """A cut inside each of so many parts, into which other axes have cut what this one cuts."""
+    return shard(place.dim, (num_sections(place.sections) * parts,)) if place.is_shard else place
+
+
+def _sections_of_both(pattern: Pattern, option: Strategy, taken: Taken) -> tuple[int, int] | None:
+    """Into how many sections two options cut a factor where it is a dim of its own; None where it is none."""
+    operands = (*pattern.inputs, *pattern.outputs)
+    for dims, a, b in zip(operands, _places(option), _places(taken.strategy), strict=True):
+        if a.is_shard and b.is_shard and dims[a.dim] == (option.factor,):
+            return num_sections(a.sections), num_sections(b.sections)
+    return None
 
 
 def _runs_as(option: Strategy, pin: LayoutPin) -> bool:

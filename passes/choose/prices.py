@@ -9,7 +9,7 @@ depends on its layout here, and is a part of that price: one programme chooses f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
@@ -23,8 +23,8 @@ from autopart.ir.atoms import BATCH, Atom
 from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.decisions import Strategy, goes_around
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
-from autopart.ir.graph import operators, shape, size_bytes, tensor_inputs, tuple_values
-from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, is_direct, parts_of
+from autopart.ir.graph import operators, shape, size_bytes, source_of, tensor_inputs, tuple_values
+from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, inside, is_direct, parts_of
 from autopart.ir.masks import is_attention
 from autopart.passes.choose.storage import Storage
 from autopart.tracing.trace import Trace
@@ -125,14 +125,15 @@ class Prices:
         whole: whether values between operators are to be whole where that costs little more. Latency of collectives on
             them is left out then: toy sizes would choose otherwise than the sizes that a model is split for.
         weights_chosen: whether it is chosen where weights lie.
+        before: what every operator does on axes that were solved for before, with their ranks.
     """
 
     def __init__(
         self, nodes: Sequence[fx.Node], num_shards: int, hardware: Hardware, step: Step, whole: bool,
-        weights_chosen: bool,
+        weights_chosen: bool, before: Mapping[fx.Node, Sequence[tuple[Strategy, int]]],
     ):  # fmt: skip
         self.num_shards, self.hardware, self.step = num_shards, hardware, step
-        self.whole, self.weights_chosen = whole, weights_chosen
+        self.whole, self.weights_chosen, self.before = whole, weights_chosen, before
         at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
         self.links = at_once if whole else hardware
         active = [n for n in nodes if n.op == "call_function" and facts(n)["role"] == ACTIVE]
@@ -154,8 +155,14 @@ class Prices:
         return _DIVIDE_FIRST * self.scale * price.undivided + price.seconds
 
     def bytes(self, node: fx.Node) -> float:
-        """Bytes of a value for one microbatch of one rank of `dp`."""
-        return size_bytes(node) / _row_shards(node, self.step)
+        """Bytes of a value for one microbatch of one rank of the axes that rows or other axes cut it over."""
+        parts = math.prod(ranks for place, ranks in self._others(node) if place.is_divided)
+        return size_bytes(node) / _row_shards(node, self.step) / parts
+
+    def _others(self, node: fx.Node) -> list[tuple[Placement, int]]:
+        """How axes that were solved for before leave a value, with their ranks."""
+        source, index = source_of(node)
+        return [(strategy.outputs[index], ranks) for strategy, ranks in self.before.get(source, ())]
 
     def option(self, node: fx.Node, option: Strategy | Placement) -> Price:
         """The price of an option, conversions left out."""
@@ -218,7 +225,9 @@ class Prices:
         fullest = self.step.balance
         shares = [(fullest if p.is_routed else 1) / self.num_shards if p.is_divided else 1 for p in option.outputs]
         share = math.prod(facts(node).get("shares", {}).values())
-        sizes = [v.numel() * v.element_size() * share for v in tuple_values(node)]
+        parts = [math.prod(n for s, n in self.before.get(node, ()) if s.outputs[i].is_divided)
+                 for i in range(len(option.outputs))]  # fmt: skip
+        sizes = [v.numel() * v.element_size() * share / n for v, n in zip(tuple_values(node), parts, strict=True)]
         written = sum(size * share for size, share in zip(sizes, shares, strict=True)) / _row_shards(node, self.step)
         return self.step.microbatches * written / self.hardware.memory_bytes_per_s
 
@@ -259,6 +268,8 @@ class Prices:
             return 0.0
         if target.is_shard and (self._is_chosen_weight(used) or (place.is_shard and facts(used)["role"] == PARAMETER)):
             return float("inf")  # a weight is stored as it is used: cutting a whole one would save no memory
+        others = self._others(used)
+        place, target = inside(place, others), inside(target, others)
         if not is_direct(place, target, shape(used), self.num_shards):
             whole = R_GRAD_P if grad else R
             return self._conversion_s(place, whole, used) + self._conversion_s(whole, target, used)

@@ -37,6 +37,7 @@ class Problem:
     context: Context = "auto"
     dp_sync: DpSync = ALL_REDUCE
     balance: float = 1.0
+    sequence_dims: Mapping[str, int] | None = None
 
     @property
     def graph(self) -> fx.Graph:

@@ -188,7 +188,7 @@ class ShardingProblem:
         self.values = self._find_values()
         nodes = list(self.choice_of)
         weights_chosen = not stored and pinned.cuts != "positions"
-        self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", weights_chosen)
+        self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", weights_chosen, pinned.before)
         self.real_prices = self.prices.with_all_latency()
         for choice in self.choices.values():
             ties = 1e-9 * self.prices.scale * len(choice.members)
@@ -197,7 +197,7 @@ class ShardingProblem:
 
     def pinned_by(self, pinned: Pinned) -> ShardingProblem:
         """The same programme with other pins, beside the same axes."""
-        known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context")}
+        known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
         return self._again(replace(pinned, **known), self.is_shared)
 
     def sharing_costs(self, shared: Sharding) -> float:

@@ -27,6 +27,7 @@ from autopart.ir.layout import Placement, conversion
 from autopart.ir.pattern import Pattern
 from autopart.ir.program import MICROBATCH_AXIS
 from autopart.passes.choose.batch import placement
+from autopart.passes.choose.positions import takes_all
 from autopart.passes.rules import has_rule
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.registered import call_text
@@ -95,6 +96,8 @@ def _why_whole(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
     axis = next(iter(chosen))
     ranks = decisions.mesh.size(axis)
     weights = _weight_sizes(node, pattern)
+    if decisions.mesh.axis(axis).cuts == "positions" and takes_all(node, ranks):
+        return "it takes all positions of its values at once", ""
     sizes = {factor: size for factor, size in weights.items() if factor not in pattern.whole}
     if not weights:
         return "none of its dims comes from a weight", ""

@@ -67,14 +67,16 @@ def ways(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
     if cuts == "features":
         return strategies(node, num_shards, ALL_TENSOR_KINDS)
     known, zigzag = facts(node)["strategies"], facts(node).get("zigzag", False)
-    if (num_shards, cuts, zigzag) not in known:
+    others = facts(node).get("other_positions", frozenset()) if cuts == "positions" else frozenset()
+    key = num_shards, cuts, zigzag, others
+    if key not in known:
         positions = ("zigzag" if zigzag else "in order") if cuts == "positions" else ""
         found = strategies(node, num_shards, _KINDS[cuts], positions)
         routed = _routed(node, num_shards, found) if cuts == "experts" and facts(node).get("routed") else ()
-        kept = [s for s in found if _keeps_weights(node, s, cuts)]
+        kept = [s for s in found if _keeps_weights(node, s, cuts) and s.factor not in others]
         rings = _rings(node, kept) if cuts == "positions" and is_attention(node) else ()
-        known[num_shards, cuts, zigzag] = (*kept, *routed, *rings)
-    return known[num_shards, cuts, zigzag]
+        known[key] = (*kept, *routed, *rings)
+    return known[key]
 
 
 def ways_without_cuts_of_values(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:

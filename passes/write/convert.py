@@ -19,10 +19,9 @@ from autopart.ir.layout import (
     P,
     Placement,
     R,
-    Sections,
     conversion,
+    inside,
     is_direct,
-    num_sections,
     parts_of,
 )
 from autopart.ir.operators import autopart_ops
@@ -83,36 +82,26 @@ class Converter:
         source = current[axis]
         if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
             return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, made, 1.0 / self.sizes[axis])
-        step = conversion(source, target)
-        if step is None or not is_direct(source, target, shape(node), self.sizes[axis]):
+        step, others = conversion(source, target), self._others(current, axis)
+        source, place = inside(source, others), inside(target, others)
+        if step is None or not is_direct(source, place, shape(node), self.sizes[axis]):
             between = R_GRAD_P if facts(node)["needs_grad"] else R
             whole = self._convert_axis(made, node, current, axis, between, stage, options)
             return self._convert_axis(whole, node, {**current, axis: between}, axis, target, stage, options)
         operation = getattr(autopart_ops, step.operator).default
         emit = self.emitter(stage, node)
         if step.operator == "all_to_all":
-            return emit(operation, made, axis, source.dim, target.dim, *_zigzags(source, target), **options)
-        cut = source if source.is_shard else target
+            return emit(operation, made, axis, source.dim, place.dim, *_zigzags(source, place), **options)
+        cut = source if source.is_shard else place
         if not cut.is_shard:
             return emit(operation, made, axis, **options)
         assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
-        size, sections = self._over_other_axes(node, current, axis, cut)
-        return emit(operation, made, axis, cut.dim, size, list(sections), **options)
+        parts = math.prod(ranks for other, ranks in others if other.is_shard and other.dim == cut.dim)
+        return emit(operation, made, axis, cut.dim, shape(node)[cut.dim] // parts, list(cut.sections), **options)
 
-    def _over_other_axes(
-        self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement
-    ) -> tuple[int, Sections]:
-        """The dim's size over this axis alone, and its sections, given what the other axes cut of the same dim."""
-        others = math.prod(self.sizes[a] for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim)
-        size = shape(node)[cut.dim] // others
-        if len(cut.sections) != 1:
-            return size, cut.sections
-        outer = math.prod(  # the other axes that cut a factor outside this one: they leave fewer sections
-            self.sizes[a] for a, p in current.items()
-            if a != axis and p.is_shard and p.dim == cut.dim and len(p.sections) < 2
-            and num_sections(p.sections) < num_sections(cut.sections)
-        )  # fmt: skip
-        return size, (cut.sections[0] // outer,)
+    def _others(self, current: Mapping[str, Placement], axis: str) -> list[tuple[Placement, int]]:
+        """How the other axes cut a value, each with its ranks."""
+        return [(place, self.sizes[other]) for other, place in current.items() if other != axis]
 
     def sent(self, node: fx.Node, produced: Key) -> Key:
         """The layout in which a value goes from stage to stage."""

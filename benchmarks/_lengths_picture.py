@@ -1,0 +1,55 @@
+"""Tokens that a GPU trains on in a second over the length of a sequence, both in powers: a line for every model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 460, 70, 30, 30, 50
+COLORS = ("#4c78a8", "#f58518", "#54a24b")
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:
+    """`rows`: of `lengths.py`. Writes an SVG, every point with its mesh."""
+    lengths = sorted({row["positions"] for row in rows})
+    low = math.floor(math.log10(min(row["tokens_per_s"] for row in rows)))
+    high = math.ceil(math.log10(max(row["tokens_per_s"] for row in rows)))
+
+    def x(length: int) -> float:
+        share = math.log2(length / lengths[0]) / max(1.0, math.log2(lengths[-1] / lengths[0]))
+        return LEFT + 30 + share * (WIDTH - LEFT - RIGHT - 160)
+
+    def y(tokens: float) -> float:
+        return TOP + (high - math.log10(tokens)) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
+    for length in lengths:
+        parts.append(_line([(x(length), TOP), (x(length), HEIGHT - BOTTOM)], "#ddd"))
+        parts.append(_text(x(length), HEIGHT - BOTTOM + 18, f"{length // 1024}K", "middle"))
+    for tokens in (10**power for power in range(low, high + 1)):
+        parts.append(_line([(LEFT, y(tokens)), (WIDTH - RIGHT, y(tokens))], "#ddd"))
+        parts.append(_text(LEFT - 8, y(tokens) + 4, f"{tokens:,}", "end"))
+    for color, model in zip(COLORS, dict.fromkeys(row["model"] for row in rows), strict=False):
+        of_model = [row for row in rows if row["model"] == model]
+        parts.append(_line([(x(row["positions"]), y(row["tokens_per_s"])) for row in of_model], color))
+        for row in of_model:
+            at, tokens = x(row["positions"]), row["tokens_per_s"]
+            parts.append(f'<circle cx="{at:.1f}" cy="{y(tokens):.1f}" r="4" fill="{color}"/>')
+            said = f"{model}: {tokens:,.0f}, {row['mesh'].partition(', zero')[0]}"
+            parts.append(_text(at + 6, y(tokens) - 8, said, "start", color))
+    parts.append(_text(LEFT, TOP - 10, "predicted tokens/s a GPU", "start"))
+    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 12, "positions of a sequence", "middle"))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">'
+    with open(path, "w") as file:
+        file.write("\n".join([head, *parts, "</svg>"]) + "\n")
+
+
+def _line(points: Sequence[tuple[float, float]], color: str) -> str:
+    way = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return f'<path d="M{way}" stroke="{color}" fill="none"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str, color: str = "#333") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'

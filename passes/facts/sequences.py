@@ -1,0 +1,224 @@
+"""What of a traced graph is along the sequence, where users say which dims of the inputs are (`sequence_dims=`).
+
+A dim descends from those named as rules have it: through the factors that operators share, merged and split by views.
+What an operator makes anew (a convolution over the positions) descends from the dim in the same place of its input, and
+a value made of nothing (positions, a table of them) is along the sequence where it is used beside one that is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopart.errors import LayoutError, OptionError
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, cut_atoms, factor_atoms
+from autopart.ir.facts import ACTIVE, WEIGHT, facts
+from autopart.ir.graph import active_operators, operators, shape, source_of, tensor_inputs, tuple_values
+from autopart.ir.pattern import Pattern
+from autopart.passes.facts.strategies import output_atoms, ways
+from autopart.tracing.trace import Trace
+
+SEQUENCE = "sequence"
+"""The kind of an atom that counts positions of a sequence that is named; of others `DATA_DIM`."""
+
+Dims = tuple[Atoms, ...]
+"""What the dims of a value are made of, by these two kinds."""
+
+Named = Mapping[str, int]
+"""{input: its dim that is a sequence}, which may count from the last."""
+
+
+def follow_sequences(trace: Trace, named: Named) -> None:
+    """Write `other_positions` on every operator: the factors of its rule that an axis for positions may not cut, for
+    they are of no sequence that is named. None are where no sequence is; names that this call lacks say nothing."""
+    along = _Along(trace, _dims_of(trace, named)).with_made() if named else None
+    for node in operators(trace.graph):
+        if facts(node)["role"] in (ACTIVE, WEIGHT):
+            facts(node)["other_positions"] = frozenset() if along is None else _others(node, along)
+
+
+def check_named(trace: Trace, named: Named) -> None:
+    """Raises OptionError where an input is not there, or has no such dim of positions."""
+    nodes = _inputs(trace)
+    for name, dim in named.items():
+        if name not in nodes:
+            near = difflib.get_close_matches(name, nodes, 1) or list(nodes)[:1]
+            raise OptionError(f"sequence_dims names '{name}', which is not an input of this call",
+                              why=f"its inputs are {inputs_text(trace)}",
+                              hint=f"sequence_dims={{'{near[0]}': 1}}")  # fmt: skip
+        sizes = list(shape(nodes[name]))
+        asked = f"sequence_dims={{'{name}': {dim}}}"
+        if not -len(sizes) <= dim < len(sizes):
+            raise OptionError(f"{asked} names no dim", why=f"{name} has shape {sizes}",
+                              hint=f"a dim from 1 to {len(sizes) - 1}" if len(sizes) > 1 else
+                              f"leave {name} out")  # fmt: skip
+        if any(atom.kind == BATCH for atom in facts(nodes[name])["atoms"][dim]):
+            raise OptionError(f"{asked} names the rows of the batch",
+                              why=f"{name} has shape {sizes}; rows are cut over dp, and positions inside a row over cp",
+                              hint=f"sequence_dims={{'{name}': 1}}" if len(sizes) > 1 else
+                              f"leave {name} out")  # fmt: skip
+
+
+def check_can_be_cut(trace: Trace, named: Named) -> None:
+    """Raises LayoutError where nothing can be cut along a dim that is named."""
+    lengths = lengths_of(trace, named)
+    for node, dims in _dims_of(trace, named).items():
+        along, (dim,) = _Along(trace, {node: dims}), dims
+        if shape(node)[dim] > 1 and any(along.cut(shape(node)[dim])):
+            continue
+        name = _spoken(node)
+        others = [other for other, length in lengths.items() if length != lengths[name]]
+        if others:
+            raise LayoutError(
+                "sequence_dims names dims of unequal lengths",
+                why=f"dim {dim} of {name} has {lengths[name]} positions, dim {named[others[0]]} of {others[0]} has "
+                f"{lengths[others[0]]}, and no operator can be cut along that of {name}",
+                hint=f"leave {name} out, or a dim of it that has {lengths[others[0]]}",
+            )
+        raise LayoutError(
+            f"sequence_dims={{'{name}': {named[name]}}}: nothing can be cut along it",
+            why=f"no operator of the model works on each of the {lengths[name]} positions of dim {dim} by itself",
+            hint=f"leave {name} out; the inputs are {inputs_text(trace)}",
+        )
+
+
+def lengths_of(trace: Trace, named: Named) -> dict[str, int]:
+    """{input: how long its sequence is}, of those that this call has."""
+    return {_spoken(node): shape(node)[dim] for node, dims in _dims_of(trace, named).items() for dim in dims}
+
+
+def _inputs(trace: Trace) -> dict[str, fx.Node]:
+    return {_spoken(node): node for node in trace.graph.find_nodes(op="placeholder")}
+
+
+def _spoken(node: fx.Node) -> str:
+    """What the user calls an input, also of a model with a loss function behind it."""
+    return facts(node)["input_name"].removeprefix("call.")
+
+
+def inputs_text(trace: Trace) -> str:
+    """`input_ids [8, 12], labels [8, 12]`."""
+    return ", ".join(f"{name} {list(shape(node))}" for name, node in _inputs(trace).items())
+
+
+def _dims_of(trace: Trace, named: Named) -> dict[fx.Node, set[int]]:
+    """The dims of the inputs of a call that are named, counted from the first."""
+    nodes = {name: node for name, node in _inputs(trace).items() if name in named}
+    ranks = {name: len(shape(node)) for name, node in nodes.items()}
+    return {node: {named[name] % ranks[name]} for name, node in nodes.items()
+            if -ranks[name] <= named[name] < ranks[name]}  # fmt: skip
+
+
+def _others(node: fx.Node, along: _Along) -> frozenset[str]:
+    """The factors of an operator that are of no sequence and of no weight."""
+    pattern: Pattern | None = facts(node)["pattern"]
+    if pattern is None:
+        return frozenset()
+    kinds = {factor: {atom.kind for atom in atoms} for factor, atoms in factor_atoms(node, pattern).items()}
+    for dim, atoms in zip(pattern.outputs[0], output_atoms(node), strict=True):
+        if len(dim) == 1:
+            kinds.setdefault(dim[0], {atom.kind for atom in atoms})
+    of_sequence = along.factors(node, pattern)
+    return frozenset(f for f in pattern.factors if f not in of_sequence and FEATURE not in kinds.get(f, ()))
+
+
+class _Along:
+    """What of every value descends from some dims of some nodes."""
+
+    def __init__(self, trace: Trace, dims: Mapping[fx.Node, Collection[int]]):
+        self.trace, self.dims = trace, dims
+        self.made: dict[fx.Node, Sequence[Dims]] = {}
+        for node in trace.graph.nodes:
+            if node.op != "output" and source_of(node)[0] is node:
+                self.made[node] = self._made(node)
+
+    def with_made(self) -> _Along:
+        """The same, where what is made of nothing descends too if it is used beside what does."""
+        free: set[fx.Node] = set()
+        for node in self.trace.graph.nodes:
+            if node.op != "placeholder" and free.issuperset(node.all_input_nodes):
+                free.add(node)
+        asked: dict[fx.Node, set[int]] = {}
+        for node in reversed(self.trace.graph.nodes):
+            pattern: Pattern | None = facts(node).get("pattern")
+            if pattern is None:
+                continue
+            factors = self.factors(node, pattern)
+            factors |= {dim[0] for i, dim in enumerate(pattern.outputs[0])
+                        if len(dim) == 1 and i in asked.get(node, ())}  # fmt: skip
+            for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
+                if source in free:
+                    asked.setdefault(source, set()).update(
+                        i for i, dim in enumerate(dims) if len(dim) == 1 and dim[0] in factors and shape(source)[i] > 1
+                    )
+        return _Along(self.trace, {**self.dims, **{node: dims for node, dims in asked.items() if dims}})
+
+    def factors(self, node: fx.Node, pattern: Pattern) -> set[str]:
+        """The factors of an operator's rule that descend."""
+        return {factor for factor, atoms in self._factors(node, pattern).items() if _is_along(atoms)}
+
+    def cut(self, num_shards: int) -> Iterator[bool]:
+        """Of every operator whether it can be cut into so many parts along what descends."""
+        for node in active_operators(self.trace.graph):
+            if pattern := facts(node)["pattern"]:
+                factors = self.factors(node, pattern)
+                yield any(way.factor in factors for way in ways(node, num_shards, "positions"))
+
+    def _of(self, used: fx.Node) -> Dims:
+        source, index = source_of(used)
+        return self.made[source][index]
+
+    def _made(self, node: fx.Node) -> list[Dims]:
+        pattern: Pattern | None = facts(node).get("pattern")
+        if pattern is None:
+            found = [self._in_place(node, made) for made in tuple_values(node)]
+        else:
+            factors = self._factors(node, pattern)
+            found = [
+                self._of_factors(node, made, dims, factors)
+                for made, dims in zip(tuple_values(node), pattern.outputs, strict=True)
+            ]
+        for dim in self.dims.get(node, ()):
+            first = list(found[0])
+            first[dim] = (Atom(shape(node)[dim], SEQUENCE),)
+            found[0] = tuple(first)
+        return found
+
+    def _factors(self, node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
+        found: dict[str, Atoms] = {}
+        for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
+            for dim, atoms in zip(dims, self._of(source), strict=True):
+                for factor, part in zip(dim, cut_atoms(atoms, [pattern.sizes[f] for f in dim]), strict=True):
+                    if factor not in found or _is_along(part):
+                        found[factor] = part
+        return found
+
+    def _of_factors(self, node: fx.Node, made: Any, dims: Sequence, factors: Mapping[str, Atoms]) -> Dims:
+        in_place = self._in_place(node, made)
+        return tuple(
+            _sized(tuple(a for f in dim for a in factors[f]), size) if all(f in factors for f in dim) else in_place[i]
+            for i, (dim, size) in enumerate(zip(dims, made.shape, strict=True))
+        )
+
+    def _in_place(self, node: fx.Node, made: Any) -> Dims:
+        """Where nothing says what the dims of an operator's output are: as those in the same place of its inputs."""
+        sizes = getattr(made, "shape", ())
+        inputs = [self._of(source) for source in tensor_inputs(node)] if node.op == "call_function" else []
+        alike = [dims for dims in inputs if len(dims) == len(sizes)]
+        kinds = [SEQUENCE if any(_is_along(dims[i]) for dims in alike) else DATA_DIM for i in range(len(sizes))]
+        return tuple((Atom(size, kind),) for size, kind in zip(sizes, kinds, strict=True))
+
+
+def _is_along(atoms: Atoms) -> bool:
+    return any(atom.kind == SEQUENCE for atom in atoms)
+
+
+def _sized(atoms: Atoms, size: int) -> Atoms:
+    """Atoms of a dim of this size, of which an operator may have made fewer or more."""
+    if math.prod(atom.size for atom in atoms) == size:
+        return atoms
+    return (Atom(size, SEQUENCE if _is_along(atoms) else DATA_DIM),)
