@@ -48,7 +48,8 @@ def folded(table: Table, scatter_sends: bool = False) -> Table:
     for position, *_ in table.order:
         row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
         path, number, names = _at_first(row.parameters, table.parameters)
-        key = (tuple(row.works.items()), row.kept, row.temporary, row.crossing, row.load, names, row.alike)
+        sizes = (getattr(row, name) for name in (*_BYTES, *_OF_CROSSING))
+        key = (tuple(row.works.items()), names, *sizes)
         if key not in known:
             known[key] = len(rows)
             rows.append(replace(row, parameters=names))
@@ -77,7 +78,7 @@ def as_data(table: Table) -> dict[str, Any]:
         {"works": {part: [index[work] for work in found] for part, found in row.works.items()},
          **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
          **({"parameters": list(row.parameters)} if row.parameters else {}),
-         **({"alike": _listed(row.alike)} if row.alike.terms else {})}
+         **{name: _listed(size) for name in _OF_CROSSING if (size := getattr(row, name)).terms}}
         for row in table.rows
     ]  # fmt: skip
     parameters = {
@@ -108,9 +109,9 @@ def from_data(data: Mapping[str, Any]) -> Table:
         for row in data["works"]
     ]  # fmt: skip
     rows = tuple(
-        Row({part: tuple(works[i] for i in found) for part, found in row["works"].items()}, _read(row["kept"]),
-            _read(row["temporary"]), _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]),
-            tuple(row.get("parameters", ())), _read(row.get("alike", ())))
+        Row({part: tuple(works[i] for i in found) for part, found in row["works"].items()},
+            **{name: _read(row[name]) if name in row else None for name in _BYTES},
+            parameters=tuple(row.get("parameters", ())), **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
         for row in data["rows"]
     )  # fmt: skip
     parameters = {
@@ -169,7 +170,9 @@ _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows"
 _MORE_SIZES = ("flops", "depth", "causal")
 _RANKS = ("cp", "ep")
 """What a table was counted on, where it was on more than one."""
-_BYTES = ("kept", "temporary", "crossing", "load")
+_BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
+_OF_CROSSING = ("alike", "unkept", "kept_later")
+"""What a row says of its crossing, where there is something of it."""
 _NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
 

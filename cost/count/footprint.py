@@ -46,9 +46,11 @@ class Value:
     memory: Memory
 
 
-def saved_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, list[Memory]]:
-    """What autograd keeps, by the node that keeps it first. Of a region that is run again that is what the region
-    reads, kept by its first node."""
+def saved_memory(
+    walk: Walk, alive: Set[fx.Node], received: Set[Memory] = frozenset()
+) -> dict[fx.Node, list[Memory]]:  # fmt: skip
+    """What autograd keeps, by the node that keeps it first, of `received` values too. Of a region that is run again that
+    is what the region reads, kept by its first node."""
     held: set[Memory] = set()
     saved: dict[fx.Node, list[Memory]] = {}
     entered: set[int] = set()
@@ -60,7 +62,8 @@ def saved_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, list[Memory]]
             entered.add(region)
         else:
             pieces = walk.keeps.get(node, []) if node in alive else []
-        fresh = [m for m in dict.fromkeys(pieces) if not (m.lives or m.again or m in held)]
+        lasting = (m.again or (m.lives and m not in received) for m in dict.fromkeys(pieces))
+        fresh = [m for m, lasts in zip(dict.fromkeys(pieces), lasting, strict=True) if not lasts and m not in held]
         held |= set(fresh)
         if node in alive or fresh:
             saved[node] = fresh
@@ -72,14 +75,23 @@ def saved_others(walk: Walk, node: fx.Node) -> int:
     return 0 if "region" in facts(node) else walk.others.get(node, 0)
 
 
-def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, int]:
-    """What each region keeps while its backward runs, beside what is kept anyway."""
-    regions, sizes = walk.regions(alive), dict[int, int]()
+def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[int, tuple[set[Memory], dict[fx.Node, int]]]:
+    """What each region keeps while its backward runs, beside what is kept anyway: memory, and bytes of what is no
+    value by the node that keeps it."""
+    regions = walk.regions(alive)
     kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces} if regions else set()
-    for region, nodes in regions.items():
-        inner = {m for n in nodes if n in alive for m in walk.keeps.get(n, ()) if not m.lives and not m.again} - kept
-        sizes[region] = sum(m.size_bytes for m in inner) + sum(walk.others.get(n, 0) for n in nodes if n in alive)
-    return sizes
+    return {
+        region: (
+            {m for n in nodes if n in alive for m in walk.keeps.get(n, ()) if not m.lives and not m.again} - kept,
+            {n: walk.others.get(n, 0) for n in nodes if n in alive},
+        ) for region, nodes in regions.items()
+    }  # fmt: skip
+
+
+def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, int]:
+    """Bytes of that."""
+    regions = rerun_memory(walk, alive)
+    return {region: sum(m.size_bytes for m in memory) + sum(others.values()) for region, (memory, others) in regions.items()}
 
 
 def walked(trace: Trace, program: Program, stage: Stage) -> Walk:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import fx
 
 from autopart.compat import stored_bytes
+from autopart.cost.count.alive import Alive
 from autopart.cost.count.counting import Counted, counted
 from autopart.cost.count.footprint import (
     Memory,
@@ -19,7 +20,7 @@ from autopart.cost.count.footprint import (
     Walk,
     memories,
     needs_grad,
-    rerun_bytes,
+    rerun_memory,
     saved_memory,
     saved_others,
 )
@@ -218,11 +219,21 @@ class _Held:
         self.traced = {node.name: node for node in walk.trace.graph.nodes}
         self.scattered: dict[fx.Node, bool] = {}
         self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
-        self.saved = saved_memory(walk, self.alive)
-        self.rerun = {
-            region: Size.of(size, self._powers(walk.regions(self.alive)[region]))
-            for region, size in rerun_bytes(walk, self.alive).items()
+        received = {walk.values[node].memory for node in self.received}
+        self.saved = saved_memory(walk, self.alive, received)
+        index = {node: i for i, node in enumerate(walk.values)}
+        self.index, self.keeper = index, {m: index[node] for node, pieces in self.saved.items() for m in pieces}
+        others = {node: self._other(node, saved_others(walk, node)) for node in walk.others if node in self.alive}
+        self.kept = {
+            node: Size.sum([others.get(node, NOTHING), *map(self.size, self.saved.get(node, ()))])
+            for node in walk.values
         }
+        rerun = {
+            region: Size.sum([*map(self.size, memory), *(self._other(*each) for each in sizes.items())])
+            for region, (memory, sizes) in rerun_memory(walk, self.alive).items()
+        }
+        running = Alive(walk, growth, self.alive, self.saved, self.kept, others, rerun)
+        self.in_forward, self.in_backward = running.in_forward(), running.in_backward()
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
         casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}
         read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
@@ -236,10 +247,14 @@ class _Held:
         travelling = self.crossing[one.node]
         crossing = None if None in travelling.values() else Size.sum(filter(None, travelling.values()))
         alike = Size.sum(size for node, size in travelling.items() if size is not None and self._in_parts(node))
+        pieces = {memory for node in travelling for memory in memories(self.walk.values[node], lasting=True)}
+        after = [memory for memory in pieces if self.keeper.get(memory, 0) >= self.index[one.node]]
+        alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
+        kept_later = (Size.sum(map(self.size, alone)), Size.sum(map(self.size, after)))
         return Row(
-            works, self.kept(one.node), self.temporary(one.node), crossing,
+            works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING), crossing,
             products[0] if products else self._elements(one.node) if computes else NOTHING,
-            tuple(sorted(names & self.parameters)), NOTHING if crossing is None else alike,
+            tuple(sorted(names & self.parameters)), *((NOTHING,) * 3 if crossing is None else (alike, *kept_later)),
         )  # fmt: skip
 
     def _in_parts(self, node: fx.Node) -> bool:
@@ -251,11 +266,6 @@ class _Held:
             self.scattered[node] = origin is not None and in_parts(origin, layout, mesh) is not None
         return self.scattered[node]
 
-    def _powers(self, nodes: Sequence[fx.Node]) -> Powers:
-        """Those of the largest of what operators keep."""
-        kept = [memory for node in nodes for memory in self.walk.keeps.get(node, ()) if not memory.lives]
-        return self.growth.of(max(kept, key=lambda memory: memory.size_bytes).made_by) if kept else Powers()
-
     def size(self, memory: Memory) -> Size:
         return Size.of(memory.size_bytes, self.growth.of(memory.made_by))
 
@@ -264,11 +274,7 @@ class _Held:
         made = [v for v in (found if isinstance(found, tuple) else (found,)) if isinstance(v, Value)]
         return Size.sum([Size.of(float(math.prod(v.form.shape)), self.growth.of(node)) for v in made])
 
-    def kept(self, node: fx.Node) -> Size:
-        own = saved_others(self.walk, node) if node in self.alive else 0
-        return Size.sum([self._own(node, own), *map(self.size, self.saved.get(node, ()))])
-
-    def _own(self, node: fx.Node, size_bytes: int) -> Size:
+    def _other(self, node: fx.Node, size_bytes: int) -> Size:
         """What an operator keeps that is neither its input nor its output: copies of inputs, by their size, or else
         something that grows as what it makes."""
         values = [(n, self.walk.values[n]) for n in tensor_inputs(node)]
@@ -276,11 +282,10 @@ class _Held:
         options = [Size.sum(read), *read]
         return next((o for o in options if o.value == size_bytes), Size.of(size_bytes, self.growth.of(node)))
 
-    def temporary(self, node: fx.Node) -> Size:
-        """The node's value and what it reads; of a region that is run again, what it keeps then too."""
-        values = [self.walk.values[used] for used in (node, *node.all_input_nodes)]
-        again = self.rerun.get(facts(node).get("region", -1), NOTHING)
-        return Size.sum([again, *map(self.size, {memory for found in values for memory in memories(found)})])
+    @property
+    def received(self) -> list[fx.Node]:
+        """What the stage before sends."""
+        return [n for n in self.walk.values if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
 
     @cached_property
     def crossing(self) -> dict[fx.Node, dict[fx.Node, Size | None]]:
@@ -288,9 +293,8 @@ class _Held:
         nodes = list(self.walk.values)
         last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
         last |= dict.fromkeys(self.walk.outputs[: len(self.walk.stage.sends)], len(nodes))
-        received = [n for n in nodes if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
         data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
-        travelling: dict[fx.Node, Size | None] = {}
+        received, travelling = set(self.received), dict[fx.Node, Size | None]()
         found: dict[fx.Node, dict[fx.Node, Size | None]] = {}
         for i, node in enumerate(nodes):
             travelling = {made: size for made, size in travelling.items() if last[made] >= i}

@@ -1,0 +1,222 @@
+"""The memory of every rank from a table's rows, at any setting: what is stored, what is kept for backwards, and how far
+a forward or backward goes beyond that, with weights on their way and gradients as they come and go.
+
+The same is counted value by value of a program that is written (`cost.count.peaks`, `cost.count.rank_memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from autopart.ir.actions import StageBytes, most_at_once, most_held
+from autopart.ir.buckets import BUCKET_BYTES, bucketed
+
+from .dp_sync import remembered_bytes
+from .rows import named_in
+
+if TYPE_CHECKING:
+    from .table import Priced
+
+Order = Sequence[tuple[int, str, int]]
+"""Operators as in `Table.order`."""
+
+
+class Reads(NamedTuple):
+    """Of a parameter among operators: its name in the table, and the first and last operator that reads it."""
+
+    known: str
+    first: int
+    last: int
+
+
+class Bucket(NamedTuple):
+    """Parameters that travel together, from the first to the last operator that reads one. `whole_bytes`: of weights
+    that are gathered, which `received_bytes` hold while they are; `flat_bytes`: what their gradients are sent from.
+    `each`: after every microbatch."""
+
+    first: int
+    last: int
+    whole_bytes: float
+    received_bytes: float
+    flat_bytes: float
+    each: bool
+
+
+class Beyond(NamedTuple):
+    """How far operators go beyond what they keep, in bytes: as `StageBytes` has them."""
+
+    forward: float
+    backward: float
+    first_backward: float
+
+
+def rank_rows(priced: Priced) -> list[dict[str, Any]]:
+    """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
+    setting, table, mesh = priced.setting, priced.table, priced.mesh
+    posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
+    posted *= priced.versions
+    taken = _stages_bytes(priced)
+    sent = [row["receives_bytes"] for row in priced.timing["stages"]] + [0.0]
+    rows = []
+    for held, order in zip(priced.ranks_hold, priced.orders, strict=True):
+        stages = {i: taken[i] for i in sorted({action.stage for action in order})}
+        most = most_held(order, {i: one.held for i, one in stages.items()}, {})
+        gradients = sum(map(priced.gradient_bytes, held.values()))
+        bucket = _tied_bucket_bytes(priced, held)
+        whole = sum(map(priced.whole_bytes, held.values()))
+        grown = sum(map(priced.grown_bytes, held.values()))
+        row: dict[str, Any] = {
+            "stages": list(stages),
+            "parameters": priced.versions * sum(map(priced.local_bytes, held.values())),
+            "gradients": gradients, "optimizer": gradients * (setting.state_bytes - 1),
+            "buffers": table.buffer_bytes, "activations": most.size_bytes,
+            "inputs": priced.versions * table.input_bytes * setting.rows * priced.times.s,
+            "temporary": max(max(one.forward, one.backward) for one in stages.values()),
+            "communication": posted * sum(sent[i] * (i - 1 not in stages) + sent[i + 1] * (i + 1 not in stages)
+                                          for i in stages),
+        }  # fmt: skip
+        row["communication"] += sum(remembered_bytes(one, priced.data_ranks[0]) for one in priced.carried(held))
+        lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
+        row["total"] = round(lasting + whole + max(most_at_once(order, stages, round(grown)), gradients + bucket))
+        row["gathered"] = whole + grown - gradients
+        row["communication"] += bucket
+        rows.append(row | {"in_flight": [most.in_flight[i] for i in stages]})
+    return rows
+
+
+def _tied_bucket_bytes(priced: Priced, held: Mapping[str, str]) -> float:
+    """The flat copy of gradients of tied parameters, which are summed when a step has ended; one alone is not copied."""
+    everywhere = [set(names) for names in priced.ranks_hold]
+    parameters = [priced.table.parameters[known] for name, known in held.items()
+                  if sum(name in names for names in everywhere) > 1]  # fmt: skip
+    sizes = [priced.gradient_bytes(known) * priced.table.parameters[known].summed for name, known in held.items()
+             if sum(name in names for names in everywhere) > 1]  # fmt: skip
+    is_copied = len(sizes) > 1 or any(parameter.summed != 1 for parameter in parameters)
+    return min(BUCKET_BYTES, sum(sizes)) if is_copied else 0.0
+
+
+def _stages_bytes(priced: Priced) -> list[StageBytes]:
+    """What a microbatch of every stage takes: a stage holds what it sends too where none of its operators keeps it, and
+    what it receives lies where it was received."""
+    rows, positions, times = priced.table.rows, priced.table.positions, priced.times
+    starts = [rows[positions[stage.start]] for stage in priced.stages[1:]]
+    unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0]
+    received = [0.0, *(float(row.kept_later.at(times)) for row in starts)]
+    found = []
+    for i, stage in enumerate(priced.stages):
+        order = [priced.table.order[j] for j in stage]
+        beyond = beyond_kept(priced, order)
+        gathered = priced.crossings[i].gathered_bytes(priced.mesh, priced.scatters)
+        kept = float(priced.kept[positions[stage.start : stage.stop]].sum())
+        gradients = sum(priced.grown_bytes(one.known) for one in reads_of(priced, order).values())
+        held = max(0.0, kept - received[i]) + unkept[i] + gathered
+        found.append(StageBytes(round(held), 0, *(round(size) for size in beyond), round(gradients)))
+    return found
+
+
+def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
+    """The parameters that operators read, in the order of their first use."""
+    reads: dict[str, Reads] = {}
+    for i, (position, path, number) in enumerate(order):
+        for known in priced.table.rows[position].parameters:
+            name = named_in(known, path, number)
+            reads[name] = Reads(known, reads[name].first if name in reads else i, i)
+    return reads
+
+
+def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Beyond:
+    """How far operators, which follow each other on a rank, go beyond what they keep: at each operator those after it
+    keep nothing, and have made the gradients of the weights that they read.
+
+    Args:
+        others_beside: there are others like them before and after, whose weights are gathered ahead.
+    """
+    if not order:
+        return Beyond(0.0, 0.0, 0.0)
+    positions, reads = np.array([position for position, _, _ in order]), reads_of(priced, order)
+    kept = np.cumsum(priced.kept[positions])
+    forward, backward = kept + priced.in_forward[positions], kept + priced.in_backward[positions]
+    gathers, sums = _buckets(priced, reads)
+    on_the_way, before = _weights(priced, gathers, len(order), others_beside)
+    backward = backward + on_the_way[1]
+    grown = np.zeros(len(order))  # gradients that stay
+    for one in reads.values():
+        is_part = priced.setting.zero > 1 and priced.is_cut(one.known)
+        first = next((bucket.first for bucket in gathers if bucket.first <= one.first <= bucket.last), 0)
+        grown[: first + 1 if is_part else one.last + 1] += priced.grown_bytes(one.known)
+        if is_part and priced.table.parameters[one.known].trained:
+            backward[first : one.last + 1] += priced.read_bytes(one.known)  # its gradient, until it is scattered
+    once = priced.setting.schedule.microbatches == 1
+    each = _flats([bucket for bucket in gathers if bucket.each], len(order))
+    last = _flats(sorted([*gathers, *sums]), len(order))
+    peaks = (
+        np.maximum(forward + on_the_way[0], kept + before).max(),
+        (backward + last).max(),
+        (backward + grown + (last if once else each)).max(),
+    )
+    return Beyond(*(max(0.0, float(peak - kept[-1])) for peak in peaks))
+
+
+def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[Bucket], list[Bucket]]:
+    """What is gathered and scattered together, and what is summed together once a step, in order."""
+    setting, parameters, mesh = priced.setting, priced.table.parameters, priced.mesh
+    cut = {name: one for name, one in reads.items() if setting.zero > 1 and priced.is_cut(one.known)}
+    gathers, sums = [], []
+    for names in bucketed({name: round(priced.read_bytes(one.known)) for name, one in cut.items()}, None, 0):
+        found = [cut[name] for name in names]
+        whole = sum(priced.read_bytes(one.known) for one in found)
+        part = sum(priced.local_bytes(one.known) * parameters[one.known].read for one in found)
+        flat = sum(priced.summed_bytes(one.known) for one in found)
+        gathered = whole if setting.zero == 3 else 0.0
+        received = (whole + part * (len(found) > 1)) * (setting.zero == 3)
+        gathers.append(Bucket(*_ends(found), gathered, received, flat, True))
+    summed = {
+        name: one for name, one in reads.items()
+        if name not in cut and parameters[one.known].trained and any(mesh.size(axis) > 1 for axis in parameters[one.known].axes)
+    }  # fmt: skip
+    for names in bucketed({name: round(priced.grown_bytes(one.known)) for name, one in summed.items()}):
+        found = [summed[name] for name in names]
+        flat = sum(priced.grown_bytes(one.known) * parameters[one.known].summed for one in found)
+        is_copied = len(found) > 1 or parameters[found[0].known].summed != 1
+        sums.append(Bucket(*_ends(found), 0.0, 0.0, flat * is_copied, False))
+    return gathers, sums
+
+
+def _ends(found: Iterable[Reads]) -> tuple[int, int]:
+    reads = list(found)
+    return min(one.first for one in reads), max(one.last for one in reads)
+
+
+def _weights(
+    priced: Priced, gathers: Sequence[Bucket], count: int, others_beside: bool
+) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """Of gathered weights, those that are there while each operator runs, in its forward and in its backward; and what
+    there is right before its forward, while they are gathered."""
+    forward, backward, before = np.zeros(count), np.zeros(count), np.zeros(count)
+    prefetch = priced.setting.prefetch
+    for i, one in enumerate(gathers):
+        later, earlier = gathers[i + 1 : i + 1 + prefetch], gathers[max(0, i - prefetch) : i]
+        ahead, behind = (sum(bucket.received_bytes for bucket in buckets) for buckets in (later, earlier))
+        if others_beside and prefetch:
+            ahead, behind = ahead or one.received_bytes, behind or one.received_bytes
+        until = gathers[i + 1].first if i + 1 < len(gathers) else count
+        forward[one.first : until] += ahead
+        forward[one.first : one.last + 1] += one.whole_bytes
+        backward[one.first : one.last + 1] += one.whole_bytes + behind
+        before[one.first] = one.whole_bytes + one.received_bytes + ahead
+    return (forward, backward), before
+
+
+def _flats(buckets: Sequence[Bucket], count: int) -> np.ndarray:
+    """What gradients are sent from while the backward of each operator runs: of the last bucket that was complete, and
+    of the one before where another is."""
+    flats = np.zeros(count)
+    ordered = sorted(buckets, key=lambda bucket: -bucket.first)
+    for bucket, following in pairwise([*ordered, None]):
+        assert bucket is not None
+        flats[following.first if following is not None else 0 : bucket.first + 1] += bucket.flat_bytes
+    return flats
