@@ -54,7 +54,8 @@ class Row:
     those before it keep, without weights on their way and gradients of weights; a term may be negative. `crossing`: what
     a cut before it would send, None where none can be; of that `alike`: what may be sent in parts (`sends.Crossing`),
     `unkept`: what no operator before it keeps, and `kept_later`: what one after it keeps first. `load`: what stages are
-    balanced by. `parameters`: those that it reads.
+    balanced by. `parameters`: those that it reads; `reads_also`: those of which it reads a view, or the whole that
+    another row gathers.
     """
 
     works: Mapping[str, tuple[Work, ...]]
@@ -67,6 +68,7 @@ class Row:
     alike: Size = NOTHING
     unkept: Size = NOTHING
     kept_later: Size = NOTHING
+    reads_also: tuple[str, ...] = ()
 
     @property
     def temporary(self) -> Size:

@@ -47,12 +47,13 @@ def folded(table: Table, scatter_sends: bool = False) -> Table:
     rows, order, parameters = list[Row](), list[tuple[int, str, int]](), dict[str, Parameter]()
     for position, *_ in table.order:
         row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
-        path, number, names = _at_first(row.parameters, table.parameters)
+        path, number, names = _at_first((*row.parameters, *row.reads_also), table.parameters)
+        read, also = names[: len(row.parameters)], names[len(row.parameters) :]
         sizes = (getattr(row, name) for name in (*_BYTES, *_OF_CROSSING))
-        key = (tuple(row.works.items()), names, *sizes)
+        key = (tuple(row.works.items()), read, also, *sizes)
         if key not in known:
             known[key] = len(rows)
-            rows.append(replace(row, parameters=names))
+            rows.append(replace(row, parameters=read, reads_also=also))
             parameters |= {name: table.parameters[name] for name in names}
         order.append((known[key], path, number))
     return replace(table, rows=tuple(rows), order=tuple(order), parameters=parameters)
@@ -77,7 +78,7 @@ def as_data(table: Table) -> dict[str, Any]:
     rows = [
         {"works": {part: [index[work] for work in found] for part, found in row.works.items()},
          **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
-         **({"parameters": list(row.parameters)} if row.parameters else {}),
+         **{name: list(names) for name in _NAMES if (names := getattr(row, name))},
          **{name: _listed(size) for name in _OF_CROSSING if (size := getattr(row, name)).terms}}
         for row in table.rows
     ]  # fmt: skip
@@ -111,7 +112,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
     rows = tuple(
         Row({part: tuple(works[i] for i in found) for part, found in row["works"].items()},
             **{name: _read(row[name]) if name in row else None for name in _BYTES},
-            parameters=tuple(row.get("parameters", ())), **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
+            **{name: tuple(row.get(name, ())) for name in _NAMES}, **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
         for row in data["rows"]
     )  # fmt: skip
     parameters = {
@@ -173,6 +174,7 @@ _RANKS = ("cp", "ep")
 _BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
 _OF_CROSSING = ("alike", "unkept", "kept_later")
 """What a row says of its crossing, where there is something of it."""
+_NAMES = ("parameters", "reads_also")
 _NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
 

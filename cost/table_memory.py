@@ -7,7 +7,7 @@ The same is counted value by value of a program that is written (`cost.count.pea
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,11 +26,13 @@ Order = Sequence[tuple[int, str, int]]
 
 
 class Reads(NamedTuple):
-    """Of a parameter among operators: its name in the table, and the first and last operator that reads it."""
+    """Of a parameter among operators: its name in the table, the first and last operator that reads it, and whether
+    these are run again in the backward."""
 
     known: str
     first: int
     last: int
+    again: bool
 
 
 class Bucket(NamedTuple):
@@ -40,6 +42,7 @@ class Bucket(NamedTuple):
 
     first: int
     last: int
+    names: tuple[str, ...]
     whole_bytes: float
     received_bytes: float
     flat_bytes: float
@@ -122,9 +125,10 @@ def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
     """The parameters that operators read, in the order of their first use."""
     reads: dict[str, Reads] = {}
     for i, (position, path, number) in enumerate(order):
-        for known in priced.table.rows[position].parameters:
-            name = named_in(known, path, number)
-            reads[name] = Reads(known, reads[name].first if name in reads else i, i)
+        row = priced.table.rows[position]
+        for known in (*row.parameters, *row.reads_also):
+            name, again = named_in(known, path, number), "recompute" in row.works
+            reads[name] = Reads(known, reads[name].first if name in reads else i, i, again)
     return reads
 
 
@@ -144,15 +148,20 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Be
     on_the_way, before = _weights(priced, gathers, len(order), others_beside)
     backward = backward + on_the_way[1]
     grown = np.zeros(len(order))  # gradients that stay
-    for one in reads.values():
-        is_part = priced.setting.zero > 1 and priced.is_cut(one.known)
-        first = next((bucket.first for bucket in gathers if bucket.first <= one.first <= bucket.last), 0)
-        grown[: first + 1 if is_part else one.last + 1] += priced.grown_bytes(one.known)
-        if is_part and priced.table.parameters[one.known].trained:
-            backward[first : one.last + 1] += priced.read_bytes(one.known)  # its gradient, until it is scattered
+    scattered = {name: bucket.first for bucket in gathers for name in bucket.names}
+    for name, one in reads.items():
+        grown[: scattered.get(name, one.last) + 1] += priced.grown_bytes(one.known)
+        if name not in scattered:
+            continue
+        if priced.setting.zero == 3:
+            forward[scattered[name] : one.last + 1] += priced.read_bytes(one.known)
+        if priced.table.parameters[one.known].trained:
+            backward[scattered[name] : one.last + 1] += priced.read_bytes(one.known)  # its whole gradient
     once = priced.setting.schedule.microbatches == 1
     each = _flats([bucket for bucket in gathers if bucket.each], len(order))
-    last = _flats(sorted([*gathers, *sums]), len(order))
+    last = _flats([*gathers, *sums], len(order))
+    if priced.setting.zero == 2 and not once and gathers:  # from the microbatch before
+        last[max(bucket.first for bucket in gathers) :] += min(gathers).flat_bytes
     peaks = (
         np.maximum(forward + on_the_way[0], kept + before).max(),
         (backward + last).max(),
@@ -166,14 +175,16 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[Bucket], 
     setting, parameters, mesh = priced.setting, priced.table.parameters, priced.mesh
     cut = {name: one for name, one in reads.items() if setting.zero > 1 and priced.is_cut(one.known)}
     gathers, sums = [], []
-    for names in bucketed({name: round(priced.read_bytes(one.known)) for name, one in cut.items()}, None, 0):
+    together = [bucketed({name: round(priced.read_bytes(one.known)) for name, one in cut.items() if one.again == again},
+                         None, 0) for again in (False, True)]  # fmt: skip
+    for names in sorted(chain(*together), key=lambda names: min(cut[name].first for name in names)):
         found = [cut[name] for name in names]
         whole = sum(priced.read_bytes(one.known) for one in found)
         part = sum(priced.local_bytes(one.known) * parameters[one.known].read for one in found)
         flat = sum(priced.summed_bytes(one.known) for one in found)
         gathered = whole if setting.zero == 3 else 0.0
         received = (whole + part * (len(found) > 1)) * (setting.zero == 3)
-        gathers.append(Bucket(*_ends(found), gathered, received, flat, True))
+        gathers.append(Bucket(*_ends(found), names, gathered, received, flat, True))
     summed = {
         name: one for name, one in reads.items()
         if name not in cut and parameters[one.known].trained and any(mesh.size(axis) > 1 for axis in parameters[one.known].axes)
@@ -182,7 +193,7 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[Bucket], 
         found = [summed[name] for name in names]
         flat = sum(priced.grown_bytes(one.known) * parameters[one.known].summed for one in found)
         is_copied = len(found) > 1 or parameters[found[0].known].summed != 1
-        sums.append(Bucket(*_ends(found), 0.0, 0.0, flat * is_copied, False))
+        sums.append(Bucket(*_ends(found), names, 0.0, 0.0, flat * is_copied, False))
     return gathers, sums
 
 
@@ -194,8 +205,8 @@ def _ends(found: Iterable[Reads]) -> tuple[int, int]:
 def _weights(
     priced: Priced, gathers: Sequence[Bucket], count: int, others_beside: bool
 ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """Of gathered weights, those that are there while each operator runs, in its forward and in its backward; and what
-    there is right before its forward, while they are gathered."""
+    """Of weights: what is gathered ahead while the forward of each operator runs, that and what is gathered whole while
+    its backward does; and what there is right before its forward, while they are gathered."""
     forward, backward, before = np.zeros(count), np.zeros(count), np.zeros(count)
     prefetch = priced.setting.prefetch
     for i, one in enumerate(gathers):
@@ -205,7 +216,6 @@ def _weights(
             ahead, behind = ahead or one.received_bytes, behind or one.received_bytes
         until = gathers[i + 1].first if i + 1 < len(gathers) else count
         forward[one.first : until] += ahead
-        forward[one.first : one.last + 1] += one.whole_bytes
         backward[one.first : one.last + 1] += one.whole_bytes + behind
         before[one.first] = one.whole_bytes + one.received_bytes + ahead
     return (forward, backward), before
@@ -213,10 +223,9 @@ def _weights(
 
 def _flats(buckets: Sequence[Bucket], count: int) -> np.ndarray:
     """What gradients are sent from while the backward of each operator runs: of the last bucket that was complete, and
-    of the one before where another is."""
+    of the one before where another is. What was gathered is gone when its gradients are sent."""
     flats = np.zeros(count)
     ordered = sorted(buckets, key=lambda bucket: -bucket.first)
-    for bucket, following in pairwise([*ordered, None]):
-        assert bucket is not None
-        flats[following.first if following is not None else 0 : bucket.first + 1] += bucket.flat_bytes
+    for bucket, next_first in zip(ordered, [*(bucket.first for bucket in ordered[1:]), 0], strict=False):
+        flats[next_first : bucket.first + (not bucket.whole_bytes)] += bucket.flat_bytes
     return flats

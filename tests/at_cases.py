@@ -31,35 +31,35 @@ from autopart.options import Options
 from autopart.tracing.trace import bind_call
 
 
-def gpt2(rows=16, tokens=128):
+def gpt2(rows=16, tokens=1024):
     config = GPT2Config(
-        n_embd=256, n_layer=4, n_head=8, vocab_size=4000, n_positions=512, resid_pdrop=0.0, embd_pdrop=0.0,
+        n_embd=1024, n_layer=4, n_head=16, vocab_size=32000, n_positions=4096, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     return language_model(GPT2LMHeadModel, config, rows, tokens, torch.float32)
 
 
-def llama(rows=16, tokens=256):
+def llama(rows=16, tokens=2048):
     """Two heads of queries for one of keys and values."""
     config = LlamaConfig(
-        vocab_size=4000, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=16,
+        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=16,
         num_key_value_heads=8, use_cache=False,
     )  # fmt: skip
     return language_model(LlamaForCausalLM, config, rows, tokens, torch.bfloat16)
 
 
-def bert(rows=16, tokens=128):
+def bert(rows=16, tokens=512):
     config = BertConfig(
-        vocab_size=4000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        max_position_embeddings=512, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16,
+        max_position_embeddings=4096, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return language_model(BertForMaskedLM, config, rows, tokens, torch.float32)
 
 
-def mixtral(rows=16, tokens=64):
+def mixtral(rows=16, tokens=1024):
     config = MixtralConfig(
-        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=512,
+        vocab_size=32000, hidden_size=1024, intermediate_size=3584, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=4096,
         use_cache=False,
     )  # fmt: skip
     return language_model(MixtralForCausalLM, config, rows, tokens, torch.bfloat16)
@@ -73,12 +73,12 @@ def language_model(kind, config, rows, tokens, dtype):
 
 def vit(rows=16):
     config = ViTConfig(
-        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, image_size=64,
-        patch_size=8, num_labels=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=16, image_size=224,
+        patch_size=14, num_labels=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     with torch.device("meta"):
         model = ViTForImageClassification(config)
-        return model, {"pixel_values": torch.zeros(rows, 3, 64, 64), "labels": torch.zeros(rows, dtype=torch.long)}
+        return model, {"pixel_values": torch.zeros(rows, 3, 224, 224), "labels": torch.zeros(rows, dtype=torch.long)}
 
 
 MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "mixtral": mixtral, "t5": zoo.t5,

@@ -59,6 +59,8 @@ class Alive:
 
     def takes(self, node: fx.Node, direction: int) -> Size:
         """What a node makes for itself, which grows as the largest of what it reads and makes."""
+        if node in self.gathers:
+            return NOTHING
         sides = [n for n in (node, *node.all_input_nodes) if isinstance(self.walk.values[n], Value)]
         largest = max(sides or [node], key=lambda n: self.walk.values[n].form.size_bytes if sides else 0)
         return Size.of(self.walk.takes.get(node, (0, 0))[direction], self.growth.of(largest))
@@ -113,7 +115,7 @@ class Alive:
                 made_by[memory.made_by].add(memory)
                 now.add(self.size(memory))
             further = Size.sum(self._value(used) for used in towards if given[used])
-            peak = _largest(now.size() + further, before + self.takes(node, 1) if node not in self.gathers else before)
+            peak = _largest(now.size() + further, before + self.takes(node, 1))
             given.update(towards)
             done = made_by.pop(node, set()) & grads
             for memory in done:

@@ -39,7 +39,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.scattering import in_parts
-from autopart.ir.storing import storing_axes
+from autopart.ir.storing import source_name, storing_axes
 from autopart.tracing.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
@@ -233,6 +233,7 @@ class _Held:
             for region, (memory, sizes) in rerun_memory(walk, self.alive).items()
         }
         running = Alive(walk, growth, self.alive, self.saved, self.kept, others, rerun)
+        self.gathers = running.gathers
         self.in_forward, self.in_backward = running.in_forward(), running.in_backward()
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
         casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}
@@ -244,6 +245,10 @@ class _Held:
         products = [work.flops for work in one.forward if work.flops.terms]
         computes = any(not work.axis for work in one.forward)
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
+        values = [self.walk.values[n] for n in one.node.all_input_nodes]
+        made_by = {memory.made_by for value in values for memory in memories(value, lasting=True)}
+        also = {source_name(n) if n in self.gathers else str(n.target) for n in made_by
+                if n in self.gathers or n.op == "get_attr"}  # fmt: skip
         travelling = self.crossing[one.node]
         crossing = None if None in travelling.values() else Size.sum(filter(None, travelling.values()))
         alike = Size.sum(size for node, size in travelling.items() if size is not None and self._in_parts(node))
@@ -255,6 +260,7 @@ class _Held:
             works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING), crossing,
             products[0] if products else self._elements(one.node) if computes else NOTHING,
             tuple(sorted(names & self.parameters)), *((NOTHING,) * 3 if crossing is None else (alike, *kept_later)),
+            reads_also=tuple(sorted((also & self.parameters) - names)),
         )  # fmt: skip
 
     def _in_parts(self, node: fx.Node) -> bool:
