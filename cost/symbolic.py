@@ -170,8 +170,8 @@ class Cost(dict[str, Any]):
         """The figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed, all else being the plan's.
 
         The step is predicted as `autopart.simulate` does, from what the plan's operators do: layouts stay as they are,
-        stages are balanced anew where there are others. Memory is that of the plan and what is predicted to change;
-        what the table does not see of it (`Plan.memory` is counted value by value) grows as temporary values do.
+        stages are balanced anew where there are others, or other tokens. Memory is as many times the plan's as the
+        table, which has it operator by operator and not value by value as `Plan.memory`, predicts.
 
         Raises OptionError for other names, sizes that are not above zero and fewer ranks of `ep` than the plan's
         `balance`, StageError where there are too few places to cut, or no schedule runs so many stages and
@@ -194,8 +194,7 @@ class Cost(dict[str, Any]):
         kinds = {
             kind: memory.get(kind, 0.0) * _times(counted.get(kind, 0.0), own.get(kind, 0.0)) for kind in MEMORY_KINDS
         }
-        missed = (counted["total"] - own["total"]) * _times(memory["temporary"], own["temporary"])
-        return Figures(found.step_time_s, memory["total"] + missed, found.parts, kinds)
+        return Figures(found.step_time_s, memory["total"] * _times(counted["total"], own["total"]), found.parts, kinds)
 
     @cached_property
     def _own(self) -> Simulation:
@@ -216,7 +215,9 @@ class Cost(dict[str, Any]):
         counted = own_setting(
             table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, DpSync.parse(plan.dp_sync)
         )
-        setting = replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"))
+        stages = mesh.size("pp") * schedule.virtual_stages
+        cuts = table.cuts.get(stages) if "stages" in plan.pins else None
+        setting = replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"), cuts=cuts)
         return predict(table, setting, hardware or Hardware.load(plan.hardware))
 
     def _mesh(self, sizes: Mapping[str, float]) -> Mesh:

@@ -63,18 +63,6 @@ class Table:
     cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
-    def loads(self) -> np.ndarray:
-        """What stages are balanced by, of every operator."""
-        return np.array([float(row.load.value) for row in self.rows])[self.positions]
-
-    @cached_property
-    def crossing(self) -> np.ndarray:
-        """What a cut before every operator would send; infinite where none can be."""
-        return np.array([math.inf if row.crossing is None else float(row.crossing.value) for row in self.rows])[
-            self.positions
-        ]
-
-    @cached_property
     def positions(self) -> np.ndarray:
         """Which row of `rows` each operator is."""
         return np.array([position for position, _, _ in self.order])
@@ -137,18 +125,32 @@ def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
 
 
 def stage_cuts(table: Table, setting: Setting) -> tuple[int, ...]:
-    """Where stages begin, balanced as those of a plan are: other rows scale all loads and all that is sent alike.
+    """Where stages begin, balanced as those of a plan are: other rows scale all loads and all that is sent alike, other
+    tokens do not.
 
     Raises StageError where there are fewer places to cut than stages.
     """
-    num_stages = setting.mesh.size("pp") * setting.schedule.virtual_stages
-    if num_stages not in table.cuts:
-        found = balance(table.loads, table.crossing, num_stages)
-        table.cuts[num_stages] = found.cuts if found is not None else None
-    cuts = table.cuts[num_stages]
+    num_stages, tokens = setting.mesh.size("pp") * setting.schedule.virtual_stages, table.times(setting).s
+    if tokens != 1:
+        cuts = _balanced(table, num_stages, tokens)
+    else:
+        if num_stages not in table.cuts:
+            table.cuts[num_stages] = _balanced(table, num_stages)
+        cuts = table.cuts[num_stages]
     if cuts is None:
         raise StageError(f"the model cannot be cut into {num_stages} stages", why="it has fewer places to cut between")
     return cuts
+
+
+def _balanced(table: Table, num_stages: int, tokens: float = 1.0) -> tuple[int, ...] | None:
+    """Where stages begin of rows of so many times the tokens; None where there are too few places."""
+    if num_stages == 1:
+        return ()
+    times = Sizes(s=tokens)
+    loads = np.array([float(row.load.at(times)) for row in table.rows])
+    sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(times)) for row in table.rows])
+    found = balance(loads[table.positions], sent[table.positions], num_stages)
+    return found.cuts if found is not None else None
 
 
 class Priced:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -67,7 +67,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     """
     growth, mesh = Growth(trace, program), program.mesh
     stages = counted(trace, program, walks, fused)
-    held = [_Held(walk, growth) for walk in walks]
+    held = list[_Held]()
+    for walk in walks:
+        held.append(_Held(walk, growth, held[-1].sends_kept if held else set()))
     rows = [one.row(each) for one, found in zip(held, stages, strict=True) for each in found]
     starts = tuple(accumulate(map(len, stages)))[:-1]
     trained = frozenset().union(*(one.trained for one in held))
@@ -212,17 +214,22 @@ def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str,
 
 
 class _Held:
-    """What a stage's operators hold in memory."""
+    """What a stage's operators hold in memory. `kept_before`: which of the values that it receives, by number, the
+    stages before keep."""
 
-    def __init__(self, walk: Walk, growth: Growth):
+    def __init__(self, walk: Walk, growth: Growth, kept_before: Set[int]):
         self.walk, self.growth = walk, growth
         self.traced = {node.name: node for node in walk.trace.graph.nodes}
         self.scattered: dict[fx.Node, bool] = {}
         self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
-        received = {walk.values[node].memory for node in self.received}
-        self.saved = saved_memory(walk, self.alive, received)
+        received = [walk.values[node].memory for node in self.received]
+        before = {received[number] for number in kept_before}
+        self.saved = saved_memory(walk, self.alive, {*received} - before)
         index = {node: i for i, node in enumerate(walk.values)}
-        self.index, self.keeper = index, {m: index[node] for node, pieces in self.saved.items() for m in pieces}
+        keeper = {m: index[node] for node, pieces in self.saved.items() for m in pieces}
+        self.index, self.keeper = index, keeper | dict.fromkeys(before, -1)
+        sent = [walk.values[node].memory for node in walk.outputs[: len(walk.stage.sends)]]
+        self.sends_kept = {number for number, memory in enumerate(sent) if memory in self.keeper}
         others = {node: self._other(node, saved_others(walk, node)) for node in walk.others if node in self.alive}
         self.kept = {
             node: Size.sum([others.get(node, NOTHING), *map(self.size, self.saved.get(node, ()))])
@@ -253,7 +260,7 @@ class _Held:
         crossing = None if None in travelling.values() else Size.sum(filter(None, travelling.values()))
         alike = Size.sum(size for node, size in travelling.items() if size is not None and self._in_parts(node))
         pieces = {memory for node in travelling for memory in memories(self.walk.values[node], lasting=True)}
-        after = [memory for memory in pieces if self.keeper.get(memory, 0) >= self.index[one.node]]
+        after = [memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[one.node]]
         alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
         kept_later = (Size.sum(map(self.size, alone)), Size.sum(map(self.size, after)))
         return Row(
