@@ -51,11 +51,11 @@ class Row:
 
     `works`: what it does by part of a step, `count.counting.Counted`'s names. `kept`: bytes that are held from its
     forward to its backward. `in_forward`, `in_backward`: what is there while either runs beyond what this operator and
-    those before it keep, without weights on their way and gradients of weights; a term may be negative. `crossing`: what
-    a cut before it would send, None where none can be; of that `alike`: what may be sent in parts (`sends.Crossing`),
-    `unkept`: what no operator before it keeps, and `kept_later`: what one after it keeps first. `load`: what stages are
-    balanced by. `parameters`: those that it reads; `reads_also`: those of which it reads a view, or the whole that
-    another row gathers.
+    those before it keep, without weights on their way and gradients of weights; a term may be negative. `crossing`:
+    what a cut before it would send, None where none can be; of that `alike`: what may be sent in parts
+    (`sends.Crossing`), `unkept`: what no operator before it keeps, and `kept_later`: what one after it keeps first.
+    `load`: what stages are balanced by. `parameters`: those that it reads; `reads_also`: those of which it reads a
+    view, or the whole that another row gathers.
     """
 
     works: Mapping[str, tuple[Work, ...]]
@@ -65,10 +65,10 @@ class Row:
     crossing: Size | None
     load: Size
     parameters: tuple[str, ...] = ()
+    reads_also: tuple[str, ...] = ()
     alike: Size = NOTHING
     unkept: Size = NOTHING
     kept_later: Size = NOTHING
-    reads_also: tuple[str, ...] = ()
 
     @property
     def temporary(self) -> Size:

@@ -111,8 +111,9 @@ def from_data(data: Mapping[str, Any]) -> Table:
     ]  # fmt: skip
     rows = tuple(
         Row({part: tuple(works[i] for i in found) for part, found in row["works"].items()},
-            **{name: _read(row[name]) if name in row else None for name in _BYTES},
-            **{name: tuple(row.get(name, ())) for name in _NAMES}, **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
+            _read(row["kept"]), _read(row["in_forward"]), _read(row["in_backward"]),
+            _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]), tuple(row.get("parameters", ())),
+            tuple(row.get("reads_also", ())), **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
         for row in data["rows"]
     )  # fmt: skip
     parameters = {

@@ -59,7 +59,7 @@ class Beyond(NamedTuple):
 
 def rank_rows(priced: Priced) -> list[dict[str, Any]]:
     """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
-    setting, table, mesh = priced.setting, priced.table, priced.mesh
+    setting, table = priced.setting, priced.table
     posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
     posted *= priced.versions
     taken = _stages_bytes(priced)
@@ -92,13 +92,12 @@ def rank_rows(priced: Priced) -> list[dict[str, Any]]:
 
 
 def _tied_bucket_bytes(priced: Priced, held: Mapping[str, str]) -> float:
-    """The flat copy of gradients of tied parameters, which are summed when a step has ended; one alone is not copied."""
-    everywhere = [set(names) for names in priced.ranks_hold]
-    parameters = [priced.table.parameters[known] for name, known in held.items()
-                  if sum(name in names for names in everywhere) > 1]  # fmt: skip
-    sizes = [priced.gradient_bytes(known) * priced.table.parameters[known].summed for name, known in held.items()
-             if sum(name in names for names in everywhere) > 1]  # fmt: skip
-    is_copied = len(sizes) > 1 or any(parameter.summed != 1 for parameter in parameters)
+    """The flat copy of gradients of tied parameters, which are summed when a step has ended; one alone is not copied,
+    unless it is summed in another dtype."""
+    tied = [known for name, known in held.items() if sum(name in names for names in priced.ranks_hold) > 1]
+    shares = [priced.table.parameters[known].summed for known in tied]
+    sizes = [priced.gradient_bytes(known) * share for known, share in zip(tied, shares, strict=True)]
+    is_copied = len(sizes) > 1 or any(share != 1 for share in shares)
     return min(BUCKET_BYTES, sum(sizes)) if is_copied else 0.0
 
 
@@ -117,7 +116,8 @@ def _stages_bytes(priced: Priced) -> list[StageBytes]:
         kept = float(priced.kept[positions[stage.start : stage.stop]].sum())
         gradients = sum(priced.grown_bytes(one.known) for one in reads_of(priced, order).values())
         held = max(0.0, kept - received[i]) + unkept[i] + gathered
-        found.append(StageBytes(round(held), 0, *(round(size) for size in beyond), round(gradients)))
+        sizes = (held, 0.0, *beyond, gradients)
+        found.append(StageBytes(*map(round, sizes)))
     return found
 
 
@@ -185,10 +185,9 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[Bucket], 
         gathered = whole if setting.zero == 3 else 0.0
         received = (whole + part * (len(found) > 1)) * (setting.zero == 3)
         gathers.append(Bucket(*_ends(found), names, gathered, received, flat, True))
-    summed = {
-        name: one for name, one in reads.items()
-        if name not in cut and parameters[one.known].trained and any(mesh.size(axis) > 1 for axis in parameters[one.known].axes)
-    }  # fmt: skip
+    several = {known for known, parameter in parameters.items()
+               if parameter.trained and any(mesh.size(axis) > 1 for axis in parameter.axes)}  # fmt: skip
+    summed = {name: one for name, one in reads.items() if name not in cut and one.known in several}
     for names in bucketed({name: round(priced.grown_bytes(one.known)) for name, one in summed.items()}):
         found = [summed[name] for name in names]
         flat = sum(priced.grown_bytes(one.known) * parameters[one.known].summed for one in found)

@@ -1,6 +1,6 @@
 """`Plan.cost.at` beside plans that are made anew at those sizes: the cases, and their table.
 
-    python tests/at_cases.py [--only llama] [--hardware cpu-gloo]
+python tests/at_cases.py [--only llama] [--hardware cpu-gloo]
 """
 
 from __future__ import annotations
@@ -88,27 +88,25 @@ TOKENS = ("gpt2", "llama", "bert", "mixtral")
 
 SEQUENCE = {"sequence_parallel": True}
 PIPED = {"microbatches": 4}
+FULL = {"recompute": "full"}
 LOW = {"zero": 3, "recompute": "full"}
 
-CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
+CASES: list[tuple[str, dict[str, Any], dict[str, float]]] = [
     ("dp1", {}, {"dp": 2}), ("dp2", {}, {"dp": 4}), ("dp2", {}, {"dp": 1}), ("dp2", {"zero": 1}, {"dp": 4}),
     ("dp2", {"zero": 2}, {"dp": 4}), ("dp2", {"zero": 3}, {"dp": 8}), ("dp8", {"zero": 3}, {"dp": 2}),
     ("dp2", {}, {"b": 4}), ("dp2", {"zero": 3}, {"m": 4}), ("dp1", PIPED, {"m": 8}), ("dp1", {}, {"m": 4}),
-    ("dp1", PIPED, {"m": 1}), ("dp2", LOW, {"b": 2}),
-    ("dp2", {}, {"s": 2.0}), ("tp2", {}, {"s": 0.25}), ("tp2", SEQUENCE, {"s": 0.25}), ("dp1", {"recompute": "full"}, {"s": 4.0}),
-    ("dp1", {"recompute": "selective"}, {"s": 2.0}), ("pp2", PIPED, {"s": 2.0}),
-    ("tp2", {}, {"tp": 4}), ("tp2", {}, {"tp": 8}), ("tp4", {}, {"tp": 2}), ("tp2", {}, {"tp": 1}),
-    ("tp2", SEQUENCE, {"tp": 4}), ("tp2", SEQUENCE, {"tp": 8}), ("tp4", SEQUENCE, {"tp": 2}),
-    ("tp8", SEQUENCE, {"tp": 2}), ("tp2", SEQUENCE, {"b": 4}), ("tp2", {"recompute": "full"}, {"b": 4}),
+    ("dp1", PIPED, {"m": 1}), ("dp2", LOW, {"b": 2}), ("dp2", {}, {"s": 2.0}), ("tp2", {}, {"s": 0.25}),
+    ("tp2", SEQUENCE, {"s": 0.25}), ("dp1", FULL, {"s": 4.0}), ("dp1", {"recompute": "selective"}, {"s": 2.0}),
+    ("pp2", PIPED, {"s": 2.0}), ("tp2", {}, {"tp": 4}), ("tp2", {}, {"tp": 8}), ("tp4", {}, {"tp": 2}),
+    ("tp2", {}, {"tp": 1}), ("tp2", SEQUENCE, {"tp": 4}), ("tp2", SEQUENCE, {"tp": 8}), ("tp4", SEQUENCE, {"tp": 2}),
+    ("tp8", SEQUENCE, {"tp": 2}), ("tp2", SEQUENCE, {"b": 4}), ("tp2", FULL, {"b": 4}),
     ("tp2", {"compile": True}, {"dp": 2}), ("tp2", {}, {"dp": 2}), ("tp2", {}, {"pp": 2, "m": 4}),
-    ("dp2,tp2", LOW, {"tp": 4}),
-    ("pp2", PIPED, {"m": 8}), ("pp2", PIPED, {"pp": 4}), ("pp4", PIPED, {"pp": 2}), ("pp2", PIPED, {"pp": 1}),
-    ("dp1", PIPED, {"pp": 2}), ("pp2", PIPED, {"v": 2}), ("pp2", {"microbatches": 4, "recompute": "full"}, {"pp": 4}),
-    ("pp2", {"microbatches": 4, "schedule": "gpipe"}, {"pp": 4}), ("dp2,pp2", {"microbatches": 4, "zero": 3}, {"pp": 4}),
+    ("dp2,tp2", LOW, {"tp": 4}), ("pp2", PIPED, {"m": 8}), ("pp2", PIPED, {"pp": 4}), ("pp4", PIPED, {"pp": 2}),
+    ("pp2", PIPED, {"pp": 1}), ("dp1", PIPED, {"pp": 2}), ("pp2", PIPED, {"v": 2}), ("pp2", PIPED | FULL, {"pp": 4}),
+    ("pp2", PIPED | {"schedule": "gpipe"}, {"pp": 4}), ("dp2,pp2", PIPED | {"zero": 3}, {"pp": 4}),
     ("pp2,tp2", PIPED, {"tp": 4}), ("pp2,tp2", PIPED | SEQUENCE, {"pp": 4}), ("pp2", PIPED, {"b": 4}),
-    ("dp2,pp2,tp2", LOW | PIPED, {"dp": 4, "m": 8}),
-    ("cp2", {}, {"cp": 4}), ("cp2", {"recompute": "full"}, {"b": 4}), ("cp4", {}, {"cp": 2}), ("cp2,tp2", {}, {"cp": 4}),
-    ("cp2", {}, {"s": 2.0}), ("cp2", {}, {"cp": 1}),
+    ("dp2,pp2,tp2", LOW | PIPED, {"dp": 4, "m": 8}), ("cp2", {}, {"cp": 4}), ("cp2", FULL, {"b": 4}),
+    ("cp4", {}, {"cp": 2}), ("cp2,tp2", {}, {"cp": 4}), ("cp2", {}, {"s": 2.0}), ("cp2", {}, {"cp": 1}),
     ("ep2", {}, {"ep": 4}), ("ep4", {}, {"ep": 2}), ("dp2,ep2", {}, {"ep": 4}), ("ep2", {}, {"b": 4}),
     ("ep2", {}, {"s": 2.0}), ("ep2", {}, {"ep": 1}),
 ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""What is there while an operator of a stage runs, beside what is kept for backwards: the peaks of `peaks.py`, operator by
-operator and as `Size`, so that a table knows them at other sizes. Weights on their way, and the gradients of weights, are
+"""What is there while an operator of a stage runs, beside what is kept for backwards: the peaks of `peaks.py`, operator
+by operator and as `Size`, so that a table knows them at other sizes. Weights on their way and gradients of weights are
 no part of it: `cost.table_memory` knows when those come and go.
 """
 
@@ -96,7 +96,7 @@ class Alive:
         """While the backward of each node runs: gradients of values, and what it takes itself."""
         walk, now, found = self.walk, Running(), dict[fx.Node, Size]()
         made_by: dict[Any, set[Memory]] = defaultdict(set)
-        grads: set[Memory] = set()
+        grads, begun = set[Memory](), set[Memory]()
         given: Counter[fx.Node] = Counter()
         rerun, regions = dict(self.rerun), walk.regions(self.passed)
         begins = {region: next(n for n in nodes if n in self.passed) for region, nodes in regions.items()}
@@ -115,7 +115,10 @@ class Alive:
                 made_by[memory.made_by].add(memory)
                 now.add(self.size(memory))
             further = Size.sum(self._value(used) for used in towards if given[used])
-            peak = _largest(now.size() + further, before + self.takes(node, 1))
+            weights = {memory for used in made for memory in self._of_weights(used)} - begun
+            begun |= weights
+            takes = self.takes(node, 1) + Size.sum(map(self.size, weights)) * -1  # their gradients are counted apart
+            peak = _largest(now.size() + further, before + takes)
             given.update(towards)
             done = made_by.pop(node, set()) & grads
             for memory in done:
@@ -128,16 +131,22 @@ class Alive:
 
     def _values(self, node: fx.Node, lasting: bool = False) -> list[Memory]:
         """The memory of a node's values but for weights and what is gathered of them."""
-        if node.op == "get_attr" or node in self.gathers:
-            return []
         pieces = memories(self.walk.values[node], lasting)
-        return [memory for memory in pieces if memory.made_by.op != "get_attr" and memory.made_by not in self.gathers]
+        return [memory for memory in pieces if not self._is_weight(memory)]
+
+    def _of_weights(self, node: fx.Node) -> list[Memory]:
+        """The memory of weights, and of what is gathered of them."""
+        return [memory for memory in memories(self.walk.values[node], True) if self._is_weight(memory)]
+
+    def _is_weight(self, memory: Memory) -> bool:
+        return memory.made_by.op == "get_attr" or memory.made_by in self.gathers
 
     def _value(self, node: fx.Node) -> Size:
         """A value by its own shape; nothing of a weight."""
-        found = self.walk.values[node]
-        weight = node.op == "get_attr" or node in self.gathers
-        return NOTHING if weight or not isinstance(found, Value) else Size.of(found.form.size_bytes, self.growth.of(node))
+        made, is_weight = self.walk.values[node], node.op == "get_attr" or node in self.gathers
+        if is_weight or not isinstance(made, Value):
+            return NOTHING
+        return Size.of(made.form.size_bytes, self.growth.of(node))
 
 
 def _largest(*sizes: Size) -> Size:

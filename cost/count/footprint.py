@@ -49,8 +49,8 @@ class Value:
 def saved_memory(
     walk: Walk, alive: Set[fx.Node], received: Set[Memory] = frozenset()
 ) -> dict[fx.Node, list[Memory]]:  # fmt: skip
-    """What autograd keeps, by the node that keeps it first, of `received` values too. Of a region that is run again that
-    is what the region reads, kept by its first node."""
+    """What autograd keeps, by the node that keeps it first, of `received` values too. Of a region that is run again
+    that is what the region reads, kept by its first node."""
     held: set[Memory] = set()
     saved: dict[fx.Node, list[Memory]] = {}
     entered: set[int] = set()
@@ -90,8 +90,10 @@ def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[int, tuple[set[Memory]
 
 def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, int]:
     """Bytes of that."""
-    regions = rerun_memory(walk, alive)
-    return {region: sum(m.size_bytes for m in memory) + sum(others.values()) for region, (memory, others) in regions.items()}
+    return {
+        region: sum(memory.size_bytes for memory in pieces) + sum(others.values())
+        for region, (pieces, others) in rerun_memory(walk, alive).items()
+    }
 
 
 def walked(trace: Trace, program: Program, stage: Stage) -> Walk:

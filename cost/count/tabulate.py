@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
@@ -70,7 +71,8 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     held = list[_Held]()
     for walk in walks:
         held.append(_Held(walk, growth, held[-1].sends_kept if held else set()))
-    rows = [one.row(each) for one, found in zip(held, stages, strict=True) for each in found]
+    places = _places(trace, [one.node for found in stages for one in found])
+    rows = [one.row(each, each.node in places) for one, found in zip(held, stages, strict=True) for each in found]
     starts = tuple(accumulate(map(len, stages)))[:-1]
     trained = frozenset().union(*(one.trained for one in held))
     again = frozenset().union(*(one.cast_again for one in held))
@@ -93,6 +95,21 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
         sum(buffers.values()), gathers, _hidden(trace, program), chosen_ranks(mesh)["cp"], chosen_ranks(mesh)["ep"],
         {len(walks): starts},
     )  # fmt: skip
+
+
+def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The written operators before which plans cut: the first of those that are written for an operator of the trace
+    that depends on parameters, with what is done to its inputs."""
+    keys = {facts(node).get("key") for node in active_operators(trace.graph)}
+    places, last, begins = set[fx.Node](), None, True
+    for node in nodes:
+        if node.target is operator.getitem:
+            continue
+        key, is_one = facts(node).get("key"), facts(node).get("key") in keys
+        if begins and not (is_one and key == last):
+            places.add(node)
+        begins, last = is_one, key if is_one else last
+    return places
 
 
 def _hidden(trace: Trace, program: Program) -> float:
@@ -247,7 +264,8 @@ class _Held:
         read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
         self.cast_again = {str(node.target) for node in read if node is not None}
 
-    def row(self, one: Counted) -> Row:
+    def row(self, one: Counted, is_place: bool) -> Row:
+        """`is_place`: whether a stage may begin there."""
         works = {part: found for part in PARTS if (found := getattr(one, part))}
         products = [work.flops for work in one.forward if work.flops.terms]
         computes = any(not work.axis for work in one.forward)
@@ -257,7 +275,7 @@ class _Held:
         also = {source_name(n) if n in self.gathers else str(n.target) for n in made_by
                 if n in self.gathers or n.op == "get_attr"}  # fmt: skip
         travelling = self.crossing[one.node]
-        crossing = None if None in travelling.values() else Size.sum(filter(None, travelling.values()))
+        crossing = None if None in travelling.values() or not is_place else Size.sum(filter(None, travelling.values()))
         alike = Size.sum(size for node, size in travelling.items() if size is not None and self._in_parts(node))
         pieces = {memory for node in travelling for memory in memories(self.walk.values[node], lasting=True)}
         after = [memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[one.node]]
@@ -266,8 +284,8 @@ class _Held:
         return Row(
             works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING), crossing,
             products[0] if products else self._elements(one.node) if computes else NOTHING,
-            tuple(sorted(names & self.parameters)), *((NOTHING,) * 3 if crossing is None else (alike, *kept_later)),
-            reads_also=tuple(sorted((also & self.parameters) - names)),
+            tuple(sorted(names & self.parameters)), tuple(sorted((also & self.parameters) - names)),
+            *((NOTHING,) * 3 if crossing is None else (alike, *kept_later)),
         )  # fmt: skip
 
     def _in_parts(self, node: fx.Node) -> bool:
