@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -27,7 +26,7 @@ from autopart.cost.count.footprint import (
 )
 from autopart.cost.count.growth import Growth, tokens
 from autopart.cost.count.sending import local_bytes
-from autopart.cost.flops import matrix_work
+from autopart.cost.flops import matrix_work, work
 from autopart.cost.rows import Parameter, Row
 from autopart.cost.table import Table
 from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, chosen_ranks
@@ -71,8 +70,12 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     held = list[_Held]()
     for walk in walks:
         held.append(_Held(walk, growth, held[-1].sends_kept if held else set()))
-    places = _places(trace, [one.node for found in stages for one in found])
-    rows = [one.row(each, each.node in places) for one, found in zip(held, stages, strict=True) for each in found]
+    nodes = [each.node for found in stages for each in found]
+    places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
+    rows = [
+        one.row(each, each.node in places, loads.get(each.node, NOTHING))
+        for one, found in zip(held, stages, strict=True) for each in found
+    ]  # fmt: skip
     starts = tuple(accumulate(map(len, stages)))[:-1]
     trained = frozenset().union(*(one.trained for one in held))
     again = frozenset().union(*(one.cast_again for one in held))
@@ -110,6 +113,19 @@ def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
             places.add(node)
         begins, last = is_one, key if is_one else last
     return places
+
+
+def _loads(trace: Trace, growth: Growth, nodes: Sequence[fx.Node]) -> dict[fx.Node, Size]:
+    """What plans balance stages by, on the first operator that is written for each of the trace; of what is written
+    together with another, on that one."""
+    first = {key: node for node in reversed(nodes) if (key := facts(node).get("key")) is not None}
+    loads, total = dict[fx.Node, Size](), 0.0
+    for traced in active_operators(trace.graph):
+        total += work(traced)
+        node = first.get(facts(traced)["key"])
+        if node is not None:
+            loads[node], total = Size.of(total, Powers(s=growth.of_product(node).s)), 0.0
+    return loads
 
 
 def _hidden(trace: Trace, program: Program) -> float:
@@ -264,11 +280,9 @@ class _Held:
         read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
         self.cast_again = {str(node.target) for node in read if node is not None}
 
-    def row(self, one: Counted, is_place: bool) -> Row:
-        """`is_place`: whether a stage may begin there."""
+    def row(self, one: Counted, is_place: bool, load: Size) -> Row:
+        """`is_place`: whether a stage may begin there. `load`: as the row has it."""
         works = {part: found for part in PARTS if (found := getattr(one, part))}
-        products = [work.flops for work in one.forward if work.flops.terms]
-        computes = any(not work.axis for work in one.forward)
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
         values = [self.walk.values[n] for n in one.node.all_input_nodes]
         made_by = {memory.made_by for value in values for memory in memories(value, lasting=True)}
@@ -282,9 +296,8 @@ class _Held:
         alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
         kept_later = (Size.sum(map(self.size, alone)), Size.sum(map(self.size, after)))
         return Row(
-            works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING), crossing,
-            products[0] if products else self._elements(one.node) if computes else NOTHING,
-            tuple(sorted(names & self.parameters)), tuple(sorted((also & self.parameters) - names)),
+            works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING),
+            crossing, load, tuple(sorted(names & self.parameters)), tuple(sorted((also & self.parameters) - names)),
             *((NOTHING,) * 3 if crossing is None else (alike, *kept_later)),
         )  # fmt: skip
 
@@ -299,11 +312,6 @@ class _Held:
 
     def size(self, memory: Memory) -> Size:
         return Size.of(memory.size_bytes, self.growth.of(memory.made_by))
-
-    def _elements(self, node: fx.Node) -> Size:
-        found = self.walk.values[node]
-        made = [v for v in (found if isinstance(found, tuple) else (found,)) if isinstance(v, Value)]
-        return Size.sum([Size.of(float(math.prod(v.form.shape)), self.growth.of(node)) for v in made])
 
     def _other(self, node: fx.Node, size_bytes: int) -> Size:
         """What an operator keeps that is neither its input nor its output: copies of inputs, by their size, or else
