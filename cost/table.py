@@ -44,7 +44,7 @@ class Table:
     `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
     `gathers`: the rows have what ZeRO-3 gathers and scatters. `hidden_sums`: the share of gradients that are complete
     before the last ones are, so that their sums may run beside the backward. `cuts`: of numbers of stages asked for so
-    far, where stages begin; None where they cannot be.
+    far, where stages begin; None where they cannot be. `divided`: as `cost.count.divided` has it.
     """
 
     rows: tuple[Row, ...]
@@ -61,6 +61,7 @@ class Table:
     cp: int = 1
     ep: int = 1
     cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
+    divided: Mapping[str, Mapping[int, str]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def positions(self) -> np.ndarray:

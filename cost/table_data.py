@@ -97,6 +97,7 @@ def as_data(table: Table) -> dict[str, Any]:
         **{name: getattr(table, name) for name in _NUMBERS},
         **{name: ranks for name in _RANKS if (ranks := getattr(table, name)) > 1},
         "cuts": [list(cuts) for cuts in table.cuts.values() if cuts is not None],
+        "divided": {axis: {str(count): name for count, name in of.items()} for axis, of in table.divided.items()},
         "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": list(_repeated(runs)),
     }  # fmt: skip
 
@@ -123,9 +124,9 @@ def from_data(data: Mapping[str, Any]) -> Table:
     }  # fmt: skip
     order = tuple((row, path, n) for entry in data["order"] for path, n, run in _unrolled(entry) for row in run)
     cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
-    return Table(
-        rows, order, parameters, **{name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}, cuts=cuts
-    )
+    divided = {axis: {int(count): name for count, name in counts.items()} for axis, counts in data["divided"].items()}
+    numbers = {name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}
+    return Table(rows, order, parameters, **numbers, cuts=cuts, divided=divided)
 
 
 def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:

@@ -81,6 +81,7 @@ def vit(rows=16):
         return model, {"pixel_values": torch.zeros(rows, 3, 224, 224), "labels": torch.zeros(rows, dtype=torch.long)}
 
 
+HARDWARE = ("a100-80gb-sxm", "cpu-gloo")
 MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "mixtral": mixtral, "t5": zoo.t5,
           "conv_net": zoo.conv_net}  # fmt: skip
 
@@ -114,11 +115,17 @@ CASES: list[tuple[str, dict[str, Any], dict[str, float]]] = [
 
 
 class Beside(NamedTuple):
-    """What a plan says of other sizes, over what a plan made there says; why there is none."""
+    """What a plan says of other sizes, over what a plan made there does; whether both have the same layouts, and
+    whether `at` says that they may not."""
 
     step: float
     memory: float
-    why: str = ""
+    same_layouts: bool
+    noted: bool
+
+    @property
+    def off(self) -> float:
+        return max(abs(self.step - 1), abs(self.memory - 1))
 
 
 @cache
@@ -152,7 +159,10 @@ def beside(name: str, mesh: str, options: dict[str, Any], changed: dict[str, Any
     new = planned(name, str(other), asked, rows=rows, **tokens)
     figures = plan.cost.at(**sizes)
     fullest = max(row["total"] for row in new.memory)
-    return Beside(figures.step_time_s / new.cost["step_time_s"], figures.memory_bytes / fullest)
+    same = plan.operators == new.operators and plan.parameters.keys() == new.parameters.keys()
+    return Beside(
+        figures.step_time_s / new.cost["step_time_s"], figures.memory_bytes / fullest, same, bool(figures.notes)
+    )
 
 
 def cases(only: str = "", hardware: str = "") -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
@@ -177,8 +187,9 @@ def main() -> None:
         except Exception as error:
             print(label, "-", type(error).__name__, str(error).splitlines()[0], flush=True)
             continue
-        mark = " <<<" if max(abs(found.step - 1), abs(found.memory - 1)) > args.off else ""
-        print(f"{label} step {found.step:.3f}  memory {found.memory:.3f}{mark}", flush=True)
+        layouts = "" if found.same_layouts else "other layouts" + ", noted" * found.noted
+        mark = "<<<" if found.off > args.off else ""
+        print(f"{label} step {found.step:.3f}  memory {found.memory:.3f}  {layouts:20}{mark}", flush=True)
 
 
 if __name__ == "__main__":

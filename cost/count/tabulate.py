@@ -14,6 +14,7 @@ from torch import fx
 from autopart.compat import stored_bytes
 from autopart.cost.count.alive import Alive
 from autopart.cost.count.counting import Counted, counted
+from autopart.cost.count.divided import divided
 from autopart.cost.count.footprint import (
     Memory,
     Value,
@@ -96,7 +97,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
         tuple(rows), tuple(order), parameters, of_rank, tokens(trace),
         chosen_ranks(mesh)["tp"], flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch,
         sum(buffers.values()), gathers, _hidden(trace, program), chosen_ranks(mesh)["cp"], chosen_ranks(mesh)["ep"],
-        {len(walks): starts},
+        {len(walks): starts}, divided(trace, program),
     )  # fmt: skip
 
 
