@@ -27,18 +27,19 @@ Order = Sequence[tuple[int, str, int]]
 
 class Reads(NamedTuple):
     """Of a parameter among operators: its name in the table, the first and last operator that reads it, and whether
-    these are run again in the backward."""
+    these are run again in the backward; `kept`: whether their backward reads it."""
 
     known: str
     first: int
     last: int
     again: bool
+    kept: bool
 
 
 class Bucket(NamedTuple):
     """Parameters that travel together, from the first to the last operator that reads one. `whole_bytes`: of weights
-    that are gathered, which `received_bytes` hold while they are; `flat_bytes`: what their gradients are sent from.
-    `each`: after every microbatch."""
+    that are gathered, which `received_bytes` hold while they are, and `again` in the backward; `flat_bytes`: what their
+    gradients are sent from."""
 
     first: int
     last: int
@@ -46,7 +47,7 @@ class Bucket(NamedTuple):
     whole_bytes: float
     received_bytes: float
     flat_bytes: float
-    each: bool
+    again: bool
 
 
 class Beyond(NamedTuple):
@@ -128,7 +129,8 @@ def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
         row = priced.table.rows[position]
         for known in (*row.parameters, *row.reads_also):
             name, again = named_in(known, path, number), "recompute" in row.works
-            reads[name] = Reads(known, reads[name].first if name in reads else i, i, again)
+            kept = "input_backward" in row.works or (name in reads and reads[name].kept)
+            reads[name] = Reads(known, reads[name].first if name in reads else i, i, again, kept)
     return reads
 
 
@@ -147,24 +149,24 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Be
     gathers, sums = _buckets(priced, reads)
     on_the_way, before = _weights(priced, gathers, len(order), others_beside)
     backward = backward + on_the_way[1]
-    grown = np.zeros(len(order))  # gradients that stay
+    grown, added = np.zeros(len(order)), np.zeros(len(order))  # gradients that stay, and those that are added to others
     scattered = {name: bucket.first for bucket in gathers for name in bucket.names}
     for name, one in reads.items():
         grown[: scattered.get(name, one.last) + 1] += priced.grown_bytes(one.known)
         if name not in scattered:
+            added[one.first : one.last + 1] += priced.grown_bytes(one.known)
             continue
         if priced.setting.zero == 3:
             forward[scattered[name] : one.last + 1] += priced.read_bytes(one.known)
         if priced.table.parameters[one.known].trained:
             backward[scattered[name] : one.last + 1] += priced.read_bytes(one.known)  # its whole gradient
     once = priced.setting.schedule.microbatches == 1
-    each = _flats([bucket for bucket in gathers if bucket.each], len(order))
-    last = _flats([*gathers, *sums], len(order))
+    each, last = _flats(gathers, len(order)), _flats([*gathers, *sums], len(order))
     if priced.setting.zero == 2 and not once and gathers:  # from the microbatch before
         last[max(bucket.first for bucket in gathers) :] += min(gathers).flat_bytes
     peaks = (
         np.maximum(forward + on_the_way[0], kept + before).max(),
-        (backward + last).max(),
+        (backward + added + np.maximum(each, last)).max(),
         (backward + grown + (last if once else each)).max(),
     )
     return Beyond(*(max(0.0, float(peak - kept[-1])) for peak in peaks))
@@ -184,7 +186,8 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[Bucket], 
         flat = sum(priced.summed_bytes(one.known) for one in found)
         gathered = whole if setting.zero == 3 else 0.0
         received = (whole + part * (len(found) > 1)) * (setting.zero == 3)
-        gathers.append(Bucket(*_ends(found), names, gathered, received, flat, True))
+        again = setting.zero == 3 and any(one.kept for one in found)
+        gathers.append(Bucket(*_ends(found), names, gathered, received, flat, again))
     several = {known for known, parameter in parameters.items()
                if parameter.trained and any(mesh.size(axis) > 1 for axis in parameter.axes)}  # fmt: skip
     summed = {name: one for name, one in reads.items() if name not in cut and one.known in several}
@@ -215,7 +218,10 @@ def _weights(
             ahead, behind = ahead or one.received_bytes, behind or one.received_bytes
         until = gathers[i + 1].first if i + 1 < len(gathers) else count
         forward[one.first : until] += ahead
-        backward[one.first : one.last + 1] += one.whole_bytes + behind
+        if one.again:
+            backward[one.first : one.last + 1] += one.whole_bytes
+            until = max((bucket.last + 1 for bucket in gathers if bucket.again and bucket.last < one.last), default=0)
+            backward[until : one.last + 1] += behind
         before[one.first] = one.whole_bytes + one.received_bytes + ahead
     return (forward, backward), before
 
@@ -226,5 +232,5 @@ def _flats(buckets: Sequence[Bucket], count: int) -> np.ndarray:
     flats = np.zeros(count)
     ordered = sorted(buckets, key=lambda bucket: -bucket.first)
     for bucket, next_first in zip(ordered, [*(bucket.first for bucket in ordered[1:]), 0], strict=False):
-        flats[next_first : bucket.first + (not bucket.whole_bytes)] += bucket.flat_bytes
+        flats[next_first : bucket.first + (not bucket.again)] += bucket.flat_bytes
     return flats
