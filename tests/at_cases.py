@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import zoo
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -82,8 +81,7 @@ def vit(rows=16):
 
 
 HARDWARE = ("a100-80gb-sxm", "cpu-gloo")
-MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "mixtral": mixtral, "t5": zoo.t5,
-          "conv_net": zoo.conv_net}  # fmt: skip
+MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "mixtral": mixtral}
 
 TOKENS = ("gpt2", "llama", "bert", "mixtral")
 
