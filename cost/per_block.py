@@ -27,6 +27,7 @@ from .rows import Parameter, Row
 from .sends import scattering_pays
 from .simulate import Simulation
 from .table import Priced, Setting, Table, predict
+from .table_memory import beyond_kept
 
 SCHEDULES = (None, "gpipe", "1f1b")
 
@@ -267,7 +268,8 @@ class Blocks:
         once = priced.once(held, [set(names) for names in (others or [held])])
         once["gradient_sum_s"] *= 1 - priced.hidden_sums
         states = priced.state_bytes(held)
-        temporary = (priced.temporary_bytes(rows) if len(rows) else 0.0) + priced.travelling_bytes(held)
+        beyond = beyond_kept(priced, order, others_beside=True)
+        temporary = max(beyond.forward, beyond.backward)
         return time + sum(once.values()) / schedule.microbatches, states, float(priced.kept[rows].sum()), temporary
 
     def _hidden(self, rows: np.ndarray) -> float:

@@ -50,18 +50,35 @@ class Row:
     """One operator of a microbatch.
 
     `works`: what it does by part of a step, `count.counting.Counted`'s names. `kept`: bytes that are held from its
-    forward to its backward. `temporary`: bytes there while it runs. `crossing`: what a cut before it would send, None
-    where none can be; `alike`: of that, what may be sent in parts (`sends.Crossing`). `load`: what stages are balanced
-    by. `parameters`: those that it reads.
+    forward to its backward. `in_forward`, `in_backward`: what is there while either runs beyond what this operator and
+    those before it keep, without weights on their way and gradients of weights; a term may be negative. `crossing`:
+    what a cut before it would send, None where none can be; of that `alike`: what may be sent in parts
+    (`sends.Crossing`), `unkept`: what no operator before it keeps, and `kept_later`: what one after it keeps first.
+    `load`: what stages are balanced by. `parameters`: those that it reads; `reads_also`: those of which it reads a
+    view, or the whole that another row gathers.
     """
 
     works: Mapping[str, tuple[Work, ...]]
     kept: Size
-    temporary: Size
+    in_forward: Size
+    in_backward: Size
     crossing: Size | None
     load: Size
     parameters: tuple[str, ...] = ()
+    reads_also: tuple[str, ...] = ()
     alike: Size = NOTHING
+    unkept: Size = NOTHING
+    kept_later: Size = NOTHING
+
+    @property
+    def temporary(self) -> Size:
+        """The larger of what is there in its forward and its backward."""
+        return max(self.in_forward, self.in_backward, key=lambda size: size.value)
+
+
+def named_in(name: str, path: str, number: int) -> str:
+    """A name for a parameter that is read by a block of the model, one name a block."""
+    return f"{path}.{number} {name}" if path and name.startswith(f"{path}.") else name
 
 
 def cast_bytes(found: Iterable[Parameter]) -> Size:

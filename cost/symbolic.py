@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from autopart.errors import OptionError, PlanError, StageError
+from autopart.errors import LayoutError, OptionError, PlanError, StageError
 from autopart.ir.dp_sync import DpSync
 from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.schedules import can_run, check_schedule, schedule_for, versions_of
@@ -33,12 +33,14 @@ def _simulated(plan: Plan) -> Any:
 
 @dataclass(frozen=True)
 class Figures:
-    """A step's numbers: seconds and bytes, and both by kind. `float()` of it is the seconds."""
+    """A step's numbers: seconds and bytes, and both by kind. `float()` of it is the seconds. `notes`: what may be
+    otherwise in a plan that is made for these sizes."""
 
     step_time_s: float
     memory_bytes: float
     parts_s: Mapping[str, float]
     memory_parts: Mapping[str, float]
+    notes: tuple[str, ...] = ()
 
     def __float__(self) -> float:
         return self.step_time_s
@@ -88,7 +90,7 @@ class Cost(dict[str, Any]):
         from .table_data import from_data
 
         data = self.plan.timing.get("table") if self.plan is not None else None
-        if data is None:
+        if data is None or "divided" not in data:  # the latter is of an older version
             raise PlanError(
                 "the plan has no formulas", why="they are part of the 'timing' of a plan that autopart has made",
                 hint="autopart.plan(...), or leave the entry in the file",
@@ -173,20 +175,50 @@ class Cost(dict[str, Any]):
         """The figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed, all else being the plan's.
 
         The step is predicted as `autopart.simulate` does, from what the plan's operators do: layouts stay as they are,
-        stages are balanced anew where there are others. Memory is that of the plan and what is predicted to change;
-        what the table does not see of it (`Plan.memory` is counted value by value) grows as temporary values do.
+        stages are balanced anew where there are others, or other tokens. Memory is as many times the plan's as the
+        table, which has it operator by operator and not value by value as `Plan.memory`, predicts.
+
+        Layouts are the plan's. Where a plan for these sizes may have others, as sizes that layouts are chosen by are
+        others, a note says so.
 
         Raises OptionError for other names, sizes that are not above zero and fewer ranks of `ep` than the plan's
-        `balance`, StageError where there are too few places to cut, or no schedule runs so many stages and
-        microbatches.
+        `balance`, LayoutError for more ranks than what the layouts divide over them has parts, StageError where there
+        are too few places to cut, or no schedule runs so many stages and microbatches.
         """
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
         for name, size in sizes.items():
             if name not in names or not size > 0:
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
+        mesh = self._mesh(sizes)
         if self._plan.balance > 1:
-            check_balance(self._mesh(sizes), self._plan.balance)
-        return self._figures(self._predicted(sizes))
+            check_balance(mesh, self._plan.balance)
+        self._check_divides(mesh)
+        return replace(self._figures(self._predicted(sizes)), notes=self._notes(mesh, sizes))
+
+    def _check_divides(self, mesh: Mesh) -> None:
+        """Raises LayoutError where the plan's layouts leave a rank without its part of a product."""
+        from .work import CHOSEN, chosen_ranks
+
+        for name, ranks in chosen_ranks(mesh).items():
+            counts = self.table.divided.get(name, {})
+            if counts and min(counts) < ranks:
+                fewest, axis = min(counts), mesh.innermost(CHOSEN[name])
+                raise LayoutError(
+                    f"cost.at({axis}={ranks}): the plan's layouts have {fewest} parts to divide over {axis}",
+                    why=f"{ranks} ranks would not all have one; a plan for {axis}={ranks} has other layouts",
+                    where=counts[fewest], hint=f"{axis}={fewest} or less, or a plan for {axis}={ranks}",
+                )  # fmt: skip
+
+    def _notes(self, mesh: Mesh, sizes: Mapping[str, float]) -> tuple[str, ...]:
+        """Whether layouts would be chosen anew, which are by the ranks and by the sizes of what these hold."""
+        plan, own = self._plan, self._plan.mesh_object()
+        at_own = {"b": self.table.b, "s": self.table.s, "m": plan.schedule.microbatches}
+        ranks = {axis: mesh.size(axis) for axis in (*own.chosen, *mesh.chosen) if mesh.size(axis) != own.size(axis)}
+        others = {name: sizes[name] for name in at_own if sizes.get(name, at_own[name]) != at_own[name]}
+        if not ranks and not (others and mesh.chosen):
+            return ()
+        changed = ", ".join(f"{name}={size:g}" for name, size in (ranks | others).items())
+        return (f"layouts are those of the plan on {own}; a plan made for {changed} may have others",)
 
     def on(self, hardware: Hardware) -> Figures:
         """The figures on other hardware, all else being the plan's."""
@@ -197,8 +229,7 @@ class Cost(dict[str, Any]):
         kinds = {
             kind: memory.get(kind, 0.0) * _times(counted.get(kind, 0.0), own.get(kind, 0.0)) for kind in MEMORY_KINDS
         }
-        missed = (counted["total"] - own["total"]) * _times(memory["temporary"], own["temporary"])
-        return Figures(found.step_time_s, memory["total"] + missed, found.parts, kinds)
+        return Figures(found.step_time_s, memory["total"] * _times(counted["total"], own["total"]), found.parts, kinds)
 
     @cached_property
     def _own(self) -> Simulation:
@@ -219,7 +250,9 @@ class Cost(dict[str, Any]):
         counted = own_setting(
             table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, DpSync.parse(plan.dp_sync)
         )
-        setting = replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"))
+        stages = mesh.size("pp") * schedule.virtual_stages
+        cuts = table.cuts.get(stages) if "stages" in plan.pins else None
+        setting = replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"), cuts=cuts)
         return predict(table, setting, hardware or Hardware.load(plan.hardware))
 
     def _mesh(self, sizes: Mapping[str, float]) -> Mesh:
@@ -300,7 +333,7 @@ def crossover(a: Plan, b: Plan, over: str = "s", low: float | None = None, high:
     for end in points:
         try:
             after = difference(end)
-        except StageError:  # too few places to cut, or no schedule
+        except (StageError, LayoutError):  # too few places to cut, no schedule, or fewer parts than ranks
             continue
         if before * after < 0:
             return end if whole else float(brentq(difference, start, end, rtol=1e-6))

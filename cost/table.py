@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 
 from autopart.errors import StageError
-from autopart.ir.actions import Action, StageBytes, actions, most_at_once, most_held
-from autopart.ir.buckets import BUCKET_BYTES, block_of
+from autopart.ir.actions import Action, actions
 from autopart.ir.dp_sync import EXACT
 from autopart.ir.schedules import versions_of
 from autopart.plans.plan import TIMING_PARTS
 
-from .dp_sync import Carried, by_method, remembered_bytes, sync_s
+from .dp_sync import Carried, by_method, sync_s
 from .formula import CutBytes, Totals
 from .hardware import Hardware
-from .rows import Parameter, Row, cast_bytes, mean_share, summed_over
+from .rows import Parameter, Row, cast_bytes, mean_share, named_in, summed_over
 from .sends import Crossing, gather_cost, scattering_pays
 from .setting import Setting
 from .simulate import Simulation, simulated
 from .stages import balance, shared_by
+from .table_memory import rank_rows
 from .work import NOTHING, Size, Sizes, Work, chosen_ranks, flops_by_dtype, gradient_sum_s, optimizer_s
 
 
@@ -44,7 +44,7 @@ class Table:
     `row_flops`: forward matrix work of one row of the batch. `input_bytes`: of one row. `buffer_bytes`: of all.
     `gathers`: the rows have what ZeRO-3 gathers and scatters. `hidden_sums`: the share of gradients that are complete
     before the last ones are, so that their sums may run beside the backward. `cuts`: of numbers of stages asked for so
-    far, where stages begin; None where they cannot be.
+    far, where stages begin; None where they cannot be. `divided`: as `cost.count.divided` has it.
     """
 
     rows: tuple[Row, ...]
@@ -61,18 +61,7 @@ class Table:
     cp: int = 1
     ep: int = 1
     cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
-
-    @cached_property
-    def loads(self) -> np.ndarray:
-        """What stages are balanced by, of every operator."""
-        return np.array([float(row.load.value) for row in self.rows])[self.positions]
-
-    @cached_property
-    def crossing(self) -> np.ndarray:
-        """What a cut before every operator would send; infinite where none can be."""
-        return np.array([math.inf if row.crossing is None else float(row.crossing.value) for row in self.rows])[
-            self.positions
-        ]
+    divided: Mapping[str, Mapping[int, str]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def positions(self) -> np.ndarray:
@@ -99,7 +88,7 @@ class Table:
     @cached_property
     def held(self) -> dict[str, str]:
         """{every parameter of the model: its name in `parameters`}."""
-        return {_named(name, path, number): name for position, path, number in self.order
+        return {named_in(name, path, number): name for position, path, number in self.order
                 for name in self.rows[position].parameters}  # fmt: skip
 
     @cached_property
@@ -127,33 +116,42 @@ def _cut(found: Sequence[Parameter]) -> CutBytes:
     return CutBytes(Size.sum(parameter.size for parameter in found), len(found), cast_bytes(found))
 
 
-def _named(name: str, path: str, number: int) -> str:
-    """A name for a parameter that is read by a block of the model, one name a block."""
-    return f"{path}.{number} {name}" if path and name.startswith(f"{path}.") else name
-
-
 def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
     """A step of the model under a setting: the one prediction of plans, of `Plan.cost.at` and of the search.
 
     Raises StageError where there are fewer places to cut than stages.
     """
     priced = Priced(table, setting, hardware)
-    return simulated(priced.timing, setting.schedule, setting.mesh, priced.memory(), setting.overlap_sends)
+    return simulated(priced.timing, setting.schedule, setting.mesh, rank_rows(priced), setting.overlap_sends)
 
 
 def stage_cuts(table: Table, setting: Setting) -> tuple[int, ...]:
-    """Where stages begin, balanced as those of a plan are: other rows scale all loads and all that is sent alike.
+    """Where stages begin, balanced as those of a plan are: other rows scale all loads and all that is sent alike, other
+    tokens do not.
 
     Raises StageError where there are fewer places to cut than stages.
     """
-    num_stages = setting.mesh.size("pp") * setting.schedule.virtual_stages
-    if num_stages not in table.cuts:
-        found = balance(table.loads, table.crossing, num_stages)
-        table.cuts[num_stages] = found.cuts if found is not None else None
-    cuts = table.cuts[num_stages]
+    num_stages, tokens = setting.mesh.size("pp") * setting.schedule.virtual_stages, table.times(setting).s
+    if tokens != 1:
+        cuts = _balanced(table, num_stages, tokens)
+    else:
+        if num_stages not in table.cuts:
+            table.cuts[num_stages] = _balanced(table, num_stages)
+        cuts = table.cuts[num_stages]
     if cuts is None:
         raise StageError(f"the model cannot be cut into {num_stages} stages", why="it has fewer places to cut between")
     return cuts
+
+
+def _balanced(table: Table, num_stages: int, tokens: float = 1.0) -> tuple[int, ...] | None:
+    """Where stages begin of rows of so many times the tokens; None where there are too few places."""
+    if num_stages == 1:
+        return ()
+    times = Sizes(s=tokens)
+    loads = np.array([float(row.load.at(times)) for row in table.rows])
+    sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(times)) for row in table.rows])
+    found = balance(loads[table.positions], sent[table.positions], num_stages)
+    return found.cuts if found is not None else None
 
 
 class Priced:
@@ -166,7 +164,8 @@ class Priced:
         later = 0.0 if setting.fused_sums else (setting.schedule.microbatches - 1) / setting.schedule.microbatches
         self.by_row = [self._row(row, later) for row in table.rows]
         self.kept = np.array([float(row.kept.at(self.times)) for row in table.rows])
-        self.temporary = np.array([float(row.temporary.at(self.times)) for row in table.rows])
+        self.in_forward = np.array([float(row.in_forward.at(self.times)) for row in table.rows])
+        self.in_backward = np.array([float(row.in_backward.at(self.times)) for row in table.rows])
 
     @cached_property
     def stages(self) -> list[range]:
@@ -232,13 +231,13 @@ class Priced:
         given = self.setting.hidden_sums
         return self.table.hidden_sums * self.hardware.overlap if given is None else given
 
-    def _is_cut(self, parameter: Parameter) -> bool:
-        """Whether a rank stores a part of a parameter."""
-        return parameter.cut and self.setting.zero > 0
+    def is_cut(self, name: str) -> bool:
+        """Whether a rank stores a part of a parameter, by its name in the table."""
+        return self.table.parameters[name].cut and self.setting.zero > 0
 
-    def _parts_over(self, parameter: Parameter) -> str:
+    def _parts_over(self, name: str) -> str:
         """The axes joined over which a rank stores a part of a parameter; "" where it has all of it."""
-        return self.mesh.joined(parameter.over) if self._is_cut(parameter) else ""
+        return self.mesh.joined(self.table.parameters[name].over) if self.is_cut(name) else ""
 
     @cached_property
     def gathers_or_scatters(self) -> frozenset[str]:
@@ -260,8 +259,8 @@ class Priced:
         """What an operator does, with what a microbatch gathers and scatters of its weights that ZeRO cuts."""
         yield from row.works.items()
         zero = self.setting.zero
-        for parameter in map(self.table.parameters.__getitem__, row.parameters):
-            is_cut, axis = self._is_cut(parameter), self._parts_over(parameter)
+        for name in row.parameters:
+            parameter, is_cut, axis = self.table.parameters[name], self.is_cut(name), self._parts_over(name)
             if parameter.casts and not (is_cut and zero < 3):  # else once a step
                 cast = (parameter.cast(self.mesh.size(axis)),)
                 yield "forward", cast
@@ -319,7 +318,7 @@ class Priced:
         read = [(path, number, self.table.rows[position].parameters)
                 for position, path, number in (self.table.order[i] for i in stage)]  # fmt: skip
         found = {(path, number) for path, number, names in read
-                 if any(self._is_cut(self.table.parameters[name]) for name in names)}  # fmt: skip
+                 if any(self.is_cut(name) for name in names)}  # fmt: skip
         blocks = len(found)
         if blocks < 2 or not overlap or (self.setting.zero == 3 and not self.setting.prefetch):
             return
@@ -335,39 +334,47 @@ class Priced:
 
     def held(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
         """The parameters that operators read: {name: name in the table}."""
-        return {_named(name, path, number): name for position, path, number in order
+        return {named_in(name, path, number): name for position, path, number in order
                 for name in self.table.rows[position].parameters}  # fmt: skip
 
     def state_bytes(self, held: Mapping[str, str]) -> float:
         """Of parameters, with their gradients and optimizer."""
         return sum(
-            self.local_bytes(known) + self.setting.state_bytes * self._gradient_bytes(known) for known in held.values()
+            self.local_bytes(known) + self.setting.state_bytes * self.gradient_bytes(known) for known in held.values()
         )
 
     def local_bytes(self, name: str) -> float:
         """Of a rank's part of a parameter, by its name in the table."""
-        found = self.table.parameters[name]
-        return float(found.size.at(self.times)) / self.mesh.size(self._parts_over(found))
+        return self._bytes_before_zero(name) / self.mesh.size(self._parts_over(name))
+
+    def _bytes_before_zero(self, name: str) -> float:
+        return float(self.table.parameters[name].size.at(self.times))
+
+    def read_bytes(self, name: str) -> float:
+        """Of a parameter as it is read, which ZeRO does not cut."""
+        return self._bytes_before_zero(name) * self.table.parameters[name].read
+
+    def summed_bytes(self, name: str) -> float:
+        """Of its gradient as it is summed, which ZeRO has not cut yet."""
+        return self._bytes_before_zero(name) * self.table.parameters[name].summed * self.table.parameters[name].trained
 
     def whole_bytes(self, name: str) -> float:
         """Of what a rank holds of it for a step beyond its part: with ZeRO 1 and 2 the whole."""
-        found = self.table.parameters[name]
-        is_held = self._is_cut(found) and self.setting.zero < 3
-        return float(found.size.at(self.times)) * found.read if is_held else 0.0
+        return self.read_bytes(name) if self.is_cut(name) and self.setting.zero < 3 else 0.0
 
     def once(self, held: Mapping[str, str], everywhere: Sequence[set[str]]) -> dict[str, float]:
         """A rank's row of `Plan.timing`: what it does once a step."""
         sums = self._sums(held, everywhere)
         seconds = sum(gradient_sum_s(size, groups, self.hardware) for groups, size in sums.items())
-        trained = sum(map(self._gradient_bytes, held.values()))
+        trained = sum(map(self.gradient_bytes, held.values()))
         copied = (self.versions - 1) * sum(map(self.local_bytes, held.values()))
         methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(held))
         gathers_s = 0.0
-        for axis in sorted({self._parts_over(self.table.parameters[known]) for known in held.values()}):
-            mine = [known for known in held.values() if self._parts_over(self.table.parameters[known]) == axis]
+        for axis in sorted(set(map(self._parts_over, held.values()))):
+            mine = [known for known in held.values() if self._parts_over(known) == axis]
             ranks = ((axis, self.mesh.size(axis), self.mesh.stride(axis)),) if axis else ()
             if self.setting.zero == 1:
-                scattered = sum(map(self._scattered_bytes, mine))
+                scattered = sum(self.summed_bytes(known) for known in mine if self.is_cut(known))
                 seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter")
             gathers_s += gradient_sum_s(sum(map(self.whole_bytes, mine)), ranks, self.hardware, "all_gather")
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
@@ -400,7 +407,7 @@ class Priced:
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
-            cut = parameter.over if self._is_cut(parameter) else ()
+            cut = parameter.over if self.is_cut(known) else ()
             apart = mesh.along("rows")[:1] if self.setting.dp_sync.of(known) != EXACT else ()
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
                     if mesh.size(axis) > 1 and axis not in (*cut, *apart)]  # fmt: skip
@@ -410,89 +417,16 @@ class Priced:
                 sizes[groups] = sizes.get(groups, 0.0) + self.local_bytes(known) * parameter.summed
         return sizes
 
-    def temporary_bytes(self, rows: np.ndarray) -> float:
-        """How far a microbatch of a stage goes beyond what it keeps: at each operator the later ones keep nothing."""
-        kept = np.cumsum(self.kept[rows])
-        return max(0.0, float((kept + self.temporary[rows]).max() - kept[-1]))
-
-    def _bytes(self, stage: range, gathered: float) -> StageBytes:
-        """What a microbatch of a stage takes, `gathered` of it from received parts; at each operator those after keep
-        nothing, and have made the gradients of the weights that they read."""
-        positions = self.table.positions[stage.start : stage.stop]
-        kept = np.cumsum(self.kept[positions])
-        temporary = kept + self.temporary[positions]
-        gradients, read = np.zeros(len(stage)), set[str]()
-        for i in reversed(range(len(stage))):
-            position, path, number = self.table.order[stage[i]]
-            for name in self.table.rows[position].parameters:
-                named = _named(name, path, number)
-                gradients[i] += max(self._gradient_bytes(name), self._whole_gradient(name)) if named not in read else 0
-                read.add(named)
-        grown = temporary + np.cumsum(gradients[::-1])[::-1]
-        beyond, first = (max(0, round(float(each.max() - kept[-1]))) for each in (temporary, grown))
-        return StageBytes(round(float(kept[-1]) + gathered), 0, beyond, beyond, first, round(float(gradients.sum())))
-
-    def _gradient_bytes(self, name: str) -> float:
+    def gradient_bytes(self, name: str) -> float:
         """Of a rank's part of a parameter's gradient, in the parameter's dtype."""
         return self.local_bytes(name) * self.table.parameters[name].trained
 
-    def _whole_gradient(self, name: str) -> float:
-        """Of a gradient that is whole until the end of a step."""
-        found, is_first = self.table.parameters[name], self.setting.schedule.microbatches == 1
-        if self.setting.zero != 1 or not found.trained:
-            return 0.0
-        return self.whole_bytes(name) if is_first else self._scattered_bytes(name)
-
-    def _scattered_bytes(self, name: str) -> float:
-        """Of the whole gradient of what is held whole, as it is summed."""
-        found = self.table.parameters[name]
-        return self.whole_bytes(name) / found.read * found.summed * found.trained
-
-    def travelling_bytes(self, held: Mapping[str, str]) -> float:
-        """With ZeRO-3, of the largest block: its weights, and those of another that are gathered ahead."""
-        blocks: dict[str, float] = {}
-        for name, known in held.items() if self.setting.zero == 3 else ():
-            found = self.table.parameters[known]
-            if found.cut:
-                times = found.read * (1 + min(1, self.setting.prefetch))
-                blocks[block_of(name)] = blocks.get(block_of(name), 0.0) + float(found.size.at(self.times)) * times
-        return max((size for block, size in blocks.items() if block), default=0.0)
-
-    def memory(self) -> list[dict[str, Any]]:
-        """What the rank at each `pp` coordinate holds, in bytes: rows as those of `Plan.memory`."""
-        setting, table = self.setting, self.table
-        posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
-        posted *= self.versions
-        gathered = [crossing.gathered_bytes(self.mesh, self.scatters) for crossing in self.crossings]
-        taken = {i: self._bytes(stage, gathered[i]) for i, stage in enumerate(self.stages)}
-        sent = [row["receives_bytes"] for row in self.timing["stages"]] + [0.0]
-        everywhere = [set(names) for names in self.ranks_hold]
-        rows = []
-        for held, order in zip(self.ranks_hold, self.orders, strict=True):
-            mine = {i: taken[i] for i in sorted({action.stage for action in order})}
-            most = most_held(order, {i: one.held for i, one in mine.items()}, {})
-            gradients = sum(map(self._gradient_bytes, held.values()))
-            bucket = min(BUCKET_BYTES, max(self._sums(held, everywhere).values(), default=0.0))
-            whole = sum(map(self.whole_bytes, held.values()))
-            grown = sum(max(self._gradient_bytes(known), self._whole_gradient(known)) for known in held.values())
-            row: dict[str, Any] = {
-                "stages": list(mine),
-                "parameters": self.versions * sum(map(self.local_bytes, held.values())),
-                "gradients": gradients, "optimizer": gradients * (setting.state_bytes - 1),
-                "buffers": table.buffer_bytes, "activations": most.size_bytes,
-                "inputs": self.versions * table.input_bytes * setting.rows * self.times.s,
-                "temporary": max(one.backward for one in mine.values()),
-                "communication": posted * sum(sent[i] * (i - 1 not in mine) + sent[i + 1] * (i + 1 not in mine)
-                                              for i in mine),
-            }  # fmt: skip
-            row["communication"] += sum(remembered_bytes(one, self.data_ranks[0]) for one in self.carried(held))
-            lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
-            passing = most_at_once(order, mine, round(grown)) + self.travelling_bytes(held)
-            row["total"] = round(lasting + whole + max(passing, gradients + bucket))
-            row["gathered"] = whole + grown - gradients
-            row["communication"] += bucket
-            rows.append(row | {"in_flight": [most.in_flight[i] for i in mine]})
-        return rows
+    def grown_bytes(self, name: str) -> float:
+        """Of a gradient at the end of a step: with ZeRO 1 it is whole."""
+        is_first = self.setting.schedule.microbatches == 1
+        is_whole = self.setting.zero == 1 and self.table.parameters[name].trained
+        whole = (self.whole_bytes(name) if is_first else self.summed_bytes(name) * self.is_cut(name)) * is_whole
+        return max(self.gradient_bytes(name), whole)
 
 
 def _digits(seconds: float) -> float:

@@ -47,11 +47,13 @@ def folded(table: Table, scatter_sends: bool = False) -> Table:
     rows, order, parameters = list[Row](), list[tuple[int, str, int]](), dict[str, Parameter]()
     for position, *_ in table.order:
         row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
-        path, number, names = _at_first(row.parameters, table.parameters)
-        key = (tuple(row.works.items()), row.kept, row.temporary, row.crossing, row.load, names, row.alike)
+        path, number, names = _at_first((*row.parameters, *row.reads_also), table.parameters)
+        read, also = names[: len(row.parameters)], names[len(row.parameters) :]
+        sizes = (getattr(row, name) for name in (*_BYTES, *_OF_CROSSING))
+        key = (tuple(row.works.items()), read, also, *sizes)
         if key not in known:
             known[key] = len(rows)
-            rows.append(replace(row, parameters=names))
+            rows.append(replace(row, parameters=read, reads_also=also))
             parameters |= {name: table.parameters[name] for name in names}
         order.append((known[key], path, number))
     return replace(table, rows=tuple(rows), order=tuple(order), parameters=parameters)
@@ -76,8 +78,8 @@ def as_data(table: Table) -> dict[str, Any]:
     rows = [
         {"works": {part: [index[work] for work in found] for part, found in row.works.items()},
          **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
-         **({"parameters": list(row.parameters)} if row.parameters else {}),
-         **({"alike": _listed(row.alike)} if row.alike.terms else {})}
+         **{name: list(names) for name in _NAMES if (names := getattr(row, name))},
+         **{name: _listed(size) for name in _OF_CROSSING if (size := getattr(row, name)).terms}}
         for row in table.rows
     ]  # fmt: skip
     parameters = {
@@ -95,6 +97,7 @@ def as_data(table: Table) -> dict[str, Any]:
         **{name: getattr(table, name) for name in _NUMBERS},
         **{name: ranks for name in _RANKS if (ranks := getattr(table, name)) > 1},
         "cuts": [list(cuts) for cuts in table.cuts.values() if cuts is not None],
+        "divided": {axis: {str(count): name for count, name in of.items()} for axis, of in table.divided.items()},
         "parameters": parameters, "works": [*map(_work_data, works)], "rows": rows, "order": list(_repeated(runs)),
     }  # fmt: skip
 
@@ -108,9 +111,10 @@ def from_data(data: Mapping[str, Any]) -> Table:
         for row in data["works"]
     ]  # fmt: skip
     rows = tuple(
-        Row({part: tuple(works[i] for i in found) for part, found in row["works"].items()}, _read(row["kept"]),
-            _read(row["temporary"]), _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]),
-            tuple(row.get("parameters", ())), _read(row.get("alike", ())))
+        Row({part: tuple(works[i] for i in found) for part, found in row["works"].items()},
+            _read(row["kept"]), _read(row["in_forward"]), _read(row["in_backward"]),
+            _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]), tuple(row.get("parameters", ())),
+            tuple(row.get("reads_also", ())), **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
         for row in data["rows"]
     )  # fmt: skip
     parameters = {
@@ -120,9 +124,9 @@ def from_data(data: Mapping[str, Any]) -> Table:
     }  # fmt: skip
     order = tuple((row, path, n) for entry in data["order"] for path, n, run in _unrolled(entry) for row in run)
     cuts: dict[int, tuple[int, ...] | None] = {len(starts) + 1: tuple(starts) for starts in data["cuts"]}
-    return Table(
-        rows, order, parameters, **{name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}, cuts=cuts
-    )
+    divided = {axis: {int(count): name for count, name in counts.items()} for axis, counts in data["divided"].items()}
+    numbers = {name: data[name] for name in (*_NUMBERS, *_RANKS) if name in data}
+    return Table(rows, order, parameters, **numbers, cuts=cuts, divided=divided)
 
 
 def _repeated(runs: Sequence[_Run]) -> Iterator[dict[str, Any]]:
@@ -169,7 +173,10 @@ _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows"
 _MORE_SIZES = ("flops", "depth", "causal")
 _RANKS = ("cp", "ep")
 """What a table was counted on, where it was on more than one."""
-_BYTES = ("kept", "temporary", "crossing", "load")
+_BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
+_OF_CROSSING = ("alike", "unkept", "kept_later")
+"""What a row says of its crossing, where there is something of it."""
+_NAMES = ("parameters", "reads_also")
 _NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
 

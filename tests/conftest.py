@@ -64,8 +64,8 @@ def _place(file):
 
 
 def beyond_one(cases, name):
-    """All cases of a matrix but one. Which one is kept is decided by the test's name, so that it is not `dp2`, which most
-    matrices begin with, in all of them.
+    """All cases of a matrix but one. Which one is kept is decided by the test's name, so that it is not `dp2`, which
+    most matrices begin with, in all of them.
 
     >>> beyond_one(list("abc"), "test_on_processes"), beyond_one(["a"], "test_one"), beyond_one([], "test_none")
     (['a', 'b'], [], [])

@@ -142,7 +142,8 @@ MUTANTS = [
     # memory and cost
     Mutant("autopart/ir/actions.py", "size += min(gradients, sum(stages[s].gradients for s in begun))", "size += 0",
            "memory schedules"),
-    Mutant("cost/count/peaks.py", "        self.now += flat_bytes + part_bytes\n", "        self.now += part_bytes\n", "memory"),
+    Mutant("cost/count/peaks.py", "        self.now += flat_bytes + part_bytes\n",
+           "        self.now += part_bytes\n", "memory"),
     Mutant("cost/count/peaks.py", "now += sum(saved_others(walk, node) for node in saved)", "now += 0",
            "memory golden one_prediction"),
     Mutant("cost/count/peaks.py", "self._reach(max(peak, self.now + 2 * further))", "self._reach(max(peak, self.now))",

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import at_cases
 import pytest
 import test_one_number
 import torch
@@ -11,6 +12,7 @@ from test_formula import gpt
 import autopart
 from autopart.compiler import make_plan, prepare
 from autopart.cost.table import Setting, predict
+from autopart.errors import LayoutError
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.plans.headline import quantity
@@ -19,8 +21,6 @@ from autopart.show.report import page
 from autopart.tracing.trace import bind_call
 
 EXACT, NEAR = 1e-9, 0.05
-OTHER_STAGES = 0.1
-"""Of memory, where stages are others: what the table does not see of it is known of the plan's own fullest rank."""
 
 
 def llama(rows=16, tokens=256, layers=4, hidden=512):
@@ -80,33 +80,46 @@ def plan_zero(plan):
     return 3 if plan.axes_in_parts else 0
 
 
-AT = [
-    ("dp2", {}, {"dp": 4}), ("dp2", {"zero": 3}, {"dp": 8}), ("dp2", {}, {"b": 4}), ("dp2", {"zero": 3}, {"m": 4}),
-    ("dp1", {"microbatches": 4}, {"m": 8}), ("tp2", {}, {"tp": 4}), ("tp2", {"recompute": "full"}, {"b": 4}),
-    ("tp2", {"compile": True}, {"dp": 2}), ("tp2", {}, {"s": 64}), ("pp2", {"microbatches": 4}, {"m": 8}),
-    ("cp2", {}, {"cp": 4}), ("cp2", {"recompute": "full"}, {"b": 8}), ("ep2", {}, {"ep": 4}),
-    ("cp2,tp2", {}, {"cp": 4}),
-    ("pp2", {"microbatches": 4}, {"pp": 4}), ("pp2", {"microbatches": 4}, {"v": 2}),
-    ("dp2,pp2,tp2", {"zero": 3, "recompute": "full", "microbatches": 4}, {"dp": 4, "m": 8}),
+ALWAYS = [
+    ("gpt2", "dp2", {"zero": 3}, {"dp": 8}), ("gpt2", "pp2", at_cases.PIPED, {"pp": 4}),
+    ("gpt2", "tp2", at_cases.SEQUENCE, {"tp": 8}),
 ]  # fmt: skip
+"""Cases that `make test` runs whatever it leaves out of the matrix."""
+
+
+def matrix():
+    """(hardware, model, mesh, options, sizes) of every case."""
+    for hardware in at_cases.HARDWARE:
+        for case in at_cases.cases():
+            always = hardware == at_cases.HARDWARE[0] and case in ALWAYS
+            yield pytest.param(hardware, *case, marks=pytest.mark.whole if always else ())
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize(("mesh", "options", "sizes"), AT, ids=str)
-def test_at_other_sizes_is_near_a_new_plan(name, mesh, options, sizes):
-    plan = planned(name, mesh, options)
-    other = Mesh.parse(
-        {**plan.mesh, **{axis: n for axis, n in sizes.items() if axis in ("dp", "cp", "ep", "tp", "pp")}}
-    )
-    asked = {**options, "microbatches": sizes.get("m", plan.schedule.microbatches)}
-    asked |= {"schedule": "interleaved_1f1b", "virtual_stages": sizes["v"]} if "v" in sizes else {}
-    rows = sizes.get("b", plan.cost.table.b) * other.row_ranks * asked["microbatches"]
-    new = planned(name, str(other), asked, rows=rows, **({"tokens": sizes["s"]} if "s" in sizes else {}))
-    if name == "llama" and "s" in sizes:
-        pytest.xfail("what a rank keeps is taken to grow with tokens by less than it does: 8 % of memory")
-    figures = plan.cost.at(**sizes)
-    assert figures.step_time_s == pytest.approx(autopart.simulate(new).step_time_s, rel=NEAR)
-    assert figures.memory_bytes == pytest.approx(
-        max(row["total"] for row in new.memory), rel=OTHER_STAGES if {"pp", "v"} & {*sizes} else NEAR
+@pytest.mark.parametrize(("hardware", "name", "mesh", "options", "sizes"), matrix(), ids=str)
+def test_at_other_sizes_is_near_a_new_plan(hardware, name, mesh, options, sizes):
+    """With the layouts that it has; where a plan made there has others, `at` says that it may."""
+    found = at_cases.beside(name, mesh, options | {"hardware": hardware}, sizes)
+    assert found.off < NEAR if found.same_layouts else found.noted
+
+
+def test_at_says_what_a_new_plan_may_have_otherwise():
+    cost = at_cases.planned("gpt2", "tp2", {}).cost
+    assert cost.at().notes == cost.at(dp=4, m=1).notes == ()
+    (note,) = cost.at(tp=4, b=8).notes
+    assert note == "layouts are those of the plan on tp2; a plan made for tp=4, b=8 may have others"
+    (note,) = cost.at(cp=2).notes
+    assert "cp=2" in note
+
+
+def test_at_refuses_more_ranks_than_there_are_parts():
+    cost = at_cases.planned("llama", "tp2", {}).cost
+    assert cost.at(tp=8).step_time_s > 0
+    with pytest.raises(LayoutError) as raised:
+        cost.at(tp=16)
+    assert str(raised.value) == (
+        "cost.at(tp=16): the plan's layouts have 8 parts to divide over tp\n"
+        "  why    16 ranks would not all have one; a plan for tp=16 has other layouts\n"
+        "  where  model.layers.*.self_attn/scaled_dot_product_attention\n"
+        "  try    tp=8 or less, or a plan for tp=16"
     )

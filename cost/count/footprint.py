@@ -46,9 +46,11 @@ class Value:
     memory: Memory
 
 
-def saved_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, list[Memory]]:
-    """What autograd keeps, by the node that keeps it first. Of a region that is run again that is what the region
-    reads, kept by its first node."""
+def saved_memory(
+    walk: Walk, alive: Set[fx.Node], received: Set[Memory] = frozenset()
+) -> dict[fx.Node, list[Memory]]:  # fmt: skip
+    """What autograd keeps, by the node that keeps it first, of `received` values too. Of a region that is run again
+    that is what the region reads, kept by its first node."""
     held: set[Memory] = set()
     saved: dict[fx.Node, list[Memory]] = {}
     entered: set[int] = set()
@@ -60,7 +62,8 @@ def saved_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, list[Memory]]
             entered.add(region)
         else:
             pieces = walk.keeps.get(node, []) if node in alive else []
-        fresh = [m for m in dict.fromkeys(pieces) if not (m.lives or m.again or m in held)]
+        lasting = (m.again or (m.lives and m not in received) for m in dict.fromkeys(pieces))
+        fresh = [m for m, lasts in zip(dict.fromkeys(pieces), lasting, strict=True) if not lasts and m not in held]
         held |= set(fresh)
         if node in alive or fresh:
             saved[node] = fresh
@@ -72,18 +75,26 @@ def saved_others(walk: Walk, node: fx.Node) -> int:
     return 0 if "region" in facts(node) else walk.others.get(node, 0)
 
 
-def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, dict[fx.Node, int]]:
+def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[int, dict[fx.Node, tuple[set[Memory], int]]]:
     """What each region keeps when its backward begins, beside what is kept anyway, by the node that keeps it first:
-    with that node's backward it goes."""
-    regions, sizes = walk.regions(alive), dict[int, dict[fx.Node, int]]()
+    memory, and bytes of what is no value. With that node's backward it goes."""
+    regions = walk.regions(alive)
     kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces} if regions else set()
+    again: dict[int, dict[fx.Node, tuple[set[Memory], int]]] = {region: {} for region in regions}
     for region, nodes in regions.items():
-        sizes[region] = {}
         for node in (n for n in nodes if n in alive):
             fresh = {m for m in walk.keeps.get(node, ()) if not m.lives and not m.again} - kept
             kept |= fresh
-            sizes[region][node] = sum(m.size_bytes for m in fresh) + walk.others.get(node, 0)
-    return sizes
+            again[region][node] = fresh, walk.others.get(node, 0)
+    return again
+
+
+def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, dict[fx.Node, int]]:
+    """Bytes of that."""
+    return {
+        region: {node: sum(m.size_bytes for m in memory) + others for node, (memory, others) in kept.items()}
+        for region, kept in rerun_memory(walk, alive).items()
+    }
 
 
 def walked(trace: Trace, program: Program, stage: Stage) -> Walk:

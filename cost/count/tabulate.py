@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,20 +12,22 @@ from typing import NamedTuple
 from torch import fx
 
 from autopart.compat import stored_bytes
+from autopart.cost.count.alive import Alive
 from autopart.cost.count.counting import Counted, counted
+from autopart.cost.count.divided import divided
 from autopart.cost.count.footprint import (
     Memory,
     Value,
     Walk,
     memories,
     needs_grad,
-    rerun_bytes,
+    rerun_memory,
     saved_memory,
     saved_others,
 )
 from autopart.cost.count.growth import Growth, tokens
 from autopart.cost.count.sending import local_bytes
-from autopart.cost.flops import matrix_work
+from autopart.cost.flops import matrix_work, work
 from autopart.cost.rows import Parameter, Row
 from autopart.cost.table import Table
 from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, chosen_ranks
@@ -38,7 +40,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import Program, StoredTensor
 from autopart.ir.scattering import in_parts
-from autopart.ir.storing import storing_axes
+from autopart.ir.storing import source_name, storing_axes
 from autopart.tracing.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
@@ -66,8 +68,15 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     """
     growth, mesh = Growth(trace, program), program.mesh
     stages = counted(trace, program, walks, fused)
-    held = [_Held(walk, growth) for walk in walks]
-    rows = [one.row(each) for one, found in zip(held, stages, strict=True) for each in found]
+    held = list[_Held]()
+    for walk in walks:
+        held.append(_Held(walk, growth, held[-1].sends_kept if held else set()))
+    nodes = [each.node for found in stages for each in found]
+    places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
+    rows = [
+        one.row(each, each.node in places, loads.get(each.node, NOTHING))
+        for one, found in zip(held, stages, strict=True) for each in found
+    ]  # fmt: skip
     starts = tuple(accumulate(map(len, stages)))[:-1]
     trained = frozenset().union(*(one.trained for one in held))
     again = frozenset().union(*(one.cast_again for one in held))
@@ -88,8 +97,36 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
         tuple(rows), tuple(order), parameters, of_rank, tokens(trace),
         chosen_ranks(mesh)["tp"], flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch,
         sum(buffers.values()), gathers, _hidden(trace, program), chosen_ranks(mesh)["cp"], chosen_ranks(mesh)["ep"],
-        {len(walks): starts},
+        {len(walks): starts}, divided(trace, program),
     )  # fmt: skip
+
+
+def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The written operators before which plans cut: the first of those that are written for an operator of the trace
+    that depends on parameters, with what is done to its inputs."""
+    keys = {facts(node).get("key") for node in active_operators(trace.graph)}
+    places, last, begins = set[fx.Node](), None, True
+    for node in nodes:
+        if node.target is operator.getitem:
+            continue
+        key, is_one = facts(node).get("key"), facts(node).get("key") in keys
+        if begins and not (is_one and key == last):
+            places.add(node)
+        begins, last = is_one, key if is_one else last
+    return places
+
+
+def _loads(trace: Trace, growth: Growth, nodes: Sequence[fx.Node]) -> dict[fx.Node, Size]:
+    """What plans balance stages by, on the first operator that is written for each of the trace; of what is written
+    together with another, on that one."""
+    first = {key: node for node in reversed(nodes) if (key := facts(node).get("key")) is not None}
+    loads, total = dict[fx.Node, Size](), 0.0
+    for traced in active_operators(trace.graph):
+        total += work(traced)
+        node = first.get(facts(traced)["key"])
+        if node is not None:
+            loads[node], total = Size.of(total, Powers(s=growth.of_product(node).s)), 0.0
+    return loads
 
 
 def _hidden(trace: Trace, program: Program) -> float:
@@ -211,35 +248,64 @@ def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str,
 
 
 class _Held:
-    """What a stage's operators hold in memory."""
+    """What a stage's operators hold in memory. `kept_before`: which of the values that it receives, by number, the
+    stages before keep."""
 
-    def __init__(self, walk: Walk, growth: Growth):
+    def __init__(self, walk: Walk, growth: Growth, kept_before: Set[int]):
         self.walk, self.growth = walk, growth
         self.traced = {node.name: node for node in walk.trace.graph.nodes}
         self.scattered: dict[fx.Node, bool] = {}
         self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
-        self.saved = saved_memory(walk, self.alive)
-        self.rerun = {
-            region: Size.of(sum(sizes.values()), self._powers(walk.regions(self.alive)[region]))
-            for region, sizes in rerun_bytes(walk, self.alive).items()
+        received = [walk.values[node].memory for node in self.received]
+        before = {received[number] for number in kept_before}
+        self.saved = saved_memory(walk, self.alive, {*received} - before)
+        index = {node: i for i, node in enumerate(walk.values)}
+        keeper = {m: index[node] for node, pieces in self.saved.items() for m in pieces}
+        self.index, self.keeper = index, keeper | dict.fromkeys(before, -1)
+        sent = [walk.values[node].memory for node in walk.outputs[: len(walk.stage.sends)]]
+        self.sends_kept = {number for number, memory in enumerate(sent) if memory in self.keeper}
+        others = {node: self._other(node, saved_others(walk, node)) for node in walk.others if node in self.alive}
+        self.kept = {
+            node: Size.sum([others.get(node, NOTHING), *map(self.size, self.saved.get(node, ()))])
+            for node in walk.values
         }
+        rerun = {
+            region: Size.sum(
+                [
+                    size
+                    for node, (memory, other) in kept.items()
+                    for size in (*map(self.size, memory), self._other(node, other))
+                ]
+            )
+            for region, kept in rerun_memory(walk, self.alive).items()
+        }
+        running = Alive(walk, growth, self.alive, self.saved, self.kept, others, rerun)
+        self.gathers = running.gathers
+        self.in_forward, self.in_backward = running.in_forward(), running.in_backward()
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
         casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}
         read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
         self.cast_again = {str(node.target) for node in read if node is not None}
 
-    def row(self, one: Counted) -> Row:
+    def row(self, one: Counted, is_place: bool, load: Size) -> Row:
+        """`is_place`: whether a stage may begin there. `load`: as the row has it."""
         works = {part: found for part in PARTS if (found := getattr(one, part))}
-        products = [work.flops for work in one.forward if work.flops.terms]
-        computes = any(not work.axis for work in one.forward)
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
+        values = [self.walk.values[n] for n in one.node.all_input_nodes]
+        made_by = {memory.made_by for value in values for memory in memories(value, lasting=True)}
+        also = {source_name(n) if n in self.gathers else str(n.target) for n in made_by
+                if n in self.gathers or n.op == "get_attr"}  # fmt: skip
         travelling = self.crossing[one.node]
-        crossing = None if None in travelling.values() else Size.sum(filter(None, travelling.values()))
+        crossing = None if None in travelling.values() or not is_place else Size.sum(filter(None, travelling.values()))
         alike = Size.sum(size for node, size in travelling.items() if size is not None and self._in_parts(node))
+        pieces = {memory for node in travelling for memory in memories(self.walk.values[node], lasting=True)}
+        after = [memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[one.node]]
+        alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
+        kept_later = (Size.sum(map(self.size, alone)), Size.sum(map(self.size, after)))
         return Row(
-            works, self.kept(one.node), self.temporary(one.node), crossing,
-            products[0] if products else self._elements(one.node) if computes else NOTHING,
-            tuple(sorted(names & self.parameters)), NOTHING if crossing is None else alike,
+            works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING),
+            crossing, load, tuple(sorted(names & self.parameters)), tuple(sorted((also & self.parameters) - names)),
+            *((NOTHING,) * 3 if crossing is None else (alike, *kept_later)),
         )  # fmt: skip
 
     def _in_parts(self, node: fx.Node) -> bool:
@@ -251,24 +317,10 @@ class _Held:
             self.scattered[node] = origin is not None and in_parts(origin, layout, mesh) is not None
         return self.scattered[node]
 
-    def _powers(self, nodes: Sequence[fx.Node]) -> Powers:
-        """Those of the largest of what operators keep."""
-        kept = [memory for node in nodes for memory in self.walk.keeps.get(node, ()) if not memory.lives]
-        return self.growth.of(max(kept, key=lambda memory: memory.size_bytes).made_by) if kept else Powers()
-
     def size(self, memory: Memory) -> Size:
         return Size.of(memory.size_bytes, self.growth.of(memory.made_by))
 
-    def _elements(self, node: fx.Node) -> Size:
-        found = self.walk.values[node]
-        made = [v for v in (found if isinstance(found, tuple) else (found,)) if isinstance(v, Value)]
-        return Size.sum([Size.of(float(math.prod(v.form.shape)), self.growth.of(node)) for v in made])
-
-    def kept(self, node: fx.Node) -> Size:
-        own = saved_others(self.walk, node) if node in self.alive else 0
-        return Size.sum([self._own(node, own), *map(self.size, self.saved.get(node, ()))])
-
-    def _own(self, node: fx.Node, size_bytes: int) -> Size:
+    def _other(self, node: fx.Node, size_bytes: int) -> Size:
         """What an operator keeps that is neither its input nor its output: copies of inputs, by their size, or else
         something that grows as what it makes."""
         values = [(n, self.walk.values[n]) for n in tensor_inputs(node)]
@@ -276,11 +328,10 @@ class _Held:
         options = [Size.sum(read), *read]
         return next((o for o in options if o.value == size_bytes), Size.of(size_bytes, self.growth.of(node)))
 
-    def temporary(self, node: fx.Node) -> Size:
-        """The node's value and what it reads; of a region that is run again, what it keeps then too."""
-        values = [self.walk.values[used] for used in (node, *node.all_input_nodes)]
-        again = self.rerun.get(facts(node).get("region", -1), NOTHING)
-        return Size.sum([again, *map(self.size, {memory for found in values for memory in memories(found)})])
+    @property
+    def received(self) -> list[fx.Node]:
+        """What the stage before sends."""
+        return [n for n in self.walk.values if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
 
     @cached_property
     def crossing(self) -> dict[fx.Node, dict[fx.Node, Size | None]]:
@@ -288,9 +339,8 @@ class _Held:
         nodes = list(self.walk.values)
         last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
         last |= dict.fromkeys(self.walk.outputs[: len(self.walk.stage.sends)], len(nodes))
-        received = [n for n in nodes if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
         data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
-        travelling: dict[fx.Node, Size | None] = {}
+        received, travelling = set(self.received), dict[fx.Node, Size | None]()
         found: dict[fx.Node, dict[fx.Node, Size | None]] = {}
         for i, node in enumerate(nodes):
             travelling = {made: size for made, size in travelling.items() if last[made] >= i}
