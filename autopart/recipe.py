@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -138,7 +139,7 @@ def _worst_bytes(draft: Draft) -> int | None:
     problem, decisions = draft.problem, draft.decisions
     if not decisions.routes:
         return None
-    worst = replace(decisions, balance=float(problem.mesh.expert_ranks))
+    worst = replace(decisions, balance=float(math.prod(map(problem.mesh.size, decisions.routing))))
     made = written(problem.trace, worst, plan_outputs(problem.trace), "fast")
     return fullest(memory_of(problem.trace, made.program, problem.schedule, made.walks)).total
 

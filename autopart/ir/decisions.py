@@ -90,8 +90,15 @@ class Decisions:
     @property
     def routes(self) -> bool:
         """Whether rows are on the ranks of their experts."""
-        chosen = (found for axis in self.mesh.along("experts") for found in self.strategies.get(axis, {}).values())
-        return any(place.is_routed for found in chosen for place in found.outputs)
+        return bool(self.routing)
+
+    @property
+    def routing(self) -> tuple[str, ...]:
+        """The axes on whose ranks rows are by their experts, outermost first."""
+        return tuple(
+            axis for axis, chosen in self.features.items()
+            if any(place.is_routed for strategy in chosen.values() for place in strategy.outputs)
+        )  # fmt: skip
 
     @property
     def row_shards(self) -> int:

@@ -19,10 +19,11 @@ from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
 from autopart.ir.dp_sync import DpSync
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import active_operators, describe, operator_name, operators, pattern_of, tensor_inputs
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts, shard
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.batch import Rows, batch_strategies, fit_rows
 from autopart.passes.choose.decide import stages_from_cuts
+from autopart.passes.choose.folding import mixtures, stacks_on
 from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.partition import crossing_bytes
 from autopart.passes.choose.pins import FREE, Pinned
@@ -30,7 +31,7 @@ from autopart.passes.choose.recompute import check_recompute
 from autopart.passes.choose.shard import fit_around
 from autopart.passes.choose.storage import fitting_parts
 from autopart.passes.facts.masks import cut_in_zigzag
-from autopart.passes.facts.strategies import strategies, ways
+from autopart.passes.facts.strategies import strategies
 from autopart.passes.pipeline import driven
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
 from autopart.plans.plan import Plan
@@ -132,9 +133,14 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     num_stages = mesh.size("pp") * plan.schedule.virtual_stages
     stored: dict[str, Layout] = {}
     chosen: dict[str, Mapping[fx.Node, Strategy]] = {}
+    found = mixtures(trace)
     for axis in mesh.solving_order:
-        beside = replace(FREE, axis=axis, cuts=mesh.axis(axis).cuts).beside(chosen, stored, mesh)
-        stored = with_places(stored, axis, _read_stored(trace, plan, mesh, axis, stored))
+        cuts = mesh.axis(axis).cuts
+        beside = replace(FREE, axis=axis, cuts=cuts).beside(chosen, stored, mesh)
+        places = _read_stored(trace, plan, mesh, axis, stored)
+        by_expert = {name for name, place in places.items() if place == shard(0)}
+        beside = replace(beside, stacks=stacks_on(found, cuts, by_expert))
+        stored = with_places(stored, axis, places)
         read = _read_strategies if own else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
         chosen[axis] = read(trace, plan, mesh, axis, stored, known, beside)
@@ -233,7 +239,7 @@ def _fit_strategies(
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     nodes = [n for n in operators(trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
     for node in nodes:
-        found = beside.strategies(node, ways(node, mesh.size(axis), mesh.axis(axis).cuts))
+        found = beside.strategies(node, beside.ways(node, mesh.size(axis)))
         options = {str(option): option for option in found if not _cuts_otherwise(node, option, on_axis)}
         strategy = options.get(decided.get(facts(node)["key"], ""))
         if strategy is None:
@@ -259,7 +265,7 @@ def _read_strategies(
     for node in operators(trace.graph):
         if facts(node)["role"] not in (ACTIVE, WEIGHT):
             continue
-        options = beside.strategies(node, ways(node, mesh.size(axis), mesh.axis(axis).cuts))
+        options = beside.strategies(node, beside.ways(node, mesh.size(axis)))
         found = plan.operator_entry(facts(node)["key"], facts(node)["group"])
         strategy = options[0]
         if found is not None:

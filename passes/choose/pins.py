@@ -21,11 +21,18 @@ from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
-from autopart.ir.layout import Layout, Placement, R, cannot_store
+from autopart.ir.layout import Layout, Placement, R, cannot_store, shard
 from autopart.ir.mesh import Context, Cuts, Mesh
 from autopart.ir.pattern import is_innermost
+from autopart.passes.choose.folding import Mixture, Stacks, cuts_alike, is_by_expert, mixtures, stacks_on
 from autopart.passes.choose.pairs import NoSolution
-from autopart.passes.facts.strategies import output_atoms, possible, ways, ways_without_cuts_of_values
+from autopart.passes.facts.strategies import (
+    divides_positions,
+    output_atoms,
+    possible,
+    ways,
+    ways_without_cuts_of_values,
+)
 from autopart.plans.pins import LayoutPin, Pin, Pins
 from autopart.tracing.trace import Trace
 
@@ -45,8 +52,9 @@ class Pinned:
     parameter over another axis, and what axes solved before have taken. A dim is cut by one axis alone.
 
     `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
-    choices. `factors`, `dims`: those of an operator's rule, and of a parameter, that other axes cut. `ranks`: of this
-    axis. `context`: what is asked of attention on it.
+    choices. `factors`, `dims`: those of an operator's rule, and of a parameter, that other axes cut, into how many
+    parts. `ranks`: of this axis. `context`: what is asked of attention on it. `stacks`: the mixtures whose experts it
+    may cut (`passes/choose/folding.py`), also where other axes cut them.
     """
 
     axis: str = ""
@@ -55,21 +63,37 @@ class Pinned:
     operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
     variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]] = field(default_factory=dict)
     factors: Mapping[fx.Node, Mapping[str, Taken]] = field(default_factory=dict)
-    dims: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    dims: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     ranks: int = 1
     context: Context = "auto"
+    stacks: Stacks = field(default_factory=dict)
+
+    def ways(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
+        """All that an operator may do on the axis, of so many ranks; other axes and pins left out."""
+        return ways(node, num_shards, self.cuts, node in self.stacks)
+
+    def ways_without_cuts_of_values(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
+        """Those of them that cut nothing but what comes from weights."""
+        return ways_without_cuts_of_values(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
         """The options that the pins of an operator, and other axes, leave."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o for o in options if o.factor not in taken or self._divides_again(node, o, taken[o.factor])]
+        if self.is_routed(node):  # by axes inside this one: of this one's experts each rank has some
+            lookup = facts(node)["pattern"].lookup
+            free = [o for o in free if not o.factor or o.factor != lookup]
         return [o for o in free if all(_runs_as(o, pin) for pin in pins)]
 
     def _divides_again(self, node: fx.Node, option: Strategy, taken: Taken) -> bool:
-        """Whether an operator may cut what axes inside this one cut alike: positions, of a size that divides by all
-        these ranks. Each of theirs is then a part of what a rank of this axis has."""
+        """Whether an operator may cut what axes inside this one cut alike: experts, or positions, of a size that divides
+        by all these ranks. Each of theirs is then a part of what a rank of this axis has."""
         pattern = facts(node)["pattern"]
         assert pattern is not None, "without a rule nothing is cut"
+        if node in self.stacks and cuts_alike(node, option, taken.strategy):
+            return divides_positions(self.stacks[node], taken.parts * self.ranks)
+        if any(place.is_routed for place in (*option.inputs, *option.outputs)):
+            return False
         if self.cuts != "positions" or option.factor == pattern.lookup or option.factor in pattern.joined:
             return False
         places = [[place.in_order for place in (*o.inputs, *o.outputs)] for o in (option, taken.strategy)]
@@ -86,10 +110,16 @@ class Pinned:
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
         """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""
-        pins, taken = self.parameters.get(name, ()), self.dims.get(name, frozenset())
+        pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
-        free = [place for place in dict.fromkeys([*options, *asked]) if not (place.is_shard and place.dim in taken)]
-        return [place for place in free if all(self._lies_as(place, pin) for pin in pins)]
+        free = [place for place in dict.fromkeys([*options, *asked])
+                if not (place.is_shard and place.dim in taken and not self._cuts_again(name, place))]  # fmt: skip
+        return [place for place in free if all(self._lies_as(name, place, pin) for pin in pins)]
+
+    def _cuts_again(self, name: str, place: Placement) -> bool:
+        """Whether the experts of a weight may be cut so over this axis and those before."""
+        parts = self.dims.get(name, {}).get(0, 1) * self.ranks
+        return name in self.stacks and place == shard(0) and divides_positions(self.stacks[name], parts)
 
     def beside(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
@@ -102,13 +132,17 @@ class Pinned:
                 if factor := strategy.factor:
                     parts = factors[node][factor].parts if factor in factors[node] else 1
                     factors[node][factor] = Taken(strategy, parts * mesh.size(axis))
-        dims = {name: frozenset(place.dim for place in places.values() if place.is_shard)
-                for name, places in stored.items()}  # fmt: skip
+        dims: dict[str, dict[int, int]] = defaultdict(dict)
+        for name, places in stored.items():
+            for axis, place in places.items():
+                if place.is_shard:
+                    dims[name][place.dim] = dims[name].get(place.dim, 1) * mesh.size(axis)
         return replace(self, factors=factors, dims=dims, ranks=mesh.size(self.axis))
 
-    def _lies_as(self, place: Placement, pin: LayoutPin) -> bool:
+    def _lies_as(self, name: str, place: Placement, pin: LayoutPin) -> bool:
         if pin.axis != self.axis:
-            return not place.is_shard or place.dim != Placement.parse(pin.text).dim
+            other = Placement.parse(pin.text)
+            return not place.is_shard or place.dim != other.dim or (place == other and self._cuts_again(name, place))
         return place.is_replicated if pin.is_replicated else str(place) == pin.text
 
 
@@ -165,8 +199,21 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
             parameters.update({name: (*parameters[name], pin) for name in names})
         if pin.axis == axis:
             nodes.update({node: (*nodes[node], pin) for node in found})
-    cuts = mesh.axis(axis).cuts if axis else "features"
-    return Pinned(axis, cuts, parameters, nodes, _variants(trace, parameters, nodes))
+    cuts: Cuts = mesh.axis(axis).cuts if axis else "features"
+    stacks = stacks_pinned(mixtures(trace), mesh, parameters, nodes, axis)
+    variants = _variants(trace, parameters, nodes)
+    return Pinned(axis, cuts, parameters, nodes, variants, ranks=mesh.size(axis), stacks=stacks)
+
+
+def stacks_pinned(
+    found: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
+    operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
+) -> Stacks:  # fmt: skip
+    """The mixtures whose experts an axis may cut by these pins."""
+    cut = {name for name, pins in parameters.items()
+           if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
+    routed = {node for node, pins in operators.items() if any(is_by_expert(pin.text) for pin in pins)}
+    return stacks_on(found, mesh.axis(axis).cuts if axis else "", cut, routed)
 
 
 def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
@@ -273,7 +320,7 @@ def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: 
 def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> None:
     if pin.axis not in mesh.chosen:
         return
-    options = possible(node, ways(node, mesh.size(pin.axis), mesh.axis(pin.axis).cuts))
+    options = possible(node, ways(node, mesh.size(pin.axis), mesh.axis(pin.axis).cuts, is_by_expert(pin.text)))
     if any(_runs_as(option, pin) for option in options):
         return
     outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
@@ -332,7 +379,7 @@ def _layout_conflict(
     pinned, ranks = pinned_layouts(trace, mesh, Pins(tuple(found)), axis), mesh.size(axis)
     if len(found) == 1:
         for node in pinned.operators:
-            if not pinned.strategies(node, ways_without_cuts_of_values(node, ranks, pinned.cuts)):
+            if not pinned.strategies(node, pinned.ways_without_cuts_of_values(node, ranks)):
                 why = f"{describe(node)} runs so with sequence parallelism only"
                 return LayoutError(cannot_hold(found), why=why, where=where, hint="sequence_parallel='auto' or True")
     why = _where_they_meet(trace, pinned, ranks)
@@ -348,7 +395,7 @@ def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
             return f"{_every_name(trace, name)}: a dim is cut by one axis alone"
     taken: dict[str, list[str]] = defaultdict(list)
     for node in pinned.operators:
-        options = pinned.strategies(node, ways(node, ranks, pinned.cuts))
+        options = pinned.strategies(node, pinned.ways(node, ranks))
         if not options:
             return f"{describe(node)} runs in one way"
         for weight, how in _on_weights(trace, node, options):

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopart.ir.graph import shape
-from autopart.ir.layout import SENT, local_shape
+from autopart.ir.layout import SENT, local_shape, parts_of
 from autopart.ir.operators import autopart_ops
 
 from .local import LocalCall
@@ -23,20 +23,28 @@ def _axis_sharding(call: LocalCall, factor: str) -> str:
     return axes[0] if axes else ""
 
 
-def axis_routing(call: LocalCall) -> str:
-    """The axis on whose ranks the rows of a call are by their experts; "" where there is none."""
+def axes_routing(call: LocalCall) -> str:
+    """The axis on whose ranks the rows of a call are by their experts, several joined in one; "" where there is
+    none."""
     places = {axis: (*s.inputs, *s.outputs) for axis, s in call.strategies.items()}
-    return next((axis for axis, found in places.items() if any(place.is_routed for place in found)), "")
+    return "_".join(axis for axis, found in places.items() if any(place.is_routed for place in found))
+
+
+def _axes_cutting(call: LocalCall, factor: str) -> str:
+    """The axes over which the experts that rows choose from are cut, joined in one: on whose ranks rows are by their
+    experts, and inside them those on which rows of other ranks' experts give zeros."""
+    routed, cut = parts_of(axes_routing(call)), call.axes_sharding(factor)
+    return "_".join(axis for axis in call.strategies if axis in routed or axis in cut)
 
 
 def embedding(call: LocalCall) -> fx.Node | None:
     """Vocabulary-parallel look-up (Megatron-LM, Shoeybi et al. 2019, section 3): rows of other ranks give zeros."""
     rows = shape(call.node.args[0])[0]
-    if routed := axis_routing(call):
+    routed, axis = axes_routing(call), _axes_cutting(call, "v")
+    if routed and routed == axis:
         table, experts = call.args[:2]
         own = call.emit(aten.sub.Tensor, experts, call.first_row(routed, rows))
         return call.emit(aten.embedding.default, table, own)
-    axis = _axis_sharding(call, "v")
     if not axis:
         return None
     padding = call.node.args[2] if len(call.node.args) > 2 else -1
@@ -72,18 +80,18 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
 
 def expert_linear(call: LocalCall) -> fx.Node | None:
     """Every rank has some experts: rows of the others are not there, or give zeros."""
-    axis = axis_routing(call) or _axis_sharding(call, "e")
-    if not axis:
+    axes = _axes_cutting(call, "e")
+    if not axes:
         return None
-    return call.emit(call.node.target, *call.args[:3], call.first_row(axis, shape(call.node.args[1])[0]))
+    return call.emit(call.node.target, *call.args[:3], call.first_row(axes, shape(call.node.args[1])[0]))
 
 
 def to_experts(call: LocalCall) -> fx.Node | None:
     """On every rank the rows that go to its experts."""
-    axis = axis_routing(call)
+    axis = axes_routing(call)
     if not axis:
         return None
-    if call.output_layout()[axis] == SENT:
+    if SENT in call.output_layout().values():
         return _move(call, axis, autopart_ops.dispatch.default)
     rows = local_shape(shape(call.node), call.output_layout(), call.sizes, call.balance)[0]
     return call.emit(call.node.target, *call.args[:4], *_experts_of(call, axis), rows)
@@ -91,10 +99,10 @@ def to_experts(call: LocalCall) -> fx.Node | None:
 
 def from_experts(call: LocalCall) -> fx.Node | None:
     """Of every rank's rows what its experts add to each token."""
-    axis = axis_routing(call)
+    axis = axes_routing(call)
     if not axis:
         return None
-    if call.strategies[axis].inputs[0] == SENT:
+    if any(strategy.inputs[0] == SENT for strategy in call.strategies.values()):
         return _move(call, axis, autopart_ops.combine.default)
     return call.emit(call.node.target, *call.args[:4], *_experts_of(call, axis))
 
@@ -102,7 +110,7 @@ def from_experts(call: LocalCall) -> fx.Node | None:
 def _move(call: LocalCall, axis: str, operator: Callable[..., Any]) -> fx.Node:
     """Send rows to the ranks of their experts, or back; the ranks tell each other once how many there are."""
     x, expert, times, num_experts = call.args[:4]
-    exchange, told = autopart_ops.exchange_counts.default, (expert, axis, num_experts, call.sizes[axis])
+    exchange, told = autopart_ops.exchange_counts.default, (expert, axis, num_experts, call.num_ranks(axis))
     known = (user for user in expert.users if user.target is exchange and user.args == told)
     counts = next(known, None) or call.emit(exchange, *told)
     return call.emit(operator, x, axis, expert, counts, times, num_experts)
@@ -111,4 +119,4 @@ def _move(call: LocalCall, axis: str, operator: Callable[..., Any]) -> fx.Node:
 def _experts_of(call: LocalCall, axis: str) -> tuple[fx.Node, int]:
     """The first expert of a rank, and how many it has; the last ranks may have fewer."""
     experts = call.node.args[3]
-    return call.first_row(axis, experts), -(-experts // call.sizes[axis])
+    return call.first_row(axis, experts), -(-experts // call.num_ranks(axis))

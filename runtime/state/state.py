@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.errors import RuntimeSetupError, StageError
+from autopart.ir.layout import cut_together
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, StoredTensor
@@ -21,14 +22,13 @@ from autopart.runtime.state.weights import Weights
 
 
 def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
-    """How the full tensor is cut, axis by axis; two axes on one dim cut one after the other, outer axis first."""
+    """How the full tensor is cut, axis by axis, outer axis first; axes that cut a dim in one piece each cut it as
+    one."""
     shape = list(stored.shape)
     cuts = []
-    for axis in sorted(stored.layout, key=mesh.stride, reverse=True):
-        placement, num_ranks = stored.layout[axis], mesh.size(axis)
-        if not placement.is_shard or num_ranks == 1:
-            continue
-        cut = Cut(placement.dim, shape[placement.dim], placement.sections, num_ranks)
+    outermost_first = sorted((axis for axis in stored.layout if mesh.size(axis) > 1), key=mesh.stride, reverse=True)
+    for axis, placement in cut_together({axis: stored.layout[axis] for axis in outermost_first}).items():
+        cut = Cut(placement.dim, shape[placement.dim], placement.sections, mesh.size(axis))
         cuts.append((axis, cut))
         shape[placement.dim] = cut.length(0)
     return cuts
