@@ -106,9 +106,9 @@ def stacks_on(
 
 def cuts_alike(node: fx.Node, option: Strategy, other: Strategy) -> bool:
     """Whether two axes cut the experts of an operator in one way: rows by expert, or a view of a stack of weights."""
-    routes = [{place for place in (*o.inputs, *o.outputs) if place.is_routed} for o in (option, other)]
-    if routes[0] or routes[1]:
-        return routes[0] == routes[1]
+    routed = [any(place.is_routed for place in (*o.inputs, *o.outputs)) for o in (option, other)]
+    if any(routed):
+        return all(routed)
     places = [{*o.inputs, *o.outputs} for o in (option, other)]
     return facts(node)["role"] == WEIGHT and places[0] == places[1] == {shard(0)}
 

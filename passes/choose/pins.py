@@ -378,7 +378,7 @@ def _layout_conflict(
     where = ", ".join(dict.fromkeys(filter(None, map(pins.where, found))))
     pinned, ranks = pinned_layouts(trace, mesh, Pins(tuple(found)), axis), mesh.size(axis)
     if len(found) == 1:
-        for node in pinned.operators:
+        for node in pinned.operators if pinned.cuts == "features" else ():
             if not pinned.strategies(node, pinned.ways_without_cuts_of_values(node, ranks)):
                 why = f"{describe(node)} runs so with sequence parallelism only"
                 return LayoutError(cannot_hold(found), why=why, where=where, hint="sequence_parallel='auto' or True")

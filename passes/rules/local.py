@@ -59,15 +59,19 @@ class LocalCall:
         """How many ranks an axis has, or several joined in one."""
         return math.prod(self.sizes[axis] for axis in parts_of(axes))
 
-    def first_row(self, axes: str, rows: int) -> fx.Node:
-        """The number of the first row that this rank holds of a table of `rows` rows, which is cut over an axis, or
-        over several joined in one."""
+    def index(self, axes: str) -> fx.Node:
+        """Where this rank is on an axis, or on several joined in one."""
         outermost, *inside = parts_of(axes)
         index = self.emit(autopart_ops.axis_index.default, outermost)
         for axis in inside:
             others = self.emit(operator.mul, index, self.sizes[axis])
             index = self.emit(operator.add, others, self.emit(autopart_ops.axis_index.default, axis))
-        return self.emit(operator.mul, index, -(-rows // self.num_ranks(axes)))
+        return index
+
+    def first_row(self, axes: str, rows: int) -> fx.Node:
+        """The number of the first row that this rank holds of a table of `rows` rows, which is cut over an axis, or
+        over several joined in one."""
+        return self.emit(operator.mul, self.index(axes), -(-rows // self.num_ranks(axes)))
 
 
 LocalForm = Callable[[LocalCall], fx.Node | None]

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.errors import RuntimeSetupError, StageError
-from autopart.ir.layout import cut_together
+from autopart.ir.layout import cut_together, parts_of
 from autopart.ir.mesh import Mesh
+from autopart.ir.operators import axis_of, operator_name
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.collectives import PRIMITIVES
@@ -37,6 +38,14 @@ def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
 def cuts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> Cuts:
     """How the part on the rank at these coordinates is cut out of the full tensor: each cut, and the shard of it."""
     return [(cut, mesh.index(coordinates, axis)) for axis, cut in stored_cuts(stored, mesh)]
+
+
+def joined_axes(program: Program) -> list[str]:
+    """Axes joined in one, along which stages move values or weights are cut, in the order of their names."""
+    nodes = (node for stage in program.stages for node in stage.graph.graph.nodes)
+    axes = {axis for node in nodes if operator_name(node) != "axis_index" and (axis := axis_of(node)) is not None}
+    axes |= {axis for stored in program.parameters.values() for axis, _ in stored_cuts(stored, program.mesh)}
+    return sorted(axis for axis in axes if len(parts_of(axis)) > 1)
 
 
 def settled(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
