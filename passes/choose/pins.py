@@ -92,7 +92,7 @@ class Pinned:
         assert pattern is not None, "without a rule nothing is cut"
         if node in self.stacks and cuts_alike(node, option, taken.strategy):
             return divides_positions(self.stacks[node], taken.parts * self.ranks)
-        if any(place.is_routed for place in (*option.inputs, *option.outputs)):
+        if _routes(option):
             return False
         if self.cuts != "positions" or option.factor == pattern.lookup or option.factor in pattern.joined:
             return False
@@ -107,6 +107,11 @@ class Pinned:
     def is_routed(self, node: fx.Node) -> bool:
         """Whether an axis solved for before has an operator's rows on the ranks of their experts."""
         return any(place.is_routed for taken in self.factors.get(node, {}).values() for place in taken.strategy.outputs)
+
+    def routed_parts(self, node: fx.Node) -> int:
+        """Over how many ranks of axes solved for before an operator's rows are by expert."""
+        taken = self.factors.get(node, {}).values()
+        return max((one.parts for one in taken if _routes(one.strategy)), default=1)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
         """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""
@@ -144,6 +149,10 @@ class Pinned:
             other = Placement.parse(pin.text)
             return not place.is_shard or place.dim != other.dim or (place == other and self._cuts_again(name, place))
         return place.is_replicated if pin.is_replicated else str(place) == pin.text
+
+
+def _routes(strategy: Strategy) -> bool:
+    return any(place.is_routed for place in (*strategy.inputs, *strategy.outputs))
 
 
 FREE = Pinned()

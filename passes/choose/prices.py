@@ -9,7 +9,7 @@ depends on its layout here, and is a part of that price: one programme chooses f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
@@ -125,14 +125,15 @@ class Prices:
         whole: whether values between operators are to be whole where that costs little more. Latency of collectives on
             them is left out then: toy sizes would choose otherwise than the sizes that a model is split for.
         weights_chosen: whether it is chosen where weights lie.
+        routed_parts: over how many ranks of other axes an operator's rows are by expert already.
     """
 
     def __init__(
         self, nodes: Sequence[fx.Node], num_shards: int, hardware: Hardware, step: Step, whole: bool,
-        weights_chosen: bool,
+        weights_chosen: bool, routed_parts: Callable[[fx.Node], int] = lambda node: 1,
     ):  # fmt: skip
         self.num_shards, self.hardware, self.step = num_shards, hardware, step
-        self.whole, self.weights_chosen = whole, weights_chosen
+        self.whole, self.weights_chosen, self.routed_parts = whole, weights_chosen, routed_parts
         at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
         self.links = at_once if whole else hardware
         active = [n for n in nodes if n.op == "call_function" and facts(n)["role"] == ACTIVE]
@@ -247,7 +248,7 @@ class Prices:
         """Seconds of bringing rows from their tokens' ranks to their experts' or back, and their gradients the other
         way. How many they are is told once, which counts with the way back."""
         ways = 2 if facts(node)["needs_grad"] else 1
-        moved_s = self._time_s("all_to_all", self.bytes(rows) * self.step.balance)
+        moved_s = self._time_s("all_to_all", self.bytes(rows) / self.routed_parts(node) * self.step.balance)
         counts_s = self._time_s("all_to_all", 0) if rows is not node else 0.0
         return self.step.microbatches * (ways * moved_s + counts_s)
 

@@ -188,7 +188,7 @@ class ShardingProblem:
         self.values = self._find_values()
         nodes = list(self.choice_of)
         weights_chosen = not stored and pinned.cuts != "positions"
-        self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", weights_chosen)
+        self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", weights_chosen, pinned.routed_parts)
         self.real_prices = self.prices.with_all_latency()
         for choice in self.choices.values():
             ties = 1e-9 * self.prices.scale * len(choice.members)

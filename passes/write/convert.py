@@ -181,13 +181,19 @@ def _gradient_first(
 
 def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
     """What has to be brought together before anything else: a dim that several axes cut, the innermost cut first, and
-    one that an axis cuts where another is to cut it. Else the shards would be put together in another order."""
+    one that an axis cuts where another is to cut it. Else the shards would be put together in another order. Where an
+    axis outside changes how it cuts what one inside cuts alike, that one cuts it again behind."""
     axes = list(current)
     for axis in reversed(axes):
         place = current[axis]
+        changing = [a for a in axes[: axes.index(axis)] if current[a] != target[a]]
+        if place.is_shard and target[axis] == place:
+            around = [p.in_order for a in changing for p in (current[a], target[a])]
+            if place.in_order in around:
+                yield axis, whole
         if not place.is_shard or target[axis] == place:
             continue
-        outside = [current[a] for a in axes[: axes.index(axis)] if current[a] != target[a]]
+        outside = [current[a] for a in changing]
         arriving = [p for a, p in target.items() if a != axis and current[a] != p]
         if any(p.is_shard and p.dim == place.dim for p in (*outside, *arriving)):
             yield axis, target[axis] if target[axis].is_replicated else whole
