@@ -173,8 +173,8 @@ class Cost(dict[str, Any]):
         stages are balanced anew where there are others. Memory is that of the plan and what is predicted to change;
         what the table does not see of it (`Plan.memory` is counted value by value) grows as temporary values do.
 
-        Raises OptionError for other names, sizes that are not above zero and fewer ranks of `ep` than the plan's
-        `balance`, StageError where there are too few places to cut, or no schedule runs so many stages and
+        Raises OptionError for other names, sizes that are not above zero and fewer ranks with experts than the
+        plan's `balance`, StageError where there are too few places to cut, or no schedule runs so many stages and
         microbatches.
         """
         names = ("b", "s", *(axis.name for axis in reversed(self._plan.axes)), "m", "v")
@@ -182,7 +182,8 @@ class Cost(dict[str, Any]):
             if name not in names or not size > 0:
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
         if self._plan.balance > 1:
-            check_balance(self._mesh(sizes), self._plan.balance)
+            mesh = self._mesh(sizes)
+            check_balance(mesh, self._plan.balance, {*mesh.along("experts"), *self._plan.axes_by_expert})
         return self._figures(self._predicted(sizes))
 
     def on(self, hardware: Hardware) -> Figures:

@@ -140,6 +140,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         places = _read_stored(trace, plan, mesh, axis, stored)
         by_expert = {name for name, place in places.items() if place == shard(0)}
         beside = replace(beside, stacks=stacks_on(found, cuts, by_expert))
+        _check_cut_again(plan, beside, places, stored)
         stored = with_places(stored, axis, places)
         read = _read_strategies if own else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
@@ -225,6 +226,21 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
             over = "" if len(mesh.chosen) == 1 and axis in mesh.chosen else f" on {axis}"
             raise PlanError(f"the plan stores '{name}' as {place}{over}", why=why, where=where, hint=hint)
     return stored
+
+
+def _check_cut_again(plan: Plan, beside: Pinned, places: Mapping[str, Placement], stored: Mapping[str, Layout]) -> None:
+    """Raises PlanError where a parameter has a dim cut over an axis that others cut, and is not a stack of experts
+    that divides over all of them."""
+    for name, place in places.items():
+        others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
+        if place.is_shard and others and not beside.cuts_again(name, place):
+            key = name if name in plan.parameters else pattern_of(name)
+            raise PlanError(
+                f"the plan stores '{name}' as {place} on {beside.axis}",
+                why=f"{' and '.join(others)} cuts dim {place.dim} already; only experts are cut over several axes, "
+                "where there are enough",
+                where=plan.where("parameters", key), hint="R",
+            )  # fmt: skip
 
 
 def _fit_strategies(

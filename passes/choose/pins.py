@@ -86,8 +86,8 @@ class Pinned:
         return [o for o in free if all(_runs_as(o, pin) for pin in pins)]
 
     def _divides_again(self, node: fx.Node, option: Strategy, taken: Taken) -> bool:
-        """Whether an operator may cut what axes inside this one cut alike: experts, or positions, of a size that divides
-        by all these ranks. Each of theirs is then a part of what a rank of this axis has."""
+        """Whether an operator may cut what axes inside this one cut alike: experts, or positions, of a size that
+        divides by all these ranks. Each of theirs is then a part of what a rank of this axis has."""
         pattern = facts(node)["pattern"]
         assert pattern is not None, "without a rule nothing is cut"
         if node in self.stacks and cuts_alike(node, option, taken.strategy):
@@ -118,10 +118,10 @@ class Pinned:
         pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
         free = [place for place in dict.fromkeys([*options, *asked])
-                if not (place.is_shard and place.dim in taken and not self._cuts_again(name, place))]  # fmt: skip
+                if not (place.is_shard and place.dim in taken and not self.cuts_again(name, place))]  # fmt: skip
         return [place for place in free if all(self._lies_as(name, place, pin) for pin in pins)]
 
-    def _cuts_again(self, name: str, place: Placement) -> bool:
+    def cuts_again(self, name: str, place: Placement) -> bool:
         """Whether the experts of a weight may be cut so over this axis and those before."""
         parts = self.dims.get(name, {}).get(0, 1) * self.ranks
         return name in self.stacks and place == shard(0) and divides_positions(self.stacks[name], parts)
@@ -147,7 +147,7 @@ class Pinned:
     def _lies_as(self, name: str, place: Placement, pin: LayoutPin) -> bool:
         if pin.axis != self.axis:
             other = Placement.parse(pin.text)
-            return not place.is_shard or place.dim != other.dim or (place == other and self._cuts_again(name, place))
+            return not place.is_shard or place.dim != other.dim or (place == other and self.cuts_again(name, place))
         return place.is_replicated if pin.is_replicated else str(place) == pin.text
 
 

@@ -61,6 +61,12 @@ class Problem:
         check_folding(self.mesh, mixtures(self.trace), asked)
         return found if axes else {}
 
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes on which experts may be cut, outermost first."""
+        mesh, pinned = self.mesh, self.pinned
+        return tuple(axis for axis in mesh.chosen if mesh.axis(axis).cuts == "experts" or pinned[axis].stacks)
+
     @cached_property
     def storage(self) -> Storage:
         """How parameters are to be stored over the axes that may store them in parts."""

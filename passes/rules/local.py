@@ -109,7 +109,7 @@ def shape_argument(call: LocalCall) -> fx.Node:
     given, made_of = call.node.args[1], facts(call.node)["atoms"]
     is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(given, made_of, strict=True)]
     local = [-1 if of else size for of, size in zip(is_open, local, strict=True)]
-    for axis, place in layout.items():
+    for place in layout.values():
         if place.is_routed:
             local[place.dim] = -1  # as many rows as a rank's experts have
     for axes, place in cut_together(layout).items():

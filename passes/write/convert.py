@@ -189,7 +189,7 @@ def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterato
         changing = [a for a in axes[: axes.index(axis)] if current[a] != target[a]]
         if place.is_shard and target[axis] == place:
             around = [p.in_order for a in changing for p in (current[a], target[a])]
-            if place.in_order in around:
+            if axis != MICROBATCH_AXIS and place.in_order in around:
                 yield axis, whole
         if not place.is_shard or target[axis] == place:
             continue
