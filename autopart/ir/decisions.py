@@ -29,6 +29,11 @@ class Strategy:
     def is_sharded(self) -> bool:
         return any(p.is_divided for p in (*self.inputs, *self.outputs))
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether rows come to the ranks of their experts, are there, or go back."""
+        return any(p.is_routed for p in (*self.inputs, *self.outputs))
+
 
 def goes_around(strategy: Strategy) -> bool:
     """Whether queries, keys and values of attention are all cut along their positions: no rank has all keys, so that

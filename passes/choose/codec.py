@@ -133,13 +133,13 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     num_stages = mesh.size("pp") * plan.schedule.virtual_stages
     stored: dict[str, Layout] = {}
     chosen: dict[str, Mapping[fx.Node, Strategy]] = {}
-    found = mixtures(trace)
+    of_experts = mixtures(trace)
     for axis in mesh.solving_order:
-        cuts = mesh.axis(axis).cuts
-        beside = replace(FREE, axis=axis, cuts=cuts).beside(chosen, stored, mesh)
+        kind = mesh.axis(axis).cuts
+        beside = replace(FREE, axis=axis, cuts=kind).beside(chosen, stored, mesh)
         places = _read_stored(trace, plan, mesh, axis, stored)
         by_expert = {name for name, place in places.items() if place == shard(0)}
-        beside = replace(beside, stacks=stacks_on(found, cuts, by_expert))
+        beside = replace(beside, stacks=stacks_on(of_experts, kind, by_expert))
         _check_cut_again(plan, beside, places, stored)
         stored = with_places(stored, axis, places)
         read = _read_strategies if own else _fit_strategies

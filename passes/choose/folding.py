@@ -17,16 +17,24 @@ import networkx as nx
 from torch import fx
 
 from autopart.errors import LayoutError
+from autopart.ir.atoms import DATA_DIM, factor_atoms
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.graph import argument, describe, tensor_inputs
-from autopart.ir.layout import Placement, shard
+from autopart.ir.layout import Placement, num_sections, shard
 from autopart.ir.mesh import Mesh
 from autopart.passes.facts.strategies import divides_positions
 from autopart.tracing.trace import Trace
 
 Stacks = Mapping[fx.Node | str, int]
 """{operator of a mixture, or name of one of its weights: how many experts it has}."""
+
+
+class Taken(NamedTuple):
+    """How an axis that was solved for before cuts a factor of an operator, and over how many ranks."""
+
+    strategy: Strategy
+    ranks: int
 
 
 class Mixture(NamedTuple):
@@ -106,11 +114,44 @@ def stacks_on(
 
 def cuts_alike(node: fx.Node, option: Strategy, other: Strategy) -> bool:
     """Whether two axes cut the experts of an operator in one way: rows by expert, or a view of a stack of weights."""
-    routed = [any(place.is_routed for place in (*o.inputs, *o.outputs)) for o in (option, other)]
-    if any(routed):
-        return all(routed)
+    if option.is_routed or other.is_routed:
+        return option.is_routed and other.is_routed
     places = [{*o.inputs, *o.outputs} for o in (option, other)]
     return facts(node)["role"] == WEIGHT and places[0] == places[1] == {shard(0)}
+
+
+def cuts_experts_again(
+    node: fx.Node, num_experts: int, option: Strategy, taken: Sequence[Taken], ranks: int
+) -> bool:  # fmt: skip
+    """Whether an operator of a mixture may cut over so many ranks more what other axes cut: all cut experts, of whom
+    there are enough, and tokens that two of them cut divide."""
+    if not all(cuts_alike(node, option, one.strategy) for one in taken):
+        return False
+    parts = math.prod(one.ranks for one in taken) * ranks
+    return divides_positions(num_experts, parts) and cuts_tokens_again(node, option, taken, ranks)
+
+
+def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: int) -> bool:
+    """Whether tokens on their way to experts or back, which other axes may cut too, divide over so many ranks more."""
+    cut = next((place.in_order for place in (*option.inputs, *option.outputs) if place.is_shard), None)
+    if not _routes(node) or cut is None:
+        return True
+    again = [one.ranks for one in taken
+             if any(place.in_order == cut for place in (*one.strategy.inputs, *one.strategy.outputs))]  # fmt: skip
+    outer = 1
+    for atom in factor_atoms(node, facts(node)["pattern"]).get(option.factor, ()):
+        if outer == num_sections(cut.sections):  # what is cut
+            return not again or atom.size % (math.prod(again) * ranks) == 0
+        outer *= atom.size
+    return not again
+
+
+def positions_divide(node: fx.Node, factor: str, parts: int) -> bool:
+    """Whether what is innermost in a factor is positions, as many on each of so many parts."""
+    pattern = facts(node)["pattern"]
+    assert pattern is not None, "without a rule nothing is cut"
+    atoms = factor_atoms(node, pattern).get(factor, ())
+    return bool(atoms) and atoms[-1].kind == DATA_DIM and atoms[-1].size % parts == 0
 
 
 def check_folding(mesh: Mesh, found: Sequence[Mixture], asked: Mapping[str, Stacks]) -> None:

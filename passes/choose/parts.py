@@ -79,10 +79,8 @@ def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pr
         hint = fitting_parts(sizes, axis, mesh.size(axis), others)
         if place == shard(0) and any(name in problem.pinned[other].stacks for other in problem.expert_axes):
             over = ", ".join(other.name for other in mesh.axes if other.is_chosen)
-            why, hint = (
-                f"{why}; over {axis} a weight is stored in parts, and whole where it is used",
-                (f"{hint}; experts themselves are cut over {over}"),
-            )
+            why += f"; over {axis} a weight is stored in parts, and whole where it is used"
+            hint += f"; experts themselves are cut over {over}"
         raise LayoutError(
             f"cannot pin {found[0]}", why=f"{name}: {why}", where=pins.where(found[0]), hint=hint
         )  # fmt: skip

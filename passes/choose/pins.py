@@ -9,22 +9,34 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
+from autopart.ir.atoms import BATCH, DATA_DIM, Atom
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
 from autopart.ir.layout import Layout, Placement, R, cannot_store, shard
 from autopart.ir.mesh import Context, Cuts, Mesh
 from autopart.ir.pattern import is_innermost
-from autopart.passes.choose.folding import Mixture, Stacks, cuts_alike, is_by_expert, mixtures, stacks_on
+from autopart.passes.choose.folding import (
+    Mixture,
+    Stacks,
+    Taken,
+    cuts_alike,
+    cuts_experts_again,
+    cuts_tokens_again,
+    is_by_expert,
+    mixtures,
+    positions_divide,
+    stacks_on,
+)
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.facts.strategies import (
     divides_positions,
@@ -37,13 +49,6 @@ from autopart.plans.pins import LayoutPin, Pin, Pins
 from autopart.tracing.trace import Trace
 
 T = TypeVar("T")
-
-
-class Taken(NamedTuple):
-    """How axes that were solved for before cut a factor of an operator, and into how many parts together."""
-
-    strategy: Strategy
-    parts: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Pinned:
     parameters: Mapping[str, tuple[LayoutPin, ...]] = field(default_factory=dict)
     operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
     variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]] = field(default_factory=dict)
-    factors: Mapping[fx.Node, Mapping[str, Taken]] = field(default_factory=dict)
+    factors: Mapping[fx.Node, Mapping[str, Sequence[Taken]]] = field(default_factory=dict)
     dims: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     ranks: int = 1
     context: Context = "auto"
@@ -85,33 +90,34 @@ class Pinned:
             free = [o for o in free if not o.factor or o.factor != lookup]
         return [o for o in free if all(_runs_as(o, pin) for pin in pins)]
 
-    def _divides_again(self, node: fx.Node, option: Strategy, taken: Taken) -> bool:
+    def _divides_again(self, node: fx.Node, option: Strategy, taken: Sequence[Taken]) -> bool:
         """Whether an operator may cut what axes inside this one cut alike: experts, or positions, of a size that
         divides by all these ranks. Each of theirs is then a part of what a rank of this axis has."""
         pattern = facts(node)["pattern"]
         assert pattern is not None, "without a rule nothing is cut"
-        if node in self.stacks and cuts_alike(node, option, taken.strategy):
-            return divides_positions(self.stacks[node], taken.parts * self.ranks)
-        if _routes(option):
+        if node in self.stacks and any(cuts_alike(node, option, one.strategy) for one in taken):
+            return cuts_experts_again(node, self.stacks[node], option, taken, self.ranks)
+        if option.is_routed or self.cuts != "positions":
             return False
-        if self.cuts != "positions" or option.factor == pattern.lookup or option.factor in pattern.joined:
+        if option.factor == pattern.lookup or option.factor in pattern.joined:
             return False
-        places = [[place.in_order for place in (*o.inputs, *o.outputs)] for o in (option, taken.strategy)]
-        if any(place.is_routed for place in places[1]):
-            return True  # each rank of this axis sends its own rows to experts
-        alike = all(a == b for a, b in zip(*places, strict=True) if a.is_shard or b.is_shard)
-        atoms = factor_atoms(node, pattern).get(option.factor, ())
-        is_positions = bool(atoms) and atoms[-1].kind == DATA_DIM and is_innermost(pattern, option.factor)
-        return alike and is_positions and atoms[-1].size % (taken.parts * self.ranks) == 0
+        if any(one.strategy.is_routed for one in taken):  # each rank of this axis sends its own rows to experts
+            return cuts_tokens_again(node, option, taken, self.ranks)
+        places = [[place.in_order for place in (*o.inputs, *o.outputs)] for o in (option, *(t.strategy for t in taken))]
+        alike = all(a == b for other in places[1:] for a, b in zip(places[0], other, strict=True)
+                    if a.is_shard or b.is_shard)  # fmt: skip
+        parts = math.prod(one.ranks for one in taken) * self.ranks
+        return alike and is_innermost(pattern, option.factor) and positions_divide(node, option.factor, parts)
 
     def is_routed(self, node: fx.Node) -> bool:
         """Whether an axis solved for before has an operator's rows on the ranks of their experts."""
-        return any(place.is_routed for taken in self.factors.get(node, {}).values() for place in taken.strategy.outputs)
+        outputs = (one.strategy.outputs for taken in self.factors.get(node, {}).values() for one in taken)
+        return any(place.is_routed for places in outputs for place in places)
 
     def routed_parts(self, node: fx.Node) -> int:
         """Over how many ranks of axes solved for before an operator's rows are by expert."""
-        taken = self.factors.get(node, {}).values()
-        return max((one.parts for one in taken if _routes(one.strategy)), default=1)
+        every = (one for taken in self.factors.get(node, {}).values() for one in taken)
+        return math.prod(one.ranks for one in every if one.strategy.is_routed)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
         """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""
@@ -131,12 +137,11 @@ class Pinned:
     ) -> Pinned:  # fmt: skip
         """The same, where other axes were solved for before: what every operator does on them, and {parameter: its
         layout so far}."""
-        factors: dict[fx.Node, dict[str, Taken]] = defaultdict(dict)
+        factors: dict[fx.Node, dict[str, list[Taken]]] = defaultdict(dict)
         for axis, chosen in before.items():
             for node, strategy in chosen.items():
                 if factor := strategy.factor:
-                    parts = factors[node][factor].parts if factor in factors[node] else 1
-                    factors[node][factor] = Taken(strategy, parts * mesh.size(axis))
+                    factors[node].setdefault(factor, []).append(Taken(strategy, mesh.size(axis)))
         dims: dict[str, dict[int, int]] = defaultdict(dict)
         for name, places in stored.items():
             for axis, place in places.items():
@@ -149,10 +154,6 @@ class Pinned:
             other = Placement.parse(pin.text)
             return not place.is_shard or place.dim != other.dim or (place == other and self.cuts_again(name, place))
         return place.is_replicated if pin.is_replicated else str(place) == pin.text
-
-
-def _routes(strategy: Strategy) -> bool:
-    return any(place.is_routed for place in (*strategy.inputs, *strategy.outputs))
 
 
 FREE = Pinned()
