@@ -197,7 +197,7 @@ class Options:
         read=lambda given: _one_of("context", get_args(Context), given, _CONTEXTS))
     hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
     balance: float = _row(
-        1.0, "Rows that the fullest rank of ep gets for its experts, over the mean: what time and memory are counted "
+        1.0, "Rows that the fullest rank gets for its experts, over the mean: what time and memory are counted "
         "for.", "1, all ranks have as many", float, read=_balance, in_plan="balance")
     pins: Pins = _row(
         Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "

@@ -127,6 +127,11 @@ def test_why_names_what_it_would_cost_otherwise():
     plan = autopart.plan(model, "ep2,tp2", example_kwargs=batch, pins=folded(["tp"]))
     assert str(plan.why("up")).startswith("up: S(0)\n  because  there is no other way on tp=2 that the pins leave")
     assert "R(grad P), R -> E(0)" in str(plan.why("/to_experts"))
+    plain = autopart.plan(model, "ep2,tp2", example_kwargs=batch)
+    other = plain.why_not("up", {"tp": "S(0)"})
+    assert other.reason == "experts are cut over tp where a pin asks for it" and "down " in other.others["S(0) on tp"]
+    few = autopart.plan(*mixture()[:1], "ep4,tp2", example_kwargs=mixture()[1]).why_not("up", {"tp": "S(0)"})
+    assert few.reason.startswith("experts cannot be cut over ep=4 x tp=2; why    there are 4 for 8 ranks")
 
 
 @pytest.mark.parametrize(("mesh", "axes", "zero", "layout", "summed"), [

@@ -133,13 +133,14 @@ def cuts_experts_again(
 
 def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: int) -> bool:
     """Whether tokens on their way to experts or back, which other axes may cut too, divide over so many ranks more."""
+    pattern = facts(node)["pattern"]
     cut = next((place.in_order for place in (*option.inputs, *option.outputs) if place.is_shard), None)
-    if not _routes(node) or cut is None:
+    if pattern is None or not pattern.routes or cut is None:
         return True
     again = [one.ranks for one in taken
              if any(place.in_order == cut for place in (*one.strategy.inputs, *one.strategy.outputs))]  # fmt: skip
     outer = 1
-    for atom in factor_atoms(node, facts(node)["pattern"]).get(option.factor, ()):
+    for atom in factor_atoms(node, pattern).get(option.factor, ()):
         if outer == num_sections(cut.sections):  # what is cut
             return not again or atom.size % (math.prod(again) * ranks) == 0
         outer *= atom.size

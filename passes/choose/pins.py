@@ -54,12 +54,13 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Pinned:
     """What is fixed on an axis that is solved for: the layout pins, by what they hold for, with those that cut a
-    parameter over another axis, and what axes solved before have taken. A dim is cut by one axis alone.
+    parameter over another axis, and what axes solved before have taken. A dim that is not of experts is cut by one axis
+    alone.
 
     `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
-    choices. `factors`, `dims`: those of an operator's rule, and of a parameter, that other axes cut, into how many
-    parts. `ranks`: of this axis. `context`: what is asked of attention on it. `stacks`: the mixtures whose experts it
-    may cut (`passes/choose/folding.py`), also where other axes cut them.
+    choices. `factors`, `dims`: those of an operator's rule, with how axes solved before cut them, and of a parameter,
+    with into how many parts. `ranks`: of this axis. `context`: what is asked of attention on it. `stacks`: the mixtures
+    whose experts it may cut (`passes/choose/folding.py`), also where other axes cut them.
     """
 
     axis: str = ""
