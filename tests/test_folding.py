@@ -18,7 +18,7 @@ from test_experts import Mixture, mixture, small
 
 import autopart
 from autopart.compat import resolve_group
-from autopart.errors import AutopartError, PlanError
+from autopart.errors import AutopartError, LayoutError, PlanError
 from autopart.ir.layout import ROUTED, Placement, cut_together, local_shape
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.codec import decode
@@ -290,6 +290,32 @@ def test_what_cannot_be_is_told(mesh, pins, options, text):
     with pytest.raises(AutopartError) as error:
         autopart.plan(model, mesh, example_kwargs=batch, pins=pins, **options)
     assert re.sub(r"\.py:\d+", ".py:LINE", f"{type(error.value).__name__}: {error.value}") == text
+
+
+class Penalised(Mixture):
+    """Experts whose weights are read by what is not a product with rows."""
+
+    def forward(self, ids, labels):
+        return super().forward(ids, labels) + 0.1 * self.up.square().sum()
+
+
+@pytest.mark.parametrize("experts", [8, 10])
+def test_weights_that_something_else_reads_are_gathered_where_they_divide(experts):
+    torch.manual_seed(0)
+    model = Penalised(experts=experts, towards=(0.0,) * experts).double()
+    model.towards = model.towards.double()
+    batch = {name: torch.randint(0, 32, (8, 6)) for name in ("ids", "labels")}
+    if experts == 8:
+        assert_exact(model, batch, "cp2,ep2", pins=folded(["cp"]))
+        return
+    with pytest.raises(LayoutError) as error:
+        autopart.plan(model, "cp2,ep2", example_kwargs=batch, pins=folded(["cp"]))
+    assert str(error.value) == (
+        "ep cannot cut or gather dim 0 of up alone\n"
+        "  why    its 10 experts are in unequal parts over cp too, and something else than products with rows reads "
+        "them\n"
+        "  try    no pins that cut them over ep, or sizes of axes whose product divides them"
+    )
 
 
 def test_a_plan_that_cuts_another_weight_twice_is_refused():

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.errors import LayoutError
 from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
-from autopart.ir.graph import shape, value
+from autopart.ir.graph import describe, shape, value
 from autopart.ir.layout import (
     R_GRAD_P,
     Layout,
@@ -103,8 +104,11 @@ class Converter:
         self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement
     ) -> tuple[int, Sections]:
         """The dim's size over this axis alone, and its sections, given what the other axes cut of the same dim."""
-        others = math.prod(self.sizes[a] for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim)
-        size = shape(node)[cut.dim] // others
+        beside = [a for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim]
+        others, full = math.prod(self.sizes[a] for a in beside), shape(node)[cut.dim]
+        size, in_one_piece = full // others, not any(p.sections for p in (cut, *(current[a] for a in beside)))
+        if beside and in_one_piece and full % (others * self.sizes[axis]):
+            raise _of_unequal_parts(node, cut.dim, axis, beside)
         if len(cut.sections) != 1:
             return size, cut.sections
         outer = math.prod(  # the other axes that cut a factor outside this one: they leave fewer sections
@@ -161,6 +165,17 @@ class Converter:
                 self.mark(known[key], node, key[1], dtype)
             made = known[key]
         return made if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, made, computed)
+
+
+def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
+    """The error for one axis that is to cut or gather what several cut as one."""
+    name = node.target if node.op == "get_attr" else describe(node)
+    return LayoutError(
+        f"{axis} cannot cut or gather dim {dim} of {name} alone",
+        why=f"its {shape(node)[dim]} experts are in unequal parts over {' and '.join(beside)} too, and something else "
+        "than products with rows reads them",
+        hint=f"no pins that cut them over {axis}, or sizes of axes whose product divides them",
+    )
 
 
 def _zigzags(source: Placement, target: Placement) -> tuple[list[int], ...]:
