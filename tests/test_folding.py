@@ -67,6 +67,7 @@ def test_every_way_is_exact(mesh, axes, sent):
     assert_exact(*of_experts(8), mesh, pins=folded(axes.split(), sent.split()))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "options"), [
     ("dp2,ep2,tp2", {"zero": 1}), ("dp2,ep2,tp2", {"zero": 3, "recompute": "full"}), ("pp2,ep2,tp2", {"zero": 2}),
 ], ids=str)  # fmt: skip
@@ -94,6 +95,7 @@ def test_with_positions_in_zigzag_and_all_axes():
     assert_exact(model, batch, "cp2,ep2,tp2", pins=pins)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("towards", [(), (50.0,), (50.0, *(0.0,) * 9)], ids=["spread", "last", "first"])
 @pytest.mark.parametrize(("mesh", "sent"), [("cp2,ep2", ""), ("cp2,ep2", "cp ep"), ("ep2,tp2", "ep"), ("cp2,tp2", "")])
 def test_experts_need_not_divide(mesh, sent, towards):
