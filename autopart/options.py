@@ -215,7 +215,7 @@ class Options:
         "INPUT=DIM,...", read=_sequence_dims, in_plan="sequence_dims")
     hardware: str = _row(DEFAULT, "The profile that prices choices: its name, or the path of one.", form="NAME|PATH")
     balance: float = _row(
-        1.0, "Rows that the fullest rank of ep gets for its experts, over the mean: what time and memory are counted "
+        1.0, "Rows that the fullest rank gets for its experts, over the mean: what time and memory are counted "
         "for.", "1, all ranks have as many", float, read=_balance, in_plan="balance")
     pins: Pins = _row(
         Pins(), "Layouts and cuts that are fixed, {'h.*.up.weight': {'tp': 'S(0)'}}, or a JSON file of them; see "

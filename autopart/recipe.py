@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -123,11 +124,11 @@ def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
 @_without_collections()
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     """Choose a plan for an annotated trace."""
-    if mesh.expert_ranks > 1:
-        check_balance(mesh, options.balance)
     traced = traced.without_values()
     options, kept = _with_checkpoints(traced, options)
     options, draft, memory = _fitted(traced, mesh, options)
+    if axes := draft.problem.expert_axes:
+        check_balance(mesh, options.balance, axes)
     check_delayed(draft.problem.schedule.name, draft.program)
     phase("counting time, memory and collectives")
     reasons = Reasons(draft.problem, draft.program, draft.solved)
@@ -139,7 +140,7 @@ def _worst_bytes(draft: Draft) -> int | None:
     problem, decisions = draft.problem, draft.decisions
     if not decisions.routes:
         return None
-    worst = replace(decisions, balance=float(problem.mesh.expert_ranks))
+    worst = replace(decisions, balance=float(math.prod(map(problem.mesh.size, decisions.routing))))
     made = written(problem.trace, worst, plan_outputs(problem.trace), "fast")
     return fullest(memory_of(problem.trace, made.program, problem.schedule, made.walks)).total
 
@@ -159,13 +160,14 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     """What is chosen, and the program of it; `known`: a draft for as many ranks of `tp`, whose layouts are kept."""
     phase(f"choosing layouts and stages on {mesh}")
     check_recompute(traced.graph, options.recompute or "none")
-    if options.compile and mesh.along("experts"):
+    problem = problem_of(traced, mesh, options)
+    if options.compile and problem.expert_axes:
+        hint = "dp in the place of ep" if mesh.along("experts") else "the pins that cut experts"
         raise OptionError(
             f"compile=True cannot be on {mesh}",
             why="a compiled stage has fixed sizes; how many rows go to a rank's experts is known when they are there",
-            hint="leave compile out, or dp in the place of ep",
+            hint=f"leave compile out, or {hint}",
         )
-    problem = problem_of(traced, mesh, options)
     check_named(traced, options.sequence_dims or {})
     follow_sequences(traced, options.sequence_dims or {})
     if known is None:

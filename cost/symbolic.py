@@ -181,7 +181,7 @@ class Cost(dict[str, Any]):
         Layouts are the plan's. Where a plan for these sizes may have others, as sizes that layouts are chosen by are
         others, a note says so.
 
-        Raises OptionError for other names, sizes that are not above zero and fewer ranks of `ep` than the plan's
+        Raises OptionError for other names, sizes that are not above zero and fewer ranks with experts than the plan's
         `balance`, LayoutError for more ranks than what the layouts divide over them has parts, StageError where there
         are too few places to cut, or no schedule runs so many stages and microbatches.
         """
@@ -191,7 +191,7 @@ class Cost(dict[str, Any]):
                 raise OptionError(f"cost.at({name}={size!r})", hint=f"numbers above zero for {', '.join(names)}")
         mesh = self._mesh(sizes)
         if self._plan.balance > 1:
-            check_balance(mesh, self._plan.balance)
+            check_balance(mesh, self._plan.balance, {*mesh.along("experts"), *self._plan.axes_by_expert})
         self._check_divides(mesh)
         return replace(self._figures(self._predicted(sizes)), notes=self._notes(mesh, sizes))
 

@@ -223,6 +223,7 @@ LAYOUTS = [
     ("dp2,tp2", (8, 6), {"dp": "S(1)", "tp": "S(0; sections=4+4)"}),
     ("dp2,tp2", (8, 6), {"dp": "S(0)", "tp": "S(0)"}),
     ("dp2,tp3", (12, 5), {"dp": "S(0; sections=4+8)", "tp": "S(0)"}),
+    ("cp2,ep2", (10, 3), {"cp": "S(0)", "ep": "S(0)"}),  # three, three, three and one
     ("dp2,tp2", (), {}),
 ]
 
@@ -243,8 +244,8 @@ def test_the_chunks_of_all_ranks_are_the_whole_tensor(mesh, shape, layout):
     rebuilt = torch.full(shape, -1)
     for home in homes(mesh, shape, layout):
         local = full
-        for axis, cut in home.cuts:
-            local = cut.take(local, home.process.coordinates[axis])
+        for cut, index in home.cuts_here:
+            local = cut.take(local, index)
         shard = ShardTensor(local, place_of(home))
         assert shard.place.local_shape == local.shape
         for chunk in shard.__create_chunk_list__():

@@ -85,6 +85,43 @@ def rows_back_in_another_order(program, parameters):
             node.args = (turned, *node.args[1:])
 
 
+def folded():
+    """A mixture whose experts are also cut over tp."""
+    return mixture(), {name: {"tp": "S(0)"} for name in ("up", "up_bias", "down")}
+
+
+def summed_over(*axes):
+    """The gradients of experts are summed over these axes."""
+
+    def tamper(program, parameters):
+        for name in ("up", "down"):
+            object.__setattr__(program.parameters[name], "grad_axes", axes)
+
+    return tamper
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("dp", "ep"), ()], ids=["one too many", "another", "one too few"])
+def test_gradients_of_folded_experts_are_summed_over_data_ranks_alone(axes):
+    (model, batch), pins = folded()
+    assert autopart.verify(model, "dp2,ep2,tp2", example_kwargs=batch, pins=pins).ok
+    report = autopart.verify(model, "dp2,ep2,tp2", example_kwargs=batch, pins=pins, tamper=summed_over(*axes))
+    assert not report.ok and report.first_mismatch.kind == "gradient"
+    assert report.first_mismatch.name == "down" and "/expert_linear#1" in report.first_mismatch.operator
+
+
+def rows_of_the_first_experts(program, parameters):
+    """Every rank takes the rows of the experts of the first one."""
+    for name in ("to_experts", "from_experts"):
+        for _, node in calls(program, f"autopart::{name}"):
+            node.args = (*node.args[:4], 0, *node.args[5:])
+
+
+def test_ranks_with_the_rows_of_other_experts_are_found():
+    (model, batch), pins = folded()
+    report = autopart.verify(model, "ep2,tp2", example_kwargs=batch, pins=pins, tamper=rows_of_the_first_experts)
+    assert not report.ok and "/embedding" in report.first_mismatch.operator, "a bias is looked up for each row"
+
+
 FAULTS = [
     (zoo.llama, "cp2", gradient_of_keys_stays, "gradient", "model.layers.1.self_attn/expand"),
     (zoo.llama, "cp2", labels_counted_by_rank, "value", "/div"),

@@ -29,6 +29,11 @@ class Strategy:
     def is_sharded(self) -> bool:
         return any(p.is_divided for p in (*self.inputs, *self.outputs))
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether rows come to the ranks of their experts, are there, or go back."""
+        return any(p.is_routed for p in (*self.inputs, *self.outputs))
+
 
 def goes_around(strategy: Strategy) -> bool:
     """Whether queries, keys and values of attention are all cut along their positions: no rank has all keys, so that
@@ -90,8 +95,15 @@ class Decisions:
     @property
     def routes(self) -> bool:
         """Whether rows are on the ranks of their experts."""
-        chosen = (found for axis in self.mesh.along("experts") for found in self.strategies.get(axis, {}).values())
-        return any(place.is_routed for found in chosen for place in found.outputs)
+        return bool(self.routing)
+
+    @property
+    def routing(self) -> tuple[str, ...]:
+        """The axes on whose ranks rows are by their experts, outermost first."""
+        return tuple(
+            axis for axis, chosen in self.features.items()
+            if any(place.is_routed for strategy in chosen.values() for place in strategy.outputs)
+        )  # fmt: skip
 
     @property
     def row_shards(self) -> int:

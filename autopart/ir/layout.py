@@ -179,7 +179,7 @@ def local_shape(
     full: Sequence[int], layout: Mapping[str, Placement], sizes: Mapping[str, int], balance: float = 1.0
 ) -> list[int]:
     """The shape of a rank's part of a value; a dim cut unevenly counts as on the first rank, rows of experts as
-    `balance` times those of a rank if all had as many.
+    `balance` times those of a rank if all had as many, at most all rows.
 
     >>> local_shape((12, 8), {"dp": shard(0), "ep": ROUTED}, {"dp": 2, "ep": 2}, 1.5)
     [5, 8]
@@ -188,9 +188,34 @@ def local_shape(
     for axis, place in layout.items():
         if place.is_divided:
             local[place.dim] = -(-local[place.dim] // sizes[axis])
-        if place.is_routed:
-            local[place.dim] = math.ceil(local[place.dim] * balance)
+    routed = {axis: place.dim for axis, place in layout.items() if place.is_routed}
+    for dim in set(routed.values()):
+        local[dim] = math.ceil(local[dim] * min(balance, math.prod(map(sizes.__getitem__, routed))))
     return local
+
+
+def cut_together(layout: Layout) -> dict[str, Placement]:
+    """The axes that cut a value, outermost first, with how each does. Where all that cut a dim cut it in one piece, as
+    several axes cut a stack of experts, they are joined: the dim is cut over all their ranks at once, so that shards of
+    unequal sizes are those of one cut.
+
+    >>> [f"{axis}:{p}" for axis, p in cut_together({"cp": shard(0), "ep": shard(0), "tp": shard(1, (2,))}).items()]
+    ['cp_ep:S(0)', 'tp:S(1; sections=2)']
+    """
+    dims: dict[int, list[str]] = {}
+    for axis, place in layout.items():
+        if place.is_shard:
+            dims.setdefault(place.dim, []).append(axis)
+    cuts: dict[str, Placement] = {}
+    for axis, place in layout.items():
+        if not place.is_shard:
+            continue
+        axes = dims[place.dim]
+        if any(layout[other].sections for other in axes):
+            cuts[axis] = place
+        elif axis == axes[0]:
+            cuts["_".join(axes)] = place
+    return cuts
 
 
 def cannot_store(place: Placement, sizes: Sequence[int], axis: str, num_shards: int) -> str:

@@ -301,9 +301,9 @@ def _check(sizes: Mapping[str, int], axes: tuple[Axis, ...]) -> None:
             raise MeshError(f"mesh axis '{name}' has size {size!r}", why="a size is a whole number from 1")
 
 
-def check_balance(mesh: Mesh, balance: float) -> None:
-    """Raises OptionError where no rank can have so many times the mean of the rows."""
-    ranks = mesh.expert_ranks
+def check_balance(mesh: Mesh, balance: float, axes: Collection[str]) -> None:
+    """Raises OptionError where no rank can have so many times the mean of the rows. `axes`: those that cut experts."""
+    ranks = math.prod(map(mesh.size, axes))
     if balance > ranks:
         raise OptionError(f"balance={balance:g} cannot be on {mesh}",
                           why=f"a rank that has all rows has {ranks} times the mean of {ranks}",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from autopart.errors import PlanError
 from autopart.files import read_text, write_whole
 from autopart.ir.dp_sync import ALL_REDUCE
+from autopart.ir.layout import ROUTES
 from autopart.ir.mesh import AXES, Axis, Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import Recompute
@@ -240,6 +241,13 @@ class Plan:
         places = [at for entry in self.parameters.values() for at in entry.items()]
         found = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
         return tuple(sorted(found, key=mesh.size, reverse=True))
+
+    @property
+    def axes_by_expert(self) -> tuple[str, ...]:
+        """The axes on whose ranks rows are by their experts."""
+        ways = [(axis, str(way)) for entry in self.operators.values() for axis, way in entry.items()]
+        found = {axis for axis, way in ways if any(str(place) in way for place in ROUTES)}
+        return tuple(axis for axis in self.mesh if axis in found)
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
         """The entry of an operator and the name it was found under: its own key, else its group's pattern."""

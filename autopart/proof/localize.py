@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from autopart.ir.facts import ACTIVE, facts
 from autopart.ir.graph import format_value, module_path, source_line, source_of
-from autopart.ir.layout import P, Placement, R, format_layout
+from autopart.ir.layout import P, Placement, R, cut_together, format_layout, parts_of
 from autopart.ir.operators import axis_of, operator_name
 from autopart.ir.pieces import Cut
 from autopart.ir.program import MICROBATCH_AXIS, Program
@@ -291,16 +291,25 @@ def entries_of(
     """
     entries = [torch.arange(size) for size in shape]
     num_pieces = [1] * len(entries)  # into which outer axes have cut a dim: each holds as many fewer sections
-    for axis, place in layout.items():
-        if not place.is_shard:
-            continue
+    for axis, place in cut_together(layout).items():
         held, sections = entries[place.dim], place.sections
         if len(sections) == 1:
             sections = (sections[0] // num_pieces[place.dim],)
-        entries[place.dim] = Cut(0, len(held), sections, sizes[axis]).take(held, at[axis])
+        ranks, index = _joined(axis, at, sizes)
+        entries[place.dim] = Cut(0, len(held), sections, ranks).take(held, index)
         if not place.sections:
-            num_pieces[place.dim] *= sizes[axis]
+            num_pieces[place.dim] *= ranks
     return tuple(entries)
+
+
+def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Over how many ranks an axis cuts, or several joined in one, and which shard the rank at these coordinates has."""
+    if axis in sizes:
+        return sizes[axis], at[axis]
+    ranks, index = 1, 0
+    for part in parts_of(axis):
+        ranks, index = ranks * sizes[part], index * sizes[part] + at[part]
+    return ranks, index
 
 
 def _maker(node: fx.Node) -> str:

@@ -24,7 +24,7 @@ from autopart.cost.flops import FORMULAS, counted_flops
 from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, Work
 from autopart.ir.facts import cost_notes, facts
 from autopart.ir.graph import operator_name, tensor_inputs
-from autopart.ir.layout import DIRECTIONS
+from autopart.ir.layout import DIRECTIONS, parts_of
 from autopart.ir.operators import ROTATING, is_cast
 from autopart.ir.program import Program
 from autopart.tracing.trace import Trace
@@ -190,7 +190,7 @@ class _Counter:
     def _on_all_ranks(self, shard: Size, axis: str) -> Size:
         """The bytes of a value of which every rank of an axis has a shard, before and after."""
         mesh = self.walk.program.mesh
-        cut = {name: 0 for name, cuts in CHOSEN.items() if mesh.innermost(cuts) == axis}
+        cut = {name: 0 for name, cuts in CHOSEN.items() if mesh.innermost(cuts) in parts_of(axis)}
         return Size(tuple((powers._replace(**cut), value * mesh.size(axis)) for powers, value in shard.terms))
 
     def _moved(self, axis: str, kind: str, size: Size) -> tuple[Work, ...]:

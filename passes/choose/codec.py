@@ -19,10 +19,11 @@ from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
 from autopart.ir.dp_sync import DpSync
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import active_operators, describe, operator_name, operators, pattern_of, tensor_inputs
-from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts
+from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts, shard
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.batch import Rows, batch_strategies, fit_rows
 from autopart.passes.choose.decide import stages_from_cuts
+from autopart.passes.choose.folding import mixtures, stacks_on
 from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.partition import crossing_bytes
 from autopart.passes.choose.pins import FREE, Pinned
@@ -31,7 +32,7 @@ from autopart.passes.choose.shard import fit_around
 from autopart.passes.choose.storage import fitting_parts
 from autopart.passes.facts.masks import cut_in_zigzag
 from autopart.passes.facts.sequences import follow_sequences
-from autopart.passes.facts.strategies import strategies, ways
+from autopart.passes.facts.strategies import strategies
 from autopart.passes.pipeline import driven
 from autopart.passes.rules.registered import REGISTERED, as_data, call_text, from_data
 from autopart.plans.plan import Plan
@@ -134,9 +135,15 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     num_stages = mesh.size("pp") * plan.schedule.virtual_stages
     stored: dict[str, Layout] = {}
     chosen: dict[str, Mapping[fx.Node, Strategy]] = {}
+    of_experts = mixtures(trace)
     for axis in mesh.solving_order:
-        beside = replace(FREE, axis=axis, cuts=mesh.axis(axis).cuts).beside(chosen, stored, mesh)
-        stored = with_places(stored, axis, _read_stored(trace, plan, mesh, axis, stored))
+        kind = mesh.axis(axis).cuts
+        beside = replace(FREE, axis=axis, cuts=kind).beside(chosen, stored, mesh)
+        places = _read_stored(trace, plan, mesh, axis, stored)
+        by_expert = {name for name, place in places.items() if place == shard(0)}
+        beside = replace(beside, stacks=stacks_on(of_experts, kind, by_expert))
+        _check_cut_again(plan, beside, places, stored)
+        stored = with_places(stored, axis, places)
         read = _read_strategies if own else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
         chosen[axis] = read(trace, plan, mesh, axis, stored, known, beside)
@@ -223,6 +230,21 @@ def _read_stored(trace: Trace, plan: Plan, mesh: Mesh, axis: str, others: Mappin
     return stored
 
 
+def _check_cut_again(plan: Plan, beside: Pinned, places: Mapping[str, Placement], stored: Mapping[str, Layout]) -> None:
+    """Raises PlanError where a parameter has a dim cut over an axis that others cut, and is not a stack of experts
+    that divides over all of them."""
+    for name, place in places.items():
+        others = [axis for axis, other in stored.get(name, {}).items() if other.is_shard and other.dim == place.dim]
+        if place.is_shard and others and not beside.cuts_again(name, place):
+            key = name if name in plan.parameters else pattern_of(name)
+            raise PlanError(
+                f"the plan stores '{name}' as {place} on {beside.axis}",
+                why=f"{' and '.join(others)} cuts dim {place.dim} already; only experts are cut over several axes, "
+                "where there are enough",
+                where=plan.where("parameters", key), hint="R",
+            )  # fmt: skip
+
+
 def _fit_strategies(
     trace: Trace, plan: Plan, mesh: Mesh, axis: str, stored: Mapping[str, Layout], decided: Mapping[str, str],
     beside: Pinned,
@@ -235,7 +257,7 @@ def _fit_strategies(
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     nodes = [n for n in operators(trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
     for node in nodes:
-        found = beside.strategies(node, ways(node, mesh.size(axis), mesh.axis(axis).cuts))
+        found = beside.strategies(node, beside.ways(node, mesh.size(axis)))
         options = {str(option): option for option in found if not _cuts_otherwise(node, option, on_axis)}
         strategy = options.get(decided.get(facts(node)["key"], ""))
         if strategy is None:
@@ -261,7 +283,7 @@ def _read_strategies(
     for node in operators(trace.graph):
         if facts(node)["role"] not in (ACTIVE, WEIGHT):
             continue
-        options = beside.strategies(node, ways(node, mesh.size(axis), mesh.axis(axis).cuts))
+        options = beside.strategies(node, beside.ways(node, mesh.size(axis)))
         found = plan.operator_entry(facts(node)["key"], facts(node)["group"])
         strategy = options[0]
         if found is not None:

@@ -8,14 +8,14 @@ from typing import NoReturn
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.decisions import Decisions
 from autopart.ir.graph import pattern_of
-from autopart.ir.layout import Layout, Placement, R
+from autopart.ir.layout import Layout, Placement, R, shard
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.notes import layout_notes
 from autopart.passes.choose.pins import cannot_hold, smallest_conflict
 from autopart.passes.choose.problem import Problem
 from autopart.passes.choose.storage import MIN_DIMS, Storage, fitting_cut, fitting_parts
 from autopart.passes.pipeline import driven
-from autopart.plans.pins import LayoutPin, Pins
+from autopart.plans.pins import LayoutPin
 from autopart.tracing.trace import Trace
 
 
@@ -40,7 +40,7 @@ def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str,
     for name, parameter in problem.trace.parameters.items():
         sizes, others = tuple(parameter.shape), stored.get(name, {})
         if name in storage.pinned:
-            _check(name, sizes, storage, others, problem.pins)
+            _check(name, sizes, storage, others, problem)
         found = storage.place(name, sizes, others)
         if found is not None:
             chosen[name] = dict([found])
@@ -63,21 +63,26 @@ def _no_axis(mesh: Mesh, zero: int) -> NoReturn:
     )
 
 
-def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pins: Pins) -> None:
+def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, problem: Problem) -> None:
     """Raises LayoutError where a parameter cannot be stored as its pins say."""
-    found = storage.pinned[name]
+    found, pins = storage.pinned[name], problem.pins
     if not _agree(found):
         clash = smallest_conflict(found, _agree)
         raise LayoutError(
             cannot_hold(clash), why=f"{name} can have only one layout",
             where=", ".join(filter(None, map(pins.where, clash))), hint="leave one of them out",
         )  # fmt: skip
-    _, why = storage.over_which(Placement.parse(found[0].text), sizes, others)
+    place = Placement.parse(found[0].text)
+    _, why = storage.over_which(place, sizes, others)
     if why:
-        axis = storage.mesh.data_axis
+        mesh, axis = storage.mesh, storage.mesh.data_axis
+        hint = fitting_parts(sizes, axis, mesh.size(axis), others)
+        if place == shard(0) and any(name in problem.pinned[other].stacks for other in problem.expert_axes):
+            over = ", ".join(other.name for other in mesh.axes if other.is_chosen)
+            why += f"; over {axis} a weight is stored in parts, and whole where it is used"
+            hint += f"; experts themselves are cut over {over}"
         raise LayoutError(
-            f"cannot pin {found[0]}", why=f"{name}: {why}", where=pins.where(found[0]),
-            hint=fitting_parts(sizes, axis, storage.mesh.size(axis), others),
+            f"cannot pin {found[0]}", why=f"{name}: {why}", where=pins.where(found[0]), hint=hint
         )  # fmt: skip
 
 

@@ -9,44 +9,58 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, factor_atoms
+from autopart.ir.atoms import BATCH, DATA_DIM, Atom
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
-from autopart.ir.layout import Layout, Placement, R, cannot_store, num_sections, shard
+from autopart.ir.layout import Layout, Placement, R, cannot_store, shard
 from autopart.ir.mesh import Context, Cuts, Mesh
-from autopart.ir.pattern import Pattern, is_innermost
+from autopart.ir.pattern import is_innermost
+from autopart.passes.choose.again import Taken, cut_inside, positions_divide
+from autopart.passes.choose.folding import (
+    Mixture,
+    Stacks,
+    cuts_alike,
+    cuts_experts_again,
+    cuts_tokens_again,
+    is_by_expert,
+    mixtures,
+    stacks_on,
+)
 from autopart.passes.choose.pairs import NoSolution
-from autopart.passes.facts.strategies import output_atoms, possible, ways, ways_without_cuts_of_values
+from autopart.passes.facts.strategies import (
+    divides_positions,
+    output_atoms,
+    possible,
+    ways,
+    ways_without_cuts_of_values,
+)
 from autopart.plans.pins import LayoutPin, Pin, Pins
 from autopart.tracing.trace import Trace
 
 T = TypeVar("T")
 
 
-class Taken(NamedTuple):
-    """How axes that were solved for before cut a factor of an operator, and into how many parts together."""
-
-    strategy: Strategy
-    parts: int
-
-
 @dataclass(frozen=True)
 class Pinned:
     """What is fixed on an axis that is solved for: the layout pins, by what they hold for, with those that cut a
-    parameter over another axis, and what axes solved before have taken. A dim is cut by one axis alone.
+    parameter over another axis, and what axes solved before have taken. A dim that is not of experts is cut by one axis
+    alone.
 
     `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
-    choices. `factors`, `dims`: those of an operator's rule, and of a parameter, that other axes cut. `ranks`: of this
-    axis. `context`: what is asked of attention on it. `before`: what an operator does on other axes, with their ranks.
+    choices. `factors`, `dims`: those of an operator's rule, with how axes solved before cut them, and of a parameter,
+    with into how many parts. `ranks`: of this axis. `context`: what is asked of attention on it. `stacks`: the mixtures
+    whose experts it may cut (`passes/choose/folding.py`), also where other axes cut them. `before`: what an operator
+    does on other axes, with their ranks.
     """
 
     axis: str = ""
@@ -54,118 +68,104 @@ class Pinned:
     parameters: Mapping[str, tuple[LayoutPin, ...]] = field(default_factory=dict)
     operators: Mapping[fx.Node, tuple[LayoutPin, ...]] = field(default_factory=dict)
     variants: Mapping[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]] = field(default_factory=dict)
-    factors: Mapping[fx.Node, Mapping[str, Taken]] = field(default_factory=dict)
-    dims: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    factors: Mapping[fx.Node, Mapping[str, Sequence[Taken]]] = field(default_factory=dict)
+    dims: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     ranks: int = 1
     context: Context = "auto"
+    stacks: Stacks = field(default_factory=dict)
     before: Mapping[fx.Node, tuple[tuple[Strategy, int], ...]] = field(default_factory=dict)
+
+    def ways(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
+        """All that an operator may do on the axis, of so many ranks; other axes and pins left out."""
+        return ways(node, num_shards, self.cuts, node in self.stacks)
+
+    def ways_without_cuts_of_values(self, node: fx.Node, num_shards: int) -> tuple[Strategy, ...]:
+        """Those of them that cut nothing but what comes from weights."""
+        return ways_without_cuts_of_values(node, num_shards, self.cuts, node in self.stacks)
 
     def strategies(self, node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
         """The options that the pins of an operator, and other axes, leave."""
         pins, taken = self.operators.get(node, ()), self.factors.get(node, {})
         free = [o if o.factor not in taken else self._beside(node, o, taken[o.factor]) for o in options]
-        return [o for o in free if o is not None and all(_runs_as(o, pin) for pin in pins)]
+        left = [option for option in free if option is not None]
+        if self.is_routed(node):  # by axes inside this one: of this one's experts each rank has some
+            lookup = facts(node)["pattern"].lookup
+            left = [option for option in left if not option.factor or option.factor != lookup]
+        return [option for option in left if all(_runs_as(option, pin) for pin in pins)]
 
-    def _beside(self, node: fx.Node, option: Strategy, taken: Taken) -> Strategy | None:
+    def _beside(self, node: fx.Node, option: Strategy, taken: Sequence[Taken]) -> Strategy | None:
         """An option of a factor that axes inside this one cut: as it is, where each of theirs is a part of what a rank
         of this axis has; else cut inside each part of theirs; None: neither can be."""
-        return option if self._divides_again(node, option, taken) else self._inside(node, option, taken)
-
-    def _inside(self, node: fx.Node, option: Strategy, taken: Taken) -> Strategy | None:
-        """An option that cuts features of values which other axes cut, heads say: another atom of what they are made of
-        as it is, the same one in as many sections as it has parts."""
-        pattern = facts(node)["pattern"]
-        assert pattern is not None, "without a rule nothing is cut"
-        pairs = [(a, b) for a, b in zip(_places(option), _places(taken.strategy), strict=True) if a.is_shard]
-        alike = all(b.is_shard and a.dim == b.dim and len(a.sections) < 2 > len(b.sections) for a, b in pairs)
-        if self.cuts != "positions" or option.factor in (pattern.lookup, *pattern.joined) or not alike:
-            return None
-        atoms, counts = factor_atoms(node, pattern).get(option.factor, ()), _sections_of_both(pattern, option, taken)
-        if counts is None or not any(atom.kind == FEATURE for atom in atoms):
-            return None
-        if counts[0] != counts[1]:
+        if self._divides_again(node, option, taken):
             return option
-        outer = 1
-        for atom in atoms:
-            if outer == counts[0] and atom.kind == FEATURE and atom.size % (taken.parts * self.ranks) == 0:
-                return replace(
-                    option,
-                    inputs=tuple([_in_parts(place, taken.parts) for place in option.inputs]),
-                    outputs=tuple([_in_parts(place, taken.parts) for place in option.outputs]),
-                )
-            outer *= atom.size
-        return None
+        return cut_inside(node, option, taken, self.ranks) if self.cuts == "positions" else None
 
-    def _divides_again(self, node: fx.Node, option: Strategy, taken: Taken) -> bool:
-        """Whether an operator may cut what axes inside this one cut alike: positions, of a size that divides by all
-        these ranks. Each of theirs is then a part of what a rank of this axis has."""
+    def _divides_again(self, node: fx.Node, option: Strategy, taken: Sequence[Taken]) -> bool:
+        """Whether an operator may cut what axes inside this one cut alike: experts, or positions, of a size that
+        divides by all these ranks. Each of theirs is then a part of what a rank of this axis has."""
         pattern = facts(node)["pattern"]
         assert pattern is not None, "without a rule nothing is cut"
-        if self.cuts != "positions" or option.factor == pattern.lookup or option.factor in pattern.joined:
+        if node in self.stacks and any(cuts_alike(node, option, one.strategy) for one in taken):
+            return cuts_experts_again(node, self.stacks[node], option, taken, self.ranks)
+        if option.is_routed or self.cuts != "positions":
             return False
-        places = [[place.in_order for place in (*o.inputs, *o.outputs)] for o in (option, taken.strategy)]
-        if any(place.is_routed for place in places[1]):
-            return True  # each rank of this axis sends its own rows to experts
-        alike = all(a == b for a, b in zip(*places, strict=True) if a.is_shard or b.is_shard)
-        atoms = factor_atoms(node, pattern).get(option.factor, ())
-        is_positions = bool(atoms) and atoms[-1].kind == DATA_DIM and is_innermost(pattern, option.factor)
-        return alike and is_positions and atoms[-1].size % (taken.parts * self.ranks) == 0
+        if option.factor == pattern.lookup or option.factor in pattern.joined:
+            return False
+        if any(one.strategy.is_routed for one in taken):  # each rank of this axis sends its own rows to experts
+            return cuts_tokens_again(node, option, taken, self.ranks)
+        places = [[place.in_order for place in (*o.inputs, *o.outputs)] for o in (option, *(t.strategy for t in taken))]
+        alike = all(a == b for other in places[1:] for a, b in zip(places[0], other, strict=True)
+                    if a.is_shard or b.is_shard)  # fmt: skip
+        parts = math.prod(one.ranks for one in taken) * self.ranks
+        return alike and is_innermost(pattern, option.factor) and positions_divide(node, option.factor, parts)
 
     def is_routed(self, node: fx.Node) -> bool:
         """Whether an axis solved for before has an operator's rows on the ranks of their experts."""
-        return any(place.is_routed for taken in self.factors.get(node, {}).values() for place in taken.strategy.outputs)
+        outputs = (one.strategy.outputs for taken in self.factors.get(node, {}).values() for one in taken)
+        return any(place.is_routed for places in outputs for place in places)
 
     def placements(self, name: str, options: Sequence[Placement]) -> list[Placement]:
         """The options that the pins of a parameter, and other axes, leave, and what pins ask for themselves."""
-        pins, taken = self.parameters.get(name, ()), self.dims.get(name, frozenset())
+        pins, taken = self.parameters.get(name, ()), self.dims.get(name, {})
         asked = [Placement.parse(pin.text) for pin in pins if pin.axis == self.axis]
-        free = [place for place in dict.fromkeys([*options, *asked]) if not (place.is_shard and place.dim in taken)]
-        return [place for place in free if all(self._lies_as(place, pin) for pin in pins)]
+        free = [place for place in dict.fromkeys([*options, *asked])
+                if not (place.is_shard and place.dim in taken and not self.cuts_again(name, place))]  # fmt: skip
+        return [place for place in free if all(self._lies_as(name, place, pin) for pin in pins)]
+
+    def cuts_again(self, name: str, place: Placement) -> bool:
+        """Whether the experts of a weight may be cut so over this axis and those before."""
+        parts = self.dims.get(name, {}).get(0, 1) * self.ranks
+        return name in self.stacks and place == shard(0) and divides_positions(self.stacks[name], parts)
 
     def beside(
         self, before: Mapping[str, Mapping[fx.Node, Strategy]], stored: Mapping[str, Layout], mesh: Mesh
     ) -> Pinned:  # fmt: skip
         """The same, where other axes were solved for before: what every operator does on them, and {parameter: its
         layout so far}."""
-        factors: dict[fx.Node, dict[str, Taken]] = defaultdict(dict)
+        factors: dict[fx.Node, dict[str, list[Taken]]] = defaultdict(dict)
         done: dict[fx.Node, tuple[tuple[Strategy, int], ...]] = {}
         for axis, chosen in before.items():
             for node, strategy in chosen.items():
                 done[node] = (*done.get(node, ()), (strategy, mesh.size(axis)))
                 if factor := strategy.factor:
-                    parts = factors[node][factor].parts if factor in factors[node] else 1
-                    factors[node][factor] = Taken(strategy, parts * mesh.size(axis))
-        dims = {name: frozenset(place.dim for place in places.values() if place.is_shard)
-                for name, places in stored.items()}  # fmt: skip
+                    factors[node].setdefault(factor, []).append(Taken(strategy, mesh.size(axis)))
+        dims: dict[str, dict[int, int]] = defaultdict(dict)
+        for name, places in stored.items():
+            for axis, place in places.items():
+                if place.is_shard:
+                    dims[name][place.dim] = dims[name].get(place.dim, 1) * mesh.size(axis)
         return replace(self, factors=factors, dims=dims, ranks=mesh.size(self.axis), before=done)
 
-    def _lies_as(self, place: Placement, pin: LayoutPin) -> bool:
+    def _lies_as(self, name: str, place: Placement, pin: LayoutPin) -> bool:
         if pin.axis != self.axis:
-            return not place.is_shard or place.dim != Placement.parse(pin.text).dim
+            other = Placement.parse(pin.text)
+            return not place.is_shard or place.dim != other.dim or (place == other and self.cuts_again(name, place))
         return place.is_replicated if pin.is_replicated else str(place) == pin.text
 
 
 FREE = Pinned()
 
 _LEAVE = "leave it out, or another name or layout", "leave one of them out"
-
-
-def _places(option: Strategy) -> tuple[Placement, ...]:
-    return (*option.inputs, *option.outputs)
-
-
-def _in_parts(place: Placement, parts: int) -> Placement:
-    """A cut inside each of so many parts, into which other axes have cut what this one cuts."""
-    return shard(place.dim, (num_sections(place.sections) * parts,)) if place.is_shard else place
-
-
-def _sections_of_both(pattern: Pattern, option: Strategy, taken: Taken) -> tuple[int, int] | None:
-    """Into how many sections two options cut a factor where it is a dim of its own; None where it is none."""
-    operands = (*pattern.inputs, *pattern.outputs)
-    for dims, a, b in zip(operands, _places(option), _places(taken.strategy), strict=True):
-        if a.is_shard and b.is_shard and dims[a.dim] == (option.factor,):
-            return num_sections(a.sections), num_sections(b.sections)
-    return None
 
 
 def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
@@ -216,8 +216,21 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
             parameters.update({name: (*parameters[name], pin) for name in names})
         if pin.axis == axis:
             nodes.update({node: (*nodes[node], pin) for node in found})
-    cuts = mesh.axis(axis).cuts if axis else "features"
-    return Pinned(axis, cuts, parameters, nodes, _variants(trace, parameters, nodes))
+    cuts: Cuts = mesh.axis(axis).cuts if axis else "features"
+    stacks = stacks_pinned(mixtures(trace), mesh, parameters, nodes, axis)
+    variants = _variants(trace, parameters, nodes)
+    return Pinned(axis, cuts, parameters, nodes, variants, ranks=mesh.size(axis), stacks=stacks)
+
+
+def stacks_pinned(
+    found: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
+    operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
+) -> Stacks:  # fmt: skip
+    """The mixtures whose experts an axis may cut by these pins."""
+    cut = {name for name, pins in parameters.items()
+           if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
+    routed = {node for node, pins in operators.items() if any(is_by_expert(pin.text) for pin in pins)}
+    return stacks_on(found, mesh.axis(axis).cuts if axis else "", cut, routed)
 
 
 def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
@@ -324,7 +337,7 @@ def _check_parameter(trace: Trace, mesh: Mesh, pin: LayoutPin, name: str, pins: 
 def _check_operator(node: fx.Node, mesh: Mesh, pin: LayoutPin, pins: Pins) -> None:
     if pin.axis not in mesh.chosen:
         return
-    options = possible(node, ways(node, mesh.size(pin.axis), mesh.axis(pin.axis).cuts))
+    options = possible(node, ways(node, mesh.size(pin.axis), mesh.axis(pin.axis).cuts, is_by_expert(pin.text)))
     if any(_runs_as(option, pin) for option in options):
         return
     outputs = dict.fromkeys(str(option) if "->" in pin.text else str(option.outputs[0]) for option in options)
@@ -382,8 +395,8 @@ def _layout_conflict(
     where = ", ".join(dict.fromkeys(filter(None, map(pins.where, found))))
     pinned, ranks = pinned_layouts(trace, mesh, Pins(tuple(found)), axis), mesh.size(axis)
     if len(found) == 1:
-        for node in pinned.operators:
-            if not pinned.strategies(node, ways_without_cuts_of_values(node, ranks, pinned.cuts)):
+        for node in pinned.operators if pinned.cuts == "features" else ():
+            if not pinned.strategies(node, pinned.ways_without_cuts_of_values(node, ranks)):
                 why = f"{describe(node)} runs so with sequence parallelism only"
                 return LayoutError(cannot_hold(found), why=why, where=where, hint="sequence_parallel='auto' or True")
     why = _where_they_meet(trace, pinned, ranks)
@@ -399,7 +412,7 @@ def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
             return f"{_every_name(trace, name)}: a dim is cut by one axis alone"
     taken: dict[str, list[str]] = defaultdict(list)
     for node in pinned.operators:
-        options = pinned.strategies(node, ways(node, ranks, pinned.cuts))
+        options = pinned.strategies(node, pinned.ways(node, ranks))
         if not options:
             return f"{describe(node)} runs in one way"
         for weight, how in _on_weights(trace, node, options):

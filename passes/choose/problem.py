@@ -13,6 +13,7 @@ from autopart.cost.hardware import Hardware
 from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.mesh import Context, Mesh
 from autopart.ir.recomputation import Recompute
+from autopart.passes.choose.folding import check_folding, mixtures
 from autopart.passes.choose.pins import Pinned, pinned_layouts, pinned_parts
 from autopart.passes.choose.shard import SequenceParallel
 from autopart.passes.choose.storage import Storage
@@ -57,7 +58,15 @@ class Problem:
         no plan can follow, also where nothing is chosen."""
         axes = self.mesh.solving_order
         found = {axis: pinned_layouts(self.trace, self.mesh, self.pins, axis) for axis in axes or ("",)}
+        asked = {axis: found[axis].stacks for axis in self.mesh.chosen}
+        check_folding(self.mesh, mixtures(self.trace), asked)
         return found if axes else {}
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes on which experts may be cut, outermost first."""
+        mesh, pinned = self.mesh, self.pinned
+        return tuple(axis for axis in mesh.chosen if mesh.axis(axis).cuts == "experts" or pinned[axis].stacks)
 
     @cached_property
     def storage(self) -> Storage:

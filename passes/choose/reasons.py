@@ -19,6 +19,7 @@ from autopart.ir.facts import ACTIVE, WEIGHT, facts
 from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
 from autopart.ir.layout import DIRECTIONS, Placement, R
 from autopart.ir.program import Program
+from autopart.passes.choose.folding import Stacks, check_folding, mixtures
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.choose.pins import near_names, pinned_layouts, pinned_parts, solve_pinned
 from autopart.passes.choose.prices import Price, Step, stored_parts, summed_share
@@ -141,7 +142,8 @@ class Reasons:
         wanted = f"{asked.layouts[0].text} on {axis}"
         pins = Pins((*self.pins.layouts, *asked.layouts))
         try:
-            pinned = pinned_layouts(self.trace, self.mesh, pins, axis)
+            pinned, stacks = pinned_layouts(self.trace, self.mesh, pins, axis), self._stacks()
+            check_folding(self.mesh, mixtures(self.trace), {**stacks, axis: pinned.stacks})
             if axis not in self.solved:
                 return Why(name, wanted, "it is so in the plan")
             programme, chosen = self.solved[axis]
@@ -156,7 +158,13 @@ class Reasons:
         if found[1].strategies == chosen.strategies and not changed:
             return Why(name, wanted, "it is so in the plan")
         others = {wanted: "; ".join([_said(price), *(["with " + ", ".join(changed)] if changed else [])])}
-        return Why(name, f"not {wanted}", _reason(price, wanted), wanted, price.seconds, others)
+        is_folded = bool(pinned.stacks.keys() - stacks[axis].keys())
+        reason = f"experts are cut over {axis} where a pin asks for it" if is_folded else _reason(price, wanted)
+        return Why(name, f"not {wanted}", reason, wanted, price.seconds, others)
+
+    def _stacks(self) -> dict[str, Stacks]:
+        """The mixtures whose experts each axis may cut, outermost first."""
+        return {axis: self.problem.pinned[axis].stacks for axis in self.mesh.chosen}
 
     def _why_not_in_parts(self, name: str, asked: Pins) -> Why:
         """What it would cost to store parameters otherwise in parts, in the layouts they have on other axes: over all

@@ -26,7 +26,7 @@ from autopart.passes.choose.pairs import NoSolution, Pairs
 from autopart.passes.choose.pins import FREE, Pinned
 from autopart.passes.choose.prices import Price, Prices, Step, is_latency_bound
 from autopart.passes.facts.blocks import BlockPosition
-from autopart.passes.facts.strategies import possible, ways, ways_without_cuts_of_values
+from autopart.passes.facts.strategies import possible
 
 SequenceParallel = bool | Literal["auto"]
 """Whether values are cut along dims that no weight has: wherever they can be, never, or where that is faster."""
@@ -156,7 +156,7 @@ def fit_around(
 ) -> Mapping[fx.Node, Strategy]:  # fmt: skip
     """The cheapest strategies around where the parameters lie and what is decided for the operators in `fixed`; values
     stay whole between matrix products where they do in all of those. `pinned`: what other axes leave."""
-    is_whole = all(s in ways_without_cuts_of_values(node, num_shards, pinned.cuts) for node, s in fixed.items())
+    is_whole = all(s in pinned.ways_without_cuts_of_values(node, num_shards) for node, s in fixed.items())
     between: Between = "whole" if is_whole else "free"
     return ShardingProblem(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
 
@@ -228,7 +228,8 @@ class ShardingProblem:
             if facts(node)["role"] == ACTIVE:
                 self._join(BlockPosition(node), node, [R])
         for node, placements in wanted.items():
-            cut = [p for p in placements if p.is_shard and self.pinned.cuts != "positions"]
+            may_cut = self.pinned.cuts != "positions" or node.target in self.pinned.stacks
+            cut = [p for p in placements if p.is_shard and may_cut]
             places = [R, *([R_GRAD_P] if facts(node)["needs_grad"] else []), *cut]
             pinned = self.pinned.placements(node.target, places)
             places = [self.stored[node.target]] if node.target in self.stored else pinned
@@ -236,10 +237,10 @@ class ShardingProblem:
 
     def _options(self, node: fx.Node) -> list[Strategy]:
         """What an operator may do; where values are to be cut, not whole what can be cut along a dim of no weight."""
-        plain = ways_without_cuts_of_values(node, self.num_shards, self.pinned.cuts)
+        plain = self.pinned.ways_without_cuts_of_values(node, self.num_shards)
         if self.between == "whole" or facts(node)["role"] != ACTIVE:
             return self.pinned.strategies(node, plain)
-        found = ways(node, self.num_shards, self.pinned.cuts)
+        found = self.pinned.ways(node, self.num_shards)
         left = self.pinned.strategies(node, found)
         if self.pinned.cuts == "positions":
             left = as_asked(node, left, self.pinned.context, self.pinned.axis)

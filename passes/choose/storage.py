@@ -9,7 +9,7 @@ live (`Program.zero`). A dim is cut by one axis alone, so that a part is one blo
 Which axes may store says the mesh (`Axis.stores`). Those on which ranks hold a weight alike are joined in one, as the
 flattened `dp_shard_cp` of torchtitan is: `S(0)` on `dp_cp` cuts over the ranks of both, and one collective gathers it,
 where one axis after the other would take a collective each. An expert's weight, which `ep` cuts, is stored over `dp_cp`
-beside others of `dp_cp_ep`.
+beside others of `dp_cp_ep`; one that `cp` cuts too (`folding.py`), over `dp`.
 """
 
 from __future__ import annotations

@@ -62,27 +62,34 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions:
     return known[key]
 
 
-def ways(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
-    """All that an operator may do on a chosen axis of so many ranks, which cuts this (`Axis.cuts`)."""
-    if cuts == "features":
+def ways(node: fx.Node, num_shards: int, cuts: Cuts, folds: bool = False) -> tuple[Strategy, ...]:
+    """All that an operator may do on a chosen axis of so many ranks, which cuts this (`Axis.cuts`). `folds`: it is of a
+    mixture whose experts may be cut over the axis too, whatever else that cuts."""
+    folds = folds or cuts == "experts"
+    if cuts == "features" and not folds:
         return strategies(node, num_shards, ALL_TENSOR_KINDS)
     known, zigzag = facts(node)["strategies"], facts(node).get("zigzag", False)
     others = facts(node).get("other_positions", frozenset()) if cuts == "positions" else frozenset()
-    key = num_shards, cuts, zigzag, others
+    key = num_shards, cuts, zigzag, others, folds
     if key not in known:
         positions = ("zigzag" if zigzag else "in order") if cuts == "positions" else ""
         found = strategies(node, num_shards, _KINDS[cuts], positions)
-        routed = _routed(node, num_shards, found) if cuts == "experts" and facts(node).get("routed") else ()
-        kept = [s for s in found if _keeps_weights(node, s, cuts) and s.factor not in others]
+        routed = _routed(node, num_shards, found) if folds and facts(node).get("routed") else ()
+        kept = [s for s in found if _keeps_weights(node, s, cuts, folds) and s.factor not in others]
         rings = _rings(node, kept) if cuts == "positions" and is_attention(node) else ()
         known[key] = (*kept, *routed, *rings)
     return known[key]
 
 
-def ways_without_cuts_of_values(node: fx.Node, num_shards: int, cuts: Cuts) -> tuple[Strategy, ...]:
-    """Those of `ways` that cut nothing but what comes from weights."""
+def ways_without_cuts_of_values(
+    node: fx.Node, num_shards: int, cuts: Cuts, folds: bool = False
+) -> tuple[Strategy, ...]:  # fmt: skip
+    """Those of `ways` that cut nothing but what comes from weights, or lies by expert."""
     plain = strategies(node, num_shards, TENSOR_KINDS)
-    return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])
+    if not folds:
+        return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])
+    routed = _routed(node, num_shards, plain) if facts(node).get("routed") else ()
+    return (*[s for s in plain if _keeps_weights(node, s, cuts, folds)], *routed)
 
 
 def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[Strategy, ...]:
@@ -96,12 +103,19 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
         return tuple([found for place in ROUTES for found in _at_experts(node, pattern, whole, place, num_shards)])
     if not divides_positions(argument(node, "num_experts"), num_shards):
         return ()
-    own = [s.factor for s in plain if {*s.inputs, *s.outputs} == {shard(0)}]
+    own = _own_tokens(plain)
     if pattern.routes == "out":
-        sent = [Strategy((shard(0),) * 2, (SENT,), factor) for factor in own]
+        sent = [Strategy((place,) * 2, (SENT,), factor) for factor, place in own]
         return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]), *sent)
-    sent = [Strategy((SENT, shard(0)), (shard(0),), factor) for factor in own]
+    sent = [Strategy((SENT, place), (place,), factor) for factor, place in own]
     return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]), *sent)
+
+
+def _own_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
+    """The factor of a mixture's tokens, and how they are cut where a rank works on its own alone; nothing where it
+    cannot. Of several ways one, so that rows come back to the tokens that they are sent from."""
+    found = [(s.factor, s.inputs[0]) for s in plain if len({*s.inputs, *s.outputs}) == 1 and s.inputs[0].is_shard]
+    return sorted(((factor, place) for factor, place in found if place.dim == 0), key=lambda one: one[1])[:1]
 
 
 def _rings(node: fx.Node, found: Iterable[Strategy]) -> list[Strategy]:
@@ -142,12 +156,14 @@ def _at_experts(
     return (Strategy(tuple(inputs), (place,) * len(pattern.outputs), row),)
 
 
-def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts) -> bool:
+def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, folds: bool = False) -> bool:
     """Whether an operator takes weights whole, or cuts them as values that it takes beside them (a table of positions
     that is added to them), or as experts: a dim of the weights that the rows choose from, or one that all have."""
+    if cuts == "features":
+        return True
     weights = [facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node)]
     if facts(node)["role"] == WEIGHT:
-        return cuts == "experts" or not strategy.is_sharded
+        return cuts == "experts" or folds or not strategy.is_sharded
     if not any(place.is_shard and weight for place, weight in zip(strategy.inputs, weights, strict=True)):
         return True
     pattern = facts(node)["pattern"]

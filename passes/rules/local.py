@@ -15,7 +15,7 @@ from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, shape, value
-from autopart.ir.layout import Placement, local_shape, section_sizes
+from autopart.ir.layout import Placement, cut_together, local_shape, parts_of, section_sizes
 from autopart.ir.operators import autopart_ops
 from autopart.ir.pattern import Pattern
 from autopart.ir.selection import most_positions
@@ -55,10 +55,23 @@ class LocalCall:
     def output_layout(self) -> dict[str, Placement]:
         return {axis: s.outputs[0] for axis, s in self.strategies.items()}
 
-    def first_row(self, axis: str, rows: int) -> fx.Node:
-        """The number of the first row that this rank holds of a table of `rows` rows."""
-        step = -(-rows // self.sizes[axis])
-        return self.emit(operator.mul, self.emit(autopart_ops.axis_index.default, axis), step)
+    def num_ranks(self, axes: str) -> int:
+        """How many ranks an axis has, or several joined in one."""
+        return math.prod(self.sizes[axis] for axis in parts_of(axes))
+
+    def index(self, axes: str) -> fx.Node:
+        """Where this rank is on an axis, or on several joined in one."""
+        outermost, *inside = parts_of(axes)
+        index = self.emit(autopart_ops.axis_index.default, outermost)
+        for axis in inside:
+            others = self.emit(operator.mul, index, self.sizes[axis])
+            index = self.emit(operator.add, others, self.emit(autopart_ops.axis_index.default, axis))
+        return index
+
+    def first_row(self, axes: str, rows: int) -> fx.Node:
+        """The number of the first row that this rank holds of a table of `rows` rows, which is cut over an axis, or
+        over several joined in one."""
+        return self.emit(operator.mul, self.index(axes), -(-rows // self.num_ranks(axes)))
 
 
 LocalForm = Callable[[LocalCall], fx.Node | None]
@@ -96,10 +109,11 @@ def shape_argument(call: LocalCall) -> fx.Node:
     given, made_of = call.node.args[1], facts(call.node)["atoms"]
     is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(given, made_of, strict=True)]
     local = [-1 if of else size for of, size in zip(is_open, local, strict=True)]
-    for axis, place in layout.items():
+    for place in layout.values():
         if place.is_routed:
             local[place.dim] = -1  # as many rows as a rank's experts have
-        if place.is_shard and any(size % call.sizes[axis] for size in section_sizes(full[place.dim], place.sections)):
+    for axes, place in cut_together(layout).items():
+        if any(size % call.num_ranks(axes) for size in section_sizes(full[place.dim], place.sections)):
             local[place.dim] = -1  # shards of unequal sizes
     return call.as_traced({1: local})
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopart.errors import LayoutError
 from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
-from autopart.ir.graph import shape, value
+from autopart.ir.graph import describe, shape, value
 from autopart.ir.layout import (
     R_GRAD_P,
     Layout,
@@ -96,8 +97,16 @@ class Converter:
         if not cut.is_shard:
             return emit(operation, made, axis, **options)
         assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
-        parts = math.prod(ranks for other, ranks in others if other.is_shard and other.dim == cut.dim)
-        return emit(operation, made, axis, cut.dim, shape(node)[cut.dim] // parts, list(cut.sections), **options)
+        return emit(operation, made, axis, cut.dim, self._size(node, current, axis, cut), list(cut.sections), **options)
+
+    def _size(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
+        """The size of a dim over one axis alone, of which other axes cut their parts."""
+        beside = [a for a, p in current.items() if a != axis and p.is_shard and p.dim == cut.dim]
+        others, full = math.prod(self.sizes[a] for a in beside), shape(node)[cut.dim]
+        in_one_piece = not any(p.sections for p in (cut, *(current[a] for a in beside)))
+        if beside and in_one_piece and full % (others * self.sizes[axis]):
+            raise _of_unequal_parts(node, cut.dim, axis, beside)
+        return full // others
 
     def _others(self, current: Mapping[str, Placement], axis: str) -> list[tuple[Placement, int]]:
         """How the other axes cut a value, each with its ranks."""
@@ -152,6 +161,17 @@ class Converter:
         return made if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, made, computed)
 
 
+def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
+    """The error for one axis that is to cut or gather what several cut as one."""
+    name = node.target if node.op == "get_attr" else describe(node)
+    return LayoutError(
+        f"{axis} cannot cut or gather dim {dim} of {name} alone",
+        why=f"its {shape(node)[dim]} experts are in unequal parts over {' and '.join(beside)} too, and something else "
+        "than products with rows reads them",
+        hint=f"no pins that cut them over {axis}, or sizes of axes whose product divides them",
+    )
+
+
 def _zigzags(source: Placement, target: Placement) -> tuple[list[int], ...]:
     """What an all-to-all is told of cuts in zigzag."""
     return (list(source.sections), list(target.sections)) if source.is_zigzag or target.is_zigzag else ()
@@ -170,13 +190,19 @@ def _gradient_first(
 
 def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:
     """What has to be brought together before anything else: a dim that several axes cut, the innermost cut first, and
-    one that an axis cuts where another is to cut it. Else the shards would be put together in another order."""
+    one that an axis cuts where another is to cut it. Else the shards would be put together in another order. Where an
+    axis outside changes how it cuts what one inside cuts alike, that one cuts it again behind."""
     axes = list(current)
     for axis in reversed(axes):
         place = current[axis]
+        changing = [a for a in axes[: axes.index(axis)] if current[a] != target[a]]
+        if place.is_shard and target[axis] == place:
+            around = [p.in_order for a in changing for p in (current[a], target[a])]
+            if axis != MICROBATCH_AXIS and place.in_order in around:
+                yield axis, whole
         if not place.is_shard or target[axis] == place:
             continue
-        outside = [current[a] for a in axes[: axes.index(axis)] if current[a] != target[a]]
+        outside = [current[a] for a in changing]
         arriving = [p for a, p in target.items() if a != axis and current[a] != p]
         if any(p.is_shard and p.dim == place.dim for p in (*outside, *arriving)):
             yield axis, target[axis] if target[axis].is_replicated else whole

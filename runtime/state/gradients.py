@@ -29,6 +29,7 @@ from autopart.runtime.state.reducing import (
     sent_dtype,
     unflatten,
 )
+from autopart.runtime.state.state import joined_axes
 from autopart.runtime.state.wholes import Wholes
 
 if TYPE_CHECKING:
@@ -147,8 +148,8 @@ def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: s
 
 
 def connect_sums(program: Program, process: Process) -> None:
-    """Makes the process groups in which gradients are summed beside the work of stages. Every rank calls this with the
-    same program."""
+    """Makes the process groups in which gradients are summed beside the work of stages, and those along several axes
+    as one. Every rank calls this with the same program."""
     axes = {axis for stored in program.parameters.values() for axis in stored.summed_over(program.mesh)}
     parts = storing_axes(program)
     for axis in (axis for axis in program.mesh.sizes if axis in axes and axis not in parts):
@@ -156,6 +157,8 @@ def connect_sums(program: Program, process: Process) -> None:
     for axis in parts:
         process.along(axis)
         process.beside(axis)
+    for axis in joined_axes(program):
+        process.along(axis)
 
 
 def connect_tied(program: Program, process: Process, stage_style: str) -> None:

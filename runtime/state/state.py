@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopart.errors import RuntimeSetupError, StageError
+from autopart.ir.layout import cut_together, parts_of
 from autopart.ir.mesh import Mesh
+from autopart.ir.operators import axis_of, operator_name
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.collectives import PRIMITIVES
@@ -21,14 +23,13 @@ from autopart.runtime.state.weights import Weights
 
 
 def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
-    """How the full tensor is cut, axis by axis; two axes on one dim cut one after the other, outer axis first."""
+    """How the full tensor is cut, axis by axis, outer axis first; axes that cut a dim in one piece each cut it as
+    one."""
     shape = list(stored.shape)
     cuts = []
-    for axis in sorted(stored.layout, key=mesh.stride, reverse=True):
-        placement, num_ranks = stored.layout[axis], mesh.size(axis)
-        if not placement.is_shard or num_ranks == 1:
-            continue
-        cut = Cut(placement.dim, shape[placement.dim], placement.sections, num_ranks)
+    outermost_first = sorted((axis for axis in stored.layout if mesh.size(axis) > 1), key=mesh.stride, reverse=True)
+    for axis, placement in cut_together({axis: stored.layout[axis] for axis in outermost_first}).items():
+        cut = Cut(placement.dim, shape[placement.dim], placement.sections, mesh.size(axis))
         cuts.append((axis, cut))
         shape[placement.dim] = cut.length(0)
     return cuts
@@ -37,6 +38,14 @@ def stored_cuts(stored: StoredTensor, mesh: Mesh) -> list[tuple[str, Cut]]:
 def cuts_at(stored: StoredTensor, mesh: Mesh, coordinates: Mapping[str, int]) -> Cuts:
     """How the part on the rank at these coordinates is cut out of the full tensor: each cut, and the shard of it."""
     return [(cut, mesh.index(coordinates, axis)) for axis, cut in stored_cuts(stored, mesh)]
+
+
+def joined_axes(program: Program) -> list[str]:
+    """Axes joined in one, along which stages move values or weights are cut, in the order of their names."""
+    nodes = (node for stage in program.stages for node in stage.graph.graph.nodes)
+    axes = {axis for node in nodes if operator_name(node) != "axis_index" and (axis := axis_of(node)) is not None}
+    axes |= {axis for stored in program.parameters.values() for axis, _ in stored_cuts(stored, program.mesh)}
+    return sorted(axis for axis in axes if len(parts_of(axis)) > 1)
 
 
 def settled(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
