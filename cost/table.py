@@ -27,7 +27,7 @@ from .dp_sync import Carried, by_method, sync_s
 from .formula import CutBytes, Totals
 from .hardware import Hardware
 from .rows import Parameter, Row, cast_bytes, mean_share, named_in, summed_over
-from .sends import Crossing, gather_cost, scattering_pays
+from .sends import StageCrossing, gather_cost, scattering_pays
 from .setting import Setting
 from .simulate import Simulation, simulated
 from .stages import balance, shared_by
@@ -173,16 +173,16 @@ class Priced:
         cuts = self.setting.cuts if self.setting.cuts is not None else stage_cuts(self.table, self.setting)
         return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
 
-    def crossing(self, row: Row) -> Crossing:
+    def crossing(self, row: Row) -> StageCrossing:
         """What a cut before an operator sends."""
         whole = row.crossing if row.crossing is not None else NOTHING
-        return Crossing(float(whole.at(self.times)), float(row.alike.at(self.times)))
+        return StageCrossing(float(whole.at(self.times)), float(row.alike.at(self.times)))
 
     @cached_property
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[StageCrossing]:
         """What every stage receives."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
-        return [Crossing(0.0, 0.0), *map(self.crossing, starts)]
+        return [StageCrossing(0.0, 0.0), *map(self.crossing, starts)]
 
     @cached_property
     def scatters(self) -> bool:

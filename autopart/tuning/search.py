@@ -115,7 +115,7 @@ class Candidate:
         )
 
 
-class Kind(NamedTuple):
+class LayoutKind(NamedTuple):
     """What kinds of axes the layouts of a table are for. `context`: ranks of `cp` that they are chosen for."""
 
     tensor: bool
@@ -124,10 +124,10 @@ class Kind(NamedTuple):
     experts: bool = False
 
     @staticmethod
-    def of(mesh: Mesh, sequence_parallel: bool) -> Kind:
+    def of(mesh: Mesh, sequence_parallel: bool) -> LayoutKind:
         """That of a mesh. From eight ranks of `cp` on attention may be cheaper in another way."""
         context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
-        return Kind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
+        return LayoutKind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
 
     @property
     def mesh(self) -> Mesh:
@@ -158,7 +158,7 @@ class Space:
     precision: Precision | None = None
     methods: Sequence[DpSync] = ()
     balance: float = 1.0
-    tables: dict[tuple[Kind, Word], Table] = field(default_factory=dict)
+    tables: dict[tuple[LayoutKind, Word], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         phase("tracing a few of the model's blocks")
@@ -180,7 +180,7 @@ class Space:
         self._drafts.clear()
         self.tables.clear()
 
-    def table(self, kind: Kind, recompute: Word) -> Table:
+    def table(self, kind: LayoutKind, recompute: Word) -> Table:
         """The table for layouts of a kind, counted when first asked for."""
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
@@ -199,7 +199,7 @@ class Space:
         return self.tables[kind, recompute]
 
     @cached_property
-    def _drafts(self) -> dict[Kind, Any]:
+    def _drafts(self) -> dict[LayoutKind, Any]:
         return {}
 
     @cached_property
@@ -262,15 +262,15 @@ class Space:
         settings = list(self.settings(devices))
         phase(f"sweeping {len(settings):,} meshes and schedules by formula")
         found: list[Candidate] = []
-        kinds: dict[Kind, list[tuple[Mesh, Schedule]]] = {}
+        kinds: dict[LayoutKind, list[tuple[Mesh, Schedule]]] = {}
         for mesh, schedule in settings:
             for sequence_parallel in (False, True) if mesh.size("tp") > 1 else (False,):
-                kinds.setdefault(Kind.of(mesh, sequence_parallel), []).append((mesh, schedule))
+                kinds.setdefault(LayoutKind.of(mesh, sequence_parallel), []).append((mesh, schedule))
         for kind, chosen in kinds.items():
             found += self._swept(chosen, kind)
         return sorted(found, key=lambda candidate: candidate.step_time_s)
 
-    def _swept(self, settings: Sequence[tuple[Mesh, Schedule]], kind: Kind) -> Iterator[Candidate]:
+    def _swept(self, settings: Sequence[tuple[Mesh, Schedule]], kind: LayoutKind) -> Iterator[Candidate]:
         known: dict[Any, Any] = {}
         held = {name: self.assumed[name] for name in ("state_bytes", "receives_held") if name in self.assumed}
         variants = [(recompute, zero) for recompute in get_args(Word) for zero in LEVELS]
@@ -295,7 +295,7 @@ class Space:
 
     def simulated(self, candidate: Candidate) -> Candidate:
         """The candidate with its own stages and schedule, simulated."""
-        table = self.table(Kind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
+        table = self.table(LayoutKind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
         setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, dp_sync=candidate.dp_sync,
                           **self.assumed)  # fmt: skip
         found = predict(table, setting, self.hardware)
