@@ -53,7 +53,7 @@ class Row:
     forward to its backward. `in_forward`, `in_backward`: what is there while either runs beyond what this operator and
     those before it keep, without weights on their way and gradients of weights; a term may be negative. `crossing`:
     what a cut before it would send, None where none can be; of that `alike`: what may be sent in parts
-    (`sends.StageCrossing`), `unkept`: what no operator before it keeps, and `kept_later`: what one after it keeps first.
+    (`sends.StageCrossing`), `unkept`: what no operator before it keeps, `kept_later`: what one after it keeps first.
     `load`: what stages are balanced by. `parameters`: those that it reads; `reads_also`: those of which it reads a
     view, or the whole that another row gathers.
     """
