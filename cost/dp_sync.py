@@ -123,9 +123,9 @@ def exchanges(of: Carried, num_ranks: Any, several: int | None = None) -> list[T
         times = 2 if method.name == "gradient_tracking" else 1
         if method.graph == "complete":
             return [Transfer("all_reduce", times * size)]
-        found = [Transfer("send", times * size, neighbours(method.graph, several or num_ranks))]
+        gossip = [Transfer("send", times * size, neighbours(method.graph, several or num_ranks))]
         every = dict(method.numbers).get("every", 0)
-        return [*found, Transfer("all_reduce", size, 1 / every)] if every else found
+        return [*gossip, Transfer("all_reduce", size, 1 / every)] if every else gossip
     if method.name == "all_reduce":
         return [Transfer("all_reduce", size)]
     return [Transfer("all_gather", num_ranks * made)]

@@ -45,6 +45,6 @@ def gather_cost(size_bytes: float, mesh: Mesh, hardware: Hardware) -> tuple[int,
 
 def scattering_pays(crossings: Iterable[StageCrossing], mesh: Mesh, hardware: Hardware) -> bool:
     """Whether what all stages receive takes less time in parts."""
-    found = [crossing for crossing in crossings if crossing.alike]
-    whole, parts = (math.fsum(one.time_s(mesh, hardware, scatters) for one in found) for scatters in (False, True))
+    with_alike = [crossing for crossing in crossings if crossing.alike]
+    whole, parts = (math.fsum(one.time_s(mesh, hardware, scatters) for one in with_alike) for scatters in (False, True))
     return parts < whole

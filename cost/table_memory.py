@@ -109,7 +109,7 @@ def _stages_bytes(priced: Priced) -> list[StageBytes]:
     starts = [rows[positions[stage.start]] for stage in priced.stages[1:]]
     unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0]
     received = [0.0, *(float(row.kept_later.at(times)) for row in starts)]
-    found = []
+    stages = []
     for i, stage in enumerate(priced.stages):
         order = [priced.table.order[j] for j in stage]
         beyond = beyond_kept(priced, order)
@@ -118,8 +118,8 @@ def _stages_bytes(priced: Priced) -> list[StageBytes]:
         gradients = sum(priced.grown_bytes(one.known) for one in reads_of(priced, order).values())
         held = max(0.0, kept - received[i]) + unkept[i] + gathered
         sizes = (held, 0.0, *beyond, gradients)
-        found.append(StageBytes(*map(round, sizes)))
-    return found
+        stages.append(StageBytes(*map(round, sizes)))
+    return stages
 
 
 def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:

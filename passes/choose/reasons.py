@@ -43,11 +43,11 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
     """
     if not solved:  # weights lie whole on every rank: there is nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
-    programme, sharding = list(solved.values())[-1]
-    price = programme.price(sharding.options, programme.real_prices)
+    problem, sharding = list(solved.values())[-1]
+    price = problem.price(sharding.options, problem.real_prices)
     found = {
         "objective": sharding.cost, "lower_bound": sharding.bound, "gap": sharding.gap,
-        "sharing_costs": programme.sharing_costs(sharding), "work_share": price.work, "weight_share": price.weights,
+        "sharing_costs": problem.sharing_costs(sharding), "work_share": price.work, "weight_share": price.weights,
         "communication_s": price.communication_s, "memory_traffic_s": price.memory_traffic_s,
         "gradient_sync_s": price.gradient_sync_s,
     }  # fmt: skip
@@ -212,12 +212,12 @@ class Reasons:
         return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
 
     def _without(
-        self, made: fx.Node, source: Placement, target: Placement, programme: ShardingProblem
+        self, made: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
         """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
-        value = next((value for value in programme.values if value.is_of(made)), None)
+        value = next((value for value in problem.values if value.is_of(made)), None)
         try:
-            return programme.solve(forbidden=Converted(value, source, target)) if value is not None else None
+            return problem.solve(forbidden=Converted(value, source, target)) if value is not None else None
         except NoSolution:
             return None
 
@@ -242,25 +242,25 @@ class Reasons:
 
     def _others(self, choice: Choice, solved: Solved) -> dict[str, Price]:
         """The other options of a choice and how much more each costs, cheapest first, all else chosen around it."""
-        programme, chosen = solved
+        problem, chosen = solved
         found: list[tuple[float, str, Price]] = []
         for i, option in enumerate(choice.options):
             if i != chosen.options[id(choice)]:
                 try:
-                    other = programme.solve(forced={id(choice): i})
+                    other = problem.solve(forced={id(choice): i})
                 except NoSolution:
                     continue
-                found.append((other.cost, str(option), _more((programme, other), solved)))
+                found.append((other.cost, str(option), _more((problem, other), solved)))
         return {option: price for _, option, price in sorted(found, key=lambda entry: entry[:2])}
 
 
-def _solved(programme: ShardingProblem) -> Solved:
-    return programme, programme.solve()
+def _solved(problem: ShardingProblem) -> Solved:
+    return problem, problem.solve()
 
 
 def _more(other: Solved, chosen: Solved) -> Price:
     """How much more one solution costs than another, at the prices that are minimised."""
-    price, before = (programme.price(found.options, programme.prices) for programme, found in (other, chosen))
+    price, before = (problem.price(found.options, problem.prices) for problem, found in (other, chosen))
     return price - before
 
 

@@ -138,13 +138,13 @@ def cheapest(
         if best is not None and (sequence_parallel is True or is_latency_bound(graph, num_shards, hardware, step)):
             break
         try:
-            programme = ShardingProblem(graph, num_shards, hardware, {}, {}, pinned, between, step)
-            found = programme.solve()
+            problem = ShardingProblem(graph, num_shards, hardware, {}, {}, pinned, between, step)
+            sharding = problem.solve()
         except NoSolution:
             continue
-        price = programme.price(found.options, programme.real_prices)
+        price = problem.price(sharding.options, problem.real_prices)
         if best is None or price.is_less(best[0]):
-            best = price, programme, found
+            best = price, problem, sharding
     if best is None:
         raise NoSolution
     return best[1:]
