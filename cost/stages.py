@@ -80,7 +80,7 @@ def balance(
 
 
 def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
-    """The least possible heaviest stage: dynamic programme over (stages used, place), each step a bisection.
+    """The least possible heaviest stage: dynamic program over (stages used, place), each step a bisection.
 
     A stage from place a to place b weighs `end[b] - start[a]`.
     """

@@ -127,7 +127,7 @@ def cheapest(
     step: Step,
     pinned: Pinned,
 ) -> tuple[ShardingProblem, Sharding]:
-    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the programme it solves.
+    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the problem that it solves.
 
     "auto" solves for values whole between matrix products and, unless the model is a toy, for values as they are best,
     and takes what is faster. True leaves values as they are best only where not all that can be cut can be together.
@@ -196,7 +196,7 @@ class ShardingProblem:
             choice.costs = [len(choice.members) * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: Pinned) -> ShardingProblem:
-        """The same programme with other pins, beside the same axes."""
+        """The same problem with other pins, beside the same axes."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context")}
         return self._again(replace(pinned, **known), self.is_shared)
 
