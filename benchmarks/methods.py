@@ -26,7 +26,7 @@ from autopart.errors import MemoryLimitError
 from autopart.ir.mesh import Mesh
 from autopart.ir.recomputation import Word
 from autopart.tuning.block_search import blocks_of, completed
-from autopart.tuning.search import Kind, Space, space_of
+from autopart.tuning.search import LayoutKind, Space, space_of
 
 
 class Case(NamedTuple):
@@ -117,7 +117,7 @@ def uniform(space: Space, blocks: Blocks, limit: float) -> dict[str, Any] | None
     """The fastest uniform choice that fits, as a plan would cut and run it."""
     mesh, fitting = blocks.setting.mesh, []
     for recompute in get_args(Word):
-        table = space.table(Kind.of(mesh, mesh.size("tp") > 1), recompute)
+        table = space.table(LayoutKind.of(mesh, mesh.size("tp") > 1), recompute)
         for zero in (0, 3) if mesh.size("dp") > 1 else (0,):
             found = predict(table, Setting(mesh, blocks.setting.schedule, space.rows, zero), space.hardware)
             row = {"recompute": recompute, "zero": zero, "step_time_s": found.step_time_s,

@@ -33,7 +33,7 @@ from autopart.cost.table import Setting, predict
 from autopart.ir.mesh import Mesh
 from autopart.ir.precision import Precision
 from autopart.plans.plan import Schedule
-from autopart.tuning.search import Kind, Space, space_of
+from autopart.tuning.search import LayoutKind, Space, space_of
 
 SEQUENCE, VOCABULARY, MEMORY = 2048, 51200, 80e9
 STATES = 8.0  # PTD-P: bytes for each of a parameter in 16 bits: gradient 4, master 4, two moments 8, of 2
@@ -182,7 +182,7 @@ def measure(run: Run, search: bool = False) -> dict[str, Any]:
     start_s = time.perf_counter()
     model = space(run.hidden, run.layers, run.heads, run.batch)
     traced_s = time.perf_counter() - start_s
-    found = predict(model.table(Kind(run.tp > 1, False), "full"), setting(run), model.hardware)
+    found = predict(model.table(LayoutKind(run.tp > 1, False), "full"), setting(run), model.hardware)
     tflops = run.flops / run.gpus / found.step_time_s / 1e12
     row = {
         "billions": run.billions, "mesh": str(run.mesh), "tflops": tflops, "published": run.tflops,
@@ -207,7 +207,7 @@ def measure_mpt(run: Mpt, hardware: str) -> dict[str, Any]:
     found.fused = True
     mesh = Mesh.parse({"dp": run.gpus})
     chosen = Setting(mesh, Schedule(None, run.microbatches, 1), rows, 3)
-    mfu = predict(found.table(Kind(False, False), "full" if run.full else "none"), chosen, found.hardware).mfu
+    mfu = predict(found.table(LayoutKind(False, False), "full" if run.full else "none"), chosen, found.hardware).mfu
     return {"name": run.name, "hardware": hardware, "gpus": run.gpus, "mfu": mfu, "published": run.mfu,
             "error": mfu / run.mfu - 1}  # fmt: skip
 

@@ -41,7 +41,7 @@ _SLOWEST, _FASTEST = 1e3, 1e13
 """Links that are looked at, in bytes a second."""
 
 
-class Exchange(NamedTuple):
+class Transfer(NamedTuple):
     """Collectives of one kind over an array of so many bytes, `often` a step."""
 
     kind: str
@@ -106,29 +106,29 @@ def _factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[i
     return itemsize * (edges if 2 * edges <= elements else elements)
 
 
-def exchanges(of: Carried, num_ranks: Any, several: int | None = None) -> list[Exchange]:
+def exchanges(of: Carried, num_ranks: Any, several: int | None = None) -> list[Transfer]:
     """What is sent in a step; all but `several`, so many ranks for the neighbours on a graph, may be expressions."""
     method, size, made = of.method, of.size_bytes, of.made_bytes
     if num_ranks == 1:
         return []
     if method.name == "parameter_server":
-        return [Exchange("send", size, 2 * (num_ranks - 1))]
+        return [Transfer("send", size, 2 * (num_ranks - 1))]
     if method.name in ("double_squeeze", "neolithic"):
-        return [Exchange("all_to_all", num_ranks * made), Exchange("all_gather", made)]
+        return [Transfer("all_to_all", num_ranks * made), Transfer("all_gather", made)]
     if method.name == "powersgd":
-        return [Exchange("all_reduce", of.factor_bytes / 3)] * 3
+        return [Transfer("all_reduce", of.factor_bytes / 3)] * 3
     if method.name in ("local", "diloco"):
-        return [Exchange("all_reduce", size, 1 / method.every)]
+        return [Transfer("all_reduce", size, 1 / method.every)]
     if method.changes == "models":
         times = 2 if method.name == "gradient_tracking" else 1
         if method.graph == "complete":
-            return [Exchange("all_reduce", times * size)]
-        found = [Exchange("send", times * size, neighbours(method.graph, several or num_ranks))]
+            return [Transfer("all_reduce", times * size)]
+        gossip = [Transfer("send", times * size, neighbours(method.graph, several or num_ranks))]
         every = dict(method.numbers).get("every", 0)
-        return [*found, Exchange("all_reduce", size, 1 / every)] if every else found
+        return [*gossip, Transfer("all_reduce", size, 1 / every)] if every else gossip
     if method.name == "all_reduce":
-        return [Exchange("all_reduce", size)]
-    return [Exchange("all_gather", num_ranks * made)]
+        return [Transfer("all_reduce", size)]
+    return [Transfer("all_gather", num_ranks * made)]
 
 
 def passes(method: Method, num_ranks: int) -> float:

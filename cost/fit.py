@@ -36,7 +36,7 @@ Estimate = Callable[[Mesh, Mapping[str, Any]], Sequence[RankMemory]]
 
 
 @dataclass(frozen=True)
-class Way:
+class Remedy:
     """One thing to change. `more_ranks`: on a larger mesh."""
 
     text: str
@@ -86,31 +86,31 @@ def told(rank: RankMemory) -> str:
     )
 
 
-def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) -> Iterator[Way]:
+def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) -> Iterator[Remedy]:
     """What there is to change, on the same ranks first."""
     if schedule.name is not None:
         same = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
         for name in (name for name in same if name in FLUSHING and name != schedule.name):
             if not (given.get("compile") and name in SPLIT_BACKWARD):
                 options = {"schedule": name, "microbatches": schedule.microbatches}
-                yield Way(f"schedule='{name}'", mesh, {**options, "virtual_stages": schedule.virtual_stages})
+                yield Remedy(f"schedule='{name}'", mesh, {**options, "virtual_stages": schedule.virtual_stages})
     if mesh.storing_axis is not None and not given.get("zero") and not given.get("compile"):
-        yield Way("zero=3", mesh, {"zero": 3})
+        yield Remedy("zero=3", mesh, {"zero": 3})
     most = rows // mesh.row_ranks
     for microbatches in dict.fromkeys((2 * schedule.microbatches, 4 * schedule.microbatches, most)):
         if schedule.microbatches < microbatches <= most and most % microbatches == 0:
-            yield Way(f"microbatches={microbatches}", mesh, {"microbatches": microbatches})
+            yield Remedy(f"microbatches={microbatches}", mesh, {"microbatches": microbatches})
     if mesh.size("tp") > 1 and given.get("sequence_parallel") is not True:
-        yield Way("sequence_parallel=True", mesh, {"sequence_parallel": True})
+        yield Remedy("sequence_parallel=True", mesh, {"sequence_parallel": True})
     if given.get("recompute") in (None, "none"):
         for recompute in ("selective", "full"):
-            yield Way(f"recompute='{recompute}'", mesh, {"recompute": recompute})
+            yield Remedy(f"recompute='{recompute}'", mesh, {"recompute": recompute})
     for axis in ("tp", "pp", "dp"):
         larger = Mesh.parse({**mesh.sizes, axis: 2 * mesh.size(axis)})
-        yield Way(f"mesh='{larger}' ({larger.num_ranks} ranks)", larger, {}, more_ranks=True)
+        yield Remedy(f"mesh='{larger}' ({larger.num_ranks} ranks)", larger, {}, more_ranks=True)
 
 
-def quick_ways(mesh: Mesh, given: Mapping[str, Any]) -> Iterator[Way]:
+def quick_ways(mesh: Mesh, given: Mapping[str, Any]) -> Iterator[Remedy]:
     """The few changes that take the most away: one by one on the same ranks, then together, there and on twice to eight
     times as many."""
     changes: list[tuple[str, dict[str, Any]]] = []
@@ -119,19 +119,19 @@ def quick_ways(mesh: Mesh, given: Mapping[str, Any]) -> Iterator[Way]:
     if given.get("recompute") in (None, "none"):
         changes.append(("recompute='full'", {"recompute": "full"}))
     for text, options in changes:
-        yield Way(text, mesh, options)
+        yield Remedy(text, mesh, options)
     text = ", ".join(text for text, _ in changes)
     together = {name: value for _, options in changes for name, value in options.items()}
     if len(changes) > 1:
-        yield Way(text, mesh, together)
+        yield Remedy(text, mesh, together)
     axis = "tp" if mesh.size("tp") < MOST_TENSOR_RANKS else "pp"
     for times in (2, 8):
         larger = Mesh.parse({**mesh.sizes, axis: times * mesh.size(axis)})
         on = f"mesh='{larger}' ({larger.num_ranks} ranks)"
-        yield Way(f"{text}, {on}" if text else on, larger, together, more_ranks=True)
+        yield Remedy(f"{text}, {on}" if text else on, larger, together, more_ranks=True)
 
 
-def what_helps(found: Iterator[Way], needed: int, limit: int, estimate: Estimate) -> list[str]:
+def what_helps(found: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
     """Of the ways that take less than `needed` bytes a text each, the first that fits the last. At most `TRIES` are
     estimated: a count and not a time, so that all processes say the same."""
     lines = []
@@ -147,7 +147,7 @@ def what_helps(found: Iterator[Way], needed: int, limit: int, estimate: Estimate
     return lines
 
 
-def _tried(found: Iterator[Way], total: int, estimate: Estimate) -> Iterator[tuple[Way, int]]:
+def _tried(found: Iterator[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
     """The ways that take less, with what they take."""
     end_s = time.process_time() + SEARCH_S
     for way in found:

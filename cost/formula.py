@@ -142,9 +142,11 @@ class Formula:
     @cached_property
     def _times(self) -> Sizes:
         """How many times the sizes that all was counted at."""
-        at = self.totals.at
-        ranks = {name: ranks_of(self._mesh.innermost(cuts)) / getattr(at, name) for name, cuts in CHOSEN.items()}
-        return Sizes(b / at.b, s / at.s, **ranks)
+        counted_at = self.totals.at
+        ranks = {
+            name: ranks_of(self._mesh.innermost(cuts)) / getattr(counted_at, name) for name, cuts in CHOSEN.items()
+        }
+        return Sizes(b / counted_at.b, s / counted_at.s, **ranks)
 
     def seconds(self, work: Work) -> sympy.Expr:
         """Of one work."""
@@ -155,7 +157,7 @@ class Formula:
     def _seconds(self, work: Work) -> sympy.Expr:
         size = self.of(work.size)
         if work.axis:
-            one = self._collective(work.kind, work.axis, size)
+            once_s = self._collective(work.kind, work.axis, size)
         elif work.flops.terms:
             flops = self.of(work.flops)
             if work.causal.terms:
@@ -165,18 +167,18 @@ class Formula:
             shallow = 1 + H / self.of(work.depth) if work.depth.terms and self.hardware.matmul_half_depth else 1
             peak = sympy.Symbol(f"X_{self.hardware.known_dtype(work.dtype)}", positive=True)
             work_s = flops * shallow / (peak * self._eff(flops))
-            one = sympy.Max(work_s, self._traffic_s(size), evaluate=False) + L  # it looks long for which is larger
+            once_s = sympy.Max(work_s, self._traffic_s(size), evaluate=False) + L  # it looks long for which is larger
         else:
-            one = (size / M if work.in_place else self._traffic_s(size)) + L
-        return one * _exact(work.times)
+            once_s = (size / M if work.in_place else self._traffic_s(size)) + L
+        return once_s * _exact(work.times)
 
     def _collective(self, kind: str, axis: str, size: sympy.Expr) -> sympy.Expr:
         """Seconds of one over an array of this size, on links of its own where it has any."""
         inside = in_node_of(axis)
         values = {collectives.S: size, collectives.k: ranks_of(axis) / inside, collectives.g: inside}
-        one = collectives.TIME[kind].subs(values, simultaneous=True)
-        own = kind in self.hardware.collectives
-        return one.subs(dict(zip(_LINKS, self.hardware.links(kind), strict=True))) if own else one
+        time_s = collectives.TIME[kind].subs(values, simultaneous=True)
+        has_own_links = kind in self.hardware.collectives
+        return time_s.subs(dict(zip(_LINKS, self.hardware.links(kind), strict=True))) if has_own_links else time_s
 
     @cached_property
     def _eff(self) -> Any:
@@ -194,16 +196,16 @@ class Formula:
     @cached_property
     def kinds_s(self) -> dict[str, sympy.Expr]:
         """Seconds of one microbatch of the whole model by kind of work."""
-        found: dict[str, list[sympy.Expr]] = defaultdict(list)
+        terms_by_kind: dict[str, list[sympy.Expr]] = defaultdict(list)
         for (part, work), count in self.totals.works.items():
             often: Any = count * (m - 1) / m if part == "accumulate" else count
-            found[work.name].append(often * self.seconds(work))
+            terms_by_kind[work.name].append(often * self.seconds(work))
         casts = self.of(self.totals.cast) + sympy.Add(
             *(self.of(cut.cast) / (_joined(over) if self.zero == 3 else 1) for over, cut in self.totals.cut.items())
         )
         if casts != 0:
-            found["other"].append(casts / M)
-        return {kind: sympy.Add(*terms) for kind, terms in found.items()}
+            terms_by_kind["other"].append(casts / M)
+        return {kind: sympy.Add(*terms) for kind, terms in terms_by_kind.items()}
 
     @cached_property
     def parts_s(self) -> dict[str, sympy.Expr]:
@@ -254,7 +256,7 @@ class Formula:
             several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
             sums.append(several * summed / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M))
-        found = {"gradient sums": self._beside(sympy.Add(*sums) * _exact(self.totals.summed), work * BACKWARD_SHARE)}
+        parts = {"gradient sums": self._beside(sympy.Add(*sums) * _exact(self.totals.summed), work * BACKWARD_SHARE)}
         if self.zero and self.totals.cut and not self.totals.gathers:
             gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[self.zero]
             beside = work * (m if self.zero == 3 else BACKWARD_SHARE * scatters)
@@ -264,8 +266,8 @@ class Formula:
                     cut.number * self._collective(kind, "_".join(axes), self.of(cut.size) / cut.number * _exact(share))
                     for axes, cut in self.totals.cut.items()
                 ]
-                found[f"{self._mesh.data_axis} {kind}"] = self._beside(times / pp * sympy.Add(*seconds), beside / 2)
-        return found
+                parts[f"{self._mesh.data_axis} {kind}"] = self._beside(times / pp * sympy.Add(*seconds), beside / 2)
+        return parts
 
     def _methods(self) -> dict[str, sympy.Expr]:
         """What methods of data parallelism take, once a step."""
@@ -374,9 +376,9 @@ def compiled(formulas: Sequence[Formula]) -> Any:
     """(step_time_s, memory_bytes) of each formula as one numpy function of its `sizes`, then of `g_tp`, `g_dp`, ...:
     numbers or arrays of them. The formulas are of one kind of hardware, for the same axes."""
     constants, sizes = formulas[0].constants, formulas[0].sizes
-    found = [expression for f in formulas for expression in (f.step_time_s, f.memory_bytes)]
+    expressions = [expression for f in formulas for expression in (f.step_time_s, f.memory_bytes)]
     inside = (in_node_of(str(axis)) for axis in sizes[2:-2])
-    function = sympy.lambdify((*constants, *sizes, *inside), found, modules="numpy", cse=True)
+    function = sympy.lambdify((*constants, *sizes, *inside), expressions, modules="numpy", cse=True)
     return partial(function, *constants.values())
 
 

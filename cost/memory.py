@@ -63,11 +63,11 @@ def parse_size(size: Any, name: str = "memory") -> int:
     (24000000000, 1610612736, 4096)
     """
     hint = f"{name}='80GB', {name}='24GiB', or a whole number of bytes"
-    found = (
+    match = (
         re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE) if isinstance(size, str) else None
     )
-    if found is not None:
-        number, unit, binary = found[1], found[2].lower(), found[3]
+    if match is not None:
+        number, unit, binary = match[1], match[2].lower(), match[3]
         if binary and not unit:
             raise OptionError(f"{name}={size!r} is not a size", hint=hint)
         bytes_ = round(float(number) * (_BINARY if binary else _UNITS)[unit])

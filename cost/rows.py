@@ -53,7 +53,7 @@ class Row:
     forward to its backward. `in_forward`, `in_backward`: what is there while either runs beyond what this operator and
     those before it keep, without weights on their way and gradients of weights; a term may be negative. `crossing`:
     what a cut before it would send, None where none can be; of that `alike`: what may be sent in parts
-    (`sends.Crossing`), `unkept`: what no operator before it keeps, and `kept_later`: what one after it keeps first.
+    (`sends.StageCrossing`), `unkept`: what no operator before it keeps, `kept_later`: what one after it keeps first.
     `load`: what stages are balanced by. `parameters`: those that it reads; `reads_also`: those of which it reads a
     view, or the whole that another row gathers.
     """
@@ -81,22 +81,22 @@ def named_in(name: str, path: str, number: int) -> str:
     return f"{path}.{number} {name}" if path and name.startswith(f"{path}.") else name
 
 
-def cast_bytes(found: Iterable[Parameter]) -> Size:
+def cast_bytes(parameters: Iterable[Parameter]) -> Size:
     """Bytes that casting parameters and their gradients moves."""
-    return Size.sum(p.size * ((1 + p.read) * p.casts) for p in found)
+    return Size.sum(p.size * ((1 + p.read) * p.casts) for p in parameters)
 
 
-def mean_share(found: Iterable[tuple[float, float]]) -> float:
+def mean_share(weighted: Iterable[tuple[float, float]]) -> float:
     """The mean of shares, each of so many bytes."""
-    weights, shares = zip(*found, strict=True)
+    weights, shares = zip(*weighted, strict=True)
     return shares[0] if len(set(shares)) == 1 else float(np.average(shares, weights=weights))
 
 
 def summed_over(trained: Iterable[Parameter]) -> dict[str, dict[tuple[str, ...], Size]]:
     """`Totals.summed_over`, of the parameters that get a gradient."""
-    found: dict[str, dict[tuple[str, ...], Size]] = {}
+    sizes_by_axis: dict[str, dict[tuple[str, ...], Size]] = {}
     for parameter in trained:
         for axis in parameter.axes:
-            sizes = found.setdefault(axis, {})
+            sizes = sizes_by_axis.setdefault(axis, {})
             sizes[parameter.over] = sizes.get(parameter.over, NOTHING) + parameter.size
-    return found
+    return sizes_by_axis

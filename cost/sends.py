@@ -12,7 +12,7 @@ from .collectives import time_s, wire_bytes
 from .hardware import Hardware
 
 
-class Crossing(NamedTuple):
+class StageCrossing(NamedTuple):
     """What one rank sends to the next stage in a microbatch, in bytes. `alike`: of `whole`, what ranks of the feature
     axes hold alike and can send in parts (`autopart.ir.scattering`)."""
 
@@ -43,8 +43,8 @@ def gather_cost(size_bytes: float, mesh: Mesh, hardware: Hardware) -> tuple[int,
     return 1, wire_bytes("all_gather", ranks, size_bytes), time_s("all_gather", ranks, size_bytes, hardware)
 
 
-def scattering_pays(crossings: Iterable[Crossing], mesh: Mesh, hardware: Hardware) -> bool:
+def scattering_pays(crossings: Iterable[StageCrossing], mesh: Mesh, hardware: Hardware) -> bool:
     """Whether what all stages receive takes less time in parts."""
-    found = [crossing for crossing in crossings if crossing.alike]
-    whole, parts = (math.fsum(one.time_s(mesh, hardware, scatters) for one in found) for scatters in (False, True))
+    with_alike = [crossing for crossing in crossings if crossing.alike]
+    whole, parts = (math.fsum(one.time_s(mesh, hardware, scatters) for one in with_alike) for scatters in (False, True))
     return parts < whole

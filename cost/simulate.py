@@ -92,10 +92,10 @@ class Simulation:
     def as_data(self) -> dict[str, Any]:
         """Everything but the timeline, for JSON."""
         rows = [asdict(row) for row in self.collectives]
-        found = {**self.figures(), "peak_memory_bytes": list(self.peak_memory_bytes), "collectives": rows}
+        data = {**self.figures(), "peak_memory_bytes": list(self.peak_memory_bytes), "collectives": rows}
         if self.plan is not None:
-            found |= {"step": step_size(self.plan), "fits": fits(self.plan)}
-        return found
+            data |= {"step": step_size(self.plan), "fits": fits(self.plan)}
+        return data
 
     def __str__(self) -> str:
         plan = self.plan
@@ -162,14 +162,14 @@ def simulated(
         [row["optimizer_s"] + row.get("gather_s", 0.0) + row.get("methods_s", 0.0) for row in ranks],
         timing.get("tied", ()),
     )  # fmt: skip
-    found = timeline(
+    ran = timeline(
         schedule.name, len(stages), mesh.size("pp"), schedule.microbatches, durations, overlap_sends=overlap_sends
     )
-    home = {span.stage: rank for rank, spans in enumerate(found.spans) for span in spans}
+    home = {span.stage: rank for rank, spans in enumerate(ran.spans) for span in spans}
     return Simulation(
-        found, mesh.num_ranks, 3.0 * timing["forward_flops"], timing.get("recomputed_flops", 0),
+        ran, mesh.num_ranks, 3.0 * timing["forward_flops"], timing.get("recomputed_flops", 0),
         timing["peak_flops_per_s"], tuple(memory[home[stage]]["total"] for stage in range(len(stages))),
-        _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, found, home, schedule.microbatches),
+        _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, ran, home, schedule.microbatches),
         timing.get("peak_dtype", ""), tuple(memory),
     )  # fmt: skip
 
@@ -187,11 +187,11 @@ def training_time_s(
 
 
 def _parts(
-    stages: list[Mapping[str, Any]], ranks: list[Mapping[str, float]], found: Timeline, home: Mapping[int, int],
+    stages: list[Mapping[str, Any]], ranks: list[Mapping[str, float]], ran: Timeline, home: Mapping[int, int],
     microbatches: int,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of a step by kind, of the rank that computes longest."""
-    busiest = max(range(len(found.spans)), key=found.busy_s.__getitem__)
+    busiest = max(range(len(ran.spans)), key=ran.busy_s.__getitem__)
     kinds: defaultdict[str, float] = defaultdict(float)
     for row in stages:
         if home[row["stage"]] == busiest:
@@ -199,11 +199,11 @@ def _parts(
                 for kind, seconds in row.get(part, {}).items():
                     kinds[kind] += microbatches * seconds
     once = ranks[busiest]
-    hidden = found.spans[busiest][-1].end_s - found.grad_sums[busiest][0]  # beside the last backward
+    hidden = ran.spans[busiest][-1].end_s - ran.grad_sums[busiest][0]  # beside the last backward
     sums = once["gradient_sum_s"] - hidden
     last = {"gradient sums": sums, "parameter gathers": once.get("gather_s", 0.0),
             "dp_sync": once.get("methods_s", 0.0), "optimizer": once["optimizer_s"]}  # fmt: skip
-    idle = found.step_time_s - found.busy_s[busiest] - math.fsum(last.values())
+    idle = ran.step_time_s - ran.busy_s[busiest] - math.fsum(last.values())
     last["idle"] = max(0.0, idle)
     return {kind: seconds for kind, seconds in (kinds | last).items() if seconds}
 

@@ -80,7 +80,7 @@ def balance(
 
 
 def _min_max(end: np.ndarray, start: np.ndarray, num_stages: int) -> float:
-    """The least possible heaviest stage: dynamic programme over (stages used, place), each step a bisection.
+    """The least possible heaviest stage: dynamic program over (stages used, place), each step a bisection.
 
     A stage from place a to place b weighs `end[b] - start[a]`.
     """
@@ -116,14 +116,14 @@ def _evenest(
     cost[0] = np.inf
     came_from: list[np.ndarray] = []
     for _ in range(num_stages - 1):
-        found = (cost + sent)[before] + uneven
-        chosen = found.argmin(1)
+        costs = (cost + sent)[before] + uneven
+        chosen = costs.argmin(1)
         came_from.append(before[np.arange(count), chosen])
-        cost = found[np.arange(count), chosen]
-    cuts, at = [], count - 1
+        cost = costs[np.arange(count), chosen]
+    cuts, place = [], count - 1
     for origin in reversed(came_from):
-        at = int(origin[at])
-        cuts.append(at)
+        place = int(origin[place])
+        cuts.append(place)
     return cuts[::-1]
 
 

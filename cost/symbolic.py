@@ -62,13 +62,13 @@ class Cost(dict[str, Any]):
     @staticmethod
     def of(plan: Plan) -> Cost:
         """A plan's. One of an older version says a time of other formulas: the step is simulated in its place."""
-        found = Cost(plan.cost)
-        found.plan = plan
-        if plan.timing and "step_time_s" in found and any(name in found for name in OF_OLD_PLANS):
+        cost = Cost(plan.cost)
+        cost.plan = plan
+        if plan.timing and "step_time_s" in cost and any(name in cost for name in OF_OLD_PLANS):
             for name in OF_OLD_PLANS:
-                found.pop(name, None)
-            found |= _simulated(plan).figures()
-        return found
+                cost.pop(name, None)
+            cost |= _simulated(plan).figures()
+        return cost
 
     @cached_property
     def scale(self) -> float:
@@ -164,12 +164,12 @@ class Cost(dict[str, Any]):
         pairs = [values] if len(values) == 2 else list(dict(*values).items())
         inside = (in_node_of(axis.name) for axis in self._plan.axes)
         symbols = {str(symbol): symbol for symbol in (*self.formula.sizes, *inside, *self.formula.constants)}
-        given = {str(name): value for name, value in (*pairs, *named.items())}
-        unknown = [name for name in given if name not in symbols]
+        asked = {str(name): value for name, value in (*pairs, *named.items())}
+        unknown = [name for name in asked if name not in symbols]
         if unknown:
             raise OptionError(f"the cost has no symbol {unknown[0]}", hint=", ".join(sorted(symbols)))
         # All at once: `Expr.subs` goes symbol by symbol, and looks each time for which of two long terms is less.
-        return self.expression.xreplace({symbols[name]: sympify(value) for name, value in given.items()})
+        return self.expression.xreplace({symbols[name]: sympify(value) for name, value in asked.items()})
 
     def at(self, **sizes: float) -> Figures:
         """The figures with some of `b, s, tp, ep, cp, dp, dpr, pp, m, v` changed, all else being the plan's.
@@ -224,12 +224,20 @@ class Cost(dict[str, Any]):
         """The figures on other hardware, all else being the plan's."""
         return self._figures(self._predicted({}, hardware))
 
-    def _figures(self, found: Simulation) -> Figures:
-        memory, own, counted = (_fullest(rows) for rows in (found.memory, self._own.memory, self._plan.memory))
+    def _figures(self, simulation: Simulation) -> Figures:
+        memory, predicted_own, counted = (
+            _fullest(rows) for rows in (simulation.memory, self._own.memory, self._plan.memory)
+        )
         kinds = {
-            kind: memory.get(kind, 0.0) * _times(counted.get(kind, 0.0), own.get(kind, 0.0)) for kind in MEMORY_KINDS
+            kind: memory.get(kind, 0.0) * _times(counted.get(kind, 0.0), predicted_own.get(kind, 0.0))
+            for kind in MEMORY_KINDS
         }
-        return Figures(found.step_time_s, memory["total"] * _times(counted["total"], own["total"]), found.parts, kinds)
+        return Figures(
+            simulation.step_time_s,
+            memory["total"] * _times(counted["total"], predicted_own["total"]),
+            simulation.parts,
+            kinds,
+        )
 
     @cached_property
     def _own(self) -> Simulation:

@@ -27,7 +27,7 @@ from .dp_sync import Carried, by_method, sync_s
 from .formula import CutBytes, Totals
 from .hardware import Hardware
 from .rows import Parameter, Row, cast_bytes, mean_share, named_in, summed_over
-from .sends import Crossing, gather_cost, scattering_pays
+from .sends import StageCrossing, gather_cost, scattering_pays
 from .setting import Setting
 from .simulate import Simulation, simulated
 from .stages import balance, shared_by
@@ -78,12 +78,12 @@ class Table:
     def counts(self) -> Mapping[tuple[str, Work], int]:
         """How often each work is done in a microbatch, by part of a step."""
         often = np.bincount(self.positions, minlength=len(self.rows))
-        found: dict[tuple[str, Work], int] = {}
+        often_done: dict[tuple[str, Work], int] = {}
         for row, number in zip(self.rows, often, strict=True):
             for part, works in row.works.items():
                 for work in works:
-                    found[part, work] = found.get((part, work), 0) + int(number)
-        return found
+                    often_done[part, work] = often_done.get((part, work), 0) + int(number)
+        return often_done
 
     @cached_property
     def held(self) -> dict[str, str]:
@@ -112,8 +112,8 @@ class Table:
         )  # fmt: skip
 
 
-def _cut(found: Sequence[Parameter]) -> CutBytes:
-    return CutBytes(Size.sum(parameter.size for parameter in found), len(found), cast_bytes(found))
+def _cut(parameters: Sequence[Parameter]) -> CutBytes:
+    return CutBytes(Size.sum(parameter.size for parameter in parameters), len(parameters), cast_bytes(parameters))
 
 
 def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
@@ -150,8 +150,8 @@ def _balanced(table: Table, num_stages: int, tokens: float = 1.0) -> tuple[int, 
     times = Sizes(s=tokens)
     loads = np.array([float(row.load.at(times)) for row in table.rows])
     sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(times)) for row in table.rows])
-    found = balance(loads[table.positions], sent[table.positions], num_stages)
-    return found.cuts if found is not None else None
+    partition = balance(loads[table.positions], sent[table.positions], num_stages)
+    return partition.cuts if partition is not None else None
 
 
 class Priced:
@@ -173,22 +173,22 @@ class Priced:
         cuts = self.setting.cuts if self.setting.cuts is not None else stage_cuts(self.table, self.setting)
         return [range(a, b) for a, b in pairwise((0, *cuts, len(self.table.order)))]
 
-    def crossing(self, row: Row) -> Crossing:
+    def crossing(self, row: Row) -> StageCrossing:
         """What a cut before an operator sends."""
         whole = row.crossing if row.crossing is not None else NOTHING
-        return Crossing(float(whole.at(self.times)), float(row.alike.at(self.times)))
+        return StageCrossing(float(whole.at(self.times)), float(row.alike.at(self.times)))
 
     @cached_property
-    def crossings(self) -> list[Crossing]:
+    def crossings(self) -> list[StageCrossing]:
         """What every stage receives."""
         starts = [self.table.rows[self.table.positions[stage.start]] for stage in self.stages[1:]]
-        return [Crossing(0.0, 0.0), *map(self.crossing, starts)]
+        return [StageCrossing(0.0, 0.0), *map(self.crossing, starts)]
 
     @cached_property
     def scatters(self) -> bool:
         """Whether values are sent in parts."""
-        given = self.setting.scatter_sends
-        return scattering_pays(self.crossings, self.mesh, self.hardware) if given is None else given
+        asked = self.setting.scatter_sends
+        return scattering_pays(self.crossings, self.mesh, self.hardware) if asked is None else asked
 
     @cached_property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
@@ -228,8 +228,8 @@ class Priced:
     @property
     def hidden_sums(self) -> float:
         """The share of the gradients' sums that run beside the last backward."""
-        given = self.setting.hidden_sums
-        return self.table.hidden_sums * self.hardware.overlap if given is None else given
+        asked = self.setting.hidden_sums
+        return self.table.hidden_sums * self.hardware.overlap if asked is None else asked
 
     def is_cut(self, name: str) -> bool:
         """Whether a rank stores a part of a parameter, by its name in the table."""
@@ -246,14 +246,16 @@ class Priced:
         return frozenset(f"{axis} {kind}" for axis in over for kind in ("all_gather", "reduce_scatter"))
 
     def _row(self, row: Row, later: float) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
+        seconds_by_part: dict[str, dict[str, float]] = {part: {} for part in TIMING_PARTS}
         for part, works in self._works(row):
             share, target = (later, "weight_backward") if part == "accumulate" else (1.0, part)
             for work in works:
                 if work not in self.seconds:
                     self.seconds[work] = work.seconds(self.hardware, self.mesh, self.times)
-                found[target][work.name] = found[target].get(work.name, 0.0) + self.seconds[work] * share
-        return found
+                seconds_by_part[target][work.name] = (
+                    seconds_by_part[target].get(work.name, 0.0) + self.seconds[work] * share
+                )
+        return seconds_by_part
 
     def _works(self, row: Row) -> Iterator[tuple[str, tuple[Work, ...]]]:
         """What an operator does, with what a microbatch gathers and scatters of its weights that ZeRO cuts."""
@@ -317,9 +319,9 @@ class Priced:
         overlap = self.hardware.overlap
         read = [(path, number, self.table.rows[position].parameters)
                 for position, path, number in (self.table.order[i] for i in stage)]  # fmt: skip
-        found = {(path, number) for path, number, names in read
+        gathering_blocks = {(path, number) for path, number, names in read
                  if any(self.is_cut(name) for name in names)}  # fmt: skip
-        blocks = len(found)
+        blocks = len(gathering_blocks)
         if blocks < 2 or not overlap or (self.setting.zero == 3 and not self.setting.prefetch):
             return
         for group in (("forward",), ("recompute", "input_backward", "weight_backward")):
@@ -371,17 +373,17 @@ class Priced:
         methods_s = sum(sync_s(one, *self.data_ranks, self.hardware) for one in self.carried(held))
         gathers_s = 0.0
         for axis in sorted(set(map(self._parts_over, held.values()))):
-            mine = [known for known in held.values() if self._parts_over(known) == axis]
+            stored_there = [known for known in held.values() if self._parts_over(known) == axis]
             ranks = ((axis, self.mesh.size(axis), self.mesh.stride(axis)),) if axis else ()
             if self.setting.zero == 1:
-                scattered = sum(self.summed_bytes(known) for known in mine if self.is_cut(known))
+                scattered = sum(self.summed_bytes(known) for known in stored_there if self.is_cut(known))
                 seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter")
-            gathers_s += gradient_sum_s(sum(map(self.whole_bytes, mine)), ranks, self.hardware, "all_gather")
+            gathers_s += gradient_sum_s(sum(map(self.whole_bytes, stored_there)), ranks, self.hardware, "all_gather")
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
-        found = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, copied)}
-        found |= {"gather_s": gathers_s} if gathers_s else {}
-        found |= {"methods_s": methods_s} if methods_s else {}
-        return {name: _digits(taken) for name, taken in found.items()}
+        row = {"gradient_sum_s": seconds, "optimizer_s": optimizer_s(trained, self.hardware, copied)}
+        row |= {"gather_s": gathers_s} if gathers_s else {}
+        row |= {"methods_s": methods_s} if methods_s else {}
+        return {name: _digits(taken) for name, taken in row.items()}
 
     @property
     def versions(self) -> int:

@@ -61,11 +61,11 @@ def folded(table: Table, scatter_sends: bool = False) -> Table:
 
 def _at_first(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:
     """The block that parameters are in, and those of the first block, where they are alike; else no block."""
-    found = [_NUMBERED.fullmatch(name) for name in names]
-    places = {(match[1], int(match[2])) if match else None for match in found}
+    matches = [_NUMBERED.fullmatch(name) for name in names]
+    places = {(match[1], int(match[2])) if match else None for match in matches}
     if len(places) == 1 and None not in places:
         path, number = places.pop() or ("", 0)
-        first = tuple(f"{path}.0.{match[3]}" for match in found if match)
+        first = tuple(f"{path}.0.{match[3]}" for match in matches if match)
         if all(parameters.get(a) == parameters[b] for a, b in zip(first, names, strict=True)):
             return path, number, first
     return "", 0, names

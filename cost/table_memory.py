@@ -36,7 +36,7 @@ class Reads(NamedTuple):
     kept: bool
 
 
-class Bucket(NamedTuple):
+class TravelBucket(NamedTuple):
     """Parameters that travel together, from the first to the last operator that reads one. `whole_bytes`: of weights
     that are gathered, which `received_bytes` hold while they are, and `again` in the backward; `flat_bytes`: what their
     gradients are sent from."""
@@ -109,7 +109,7 @@ def _stages_bytes(priced: Priced) -> list[StageBytes]:
     starts = [rows[positions[stage.start]] for stage in priced.stages[1:]]
     unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0]
     received = [0.0, *(float(row.kept_later.at(times)) for row in starts)]
-    found = []
+    stages = []
     for i, stage in enumerate(priced.stages):
         order = [priced.table.order[j] for j in stage]
         beyond = beyond_kept(priced, order)
@@ -118,8 +118,8 @@ def _stages_bytes(priced: Priced) -> list[StageBytes]:
         gradients = sum(priced.grown_bytes(one.known) for one in reads_of(priced, order).values())
         held = max(0.0, kept - received[i]) + unkept[i] + gathered
         sizes = (held, 0.0, *beyond, gradients)
-        found.append(StageBytes(*map(round, sizes)))
-    return found
+        stages.append(StageBytes(*map(round, sizes)))
+    return stages
 
 
 def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
@@ -172,7 +172,7 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Be
     return Beyond(*(max(0.0, float(peak - kept[-1])) for peak in peaks))
 
 
-def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[Bucket], list[Bucket]]:
+def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[TravelBucket], list[TravelBucket]]:
     """What is gathered and scattered together, and what is summed together once a step, in order."""
     setting, parameters, mesh = priced.setting, priced.table.parameters, priced.mesh
     cut = {name: one for name, one in reads.items() if setting.zero > 1 and priced.is_cut(one.known)}
@@ -187,7 +187,7 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[Bucket], 
         gathered = whole if setting.zero == 3 else 0.0
         received = (whole + part * (len(found) > 1)) * (setting.zero == 3)
         again = setting.zero == 3 and any(one.kept for one in found)
-        gathers.append(Bucket(*_ends(found), names, gathered, received, flat, again))
+        gathers.append(TravelBucket(*_ends(found), names, gathered, received, flat, again))
     several = {known for known, parameter in parameters.items()
                if parameter.trained and any(mesh.size(axis) > 1 for axis in parameter.axes)}  # fmt: skip
     summed = {name: one for name, one in reads.items() if name not in cut and one.known in several}
@@ -195,7 +195,7 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[Bucket], 
         found = [summed[name] for name in names]
         flat = sum(priced.grown_bytes(one.known) * parameters[one.known].summed for one in found)
         is_copied = len(found) > 1 or parameters[found[0].known].summed != 1
-        sums.append(Bucket(*_ends(found), names, 0.0, 0.0, flat * is_copied, False))
+        sums.append(TravelBucket(*_ends(found), names, 0.0, 0.0, flat * is_copied, False))
     return gathers, sums
 
 
@@ -205,7 +205,7 @@ def _ends(found: Iterable[Reads]) -> tuple[int, int]:
 
 
 def _weights(
-    priced: Priced, gathers: Sequence[Bucket], count: int, others_beside: bool
+    priced: Priced, gathers: Sequence[TravelBucket], count: int, others_beside: bool
 ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
     """Of weights: what is gathered ahead while the forward of each operator runs, that and what is gathered whole while
     its backward does; and what there is right before its forward, while they are gathered."""
@@ -226,7 +226,7 @@ def _weights(
     return (forward, backward), before
 
 
-def _flats(buckets: Sequence[Bucket], count: int) -> np.ndarray:
+def _flats(buckets: Sequence[TravelBucket], count: int) -> np.ndarray:
     """What gradients are sent from while the backward of each operator runs: of the last bucket that was complete, and
     of the one before where another is. What was gathered is gone when its gradients are sent."""
     flats = np.zeros(count)

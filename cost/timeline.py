@@ -256,8 +256,11 @@ def _with_updates(order: Sequence[Action], microbatches: int) -> Iterator[Action
 
 def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durations:
     """With zeros for what was left out; raises OptionError for what does not fit the stages and ranks."""
-    found = [action for order in orders for action in order]
-    splits, num_stages = any(action.kind in "IW" for action in found), len({action.stage for action in found})
+    every_action = [action for order in orders for action in order]
+    splits, num_stages = (
+        any(action.kind in "IW" for action in every_action),
+        len({action.stage for action in every_action}),
+    )
     sizes = {
         "forward_s": num_stages, "backward_s": num_stages, "input_backward_s": num_stages,
         "weight_backward_s": num_stages, "send_forward_s": num_stages - 1, "send_backward_s": num_stages - 1,
@@ -266,14 +269,14 @@ def _complete(durations: Durations, orders: Sequence[Sequence[Action]]) -> Durat
     needed = ("forward_s", "backward_s", *(("input_backward_s", "weight_backward_s") if splits else ()))
     complete: dict[str, Any] = {}
     for name, size in sizes.items():
-        given = list(getattr(durations, name)) or [0.0] * (0 if name in needed else size)
-        if len(given) != size:
+        listed = list(getattr(durations, name)) or [0.0] * (0 if name in needed else size)
+        if len(listed) != size:
             why = f"{num_stages} stages on {len(orders)} ranks need {size}"
-            raise OptionError(f"{name} has {len(given)} durations", why=why)
-        wrong = [seconds for seconds in given if not 0 <= seconds < math.inf]
+            raise OptionError(f"{name} has {len(listed)} durations", why=why)
+        wrong = [seconds for seconds in listed if not 0 <= seconds < math.inf]
         if wrong:
             raise OptionError(f"{name} has a duration of {wrong[0]}", hint="finite seconds from zero on")
-        complete[name] = given
+        complete[name] = listed
     if not 0 <= durations.grad_sum_hidden <= 1:
         raise OptionError(f"grad_sum_hidden={durations.grad_sum_hidden}", hint="a part, from 0 to 1")
     return replace(durations, **complete)

@@ -137,17 +137,17 @@ class Work(NamedTuple):
         """Of one rank, at sizes that are so many times those it was counted at."""
         size = float(self.size.at(times))
         if self.axis:
-            one = time_s(self.kind, mesh.size(self.axis), size, hardware, mesh.stride(self.axis))
+            once_s = time_s(self.kind, mesh.size(self.axis), size, hardware, mesh.stride(self.axis))
         elif self.flops.terms:
             flops, depth = float(self.flops.at(times)), float(self.depth.at(times))
             if self.causal.terms:
                 flops *= hardware.causal_share(float(self.causal.at(times)))
-            one = hardware.matmul_time_s(flops, size, hardware.known_dtype(self.dtype), depth)
+            once_s = hardware.matmul_time_s(flops, size, hardware.known_dtype(self.dtype), depth)
         elif self.in_place:
-            one = size / hardware.memory_bytes_per_s + hardware.launch_s
+            once_s = size / hardware.memory_bytes_per_s + hardware.launch_s
         else:
-            one = hardware.traffic_time_s(size) + hardware.launch_s
-        return one * self.times
+            once_s = hardware.traffic_time_s(size) + hardware.launch_s
+        return once_s * self.times
 
     def sent_bytes(self, mesh: Mesh, times: Sizes = SAME) -> float:
         """What a rank sends in a collective."""
@@ -158,11 +158,11 @@ class Work(NamedTuple):
 
 def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> dict[str, float]:
     """Matrix work by dtype of (work, how often)."""
-    found: dict[str, float] = {}
+    flops: dict[str, float] = {}
     for work, count in works:
         if work.flops.terms:
-            found[work.dtype] = found.get(work.dtype, 0.0) + float(work.flops.at(times)) * work.times * count
-    return found
+            flops[work.dtype] = flops.get(work.dtype, 0.0) + float(work.flops.at(times)) * work.times * count
+    return flops
 
 
 def gradient_sum_s(
@@ -175,12 +175,12 @@ def gradient_sum_s(
         groups: of ranks, one after the other: (axis, ranks, how far apart they are).
     """
     whole, rest = divmod(size_bytes, BUCKET_BYTES)
-    found = 0.0
+    total_s = 0.0
     for count, size in ((whole, BUCKET_BYTES), (1, rest)):
         if count and size:
             summed = sum(time_s(kind, n, size, hardware, stride) for _, n, stride in groups)
-            found += count * (summed + BUCKET_COPIES * hardware.traffic_time_s(2 * size))
-    return found
+            total_s += count * (summed + BUCKET_COPIES * hardware.traffic_time_s(2 * size))
+    return total_s
 
 
 def optimizer_s(size_bytes: float, hardware: Hardware, copied_bytes: float = 0.0) -> float:

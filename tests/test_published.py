@@ -15,7 +15,7 @@ from published import STATES, Run, setting, space
 from autopart.cost.table import Setting, predict
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Schedule
-from autopart.tuning.search import Kind
+from autopart.tuning.search import LayoutKind
 
 model = cache(lambda hidden, layers, heads: space(hidden, layers, heads, 1))
 
@@ -30,7 +30,9 @@ def throughput(name, rows, microbatch, virtual=1, scatter=True, **sizes):
     hidden = 1.0 if stages == 1 else 0.0
     run = Schedule(schedule, microbatches, virtual)
     chosen = Setting(mesh, run, rows, 0, STATES, hidden, scatter, False, receives_held=1)
-    return rows / predict(found.table(Kind(mesh.size("tp") > 1, False), "full"), chosen, found.hardware).step_time_s
+    return (
+        rows / predict(found.table(LayoutKind(mesh.size("tp") > 1, False), "full"), chosen, found.hardware).step_time_s
+    )
 
 
 GPT_162B, GPT_5_9B, GPT_91B, GPT_175B = (20480, 32, 128), (3840, 32, 32), (15360, 32, 128), (12288, 96, 96)
@@ -88,7 +90,7 @@ def test_a_run_with_fused_sums_of_gradients(recompute, mfu):
     arXiv:2205.05198, abstract), whose products add up the gradients of microbatches."""
     run = Run(530, 128, 20480, 105, 8, 35, 2240, 2240, 1, 3, 0.0)
     model = space(run.hidden, run.layers, run.heads, run.batch)
-    table = model.table(Kind(True, recompute == "selective"), recompute)
+    table = model.table(LayoutKind(True, recompute == "selective"), recompute)
     found = predict(table, replace(setting(run), fused_sums=True), model.hardware)
     assert found.mfu == pytest.approx(mfu, rel=0.04)
 

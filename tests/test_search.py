@@ -18,7 +18,7 @@ from autopart.cost import hardware
 from autopart.cost.table import Setting, predict
 from autopart.errors import InputError, MemoryLimitError, OptionError
 from autopart.tuning.alternatives import reasons, why_others_lose
-from autopart.tuning.search import Kind, space_of
+from autopart.tuning.search import LayoutKind, space_of
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_table_of_few_blocks_predicts_the_plan_of_all(space, mesh, options):
     asked = {"sequence_parallel": False, **options}
     plan = autopart.plan(model, mesh, example_kwargs={"input_ids": ids, "labels": ids.clone()}, **asked)
     real, tensor = autopart.simulate(plan), plan.mesh_object().size("tp") > 1
-    table = space.table(Kind(tensor, asked["sequence_parallel"] and tensor), options.get("recompute", "none"))
+    table = space.table(LayoutKind(tensor, asked["sequence_parallel"] and tensor), options.get("recompute", "none"))
     found = predict(table, Setting(plan.mesh_object(), plan.schedule, 32, options.get("zero", 0)), space.hardware)
     assert found.step_time_s == pytest.approx(real.step_time_s, rel=0.1)
     assert max(found.peak_memory_bytes) == pytest.approx(max(real.peak_memory_bytes), rel=0.1)

@@ -20,7 +20,7 @@ import autopart
 from autopart.cost.collectives import time_s
 from autopart.cost.count.tabulate import tabulate
 from autopart.cost.hardware import Hardware
-from autopart.cost.sends import Crossing, scattering_pays
+from autopart.cost.sends import StageCrossing, scattering_pays
 from autopart.cost.table import Setting, predict
 from autopart.errors import PlanError
 from autopart.ir.layout import R_GRAD_P, P, R, shard
@@ -252,13 +252,13 @@ def test_memory_is_what_autograd_holds(name, slow):
 
 def test_the_price_is_that_of_the_links(slow):
     mesh, hardware = Mesh.parse("pp2,tp2"), Hardware.load(slow)
-    crossing = Crossing(3e6, 2e6)
+    crossing = StageCrossing(3e6, 2e6)
     whole, parts = (crossing.time_s(mesh, hardware, scatters) for scatters in (False, True))
     assert whole == pytest.approx(3e6 / 1e9)
     assert parts == pytest.approx((1e6 + 2e6 / 2) / 1e9 + (2e6 / 2) / 1e11)
     assert parts == time_s("send", 2, 2e6, hardware, 2) + time_s("all_gather", 2, 2e6, hardware)
     assert scattering_pays([crossing], mesh, hardware)
-    assert not scattering_pays([Crossing(3e6, 0.0)], mesh, hardware)  # nothing is alike
+    assert not scattering_pays([StageCrossing(3e6, 0.0)], mesh, hardware)  # nothing is alike
     assert not scattering_pays([crossing], Mesh.parse("pp2"), hardware)
     assert not scattering_pays([], Mesh.parse("tp2"), hardware)
 

@@ -24,7 +24,7 @@ BROKEN = (RuntimeError, ValueError, IndexError, KeyError, StopIteration, TypeErr
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """What a group of ranks holds of a value, their partial sums added: which entries of each dim of the whole."""
 
     ranks: tuple[int, ...]
@@ -47,7 +47,7 @@ class Part:
 class WrongPart:
     """A part that is wrong: where most, what is there and what should be. `num_wrong` of `num_parts` are wrong."""
 
-    part: Part
+    part: HeldPart
     error: float
     worst: str
     num_wrong: int
@@ -210,7 +210,7 @@ class _Search:
 
     def _parts(
         self, held: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
-    ) -> Iterator[Part]:
+    ) -> Iterator[HeldPart]:
         """What is held by whom. Where the layout says `P`, what ranks or microbatches hold is added."""
         joined = [axis for axis in layout if axis != MICROBATCH_AXIS and axis not in self.mesh.sizes]
         sizes = {**self.mesh.sizes, MICROBATCH_AXIS: self.program.microbatches}
@@ -227,13 +227,13 @@ class _Search:
             at |= {axis: self.mesh.index(at, axis) for axis in joined}
             tensors = [held[m][r].detach() for r, m in members]
             same = all(v.shape == tensors[0].shape for v in tensors)
-            yield Part(
+            yield HeldPart(
                 tuple(dict.fromkeys(r for r, _ in members)), tuple(dict.fromkeys(m for _, m in members)),
                 entries_of(shape, layout, at, sizes),
                 torch.stack(tensors).sum(0) if same and len(tensors) > 1 else tensors[0],
             )  # fmt: skip
 
-    def _coordinates(self, part: Part) -> str:
+    def _coordinates(self, part: HeldPart) -> str:
         """`dp 1, tp 0, microbatch 2`: where a part is, on the axes that all its ranks share."""
         each = [self.mesh.coordinates(rank) for rank in part.ranks]
         shared = [f"{axis} {at}" for axis, at in each[0].items() if all(other[axis] == at for other in each)]
@@ -335,7 +335,7 @@ def _source(node: fx.Node) -> str:
     return source_line(node) or next((source_line(user) for user in node.users if source_line(user)), "")
 
 
-def _worst_entry(part: Part, whole: Tensor) -> str:
+def _worst_entry(part: HeldPart, whole: Tensor) -> str:
     """`entry [3, 40] is 0.52, not 0.51`, by the indices of the whole value."""
     expected = part.of(whole)
     if part.value.shape != expected.shape:

@@ -24,7 +24,7 @@ from autopart.ir.schedules import schedule_for
 from autopart.options import Options
 from autopart.plans.headline import quantity
 from autopart.plans.plan import Schedule
-from autopart.tuning.search import Kind, Space, space_of
+from autopart.tuning.search import LayoutKind, Space, space_of
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ def search_blocks(
 def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: bool = True, zero: int = 0) -> Blocks:
     """The blocks of a model, counted for each recomputation."""
     tables = {
-        word: space.table(Kind.of(mesh, sequence_parallel and mesh.feature_ranks > 1), word) for word in get_args(Word)
+        word: space.table(LayoutKind.of(mesh, sequence_parallel and mesh.feature_ranks > 1), word)
+        for word in get_args(Word)
     }
     return Blocks(tables, Setting(mesh, schedule, space.rows, zero, **space.assumed), space.hardware)
 

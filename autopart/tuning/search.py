@@ -79,16 +79,16 @@ class Candidate:
     @property
     def options(self) -> dict[str, Any]:
         """The options of `autopart.plan` that ask for it."""
-        found: dict[str, Any] = {"microbatches": self.schedule.microbatches, "recompute": self.recompute}
+        asked: dict[str, Any] = {"microbatches": self.schedule.microbatches, "recompute": self.recompute}
         if self.schedule.name is not None:
-            found |= {"schedule": self.schedule.name, "virtual_stages": self.schedule.virtual_stages}
+            asked |= {"schedule": self.schedule.name, "virtual_stages": self.schedule.virtual_stages}
         if self.mesh.size("tp") > 1:
-            found["sequence_parallel"] = self.sequence_parallel
+            asked["sequence_parallel"] = self.sequence_parallel
         if self.mesh.storing_axis is not None:
-            found["zero"] = self.zero
+            asked["zero"] = self.zero
         if not self.dp_sync.is_default:
-            found["dp_sync"] = self.dp_sync
-        return found
+            asked["dp_sync"] = self.dp_sync
+        return asked
 
     def __str__(self) -> str:
         parts = [str(self.mesh), f"microbatches={self.schedule.microbatches}"]
@@ -109,13 +109,13 @@ class Candidate:
 
     def planned(self, plan: Plan) -> Candidate:
         """The candidate with the step and the memory of its plan in place of estimates."""
-        found = simulate(plan)
+        step = simulate(plan)
         return replace(
-            self, step_time_s=found.step_time_s, memory_bytes=max(row["total"] for row in plan.memory), simulation=found
+            self, step_time_s=step.step_time_s, memory_bytes=max(row["total"] for row in plan.memory), simulation=step
         )
 
 
-class Kind(NamedTuple):
+class LayoutKind(NamedTuple):
     """What kinds of axes the layouts of a table are for. `context`: ranks of `cp` that they are chosen for."""
 
     tensor: bool
@@ -124,10 +124,10 @@ class Kind(NamedTuple):
     experts: bool = False
 
     @staticmethod
-    def of(mesh: Mesh, sequence_parallel: bool) -> Kind:
+    def of(mesh: Mesh, sequence_parallel: bool) -> LayoutKind:
         """That of a mesh. From eight ranks of `cp` on attention may be cheaper in another way."""
         context = 1 if mesh.size("cp") == 1 else 2 if mesh.size("cp") < 8 else 8
-        return Kind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
+        return LayoutKind(mesh.size("tp") > 1, sequence_parallel, context, mesh.size("ep") > 1)
 
     @property
     def mesh(self) -> Mesh:
@@ -159,7 +159,7 @@ class Space:
     methods: Sequence[DpSync] = ()
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
-    tables: dict[tuple[Kind, Word], Table] = field(default_factory=dict)
+    tables: dict[tuple[LayoutKind, Word], Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         phase("tracing a few of the model's blocks")
@@ -181,7 +181,7 @@ class Space:
         self._drafts.clear()
         self.tables.clear()
 
-    def table(self, kind: Kind, recompute: Word) -> Table:
+    def table(self, kind: LayoutKind, recompute: Word) -> Table:
         """The table for layouts of a kind, counted when first asked for."""
         if (kind, recompute) not in self.tables:
             phase(f"counting operators on {kind}, recompute={recompute}")
@@ -189,18 +189,18 @@ class Space:
             method = self.methods[0].as_data() if self.methods else None  # what is sent has to be counted
             options = Options(sequence_parallel=sequence_parallel, hardware=self.profile, recompute=recompute,
                               balance=self.balance, dp_sync=method, sequence_dims=self.sequence_dims)  # fmt: skip
-            found = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
-            self._drafts[kind] = found
+            draft = drafted(self._traced, kind.mesh, options, self._drafts.get(kind))
+            self._drafts[kind] = draft
             try:
-                made = tabulate(self._traced, found.program, found.walks, self._blocks, self.fused)
+                table = tabulate(self._traced, draft.program, draft.walks, self._blocks, self.fused)
             except BlocksApart:
                 self._trace_whole()
                 return self.table(kind, recompute)
-            self.tables[kind, recompute] = made
+            self.tables[kind, recompute] = table
         return self.tables[kind, recompute]
 
     @cached_property
-    def _drafts(self) -> dict[Kind, Any]:
+    def _drafts(self) -> dict[LayoutKind, Any]:
         return {}
 
     @cached_property
@@ -262,16 +262,16 @@ class Space:
     def _sweep(self, devices: int) -> list[Candidate]:
         settings = list(self.settings(devices))
         phase(f"sweeping {len(settings):,} meshes and schedules by formula")
-        found: list[Candidate] = []
-        kinds: dict[Kind, list[tuple[Mesh, Schedule]]] = {}
+        swept: list[Candidate] = []
+        kinds: dict[LayoutKind, list[tuple[Mesh, Schedule]]] = {}
         for mesh, schedule in settings:
             for sequence_parallel in (False, True) if mesh.size("tp") > 1 else (False,):
-                kinds.setdefault(Kind.of(mesh, sequence_parallel), []).append((mesh, schedule))
+                kinds.setdefault(LayoutKind.of(mesh, sequence_parallel), []).append((mesh, schedule))
         for kind, chosen in kinds.items():
-            found += self._swept(chosen, kind)
-        return sorted(found, key=lambda candidate: candidate.step_time_s)
+            swept += self._swept(chosen, kind)
+        return sorted(swept, key=lambda candidate: candidate.step_time_s)
 
-    def _swept(self, settings: Sequence[tuple[Mesh, Schedule]], kind: Kind) -> Iterator[Candidate]:
+    def _swept(self, settings: Sequence[tuple[Mesh, Schedule]], kind: LayoutKind) -> Iterator[Candidate]:
         known: dict[Any, Any] = {}
         held = {name: self.assumed[name] for name in ("state_bytes", "receives_held") if name in self.assumed}
         variants = [(recompute, zero) for recompute in get_args(Word) for zero in LEVELS]
@@ -296,12 +296,12 @@ class Space:
 
     def simulated(self, candidate: Candidate) -> Candidate:
         """The candidate with its own stages and schedule, simulated."""
-        table = self.table(Kind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
+        table = self.table(LayoutKind.of(candidate.mesh, candidate.sequence_parallel), candidate.recompute)
         setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, dp_sync=candidate.dp_sync,
                           **self.assumed)  # fmt: skip
-        found = predict(table, setting, self.hardware)
+        step = predict(table, setting, self.hardware)
         return replace(
-            candidate, step_time_s=found.step_time_s, memory_bytes=max(found.peak_memory_bytes), simulation=found
+            candidate, step_time_s=step.step_time_s, memory_bytes=max(step.peak_memory_bytes), simulation=step
         )
 
     def rescheduled(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -332,32 +332,32 @@ class Space:
         able = [candidate for candidate in swept if candidate.memory_bytes <= memory]
         smaller = _pareto(able)[1:]
         chosen = [*islice(_distinct(able), SIMULATED), *smaller[:: max(1, len(smaller) // SMALLER)][:SMALLER]]
-        found: list[Candidate] = []
+        within: list[Candidate] = []
         left = ACTIONS
         for number, candidate in enumerate({id(c): c for c in (*chosen, *able)}.values()):
             schedule = candidate.schedule
             left -= candidate.mesh.size("pp") * schedule.virtual_stages * schedule.microbatches
-            if found and (left < 0 or number >= len(chosen)):
+            if within and (left < 0 or number >= len(chosen)):
                 break
             phase(f"simulating {number + 1}: {candidate.mesh}, {candidate.schedule.microbatches} microbatches")
             try:
-                made = self.simulated(candidate)
+                simulated = self.simulated(candidate)
             except AutopartError:  # too few places to cut
                 continue
-            if made.memory_bytes <= memory:
-                found.append(made)
-        for candidate in sorted(found, key=lambda c: c.step_time_s)[:RESCHEDULED]:
-            found += [other for other in self.rescheduled(candidate) if other.memory_bytes <= memory]
-        for candidate in list(found):
-            found += [other for other in self.with_methods(candidate) if other.memory_bytes <= memory]
-        if not found:
+            if simulated.memory_bytes <= memory:
+                within.append(simulated)
+        for candidate in sorted(within, key=lambda c: c.step_time_s)[:RESCHEDULED]:
+            within += [other for other in self.rescheduled(candidate) if other.memory_bytes <= memory]
+        for candidate in list(within):
+            within += [other for other in self.with_methods(candidate) if other.memory_bytes <= memory]
+        if not within:
             least = min(swept, key=lambda candidate: candidate.memory_bytes, default=None)
             raise MemoryLimitError(
                 f"no way to run on {devices} devices fits into {quantity(memory, 'B')}",
                 why=f"the smallest is {least}" if least else f"{self.rows} rows divide over no mesh",
                 hint="more devices, or a smaller batch",
             )  # fmt: skip
-        return _pareto(found)
+        return _pareto(within)
 
 
 def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -372,11 +372,11 @@ def _distinct(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
 
 def _pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those for which nothing else is both faster and smaller, the fastest first."""
-    found: list[Candidate] = []
+    front: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.memory_bytes)):
-        if not found or candidate.memory_bytes < found[-1].memory_bytes:
-            found.append(candidate)
-    return found
+        if not front or candidate.memory_bytes < front[-1].memory_bytes:
+            front.append(candidate)
+    return front
 
 
 @with_options(SearchOptions)
@@ -423,15 +423,15 @@ def search(
     space = space_of(model, asked.hardware, global_batch, example_kwargs, precision, methods, asked.balance)
     space.sequence_dims = asked.sequence_dims
     limit = int(asked.memory) if asked.memory is not None else space.hardware.memory_bytes
-    found = space.best(devices, limit)
+    candidates = space.best(devices, limit)
     rows = tree_map(lambda x: _rows_of(x, _given_rows(space.example), space.rows), dict(space.example))
     traced = prepare(model, bind_call(model, (), rows), precision=precision)
     phase("planning the best")
-    best = _planned(model, traced, found, replace(asked, memory=None), limit, count)
+    best = _planned(model, traced, candidates, replace(asked, memory=None), limit, count)
     if not best:
         raise MemoryLimitError(
             f"none of what was found for {devices} devices fits into {quantity(limit, 'B')} when counted exactly",
-            why=f"the nearest is {found[-1]}", hint="more devices, or a smaller batch",
+            why=f"the nearest is {candidates[-1]}", hint="more devices, or a smaller batch",
         )  # fmt: skip
     lost = list(why_others_lose(space, devices, best[0].estimated, limit))
     told = zip(best, reasons([one.candidate for one in best]), strict=True)

@@ -67,7 +67,7 @@ class Alive:
 
     def in_forward(self) -> dict[fx.Node, Size]:
         """While the forward of each node runs."""
-        walk, now, found = self.walk, Running(), dict[fx.Node, Size]()
+        walk, now, beyond = self.walk, Running(), dict[fx.Node, Size]()
         held = {memory for pieces in self.saved.values() for memory in pieces}
         for memory in held:
             now.add(self.size(memory), int(memory.lives))  # what the stage receives
@@ -87,14 +87,14 @@ class Alive:
             now.add(self.others.get(node, NOTHING))
             kept = self.kept.get(node, NOTHING)
             now.add(kept, -1)
-            found[node] = _largest(now.size(), before + self.takes(node, 0) + kept * -1)
+            beyond[node] = _largest(now.size(), before + self.takes(node, 0) + kept * -1)
             for memory in ends[node]:
                 now.add(self.size(memory), -1)
-        return found
+        return beyond
 
     def in_backward(self) -> dict[fx.Node, Size]:
         """While the backward of each node runs: gradients of values, and what it takes itself."""
-        walk, now, found = self.walk, Running(), dict[fx.Node, Size]()
+        walk, now, beyond = self.walk, Running(), dict[fx.Node, Size]()
         made_by: dict[Any, set[Memory]] = defaultdict(set)
         grads, begun = set[Memory](), set[Memory]()
         given: Counter[fx.Node] = Counter()
@@ -126,8 +126,8 @@ class Alive:
             if begins.get(region) is node:
                 now.add(self.rerun[region], -1)
             grads -= done
-            found[node] = _largest(peak, now.size() + further * 2 + self.kept.get(node, NOTHING) * -1)
-        return found
+            beyond[node] = _largest(peak, now.size() + further * 2 + self.kept.get(node, NOTHING) * -1)
+        return beyond
 
     def _values(self, node: fx.Node, lasting: bool = False) -> list[Memory]:
         """The memory of a node's values but for weights and what is gathered of them."""

@@ -14,7 +14,7 @@ from autopart.cost.collectives import wire_bytes
 from autopart.cost.count.sending import carried_by, summed_dtype
 from autopart.cost.dp_sync import exchanges
 from autopart.cost.flops import work
-from autopart.cost.sends import Crossing
+from autopart.cost.sends import StageCrossing
 from autopart.cost.simulate import Simulation
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import PARAMETER, WEIGHT, cost_notes, facts
@@ -130,7 +130,7 @@ def _sends(program: Program) -> list[Collective]:
     return rows
 
 
-def crossings(trace: Trace, program: Program) -> list[Crossing]:
+def crossings(trace: Trace, program: Program) -> list[StageCrossing]:
     """What every stage but the first receives in a program that sends values whole."""
     nodes = {node.name: node for node in trace.graph.nodes}
 
@@ -138,7 +138,7 @@ def crossings(trace: Trace, program: Program) -> list[Crossing]:
         return in_parts(nodes[sent.name], sent.layout, program.mesh) is not None
 
     return [
-        Crossing(sum(b.size_bytes for b in stage.receives), sum(b.size_bytes for b in stage.receives if alike(b)))
+        StageCrossing(sum(b.size_bytes for b in stage.receives), sum(b.size_bytes for b in stage.receives if alike(b)))
         for stage in program.stages[1:]
     ]
 

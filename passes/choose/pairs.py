@@ -3,7 +3,7 @@
 A partitioned boolean quadratic problem, as in register allocation (Scholz and Eckstein 2002; Hames and Scholz 2006). A
 variable with one or two neighbours is decided for every choice of theirs, and its cost becomes theirs: chains of
 pointwise operators collapse into nothing. Options that cannot win go. All of that is exact; what is left is a
-mixed-integer programme (HiGHS), in which one column stands for one pair of options.
+mixed-integer linear program (HiGHS), in which one column stands for one pair of options.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 _LARGEST = 1_000_000
-"""Entries of a table that deciding a variable may make; above that it is left to the programme."""
+"""Entries of a table that deciding a variable may make; above that it is left to HiGHS."""
 
 
 class NoSolution(Exception):
@@ -85,7 +85,7 @@ class Pairs:
         self.tables[a][b], self.tables[b][a] = table, table.T
 
     def solve(self, collapse: bool = True) -> Solution:
-        """The least cost, exactly. `collapse=False` leaves all to the programme, as a check. Raises NoSolution."""
+        """The least cost, exactly. `collapse=False` leaves all to HiGHS, as a check. Raises NoSolution."""
         given = self.costs.copy(), [dict(tables) for tables in self.tables]
         kept = [np.arange(len(cost)) for cost in self.costs]  # the options that are left, of each variable
         decided: list[_Decided] = []
@@ -100,7 +100,7 @@ class Pairs:
                     self._decide(v)
                     left.remove(v)
             waiting = [w for v in sorted(left) if self._drop_options(v, kept) for w in (v, *self.tables[v])]
-        found, gap = _programme(self.costs, self.tables, sorted(left)) if left else ({}, 0.0)
+        found, gap = _milp(self.costs, self.tables, sorted(left)) if left else ({}, 0.0)
         chosen = {v: int(kept[v][k]) for v, k in found.items()}
         for step in reversed(decided):
             chosen[step.variable] = step.option(chosen)
@@ -159,7 +159,7 @@ def _total(costs: list[np.ndarray], tables: list[dict[int, np.ndarray]], chosen:
     return float(single + pairs)
 
 
-def _programme(
+def _milp(
     costs: list[np.ndarray], tables: list[dict[int, np.ndarray]], left: list[int]
 ) -> tuple[dict[int, int], float]:
     """The variables that are left, by HiGHS: a binary per option, a column per possible pair of options."""
@@ -203,7 +203,7 @@ def _programme(
     )
     if result.status == 2:  # infeasible
         raise NoSolution
-    assert result.x is not None, f"the programme has no solution: {result.message}"
+    assert result.x is not None, f"the mixed-integer program has no solution: {result.message}"
     chosen = {v: int(np.argmax(result.x[first[v] : first[v] + len(costs[v])])) for v in left}
     return chosen, float(result.mip_gap or 0.0)
 

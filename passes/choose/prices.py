@@ -3,7 +3,7 @@
 In order of weight: matrix work and the weights it reads that the axis does not divide; then the seconds that a step
 takes one rank apart from matrix work: the communication of every microbatch, forward and backward, memory traffic, and
 the sums of gradients once a step. What a weight costs over the data axis, where it is summed or stored in parts,
-depends on its layout here, and is a part of that price: one programme chooses for both axes.
+depends on its layout here, and is a part of that price: one problem chooses for both axes.
 """
 
 from __future__ import annotations

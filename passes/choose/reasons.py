@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what every other choice would cost, from the programme that was solved for it."""
+"""Why a plan is as it is: what every other choice would cost, from the problem that was solved for it."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def certificate(solved: Mapping[str, Solved]) -> dict[str, float]:
     """
     if not solved:  # weights lie whole on every rank: there is nothing to choose
         return {"objective": 0.0, "lower_bound": 0.0, "gap": 0.0}
-    programme, sharding = list(solved.values())[-1]
-    price = programme.price(sharding.options, programme.real_prices)
-    found = {
+    problem, sharding = list(solved.values())[-1]
+    price = problem.price(sharding.options, problem.real_prices)
+    entries = {
         "objective": sharding.cost, "lower_bound": sharding.bound, "gap": sharding.gap,
-        "sharing_costs": programme.sharing_costs(sharding), "work_share": price.work, "weight_share": price.weights,
+        "sharing_costs": problem.sharing_costs(sharding), "work_share": price.work, "weight_share": price.weights,
         "communication_s": price.communication_s, "memory_traffic_s": price.memory_traffic_s,
         "gradient_sync_s": price.gradient_sync_s,
     }  # fmt: skip
-    return {name: float(f"{number:.{_DIGITS}g}") for name, number in found.items()}
+    return {name: float(f"{number:.{_DIGITS}g}") for name, number in entries.items()}
 
 
 class Reasons:
@@ -80,8 +80,8 @@ class Reasons:
             reason = f"the mesh {self.mesh} has no axis {self.mesh.tensor_axis} to cut it over"
             return Why(subject, in_parts[0] or "whole", in_parts[1] or reason, where=where)
         axis, solved = next(iter(self.solved.items()))
-        programme, sharding = solved
-        choice = programme.choice_of[nodes[0]]
+        problem, sharding = solved
+        choice = problem.choice_of[nodes[0]]
         chosen = ", ".join(filter(None, (str(choice.options[sharding.options[id(choice)]]), in_parts[0])))
         others = self._others(choice, solved)
         names = set(map(name_of, nodes))
@@ -146,16 +146,16 @@ class Reasons:
             check_folding(self.mesh, mixtures(self.trace), {**stacks, axis: pinned.stacks})
             if axis not in self.solved:
                 return Why(name, wanted, "it is so in the plan")
-            programme, chosen = self.solved[axis]
-            found = solve_pinned(self.trace, self.mesh, pinned, pins, lambda left: _solved(programme.pinned_by(left)))
+            problem, chosen = self.solved[axis]
+            as_asked = solve_pinned(self.trace, self.mesh, pinned, pins, lambda left: _solved(problem.pinned_by(left)))
         except LayoutError as error:
             return Why(name, f"not {wanted}", str(error).replace("\n  ", "; "))
-        price = _more(found, self.solved[axis])
+        price = _more(as_asked, self.solved[axis])
         changed = dict.fromkeys(
             f"{pattern_of(weight)} {chosen.parameters[weight]} -> {place}"
-            for weight, place in found[1].parameters.items() if place != chosen.parameters[weight]
+            for weight, place in as_asked[1].parameters.items() if place != chosen.parameters[weight]
         )  # fmt: skip
-        if found[1].strategies == chosen.strategies and not changed:
+        if as_asked[1].strategies == chosen.strategies and not changed:
             return Why(name, wanted, "it is so in the plan")
         others = {wanted: "; ".join([_said(price), *(["with " + ", ".join(changed)] if changed else [])])}
         is_folded = bool(pinned.stacks.keys() - stacks[axis].keys())
@@ -205,27 +205,27 @@ class Reasons:
         source, target = (facts(n).get("layout", {}).get(axis) for n in (node.args[0], node))
         if source is None or target is None:
             return Why(node.name, f"on {axis}", f"{key} is computed from parts of its input on every rank", where=where)
-        made = next(n for n in self.trace.graph.nodes if n.name == facts(node)["origin"])
-        subject = f"{node.name}: {describe(made)} from {source} to {target} on {axis}"
+        traced = next(n for n in self.trace.graph.nodes if n.name == facts(node)["origin"])
+        subject = f"{node.name}: {describe(traced)} from {source} to {target} on {axis}"
         sent = f"{quantity(size_bytes(node.args[0]), 'B')} on every rank"
         reason = f"it is left {_lies(source)} and taken {_lies(target)}"
-        other = self._without(made, source, target, self.solved[axis][0]) if axis in self.solved else None
+        other = self._without(traced, source, target, self.solved[axis][0]) if axis in self.solved else None
         if other is None:
             return Why(subject, sent, reason, where=where)
-        programme, chosen = self.solved[axis]
-        price = _more((programme, other), self.solved[axis])
+        problem, chosen = self.solved[axis]
+        price = _more((problem, other), self.solved[axis])
         changed = [f"{facts(n)['group']} as {s}" for n, s in other.strategies.items() if s != chosen.strategies[n]]
         changed = list(dict.fromkeys(changed))
         instead = ", ".join(changed[:3]) + f" and {len(changed) - 3} more" * (len(changed) > 3)
         return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
 
     def _without(
-        self, made: fx.Node, source: Placement, target: Placement, programme: ShardingProblem
+        self, made: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
         """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
-        value = next((value for value in programme.values if value.is_of(made)), None)
+        value = next((value for value in problem.values if value.is_of(made)), None)
         try:
-            return programme.solve(forbidden=Converted(value, source, target)) if value is not None else None
+            return problem.solve(forbidden=Converted(value, source, target)) if value is not None else None
         except NoSolution:
             return None
 
@@ -242,33 +242,33 @@ class Reasons:
         nodes = [n for n in operators(self.trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
         nodes += [n for n in self.trace.graph.find_nodes(op="get_attr") if n.target in self.trace.parameters]
         exact = [n for n in nodes if fnmatchcase(name_of(n), name) or facts(n).get("group") == name]
-        found = exact or [n for n in nodes if any(fnmatchcase(path, name) for path in parents(name_of(n)))]
-        if not found:
+        matching = exact or [n for n in nodes if any(fnmatchcase(path, name) for path in parents(name_of(n)))]
+        if not matching:
             names = [*map(name_of, nodes), *(node.name for node in self._conversions())]
             raise OptionError(f"the plan has nothing called '{name}'", hint=near_names(name, names))
-        return sorted(found, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
+        return sorted(matching, key=lambda n: (n.op != "get_attr", -size_bytes(n) if n.op == "get_attr" else 0))
 
     def _others(self, choice: Choice, solved: Solved) -> dict[str, Price]:
         """The other options of a choice and how much more each costs, cheapest first, all else chosen around it."""
-        programme, chosen = solved
-        found: list[tuple[float, str, Price]] = []
+        problem, chosen = solved
+        priced: list[tuple[float, str, Price]] = []
         for i, option in enumerate(choice.options):
             if i != chosen.options[id(choice)]:
                 try:
-                    other = programme.solve(forced={id(choice): i})
+                    other = problem.solve(forced={id(choice): i})
                 except NoSolution:
                     continue
-                found.append((other.cost, str(option), _more((programme, other), solved)))
-        return {option: price for _, option, price in sorted(found, key=lambda entry: entry[:2])}
+                priced.append((other.cost, str(option), _more((problem, other), solved)))
+        return {option: price for _, option, price in sorted(priced, key=lambda entry: entry[:2])}
 
 
-def _solved(programme: ShardingProblem) -> Solved:
-    return programme, programme.solve()
+def _solved(problem: ShardingProblem) -> Solved:
+    return problem, problem.solve()
 
 
 def _more(other: Solved, chosen: Solved) -> Price:
     """How much more one solution costs than another, at the prices that are minimised."""
-    price, before = (programme.price(found.options, programme.prices) for programme, found in (other, chosen))
+    price, before = (problem.price(found.options, problem.prices) for problem, found in (other, chosen))
     return price - before
 
 

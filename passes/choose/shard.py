@@ -127,7 +127,7 @@ def cheapest(
     step: Step,
     pinned: Pinned,
 ) -> tuple[ShardingProblem, Sharding]:
-    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the programme it solves.
+    """The cheapest sharding of an annotated graph over an axis of `num_shards` ranks, and the problem that it solves.
 
     "auto" solves for values whole between matrix products and, unless the model is a toy, for values as they are best,
     and takes what is faster. True leaves values as they are best only where not all that can be cut can be together.
@@ -138,13 +138,13 @@ def cheapest(
         if best is not None and (sequence_parallel is True or is_latency_bound(graph, num_shards, hardware, step)):
             break
         try:
-            programme = ShardingProblem(graph, num_shards, hardware, {}, {}, pinned, between, step)
-            found = programme.solve()
+            problem = ShardingProblem(graph, num_shards, hardware, {}, {}, pinned, between, step)
+            sharding = problem.solve()
         except NoSolution:
             continue
-        price = programme.price(found.options, programme.real_prices)
+        price = problem.price(sharding.options, problem.real_prices)
         if best is None or price.is_less(best[0]):
-            best = price, programme, found
+            best = price, problem, sharding
     if best is None:
         raise NoSolution
     return best[1:]
@@ -196,7 +196,7 @@ class ShardingProblem:
             choice.costs = [len(choice.members) * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: Pinned) -> ShardingProblem:
-        """The same programme with other pins, beside the same axes."""
+        """The same problem with other pins, beside the same axes."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
         return self._again(replace(pinned, **known), self.is_shared)
 

@@ -17,7 +17,7 @@ from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process, of_all_stages
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.runtime.comm.watch import meeting
-from autopart.runtime.saving.optimizer_groups import GIVEN_NAMES, PARAMS, Group, group_of, merge_by_options
+from autopart.runtime.saving.optimizer_groups import GIVEN_NAMES, PARAMS, ParameterGroup, group_of, merge_by_options
 from autopart.runtime.saving.optimizer_state import local_state, parameters_of
 from autopart.runtime.state.homes import home_of
 from autopart.runtime.state.state import gather
@@ -96,7 +96,7 @@ def _told(optimizer: Optimizer, process: Process) -> dict[str, dict[str, Any]]:
     return {name: values for theirs in reversed(of_all_stages(mine, process)) for name, values in theirs.items()}
 
 
-def _written(group: Group, order: Mapping[str, int] | None) -> dict[str, Any]:
+def _written(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str, Any]:
     """A group as a state dict has it, its parameters in the model's order where stages were put together."""
     rows = list(zip(group.names, group.given_names or group.names, strict=True))
     if order is not None:

@@ -16,7 +16,7 @@ PARAMS, GIVEN_NAMES = "params", "param_names"
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """A group of parameters: their names (the model's, and those that the user gave the optimizer), and its options."""
 
     names: list[str]
@@ -24,7 +24,7 @@ class Group:
     options: dict[str, Any]
 
 
-def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -> Group:
+def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -> ParameterGroup:
     """A group of an optimizer on this rank. Raises CheckpointError for a parameter of another module."""
     names, given = [], []
     for index, parameter in enumerate(group[PARAMS]):
@@ -38,14 +38,14 @@ def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -
             names.append(first_name(home.name))
             given.append(group[GIVEN_NAMES][index] if GIVEN_NAMES in group else "")
     options = {key: _on_host(value) for key, value in group.items() if key not in (PARAMS, GIVEN_NAMES)}
-    return Group(names, given if GIVEN_NAMES in group else None, options)
+    return ParameterGroup(names, given if GIVEN_NAMES in group else None, options)
 
 
 def _on_host(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def merge_by_index(stages: Sequence[Sequence[Group]]) -> list[Group]:
+def merge_by_index(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
     """The groups of all stages in one, each by its number. Raises CheckpointError where they are not the same ones."""
     counts = [len(groups) for groups in stages]
     alike = len(set(counts)) == 1 and all(
@@ -60,13 +60,13 @@ def merge_by_index(stages: Sequence[Sequence[Group]]) -> list[Group]:
     return [_joined(groups) for groups in zip(*stages, strict=True)]
 
 
-def merge_by_options(stages: Sequence[Sequence[Group]]) -> list[Group]:
+def merge_by_options(stages: Sequence[Sequence[ParameterGroup]]) -> list[ParameterGroup]:
     """The groups of all stages in one, by number or else by their options, where a stage has not all of them."""
     if len({len(groups) for groups in stages}) == 1 or any(
         _same_options(a, b) for groups in stages for i, a in enumerate(groups) for b in groups[:i]
     ):
         return merge_by_index(stages)
-    merged: list[list[Group]] = []
+    merged: list[list[ParameterGroup]] = []
     for groups in stages:
         for group in groups:
             row = next((row for row in merged if _same_options(row[0], group)), None)
@@ -77,22 +77,24 @@ def merge_by_options(stages: Sequence[Sequence[Group]]) -> list[Group]:
     return [_joined(row) for row in merged]
 
 
-def _same_options(one: Group, other: Group) -> bool:
+def _same_options(one: ParameterGroup, other: ParameterGroup) -> bool:
     if one.options.keys() != other.options.keys():
         return False
     pairs = ((value, other.options[key]) for key, value in one.options.items())
     return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
 
 
-def _joined(groups: Sequence[Group]) -> Group:
+def _joined(groups: Sequence[ParameterGroup]) -> ParameterGroup:
     """One group of several stages; what several hold (tied parameters) once."""
     given: dict[str, str] = {}
     for group in groups:
         for name, label in zip(group.names, group.given_names or [""] * len(group.names), strict=True):
             given.setdefault(name, label)
-    return Group(list(given), None if groups[0].given_names is None else list(given.values()), groups[0].options)
+    return ParameterGroup(
+        list(given), None if groups[0].given_names is None else list(given.values()), groups[0].options
+    )
 
 
-def _spoken(group: Group) -> str:
+def _spoken(group: ParameterGroup) -> str:
     options = {key: value for key, value in group.options.items() if key in ("lr", "weight_decay", "momentum")}
     return f"{len(group.names)} parameters with {options}"

@@ -21,7 +21,7 @@ from autopart.errors import CheckpointError
 from autopart.runtime.comm.processes import Process, of_all_stages
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, at_home, part_here, put_together
 from autopart.runtime.saving.checkpoint_plans import call_with_optimizers
-from autopart.runtime.saving.optimizer_groups import PARAMS, Group, group_of, merge_by_index
+from autopart.runtime.saving.optimizer_groups import PARAMS, ParameterGroup, group_of, merge_by_index
 from autopart.runtime.saving.shard_tensor import (
     ShardPlace,
     ShardTensor,
@@ -159,7 +159,7 @@ class _Exchange:
     def __init__(self, optimizer: Optimizer, process: Process):
         self._own = [group_of(group) for group in optimizer.param_groups]
         self._process = process
-        self._merged: list[Group] | None = None
+        self._merged: list[ParameterGroup] | None = None
 
     def names(self, index: int) -> list[str]:
         """Those of a group on all stages. A collective call along `pp`, the first time."""
