@@ -63,7 +63,7 @@ MUTANTS = [
            "exact_lockstep fuzz axes"),
     Mutant("autopart/ir/layout.py", "return shard(place.dim, (place.sections[0] // outer,))", "return place",
            "context fuzz"),
-    Mutant("passes/choose/pins.py", "(num_sections(place.sections) * parts,)", "place.sections", "context fuzz"),
+    Mutant("passes/choose/again.py", "(num_sections(place.sections) * parts,)", "place.sections", "context fuzz"),
     Mutant("passes/write/convert.py", "outside = [current[a] for a in changing]",
            "outside = []", "axes"),
     Mutant("passes/rules/reductions.py", "return None if parts == 1 else call.emit(aten.mul.Tensor,",
