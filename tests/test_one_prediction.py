@@ -96,7 +96,7 @@ def matrix():
 
 
 @pytest.mark.few
-@pytest.mark.parametrize(("hardware", "name", "mesh", "options", "sizes"), matrix(), ids=str)
+@pytest.mark.parametrize(("hardware", "name", "mesh", "options", "sizes"), list(matrix()), ids=str)
 def test_at_other_sizes_is_near_a_new_plan(hardware, name, mesh, options, sizes):
     """With the layouts that it has; where a plan made there has others, `at` says that it may."""
     found = at_cases.beside(name, mesh, options | {"hardware": hardware}, sizes)

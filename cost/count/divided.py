@@ -9,7 +9,7 @@ from torch import fx
 from autopart.cost.work import CHOSEN
 from autopart.ir.atoms import BATCH, DATA_DIM
 from autopart.ir.facts import facts
-from autopart.ir.graph import pattern_of, tensor_inputs
+from autopart.ir.graph import pattern_of, shape, tensor_inputs
 from autopart.ir.program import Program
 from autopart.tracing.trace import Trace
 
@@ -42,5 +42,9 @@ def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[in
         if origin is None or placement is None or not placement.is_shard:
             continue
         atoms = facts(origin)["atoms"][placement.dim]
-        if atoms and atoms[0].kind not in (BATCH, DATA_DIM):
+        if not atoms or atoms[0].kind in (BATCH, DATA_DIM):
+            continue
+        if len(placement.sections) == 1:  # so many equal ones
+            yield shape(origin)[placement.dim] // abs(placement.sections[0])
+        else:
             yield from placement.sections or (atoms[0].size,)
