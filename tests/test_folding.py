@@ -32,7 +32,7 @@ STACKS = ("up", "up_bias", "down")
 
 
 def folded(axes, sent=(), stacks=STACKS, rows=8):
-    """Pins that cut experts over some axes, and send rows of experts, of so many rows of the batch, over some of them."""
+    """Pins that cut experts over some axes, and send their rows, of so many rows of the batch, over some of them."""
     pins = {name: dict.fromkeys(axes, "S(0)") for name in stacks}
     own = {"ep": "S(0)", **dict.fromkeys(("cp", "tp"), f"S(0; sections={rows})")}  # how these cut tokens
     if sent:
