@@ -73,6 +73,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
         held.append(_Held(walk, growth, held[-1].sends_kept if held else set()))
     nodes = [each.node for found in stages for each in found]
     places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
+    places |= {found[0].node for found in stages[1:]}  # maybe a conversion of what is received
     rows = [
         one.row(each, each.node in places, loads.get(each.node, NOTHING))
         for one, found in zip(held, stages, strict=True) for each in found
