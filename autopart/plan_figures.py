@@ -68,7 +68,7 @@ def plan_of(
                  *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced),
                  *selection_notes(traced), *expert_notes(traced, mesh))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
-    names = {"class": kind, **identity_of(traced.parameters), "mode": traced.mode}
+    names = {"class": kind, **identity_of(traced.all_parameters), "mode": traced.mode}
     if traced.autocast:
         names["autocast"] = traced.autocast
     inputs = {
@@ -77,7 +77,7 @@ def plan_of(
     }
     counted = whole if whole is not None else Written(program, walks)
     table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
-    table = folded(table, decisions.scatter_sends)
+    table = folded(table, decisions.scatter_sends, traced.folds)
     held = tuple(rank.as_row() for rank in memory)
     chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
     took = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 from autopart.cost.dp_sync import Carried, carried
 from autopart.ir.buckets import bucketed, in_order_of_use, kinds
 from autopart.ir.dp_sync import Method
+from autopart.ir.fold import later, unrolled
 from autopart.ir.layout import local_shape
 from autopart.ir.operators import axis_of
 from autopart.ir.program import Program, Stage, StoredTensor
@@ -63,31 +65,33 @@ def traffic_of(trace: Trace, program: Program, stage: Stage, whole: Mapping[str,
         whole: {parameter that is held whole for a step: its bytes}.
     """
     mesh, over = program.mesh, program.mesh.stored_over
-    sizes = {name: local_bytes(trace, program, program.parameters[name]) for name in stage.parameters}
-    trained = [name for name in stage.parameters if trace.parameters[name].requires_grad]
-    dtypes = {name: trace.parameters[name].dtype for name in trained}
-    axes = {name: program.parameters[name].summed_over(mesh) for name in trained}
-    order = in_order_of_use(stage.graph.graph, trained)
+    held = {name: local_bytes(trace, program, program.parameters[name]) for name in stage.parameters}
+    read = in_order_of_use(stage.graph.graph, (n for n in stage.parameters if trace.parameters[n].requires_grad))
+    order = list(unrolled(trace.folds, read, str, partial(later, trace.folds)))
+    stored = {name: program.parameters[trace.originals[name]] for name in order}
+    sizes = {name: held[one.name] for name, one in stored.items()}
+    dtypes = {name: trace.parameters[one.name].dtype for name, one in stored.items()}
+    axes = {name: one.summed_over(mesh) for name, one in stored.items()}
     sent: list[Sent] = []
-    for names in kinds([n for n in order if axes[n] and n not in whole], {n: (axes[n], dtypes[n]) for n in trained}):
+    for names in kinds([n for n in order if axes[n] and n not in whole], {n: (axes[n], dtypes[n]) for n in order}):
         for row in bucketed({name: sizes[name] for name in names}):
             copied = len(row) > 1 or summed_dtype(dtypes[row[0]], program) != dtypes[row[0]]
             flat = sum(sizes[name] for name in row) * _summed(dtypes[row[0]], program)
             sent.append(Sent(row, round(flat) if copied else 0))
-    together = {name: (over(program.parameters[name].layout), dtypes[name]) for name in trained}
+    together = {name: (over(one.layout), dtypes[name]) for name, one in stored.items()}
     for names in kinds([n for n in order if n in whole], together):
         for row in bucketed({name: whole[name] for name in names}):
             size, parts = sum(whole[name] for name in row), sum(sizes[name] for name in row)
-            read = program.parameters[row[0]].compute_dtype or dtypes[row[0]]
-            summed = size // read.itemsize * summed_dtype(dtypes[row[0]], program).itemsize
+            computed = stored[row[0]].compute_dtype or dtypes[row[0]]
+            summed = size // computed.itemsize * summed_dtype(dtypes[row[0]], program).itemsize
             alone = len(row) == 1
             is_kept = program.zero == 1 and program.microbatches > 1 and summed != size
             sent.append(Sent(row, summed if not alone or summed != size else 0, parts, 0 if alone else size, True,
                              program.zero == 2, summed if is_kept else 0))  # fmt: skip
     storing = storing_axes(program)
     nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, storing) and source_name(n) not in whole]
-    found = gathered_together(nodes, lambda n: (trace.parameters[source_name(n)].dtype, sizes[source_name(n)]))
-    rows = [_row(trace, program, row, sum(sizes[source_name(node)] for node in row)) for row in found]
+    found = gathered_together(nodes, lambda n: (trace.parameters[source_name(n)].dtype, held[source_name(n)]))
+    rows = [_row(trace, program, row, sum(held[source_name(node)] for node in row)) for row in found]
     row_of = {node: index for index, row in enumerate(rows) for node in row.nodes}
     return Traffic(tuple(sent), tuple(rows), program.prefetch, row_of)
 
