@@ -50,7 +50,8 @@ class Facts(TypedDict, total=False):
     constant: bool  # of what is no input: a tensor written into the trace
     repeated_template: tuple[int, int]  # of a block that was traced once: which block, and which of its calls
     repeated_block: int  # of a mark: which repetition of blocks stands here
-    copied: tuple[int, int, int]  # of a block that was traced once: which block, which of its copies, and which call
+    custom: dict[str, Any]  # what torch hands on to what it writes in a node's place: `copied`, of a block that was
+    # traced once: which block, which of its copies, and which call
     block: tuple[str, int]  # of a folded graph, traced or written: the chain of like blocks, and which of them
     times: int  # of the same: how many nodes of the model it stands for, where these are several
     counted: bool  # its size depends on values

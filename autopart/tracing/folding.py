@@ -86,7 +86,7 @@ def _chains(graph: fx.Graph) -> Iterator[list[_Block]]:
     """The runs of blocks that were traced as one, whose numbers follow each other."""
     calls: dict[int, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for node in graph.nodes:
-        if (place := facts(node).get("copied")) is not None:
+        if (place := (facts(node).get("custom") or {}).get("copied")) is not None:
             calls[place[0]][place[1]].append(node)
     for copies in calls.values():
         chain: list[_Block] = []

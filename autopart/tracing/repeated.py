@@ -180,7 +180,7 @@ class Repeats:
                 raise NotAlike
             if place is not None:
                 tagged[place] = node
-                facts(node)["copied"] = (place[0], 0, place[1])
+                facts(node)["custom"] = {**(facts(node).get("custom") or {}), "copied": (place[0], 0, place[1])}
         copies: Counter[int] = Counter()
         for node in list(graph.nodes):
             if node.target is _BLOCK:
@@ -215,7 +215,7 @@ class Repeats:
                 args, kwargs = fx.map_arg((first.args, first.kwargs), lambda _, refs=refs: of(next(refs)))
                 made[i] = graph.create_node("call_function", target, args, kwargs, base_name(first))
                 made[i].meta = {**first.meta, "nn_module_stack": _moved(facts(first)["nn_module_stack"], *paths),
-                                "copied": (template.number, copy, i)}  # fmt: skip
+                                "custom": {**facts(first)["custom"], "copied": (template.number, copy, i)}}  # fmt: skip
         for part in list(node.users):
             part.replace_all_uses_with(of(template.parts[part.args[1]][1]))
             graph.erase_node(part)
