@@ -41,7 +41,7 @@ def check_blocks(trace: Trace) -> None:
 
 
 def _told(node: fx.Node) -> Any:
-    return node.target, facts(node)["role"], facts(node).get("other_positions")
+    return node.target, facts(node)["role"], facts(node).get("other_positions", frozenset())
 
 
 def check_written(graph: fx.Graph, folds: Folds) -> None:
