@@ -15,7 +15,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.precision import Precision
 from autopart.options import OPTIONS, Options, PlanOptions, RunOptions, SearchOptions, read_options, with_options
 from autopart.plans.plan import Plan
-from autopart.recipe import make_plan, prepare
+from autopart.recipe import can_be_folded, make_plan, prepare
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.state.weights import Weights
 from autopart.tracing.trace import bind_call
@@ -95,7 +95,8 @@ def plan(
         return _searched(model, mesh, example_args, example_kwargs, asked)[0]
     sizes = Mesh.parse(mesh)
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
-    traced = prepare(model, bind_call(model, example_args, example_kwargs or {}), precision=precision)
+    call = bind_call(model, example_args, example_kwargs or {})
+    traced = prepare(model, call, precision=precision, fold=can_be_folded(sizes, asked))
     return advised(make_plan(model, traced, sizes, asked), traced, asked)
 
 

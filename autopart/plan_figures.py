@@ -70,7 +70,7 @@ def plan_of(
                  *selection_notes(traced), *expert_notes(traced, mesh),
                  *position_notes(traced, decisions))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
-    names = {"class": kind, **identity_of(traced.parameters), "mode": traced.mode}
+    names = {"class": kind, **identity_of(traced.all_parameters), "mode": traced.mode}
     if traced.autocast:
         names["autocast"] = traced.autocast
     inputs = {
@@ -79,7 +79,7 @@ def plan_of(
     }
     counted = whole if whole is not None else Written(program, walks)
     table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
-    table = folded(table, decisions.scatter_sends)
+    table = folded(table, decisions.scatter_sends, traced.folds)
     held = tuple(rank.as_row() for rank in memory)
     chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
     took = {

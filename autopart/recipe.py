@@ -20,10 +20,12 @@ from autopart.cost.fit import Estimate, does_not_fit, fullest
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import RankMemory
 from autopart.cost.sends import scattering_pays
-from autopart.errors import LayoutError, OptionError
+from autopart.errors import AutopartError, LayoutError, OptionError
+from autopart.flags import flags
 from autopart.ir.decisions import Decisions
 from autopart.ir.delayed import check_delayed
 from autopart.ir.dp_sync import DpSync
+from autopart.ir.fold import NotFoldable
 from autopart.ir.graph import is_floating, shape
 from autopart.ir.masks import as_traced
 from autopart.ir.mesh import Mesh, check_balance
@@ -36,10 +38,11 @@ from autopart.passes.choose.decide import cut_again, decide
 from autopart.passes.choose.methods import check_methods
 from autopart.passes.choose.parts import choose_parts
 from autopart.passes.choose.problem import Problem
-from autopart.passes.choose.reasons import Reasons
+from autopart.passes.choose.reasons import LaterReasons, Reasons
 from autopart.passes.choose.recompute import check_recompute, recompute_of_checkpoints
 from autopart.passes.dump import check_folder
 from autopart.passes.facts.analyze import annotate
+from autopart.passes.facts.folds import check_blocks, check_written, note_blocks
 from autopart.passes.facts.masks import find_bands
 from autopart.passes.facts.selections import share_selections
 from autopart.passes.facts.sequences import check_named, follow_sequences
@@ -49,6 +52,7 @@ from autopart.passes.write.lower import lower
 from autopart.plan_figures import Draft, Written, plan_of
 from autopart.plans.plan import Plan, Schedule
 from autopart.progress import phase
+from autopart.tracing.folding import copied, folded
 from autopart.tracing.lost_gradients import with_gradients_checked
 from autopart.tracing.precision import computing_in, precision_notes
 from autopart.tracing.trace import Trace, batch_size, trace
@@ -74,7 +78,7 @@ def _without_collections() -> Iterator[None]:
 @_without_collections()
 def prepare(
     model: nn.Module, arguments: Mapping[str, Any], double: bool = False, written: Collection[str] = (),
-    precision: Precision | None = None,
+    precision: Precision | None = None, fold: bool = False,
 ) -> Trace:  # fmt: skip
     """Trace, normalise and annotate a model for a call.
 
@@ -82,22 +86,37 @@ def prepare(
     `double`: let the graph compute in float64, where the model casts down and where it is not in float64 itself.
     `precision`: what the model computes in, in the place of its own dtypes; with `double`, the graph is the same and
     its casts are the identity.
+    `fold`: let one block stand for many that are like it (`Trace.folds`): for a plan alone, of which no program is run.
     """
     check_folder()
     with computing_in(model, precision, written):
-        traced = _prepared(model, arguments, double, written)
+        traced = _prepared(model, arguments, double, written, fold)
     if precision is not None and not traced.written <= set(written):  # these keep their dtype: they are buffers
-        return prepare(model, arguments, double, {*written, *traced.written}, precision)
+        return prepare(model, arguments, double, {*written, *traced.written}, precision, fold)
     notes = (*traced.notes, *precision_notes(model, precision))
     return replace(traced, notes=notes, precision=None if double else precision)
 
 
-def _prepared(model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str]) -> Trace:
+def _prepared(
+    model: nn.Module, arguments: Mapping[str, Any], double: bool, written: Collection[str], fold: bool
+) -> Trace:  # fmt: skip
     """The trace of a model in the precision that it has."""
     phase("tracing the model")
     traced = trace(model, arguments, written)
     traced = replace(traced, notes=(*traced.notes, *_dense_gradients(model, traced)))
     phase("finding out what may be cut")
+    if fold and (few := folded(traced)).folds:
+        try:
+            few = _annotated(model, arguments, few, double)
+            check_blocks(few)
+            return few
+        except NotFoldable:
+            pass
+    return _annotated(model, arguments, traced, double)
+
+
+def _annotated(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, double: bool) -> Trace:
+    """The trace with its operators in few forms and what is known of them, its gradients compared with the model's."""
     run_passes(traced.graph, AS_TRACED)
     (lifted,) = run_passes(traced.graph, (IN_DOUBLE,)) if double else [set()]
     if lifted:
@@ -105,10 +124,26 @@ def _prepared(model: nn.Module, arguments: Mapping[str, Any], double: bool, writ
         traced = replace(traced, notes=(*traced.notes, LIFTED_HALF if half else LIFTED))
     run_passes(traced.graph, NORMALIZE)
     traced = with_gradients_checked(model, arguments, traced, find_loss(traced))
+    _find_facts(traced)
+    return traced
+
+
+def _find_facts(traced: Trace) -> None:
+    note_blocks(traced)
     annotate(traced)
     find_bands(traced)
     share_selections(traced)
-    return traced
+
+
+def unfolded(traced: Trace) -> Trace:
+    """The annotated trace with every block in its graph."""
+    if traced.whole is None:
+        return traced
+    whole = replace(traced.whole, graph=copied(traced.whole.graph), notes=traced.notes, precision=traced.precision)
+    run_passes(whole.graph, AS_TRACED)
+    run_passes(whole.graph, NORMALIZE)
+    _find_facts(whole)
+    return whole
 
 
 def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
@@ -123,16 +158,41 @@ def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
 
 @_without_collections()
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
-    """Choose a plan for an annotated trace."""
+    """Choose a plan for an annotated trace. Of a folded one it is the same as of the whole, which is planned where one
+    block cannot stand for others, or where there is something to refuse."""
+    if traced.folds and can_be_folded(mesh, options):
+        try:
+            return _make_plan(model, traced, mesh, options)
+        except AutopartError:
+            pass
+    return _make_plan(model, unfolded(traced), mesh, options)
+
+
+def can_be_folded(mesh: Mesh, options: Options) -> bool:
+    """Whether no option tells one block from another: stages, pins, recomputation or sums of gradients by name. What
+    shows the passes shows all of the graph."""
+    by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
+    sync_is_plain = DpSync.parse(options.dp_sync).is_default
+    return mesh.size("pp") == 1 and not by_name and sync_is_plain and not flags().dump
+
+
+def _make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
     traced = traced.without_values()
+    if traced.folds and traced.checkpointed:
+        raise NotFoldable("which blocks the model checkpoints is not known of a folded trace")
     options, kept = _with_checkpoints(traced, options)
     options, draft, memory = _fitted(traced, mesh, options)
     if axes := draft.problem.expert_axes:
         check_balance(mesh, options.balance, axes)
     check_delayed(draft.problem.schedule.name, draft.program)
     phase("counting time, memory and collectives")
-    reasons = Reasons(draft.problem, draft.program, draft.solved)
+    reasons = LaterReasons(lambda: _reasons(drafted(unfolded(traced).without_values(), mesh, options))) \
+        if traced.folds else _reasons(draft)  # fmt: skip
     return plan_of(class_of(model), draft, options, memory, reasons, kept, _worst_bytes(draft))
+
+
+def _reasons(draft: Draft) -> Reasons:
+    return Reasons(draft.problem, draft.program, draft.solved)
 
 
 def _worst_bytes(draft: Draft) -> int | None:
@@ -170,6 +230,8 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
         )
     check_named(traced, options.sequence_dims or {})
     follow_sequences(traced, options.sequence_dims or {})
+    if options.sequence_dims:
+        check_blocks(traced)
     if known is None:
         decisions, solved = decide(problem)
     else:
@@ -190,6 +252,7 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
 def written(traced: Trace, decisions: Decisions, outputs: Sequence[Any], rng: Rng) -> Written:
     """The program of a training step for a plan's figures."""
     program = as_traced(lower(traced, decisions, outputs, whole_outputs=False, rng=rng))
+    check_written(program.stages[0].graph.graph, traced.folds)
     return Written(program, [walked(traced, program, stage) for stage in program.stages])
 
 
@@ -220,6 +283,8 @@ def _fitted(traced: Trace, mesh: Mesh, options: Options) -> tuple[Options, Draft
         if options.memory is None or fullest(ranks).total <= int(options.memory):
             return asked, draft, ranks
         first = first or (draft, ranks)
+    if traced.folds:
+        raise NotFoldable("what would take less memory is asked of the whole trace")
     assert first is not None and options.memory is not None
     draft, needed = first
     estimate, rows = estimator(traced, mesh, options, draft), batch_size(traced)

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopart.ir.dp_sync import ALL_REDUCE, DpSync
+from autopart.ir.fold import Fold, Folds, NotFoldable, unrolled
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Schedule
 
@@ -40,12 +41,16 @@ def own_setting(
     )  # fmt: skip
 
 
-def folded(table: Table, scatter_sends: bool = False) -> Table:
+def folded(table: Table, scatter_sends: bool = False, folds: Folds = ()) -> Table:
     """The table with a row for all operators that do the same, also with the parameters of another block; without what
-    may be sent in parts, where nothing is."""
+    may be sent in parts, where nothing is.
+
+    Args:
+        folds: of the trace that was counted; the order is then that of the whole.
+    """
     known: dict[Any, int] = {}
-    rows, order, parameters = list[Row](), list[tuple[int, str, int]](), dict[str, Parameter]()
-    for position, *_ in table.order:
+    rows, order, parameters = list[Row](), list[_Place](), dict[str, Parameter]()
+    for position, *block in table.order:
         row = table.rows[position] if scatter_sends else replace(table.rows[position], alike=NOTHING)
         path, number, names = _at_first((*row.parameters, *row.reads_also), table.parameters)
         read, also = names[: len(row.parameters)], names[len(row.parameters) :]
@@ -55,8 +60,34 @@ def folded(table: Table, scatter_sends: bool = False) -> Table:
             known[key] = len(rows)
             rows.append(replace(row, parameters=read, reads_also=also))
             parameters |= {name: table.parameters[name] for name in names}
-        order.append((known[key], path, number))
-    return replace(table, rows=tuple(rows), order=tuple(order), parameters=parameters)
+        order.append(_Place(known[key], path, number, f"{block[0]}.{block[1]}"))
+    if any(fold.holds(name) for fold in folds for name in parameters):
+        raise NotFoldable("a parameter of a block that stands for others is not like that of the first")
+    if any(not _are_alike(order, fold) for fold in folds):
+        raise NotFoldable("what a block that stands for others does and keeps is not what those beside it do")
+    every = unrolled(folds, order, lambda place: place.block, _Place.later)
+    return replace(table, rows=tuple(rows), order=tuple(place[:3] for place in every), parameters=parameters)
+
+
+class _Place(NamedTuple):
+    """A row in the order of the table, the container and number of its parameters, and the block that it is in."""
+
+    row: int
+    path: str
+    number: int
+    block: str
+
+    def later(self, blocks: int) -> _Place:
+        """The same, so many blocks later."""
+        return self._replace(number=self.number + blocks if self.path else 0)
+
+
+def _are_alike(order: Sequence[_Place], fold: Fold) -> bool:
+    """Whether the block that stands for others, that before it and that behind have the same rows."""
+    numbers = fold.number - 1, fold.number, fold.number + fold.times
+    before, block, behind = ([place.row for place in order if place.block == f"{fold.path}.{number}"]
+                             for number in numbers)  # fmt: skip
+    return before == block == behind
 
 
 def _at_first(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tuple[str, int, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import runpy
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopart
-from autopart.cost.count import kept
+from autopart.cost.count import footprint, kept, summary
 from autopart.passes.choose import batch, prices
 from autopart.passes.facts import analyze, strategies
 from autopart.passes.normalize import decompose
+from autopart.passes.write import lower
 from autopart.passes.write.stage_draft import StageGraph
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "depth.py"
@@ -46,32 +48,53 @@ def planned(layers: int) -> autopart.Plan:
 
 
 @pytest.fixture
-def counts(monkeypatch) -> Counter[str]:
-    """How often each kind of work is done."""
-    found: Counter[str] = Counter()
+def counts(monkeypatch) -> Callable[[Mapping[str, tuple]], Counter[str]]:
+    """How often each of these kinds of work is done from now on."""
 
-    def count(kind: str, module, name: str) -> None:
-        function = getattr(module, name)
+    def start(works: Mapping[str, tuple]) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for kind, (module, name) in works.items():
+            monkeypatch.setattr(module, name, counted(found, kind, getattr(module, name)))
+        return found
 
-        def counted(*args, **kwargs):
-            found[kind] += 1
-            return function(*args, **kwargs)
+    return start
 
-        monkeypatch.setattr(module, name, counted)
 
-    for kind, (module, name) in WORK.items():
-        count(kind, module, name)
-    return found
+def counted(found: Counter[str], kind: str, function):
+    def run(*args, **kwargs):
+        found[kind] += 1
+        return function(*args, **kwargs)
+
+    return run
 
 
 def test_work_does_not_grow_with_the_number_of_blocks(counts):
     numbers = []
     for layers in (6, 12):  # the two blocks at either end are also tried apart from the others
         kept.KNOWN.effects.clear()
-        counts.clear()
+        found = counts(WORK)
         planned(layers)
-        numbers.append(dict(counts))
+        numbers.append(dict(found))
     assert numbers[0].keys() == WORK.keys()
+    assert numbers[0] == numbers[1]
+
+
+EVERY_NODE = {
+    "facts written": (analyze, "_role"),
+    "operators written": (lower, "write_local"),
+    "values followed": (footprint, "call"),
+    "operators counted": (summary, "work"),
+}
+"""What is done of every node that there is."""
+
+
+def test_of_like_blocks_a_few_are_planned(counts):
+    numbers = []
+    for layers in (8, 16):
+        found = counts(EVERY_NODE)
+        planned(layers)
+        numbers.append(dict(found))
+    assert numbers[0].keys() == EVERY_NODE.keys()
     assert numbers[0] == numbers[1]
 
 

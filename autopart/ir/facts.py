@@ -52,6 +52,10 @@ class Facts(TypedDict, total=False):
     constant: bool  # of what is no input: a tensor written into the trace
     repeated_template: tuple[int, int]  # of a block that was traced once: which block, and which of its calls
     repeated_block: int  # of a mark: which repetition of blocks stands here
+    custom: dict[str, Any]  # what torch hands on to what it writes in a node's place: `copied`, of a block that was
+    # traced once: which block, which of its copies, and which call
+    block: tuple[str, int]  # of a folded graph, traced or written: the chain of like blocks, and which of them
+    times: int  # of the same: how many nodes of the model it stands for, where these are several
     counted: bool  # its size depends on values
 
     # Of the passes that normalise.
@@ -103,6 +107,11 @@ class Facts(TypedDict, total=False):
 def facts(node: fx.Node) -> Facts:
     """The facts of a node, to read and to write."""
     return node.meta  # as it is: a cast would be a call, and this is asked very often
+
+
+def times(node: fx.Node) -> int:
+    """How many nodes of the model this one stands for (`autopart.ir.fold`)."""
+    return facts(node).get("times", 1)
 
 
 def cost_notes(node: fx.Node) -> CostNotes:

@@ -23,7 +23,7 @@ from autopart.ir.operators import autopart_ops, axis_of
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, Stage, StageGraph, StageInput
 
-_OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host")
+_OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host", "block", "times")
 """The facts of a call that what is written for it has too."""
 
 

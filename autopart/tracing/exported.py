@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,6 +195,7 @@ def _tell_as_users_do(node: fx.Node) -> None:
         facts(node)["stack_trace"] = own_frames(facts(node)["stack_trace"])
 
 
+@lru_cache(maxsize=4096)
 def own_frames(stack_trace: str) -> str:
     """A stack trace without the frames of torch and autopart, so that it ends in the user's code, if there is any."""
     frames = [f for f in re.split(r"(?m)^(?=  File )", stack_trace) if not any(part in f for part in _OURS)]

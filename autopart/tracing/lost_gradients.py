@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autopart.compat import tree_flatten
 from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
+from autopart.ir.fold import NotFoldable, names_of
 from autopart.ir.graph import is_floating, operator_name, source_text, value
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
 from autopart.tracing.entry import PREFIX, Entry
@@ -83,7 +84,7 @@ def with_gradients_checked(
         return traced  # a run of the model takes one side of each decision
     device = device_of_weights(model)
     entry = Entry(model, arguments, flatten_call(arguments).names, _autocast(device))
-    leaves = {id(p): name for name, p in traced.parameters.items() if p.requires_grad}
+    leaves = {id(p): name for name, p in traced.all_parameters.items() if p.requires_grad}
     try:
         stands_for = {id(p): without_values(p) for p in (*model.parameters(), *model.buffers())}
         inputs = [without_values(t) for t in traced.call.tensors]
@@ -92,7 +93,7 @@ def with_gradients_checked(
     except Exception as error:  # whatever the model's code makes of tensors without values
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
         return replace(traced, notes=(*traced.notes, f"its gradients were not compared with the model's ({said})"))
-    tensors = {name: stands_for[id(p)] for name, p in traced.parameters.items() if p.requires_grad}
+    tensors = {name: stands_for[id(p)] for name, p in traced.all_parameters.items() if p.requires_grad}
     wanted = traced.call.with_gradient
     tensors |= {f"input {n}": t for n, t in zip(traced.call.names, inputs, strict=True) if n in wanted}
     leaves |= {id(t): name for name, t in tensors.items()}
@@ -142,6 +143,8 @@ def _compare(
         found = set().union(*(reached.get(outputs[i], set()) for i in places if isinstance(outputs[i], fx.Node)))
         if expected == found:
             continue
+        if traced.folds:
+            raise NotFoldable("gradients are compared in the whole trace")
         graph = graph or _graph_run(traced, eager, device, inputs)
         lost = eager.with_gradient(of_model, expected - found)
         made_up = graph.with_gradient([graph.outputs[i] for i in places], found - expected)
@@ -155,7 +158,8 @@ def _static(traced: Trace) -> dict[fx.Node, set[str]]:
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             parameter = traced.parameters.get(node.target)
-            found[node] = {node.target} if parameter is not None and parameter.requires_grad else set()
+            trained = parameter is not None and parameter.requires_grad
+            found[node] = set(names_of(traced.folds, node.target)) if trained else set()
         elif node.op == "placeholder":
             found[node] = {f"input {facts(node)['input_name']}"} if facts(node).get("input_grad") else set()
         elif node.op == "call_function":

@@ -139,9 +139,10 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
 
     Whether it does is tried: `again` traces once more with the smallest draws there are, and with the largest.
     """
-    drawn, text = state.drawn, _text(program)
+    drawn = state.drawn
     if not drawn:
         return
+    text = _text(program)
     for word in (_SMALLEST, _LARGEST):
         state.word = word
         same = _text(again()) == text

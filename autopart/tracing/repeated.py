@@ -180,12 +180,16 @@ class Repeats:
                 raise NotAlike
             if place is not None:
                 tagged[place] = node
+                facts(node)["custom"] = {**(facts(node).get("custom") or {}), "copied": (place[0], 0, place[1])}
+        copies: Counter[int] = Counter()
         for node in list(graph.nodes):
             if node.target is _BLOCK:
-                self._expand(graph, node, self.repeats[facts(node)[_REPEAT]], tagged)
+                repeat = self.repeats[facts(node)[_REPEAT]]
+                copies[repeat.template.number] += 1
+                self._expand(graph, node, repeat, tagged, copies[repeat.template.number])
 
     def _expand(
-        self, graph: fx.Graph, node: fx.Node, repeat: _Repeat, tagged: Mapping[tuple[int, int], fx.Node]
+        self, graph: fx.Graph, node: fx.Node, repeat: _Repeat, tagged: Mapping[tuple[int, int], fx.Node], copy: int
     ) -> None:
         template = repeat.template
         given = dict(zip(template.used, node.args[0], strict=True))
@@ -210,7 +214,8 @@ class Repeats:
                 refs = iter(reads)
                 args, kwargs = fx.map_arg((first.args, first.kwargs), lambda _, refs=refs: of(next(refs)))
                 made[i] = graph.create_node("call_function", target, args, kwargs, base_name(first))
-                made[i].meta = {**first.meta, "nn_module_stack": _moved(facts(first)["nn_module_stack"], *paths)}
+                made[i].meta = {**first.meta, "nn_module_stack": _moved(facts(first)["nn_module_stack"], *paths),
+                                "custom": {**facts(first)["custom"], "copied": (template.number, copy, i)}}  # fmt: skip
         for part in list(node.users):
             part.replace_all_uses_with(of(template.parts[part.args[1]][1]))
             graph.erase_node(part)

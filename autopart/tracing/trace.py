@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -23,6 +24,7 @@ from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
 from autopart.compat_sizes import many_elements
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
+from autopart.ir.fold import Folds, original
 from autopart.ir.graph import module_path, shape, source_of, source_text, spoken_name, value
 from autopart.ir.precision import Precision
 from autopart.tracing.assigned_buffers import check_caches
@@ -45,6 +47,8 @@ from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace_errors import shape_by_values, trace_error
 from autopart.tracing.weight_updates import WeightUpdates, with_weight_updates
 from autopart.tracing.with_loss import WithLoss, users_input, users_model, users_name
+
+T = TypeVar("T")
 
 _NO_CACHE = "use_cache"
 _LOGGERS = "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"
@@ -85,6 +89,8 @@ class Trace:
     change before the graph runs. `precision`: what the graph was traced in, where its parameters are to be cast to that
     when they are read; `parameters` are as they are stored.
     `by_chance`: whether random numbers decide what the model runs.
+    `folds`: the blocks of the graph, and of `parameters`, that stand for others, which it leaves out (`folding.py`);
+    `whole`: the same trace with all of them, as it was traced.
     """
 
     graph: fx.Graph
@@ -102,10 +108,32 @@ class Trace:
     weight_updates: WeightUpdates = field(default_factory=dict)
     precision: Precision | None = None
     by_chance: bool = False
+    folds: Folds = ()
+    whole: Trace | None = None
 
     def without_values(self) -> Trace:
         """The same, with parameters that hold no memory."""
         return replace(self, parameters={name: without_values(p) for name, p in self.parameters.items()})
+
+    @property
+    def all_parameters(self) -> Mapping[str, torch.Tensor]:
+        """Those of all blocks, where some are left out, too."""
+        return self.parameters if self.whole is None else self.whole.parameters
+
+    @cached_property
+    def originals(self) -> Mapping[str, str]:
+        """{parameter of any block: the one in the graph that stands for it}."""
+        return {name: original(self.folds, name) for name in self.all_parameters}
+
+    def of_all(self, found: Mapping[str, T]) -> Mapping[str, T]:
+        """By the names of all parameters what is known by the names of those in the graph."""
+        if not self.folds:
+            return found
+        return {name: found[stands] for name, stands in self.originals.items() if stands in found}
+
+    def times_of(self, name: str) -> int:
+        """How many parameters of the model one in the graph stands for."""
+        return next((fold.times for fold in self.folds if fold.holds(name)), 1)
 
     @property
     def buffer_updates(self) -> Mapping[str, fx.Node]:

@@ -8,7 +8,7 @@ from autopart.cost.fit import quick_ways, what_helps
 from autopart.ir.mesh import Mesh
 from autopart.options import Options
 from autopart.passes.choose.codec import decode
-from autopart.passes.choose.reasons import Reasons
+from autopart.passes.choose.reasons import LaterReasons, Reasons
 from autopart.plan_figures import Draft
 from autopart.plans.headline import ADVICE, fits, quantity
 from autopart.plans.plan import Plan
@@ -22,7 +22,12 @@ def advised(plan: Plan, trace: Trace, options: Options) -> Plan:
     At most `cost.fit.TRIES` other settings are drafted, always the same ones, so that every process writes the same.
     """
     reasons = plan.reasons
-    if fits(plan) is not False or not isinstance(reasons, Reasons):
+    if fits(plan) is not False:
+        return plan
+    if isinstance(reasons, LaterReasons):
+        reasons = reasons.of_whole
+        trace = reasons.trace
+    if not isinstance(reasons, Reasons):
         return plan
     mesh = plan.mesh_object()
     draft = Draft(reasons.problem, decode(trace, plan, mesh), reasons.program, reasons.solved, ())

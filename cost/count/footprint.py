@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from autopart.cost.count.kept import KNOWN, Effect, Form, Kept, MadeTensor
-from autopart.ir.facts import facts
+from autopart.ir.facts import facts, times
 from autopart.ir.graph import operator_name, tensor_inputs, value
 from autopart.ir.layout import DIRECTIONS, ROUTING, shard_sizes
 from autopart.ir.operators import OPERATORS, ROTATING, is_cast, stored_source
@@ -371,12 +371,15 @@ def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[st
             values[node] = call(node, values, {}, {}, {})
     found: dict[str, Any] = {}
     sizes: dict[Memory, int] = {}
+    read = {str(node.target): node for node in stage.graph.graph.find_nodes(op="placeholder")}
     for stage_input, whole in zip(stage.inputs, made, strict=False):
         if not isinstance(whole, Value):
             found[stage_input.name] = whole
             continue
         rows, memory = _rows(program, stage_input.batch_dim, whole)
-        sizes[memory] = memory.size_bytes if memory is whole.memory else memory.size_bytes * program.microbatches
+        is_copied = memory is not whole.memory  # the rows of every microbatch
+        number = program.microbatches * times(read[stage_input.name]) if is_copied else times(memory.made_by)
+        sizes[memory] = memory.size_bytes * number
         found[stage_input.name] = Value(rows, Memory(rows.size_bytes, True, memory.made_by))
     return found, sum(size for memory, size in sizes.items() if not memory.lives)
 

@@ -17,7 +17,7 @@ from autopart.cost.dp_sync import remembered_bytes
 from autopart.cost.memory import OPTIMIZER_VALUES, RankMemory
 from autopart.ir.actions import Action, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES
-from autopart.ir.facts import facts
+from autopart.ir.facts import facts, times
 from autopart.ir.graph import pattern_of, short_name
 from autopart.ir.program import Boundary, Program
 from autopart.ir.schedules import versions_of
@@ -45,7 +45,7 @@ def _rank_memory(
     mine = sorted({action.stage for action in order})
     trained_somewhere = frozenset().union(*(memory.trained for memory in memories))
     held = {name: stored for name, stored in program.parameters.items() if set(stored.stages) & set(mine)}
-    sizes = {name: local_bytes(trace, program, stored) for name, stored in held.items()}
+    sizes = trace.of_all({name: local_bytes(trace, program, stored) for name, stored in held.items()})
     trained = {name: size for name, size in sizes.items() if name in trained_somewhere}
     whole = {s for s in mine if memories[s].whole_backward}
     ran = tuple(a._replace(kind="B" if a.kind == "I" else a.kind) if a.stage in whole else a for a in order
@@ -77,7 +77,8 @@ def _rank_memory(
 
 def _remembered_bytes(trace: Trace, program: Program, trained: Mapping[str, int]) -> int:
     """What methods of data parallelism keep of the parameters that are trained here."""
-    return round(sum(remembered_bytes(one, program.data_ranks) for one in carried_by(trace, program, trained)))
+    here = [name for name in trained if name in program.parameters]  # in a folded trace no method is asked for
+    return round(sum(remembered_bytes(one, program.data_ranks) for one in carried_by(trace, program, here)))
 
 
 def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping[str, int], is_kept: bool) -> int:
@@ -86,8 +87,9 @@ def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping
         return size
     if not is_kept:
         return wholes[name]
-    stored = trace.parameters[name].dtype
-    read = program.parameters[name].compute_dtype or stored
+    original = trace.originals[name]
+    stored = trace.parameters[original].dtype
+    read = program.parameters[original].compute_dtype or stored
     return wholes[name] // read.itemsize * summed_dtype(stored, program).itemsize
 
 
@@ -124,7 +126,8 @@ def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, ho
     that fills a bucket alone is summed where it is, unless it is summed in another dtype."""
     buckets: dict[Any, list[int]] = defaultdict(list)
     for name, size in trained.items():
-        stored, dtype = program.parameters[name], trace.parameters[name].dtype
+        original = trace.originals[name]
+        stored, dtype = program.parameters[original], trace.parameters[original].dtype
         owners = tuple(sorted({home[stage] for stage in stored.stages}))
         if len(owners) > 1:
             buckets[owners, dtype].append(size)
@@ -141,7 +144,7 @@ def _largest_activations(memories: Sequence[StageMemory], in_flight: Mapping[int
     found: dict[str, int] = defaultdict(int)
     for stage, count in in_flight.items():
         for node, size in memories[stage].saved.items():
-            found[f"activations of {_named(node)}"] += size * count
+            found[f"activations of {_named(node)}"] += size * count * times(node)
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import fx
 from autopart.cost.dp_sync import Carried, carried
 from autopart.ir.buckets import bucketed, in_order_of_use, kinds
 from autopart.ir.dp_sync import Method
+from autopart.ir.facts import times
+from autopart.ir.fold import NotFoldable, later, unrolled
 from autopart.ir.layout import local_shape
 from autopart.ir.operators import axis_of
 from autopart.ir.pieces import Cut
@@ -68,34 +71,38 @@ def traffic_of(
         ways: {parameter: how it is gathered}, of at least these.
     """
     mesh, over = program.mesh, program.mesh.stored_over
-    sizes = {name: local_bytes(trace, program, program.parameters[name]) for name in stage.parameters}
-    trained = [name for name in stage.parameters if trace.parameters[name].requires_grad]
-    dtypes = {name: trace.parameters[name].dtype for name in trained}
-    axes = {name: program.parameters[name].summed_over(mesh) for name in trained}
-    order = in_order_of_use(stage.graph.graph, trained)
+    held = {name: local_bytes(trace, program, program.parameters[name]) for name in stage.parameters}
+    read = in_order_of_use(stage.graph.graph, (n for n in stage.parameters if trace.parameters[n].requires_grad))
+    order = list(unrolled(trace.folds, read, str, partial(later, trace.folds)))
+    stored = {name: program.parameters[trace.originals[name]] for name in order}
+    sizes = {name: held[one.name] for name, one in stored.items()}
+    dtypes = {name: trace.parameters[one.name].dtype for name, one in stored.items()}
+    axes = {name: one.summed_over(mesh) for name, one in stored.items()}
     sent: list[Sent] = []
-    summed = [n for n in order if axes[n] and n not in whole and not over(program.parameters[n].layout)]
-    for names in kinds(summed, {n: (axes[n], dtypes[n]) for n in trained}):
+    summed = [n for n in order if axes[n] and n not in whole and not over(stored[n].layout)]
+    for names in kinds(summed, {n: (axes[n], dtypes[n]) for n in order}):
         for row in bucketed({name: sizes[name] for name in names}):
             copied = len(row) > 1 or summed_dtype(dtypes[row[0]], program) != dtypes[row[0]]
             flat = sum(sizes[name] for name in row) * _summed(dtypes[row[0]], program)
             sent.append(Sent(row, round(flat) if copied else 0))
-    together = {name: (over(program.parameters[name].layout), axes[name], dtypes[name]) for name in trained}
+    together = {name: (over(one.layout), axes[name], dtypes[name]) for name, one in stored.items()}
     for names in kinds([n for n in order if n in whole], together):
         for row in bucketed({name: whole[name] for name in names}):
             size, parts = sum(whole[name] for name in row), sum(sizes[name] for name in row)
-            read = program.parameters[row[0]].compute_dtype or dtypes[row[0]]
-            flat = size // read.itemsize * summed_dtype(dtypes[row[0]], program).itemsize
-            alone = len(row) == 1 and is_in_order(ways[row[0]], mesh.size(ways[row[0]].axis))
-            received = parts * read.itemsize // dtypes[row[0]].itemsize
-            received = sent_copy(received, len(row), dtypes[row[0]], read) + (0 if alone else size)
+            computed, way = stored[row[0]].compute_dtype or dtypes[row[0]], ways[stored[row[0]].name]
+            flat = size // computed.itemsize * summed_dtype(dtypes[row[0]], program).itemsize
+            alone = len(row) == 1 and is_in_order(way, mesh.size(way.axis))
+            received = parts * computed.itemsize // dtypes[row[0]].itemsize
+            received = sent_copy(received, len(row), dtypes[row[0]], computed) + (0 if alone else size)
             is_kept = program.zero == 1 and program.microbatches > 1 and flat != size
             sent.append(Sent(row, flat if not alone or flat != size else 0, parts, received, True,
                              program.zero == 2, flat if is_kept else 0))  # fmt: skip
     storing = storing_axes(program)
     nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, storing) and source_name(n) not in whole]
     found = gathered_together(nodes, lambda n: (trace.parameters[source_name(n)].dtype, axes.get(source_name(n), ())))
-    rows = [_row(trace, program, row, sum(sizes[source_name(node)] for node in row)) for row in found]
+    if any(len({times(node) for node in row}) > 1 for row in found):
+        raise NotFoldable("weights of a block that stands for others are gathered with those of another")
+    rows = [_row(trace, program, row, sum(held[source_name(node)] for node in row)) for row in found]
     row_of = {node: index for index, row in enumerate(rows) for node in row.nodes}
     return Traffic(tuple(sent), tuple(rows), program.prefetch, row_of)
 

@@ -17,7 +17,8 @@ from autopart.cost.flops import work
 from autopart.cost.sends import StageCrossing
 from autopart.cost.simulate import Simulation
 from autopart.ir.decisions import Decisions
-from autopart.ir.facts import PARAMETER, WEIGHT, cost_notes, facts
+from autopart.ir.facts import PARAMETER, WEIGHT, cost_notes, facts, times
+from autopart.ir.fold import Folds, names_of
 from autopart.ir.graph import (
     active_operators,
     operator_name,
@@ -44,14 +45,15 @@ def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
     found: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for move in _moves(program):
         entry = found[pattern_of(move.path) or "model", move.axis, move.forward, move.backward]
-        entry[0] += 1
-        entry[1] += move.bytes
+        entry[0] += move.times
+        entry[1] += move.bytes * move.times
     rows = [Collective(*key, count, moved) for key, (count, moved) in found.items()]
     return (*rows, *_sends(program), *_gradients(trace, program), *_wholes(trace, program))
 
 
 class _Move(NamedTuple):
-    """One collective of a stage graph; `bytes` are those that one rank sends for it, forward and backward."""
+    """One collective of a stage graph; `bytes` are those that one rank sends for it, forward and backward. `times`: how
+    many it stands for."""
 
     stage: int
     path: str
@@ -59,6 +61,7 @@ class _Move(NamedTuple):
     forward: str
     backward: str
     bytes: int
+    times: int = 1
 
 
 def _moves(program: Program) -> Iterator[_Move]:
@@ -74,7 +77,8 @@ def _moves(program: Program) -> Iterator[_Move]:
             axis = node.args[1]
             if gathers_stored(node, storing) and str(node.args[0].target) in whole:
                 if program.zero == 2 and facts(node).get("needs_grad", True) and backward:
-                    yield _Move(stage.index, _module_of(node), axis, "", backward, _scattered_bytes(node, program))
+                    sent = _scattered_bytes(node, program)
+                    yield _Move(stage.index, _module_of(node), axis, "", backward, sent, times(node))
                 continue
             sides = (node, node.args[0]) if backward else (node,)
             size = summed = max(size_bytes(n) for n in sides)  # the whole array is on one side of it
@@ -87,11 +91,11 @@ def _moves(program: Program) -> Iterator[_Move]:
             moved = wire_bytes(forward, program.mesh.size(axis), size)
             moved += wire_bytes(backward, program.mesh.size(axis), summed) if grad else 0
             path = _module_of(node)
-            yield _Move(stage.index, path, axis, forward, backward if grad else "", round(moved))
+            yield _Move(stage.index, path, axis, forward, backward if grad else "", round(moved), times(node))
             is_weight = axis in storing and stored_source(node) is not None
             if is_weight and forward == "all_gather" and _is_saved(node):
                 again = round(wire_bytes("all_gather", program.mesh.size(axis), size))
-                yield _Move(stage.index, path, axis, "", "all_gather", again)
+                yield _Move(stage.index, path, axis, "", "all_gather", again, times(node))
 
 
 def _scattered_bytes(node: fx.Node, program: Program) -> int:
@@ -151,7 +155,7 @@ def _gradients(trace: Trace, program: Program) -> list[Collective]:
         for axis in stored.summed_over(program.mesh):
             sizes[axis] += (
                 math.prod(stored.shape) * summed_dtype(trace.parameters[name].dtype, program).itemsize // parts
-            )
+            ) * trace.times_of(name)
     for axis, size in sizes.items():
         moved = round(wire_bytes("all_reduce", program.mesh.size(axis), size) / program.mesh.size("pp"))
         rows.append(Collective("gradients of parameters", axis, "", "all_reduce", 1, moved, "step"))
@@ -176,7 +180,7 @@ def _wholes(trace: Trace, program: Program) -> list[Collective]:
     for name, way in held_whole(program, program.stages).items():
         stored, parameter, axis = program.parameters[name], trace.parameters[name], way.axis
         parts = math.prod(mesh.size(a) for a, place in stored.layout.items() if place.is_shard and a != axis)
-        elements = parameter.numel() // parts
+        elements = parameter.numel() // parts * trace.times_of(name)
         whole[axis] += elements * (stored.compute_dtype or parameter.dtype).itemsize
         trained[axis] += elements * summed_dtype(parameter.dtype, program).itemsize * parameter.requires_grad
     rows = [("parameters", axis, "all_gather", "", size) for axis, size in whole.items()]
@@ -199,10 +203,10 @@ def stage_rows(trace: Trace, decisions: Decisions, program: Program) -> tuple[di
             "stage": stage.index,
             "first": facts(nodes[0])["key"],
             "last": facts(nodes[-1])["key"],
-            "flops": int(sum(work(n) for n in nodes)),
-            "parameters": _num_parameters(stage, program),
+            "flops": int(sum(work(n) * times(n) for n in nodes)),
+            "parameters": _num_parameters(trace, stage, program),
             "receives": [b.name for b in stage.receives],
-            "blocks": _block_rows(nodes, [move for move in moves if move.stage == stage.index]),
+            "blocks": _block_rows(nodes, [move for move in moves if move.stage == stage.index], trace.folds),
         })  # fmt: skip
     return tuple(rows)
 
@@ -218,7 +222,7 @@ def block_of(path: str) -> str:
     return ".".join(parts[: stars[-1] + 2] if stars else parts[:2])
 
 
-def _block_rows(nodes: list[fx.Node], moves: list[_Move]) -> list[dict[str, Any]]:
+def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: Folds) -> list[dict[str, Any]]:
     """One row a block of a stage, in the order of the model: its layers (`"0-3"`), how many modules that is where it is
     not one a layer, FLOPs, weights of other blocks that it reads, collectives as `{"tp all_reduce": count}` and the
     bytes they send. What is empty or zero is left out."""
@@ -229,20 +233,21 @@ def _block_rows(nodes: list[fx.Node], moves: list[_Move]) -> list[dict[str, Any]
         path = facts(node)["key"].rsplit("/", 1)[0]
         block = block_of(path)
         paths[block][".".join(path.split(".")[: block.count(".") + 1])] = None
-        flops[block] += int(work(node))
+        flops[block] += int(work(node)) * times(node)
         shared[block] |= {pattern_of(n): None for n in _weights(node) if block_of(n.rpartition(".")[0]) != block}
     counts: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: {"forward": {}, "backward": {}})
     sent: dict[str, int] = defaultdict(int)
     for move in moves:
         block = block_of(move.path)
         paths[block] |= {".".join(move.path.split(".")[: block.count(".") + 1]): None}
-        sent[block] += move.bytes
+        sent[block] += move.bytes * move.times
         for direction, kind in (("forward", move.forward), ("backward", move.backward)):
             if kind:
                 tally = counts[block][direction]
-                tally[f"{move.axis} {kind}"] = tally.get(f"{move.axis} {kind}", 0) + 1
+                tally[f"{move.axis} {kind}"] = tally.get(f"{move.axis} {kind}", 0) + move.times
     rows = []
-    for block, modules in paths.items():
+    for block, found in paths.items():
+        modules = [name for path in found for name in names_of(folds, path)]
         layers = sorted({number for path in modules if (number := layer_of(path)) is not None})
         row: dict[str, Any] = {
             "block": block, "layers": _ranges(layers), "modules": len(modules) if len(modules) > len(layers) > 0 else 0,
@@ -275,8 +280,9 @@ def _weights(node: fx.Node) -> list[str]:
     return names
 
 
-def _num_parameters(stage: Stage, program: Program) -> int:
-    return sum(math.prod(p.shape) for p in program.parameters.values() if stage.index in p.stages)
+def _num_parameters(trace: Trace, stage: Stage, program: Program) -> int:
+    held = (p for p in program.parameters.values() if stage.index in p.stages)
+    return sum(math.prod(p.shape) * trace.times_of(p.name) for p in held)
 
 
 def cost(

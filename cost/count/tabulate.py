@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -33,7 +33,8 @@ from autopart.cost.table import Table
 from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, chosen_ranks
 from autopart.ir.blocks import blocks as repeated_blocks
 from autopart.ir.buckets import bucketed, in_order_of_use
-from autopart.ir.facts import facts
+from autopart.ir.facts import facts, times
+from autopart.ir.fold import later, unrolled
 from autopart.ir.graph import active_operators, source_of, tensor_inputs
 from autopart.ir.layout import MIN_DIMS, parts_of
 from autopart.ir.mesh import Mesh
@@ -64,7 +65,8 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     """The table of a program in which blocks stand for all that are like them; `fused` as in `counted`. `walks`: of
     every stage.
 
-    Raises BlocksApart where the operators of such a block do not lie together.
+    Raises BlocksApart where the operators of such a block do not lie together. Of a folded trace the order has the
+    blocks that are there; `folded` puts in those left out.
     """
     growth, mesh = Growth(trace, program), program.mesh
     stages = counted(trace, program, walks, fused)
@@ -90,7 +92,11 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
     order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
-    flops = sum(matrix_work(n) * _copies(facts(n).get("key", ""), blocks) for n in active_operators(trace.graph))
+    if trace.folds:
+        nodes = [one.node for found in stages for one in found]
+        order = ((row, *facts(node).get("block", ("", 0))) for row, node in enumerate(nodes))
+    active = active_operators(trace.graph)
+    flops = sum(matrix_work(n) * _copies(facts(n).get("key", ""), blocks) * times(n) for n in active)
     buffers = {id(buffer): stored_bytes(buffer) * _copies(name, blocks) for name, buffer in trace.buffers.items()}
     batch = batch_size(trace)
     of_rank = max(1, batch // (program.row_ranks * program.microbatches))  # a call without rows is alike on every rank
@@ -134,8 +140,9 @@ def _hidden(trace: Trace, program: Program) -> float:
     """The share of gradients that are not in the bucket which a backward completes last: the first that is read."""
     total = last = 0
     for stage in program.stages:
-        names = in_order_of_use(stage.graph.graph, stage.parameters)
-        sizes = {name: trace.parameters[name].nbytes for name in names if trace.parameters[name].requires_grad}
+        read = [n for n in in_order_of_use(stage.graph.graph, stage.parameters) if trace.parameters[n].requires_grad]
+        names = unrolled(trace.folds, read, str, partial(later, trace.folds))
+        sizes = {name: trace.parameters[trace.originals[name]].nbytes for name in names}
         buckets = bucketed(sizes)
         total += sum(sizes.values())
         last += sum(sizes[name] for name in buckets[0]) if buckets else 0

@@ -18,6 +18,7 @@ from autopart.errors import PlanError, StageError
 from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
 from autopart.ir.dp_sync import DpSync
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
+from autopart.ir.fold import Folds, names_of
 from autopart.ir.graph import active_operators, describe, operator_name, operators, pattern_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts, shard
 from autopart.ir.mesh import Mesh
@@ -48,18 +49,19 @@ def encode(trace: Trace, decisions: Decisions) -> dict[str, Any]:
     """The plan entries `parameters`, `operators`, `cuts`, `rules`, `recompute`, `zero`, `prefetch`, `scatter_sends`,
     `dp_sync` and `balance` that hold these decisions."""
     entries = {name: (pattern_of(name), _stored_entry(decisions, name)) for name in trace.parameters}
-    parameters = {name: dict(entry) for name, entry in _by_pattern(entries).items()}
+    parameters = {name: dict(entry) for name, entry in _by_pattern(entries, trace.folds).items()}
     chosen = decisions.features
     nodes = {facts(node)["key"]: node for node in operators(trace.graph) if any(node in on for on in chosen.values())}
     texts = {key: {axis: str(on[node]) for axis, on in chosen.items()} for key, node in nodes.items()}
-    written = _by_pattern({key: (facts(node)["group"], tuple(texts[key].items())) for key, node in nodes.items()})
+    grouped = {key: (facts(node)["group"], tuple(texts[key].items())) for key, node in nodes.items()}
+    written = _by_pattern(grouped, trace.folds)
     replicated = {key: str(strategies(node, 1, frozenset())[0]) for key, node in nodes.items()}
     kept = {key for key, node in nodes.items()
             if not all(fits_weights(node, decisions, axis, on) for axis, on in chosen.items())}  # fmt: skip
     whole = {key for key in nodes if all(text == replicated[key] for text in texts[key].values())}
     spoken = {facts(node)["group"] for key, node in nodes.items() if key not in whole or key in kept}
     silent = {facts(node)["group"] for node in nodes.values()} - spoken  # replicated throughout: need not be said
-    keep = {name for key in kept for name in (key, facts(nodes[key])["group"])}
+    keep = {name for key in kept for name in (*names_of(trace.folds, key), facts(nodes[key])["group"])}
     operators_: dict[str, dict[str, Any]] = {
         name: {**dict(on_axes), **({"keep": True} if name in keep else {})}
         for name, on_axes in written.items() if name not in silent
@@ -90,17 +92,21 @@ def _stored_entry(decisions: Decisions, name: str) -> tuple[tuple[str, str], ...
     return tuple((axis, place) for axis, place in places.items() if axis in features or place != str(R))
 
 
-def _by_pattern(entries: Mapping[str, tuple[str, T]]) -> dict[str, T]:
+def _by_pattern(entries: Mapping[str, tuple[str, T]], folds: Folds) -> dict[str, T]:
     """`{name: (pattern, text)}` to `{pattern or name: text}`: the pattern holds the most frequent text of its names,
     names that differ are listed on their own."""
     groups: dict[str, dict[str, T]] = defaultdict(dict)
     for name, (pattern, text) in entries.items():
         groups[pattern][name] = text
     written: dict[str, T] = {}
-    for pattern, names in groups.items():
-        common = Counter(names.values()).most_common(1)[0][0]
+    for pattern, texts in groups.items():
+        if len(set(texts.values())) == 1:
+            written[pattern] = next(iter(texts.values()))
+            continue
+        every = {name: text for one, text in texts.items() for name in names_of(folds, one)}
+        common = Counter(every.values()).most_common(1)[0][0]
         written[pattern] = common
-        written |= {name: text for name, text in names.items() if text != common}
+        written |= {name: text for name, text in every.items() if text != common}
     return written
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from autopart.errors import LayoutError
 from autopart.ir.atoms import DATA_DIM, factor_atoms
 from autopart.ir.decisions import Decisions, Strategy
-from autopart.ir.facts import PARAMETER, WEIGHT, facts
+from autopart.ir.facts import PARAMETER, WEIGHT, facts, times
 from autopart.ir.graph import active_operators, describe, operator_name, shape, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
@@ -73,8 +73,10 @@ def position_notes(trace: Trace, decisions: Decisions) -> Iterator[str]:
                 f"{axis}={ranks} divides no matrix product of the model, whose inputs are {inputs_text(trace)}: every "
                 "rank runs all of them; dp cuts the rows of any batch"
             )
-        taken = Counter(operator_name(node).partition("::")[2] for node in chosen if takes_all(node, ranks))
-        if taken:
+        taken = Counter[str]()
+        for node in chosen:
+            taken[operator_name(node).partition("::")[2]] += times(node) if takes_all(node, ranks) else 0
+        if taken := +taken:
             named = ", ".join(f"{count} {name}" for name, count in taken.most_common(6))
             yield f"{axis}: every rank computes with all positions, brought together, in {named}"
         yield from _uneven(axis, ranks, [(node, chosen[node]) for node in products])

@@ -22,7 +22,7 @@ from autopart.cost.hardware import Hardware
 from autopart.ir.atoms import BATCH, Atom
 from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.decisions import Strategy, goes_around
-from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts, times
 from autopart.ir.graph import operators, shape, size_bytes, source_of, tensor_inputs, tuple_values
 from autopart.ir.layout import MIN_DIMS, R_GRAD_P, SENT, Layout, Placement, R, conversion, inside, is_direct, parts_of
 from autopart.ir.masks import is_attention
@@ -102,7 +102,8 @@ def is_latency_bound(graph: fx.Graph, num_shards: int, hardware: Hardware, step:
     """Whether the all-reduce of a typical value waits longer than it sends: a toy, whose cheapest plan is not that of
     the model it stands for (its logits are gathered, say)."""
     values = [n for n in operators(graph) if facts(n)["role"] == ACTIVE and facts(n)["needs_grad"]]
-    typical = float(np.median([size_bytes(n) / _row_shards(n, step) for n in values] or [0]))
+    sizes = np.repeat([size_bytes(n) / _row_shards(n, step) for n in values], [times(n) for n in values])
+    typical = float(np.median(sizes)) if len(sizes) else 0.0
     latency_s = time_s("all_reduce", num_shards, 0, hardware, step.stride)
     return time_s("all_reduce", num_shards, typical, hardware, step.stride) < 2 * latency_s
 
@@ -139,10 +140,10 @@ class Prices:
         active = [n for n in nodes if n.op == "call_function" and facts(n)["role"] == ACTIVE]
         sizes = [self.bytes(n) for n in active]
         times_s = {size: time_s("all_reduce", num_shards, size, hardware, step.stride) for size in set(sizes)}
-        reduced_s = sum([times_s[size] for size in sizes])
+        reduced_s = sum([times_s[size] * times(n) for n, size in zip(active, sizes, strict=True)])
         self.scale = max(1e-12, step.microbatches * reduced_s)
-        self.flops = sum(_flops(n) for n in nodes) or 1
-        self.table = sum(_weight_bytes(n) for n in nodes) or 1
+        self.flops = sum(_flops(n) * times(n) for n in nodes) or 1
+        self.table = sum(_weight_bytes(n) * times(n) for n in nodes) or 1
 
     def with_all_latency(self) -> Prices:
         """The same, but as if values may be cut wherever that is best."""

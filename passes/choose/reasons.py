@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -260,6 +261,26 @@ class Reasons:
                     continue
                 priced.append((other.cost, str(option), _more((problem, other), solved)))
         return {option: price for _, option, price in sorted(priced, key=lambda entry: entry[:2])}
+
+
+class LaterReasons:
+    """The same of a plan that was made of a folded trace: the whole one is planned when it is asked."""
+
+    def __init__(self, find: Callable[[], Reasons]):
+        self._find = find
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    @cached_property
+    def of_whole(self) -> Reasons:
+        return self._find()
+
+    def why(self, name: str) -> Why:
+        return self.of_whole.why(name)
+
+    def why_not(self, name: str, layout: Mapping[str, str]) -> Why:
+        return self.of_whole.why_not(name, layout)
 
 
 def _solved(problem: ShardingProblem) -> Solved:

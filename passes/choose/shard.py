@@ -18,7 +18,7 @@ from torch import fx
 
 from autopart.cost.hardware import Hardware
 from autopart.ir.decisions import Strategy
-from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts, times
 from autopart.ir.graph import operators, source_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R
 from autopart.passes.choose.context import as_asked
@@ -56,6 +56,11 @@ class Choice:
     def node(self) -> fx.Node:
         return self.members[0]
 
+    @property
+    def times(self) -> int:
+        """How many operators or parameters of the model share it."""
+        return sum(map(times, self.members))
+
 
 @dataclass
 class _Uses:
@@ -79,6 +84,11 @@ class _Value:
     index: int
     uses: dict[int, _Uses] = field(default_factory=dict)
     members: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def times(self) -> int:
+        """How many values of the model it is."""
+        return sum(map(times, self.members))
 
     def is_of(self, node: fx.Node) -> bool:
         """Whether it is this value of the trace, in one of the repeated blocks."""
@@ -191,9 +201,10 @@ class ShardingProblem:
         self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", weights_chosen, pinned.before)
         self.real_prices = self.prices.with_all_latency()
         for choice in self.choices.values():
-            ties = 1e-9 * self.prices.scale * len(choice.members)
+            number = choice.times
+            ties = 1e-9 * self.prices.scale * number
             prices = [self.prices.option(choice.node, o) for o in choice.options]
-            choice.costs = [len(choice.members) * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
+            choice.costs = [number * self.prices.weigh(p) + i * ties for i, p in enumerate(prices)]
 
     def pinned_by(self, pinned: Pinned) -> ShardingProblem:
         """The same problem with other pins, beside the same axes."""
@@ -282,13 +293,13 @@ class ShardingProblem:
     def conversion_costs(self, value: _Value, targets: Sequence[Placement]) -> np.ndarray:
         """The cost of bringing a value from every option of its producer to every target. Nobody knows where the rows
         are that another axis has sent to experts, so they stay together."""
-        times, node = len(value.members), value.node
+        number, node = value.times, value.node
         is_routed = self.pinned.is_routed(source_of(node)[0])
 
         def cost(place: Placement, target: Placement) -> float:
             if is_routed and place != target and (place.is_shard or target.is_shard):
                 return float("inf")
-            return times * self.prices.conversion_s(place, target, node)
+            return number * self.prices.conversion_s(place, target, node)
 
         return np.array([[cost(place, target) for target in targets] for place in value.places()])
 
@@ -328,12 +339,12 @@ class ShardingProblem:
         total = Price()
         for choice in self.choices.values():
             option = choice.options[options[id(choice)]]
-            total += prices.option(choice.node, option) * len(choice.members)
+            total += prices.option(choice.node, option) * choice.times
         for value in self.values:
             place = value.places()[options[id(value.producer)]]
             for target in {p for use in value.uses.values() for p in use.wanted()[options[id(use.choice)]]}:
                 seconds = prices.conversion_s(place, target, value.node)
-                total += Price(communication_s=seconds * len(value.members))
+                total += Price(communication_s=seconds * value.times)
         return total
 
     def _add_value(

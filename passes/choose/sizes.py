@@ -10,7 +10,7 @@ from torch import fx
 from autopart.cost.collectives import wire_bytes
 from autopart.ir.atoms import FEATURE
 from autopart.ir.decisions import Decisions
-from autopart.ir.facts import facts
+from autopart.ir.facts import facts, times
 from autopart.ir.graph import active_operators, pattern_of, shape, size_bytes, source_of, tensor_inputs
 from autopart.ir.layout import Placement, R, conversion, is_direct, shard_sizes
 from autopart.ir.pattern import Pattern
@@ -50,7 +50,7 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
                 f"; {axis}={fits} would divide" if fits else "",
             )
             key = facts(node)["group"].rsplit("/", 1)[0], f"{line[0]}: {how}", line[1]
-            found[key] = found.get(key, 0.0) + sent
+            found[key] = found.get(key, 0.0) + sent * times(node)
     for (where, text, fits), sent in found.items():
         moved = f", {sent / 1e6:.3g} MB sent by a rank a microbatch in all" if sent else ""
         yield f"{where}: {text}{moved}{fits}"

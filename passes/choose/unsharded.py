@@ -12,7 +12,7 @@ from autopart.cost.collectives import wire_bytes
 from autopart.cost.flops import matrix_work
 from autopart.ir.atoms import BATCH, FEATURE, Atoms
 from autopart.ir.decisions import Decisions, Strategy
-from autopart.ir.facts import PARAMETER, facts
+from autopart.ir.facts import PARAMETER, facts, times
 from autopart.ir.graph import (
     active_operators,
     format_value,
@@ -61,18 +61,19 @@ def unsharded(
             "operator": name, "where": where, "count": 0, "why": why, "shapes": _shapes(node), "flops": 0, "bytes": 0,
             "moved_bytes": 0, "try": change,
         })  # fmt: skip
-        row["count"] += 1
-        row["flops"] += matrix_work(node)
-        row["bytes"] += sum(map(size_bytes, tensor_inputs(node)))
-        row["bytes"] += sum(v.numel() * v.element_size() for v in tuple_values(node) if hasattr(v, "numel"))
-        row["moved_bytes"] += round(sum(_moved(node, decisions)))
+        read = sum(map(size_bytes, tensor_inputs(node)))
+        written = sum(v.numel() * v.element_size() for v in tuple_values(node) if hasattr(v, "numel"))
+        row["count"] += times(node)
+        row["flops"] += matrix_work(node) * times(node)
+        row["bytes"] += (read + written) * times(node)
+        row["moved_bytes"] += round(sum(_moved(node, decisions))) * times(node)
     return tuple({key: value for key, value in row.items() if value or key == "where"} for row in rows.values())
 
 
 def divided(trace: Trace, decisions: Decisions) -> dict[str, float]:
     """{axis: the share of the matrix work that it divides over its ranks}, of the axes that cut rows or features; empty
     for a model without matrix work."""
-    flops = {node: matrix_work(node) for node in active_operators(trace.graph)}
+    flops = {node: matrix_work(node) * times(node) for node in active_operators(trace.graph)}
     total = sum(flops.values())
     if not total:
         return {}

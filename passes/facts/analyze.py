@@ -21,7 +21,7 @@ from torch import fx
 
 from autopart.errors import Refusal, TraceError
 from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, counted_atoms, factor_atoms, selections_in
-from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts
+from autopart.ir.facts import ACTIVE, DATA, INPUT, PARAMETER, WEIGHT, facts, times
 from autopart.ir.graph import (
     assign_keys,
     describe,
@@ -188,7 +188,8 @@ def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
         and any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))
     }  # fmt: skip
     readers: dict[fx.Node, list[tuple[BlockPosition, int]]] = defaultdict(list)
-    for node, found, place in zip(nodes, sources, places(kinds, reads, products), strict=True):
+    positions = places(kinds, reads, products, [times(node) for node in nodes])
+    for node, found, place in zip(nodes, sources, positions, strict=True):
         facts(node)["place"] = place
         for i, source in enumerate(found):
             if facts(source)["role"] == PARAMETER:

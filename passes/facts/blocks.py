@@ -42,12 +42,14 @@ class _Run(NamedTuple):
 
 
 def places(
-    kinds: Sequence[Hashable], reads: Sequence[Sequence[int]], products: Set[int] = frozenset()
-) -> list[BlockPosition]:
+    kinds: Sequence[Hashable], reads: Sequence[Sequence[int]], products: Set[int] = frozenset(),
+    times: Sequence[int] = (),
+) -> list[BlockPosition]:  # fmt: skip
     """The place of every operator, by their kinds and the positions of those that each reads.
 
     `products`: positions of products with a weight. Two copies with one product each make one block: cut along its
-    output and its input in turn a product is fed by the one before, as all alike they are not.
+    output and its input in turn a product is fed by the one before, as all alike they are not. `times`: how many
+    operators each stands for; empty: one.
 
     >>> places(["embed", "linear", "relu", "linear", "relu", "head"], [[], [0], [1], [2], [3], [4]])[4:]
     [BlockPosition(like=2, block=(1, 1), times=2), BlockPosition(like=5, block=None, times=1)]
@@ -55,7 +57,7 @@ def places(
     found = [BlockPosition(i) for i in range(len(kinds))]
     numbers: dict[Hashable, int] = {}
     sequence = np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds], dtype=np.int64)
-    crossing = _crossing(reads)
+    crossing = _crossing(reads) * np.array([*(times or [1] * len(kinds)), 1], dtype=np.int64)
     left = [(0, len(kinds))]
     while left:
         start, stop = left.pop()

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from autopart.compat import has_values
 from autopart.ir.atoms import BATCH
 from autopart.ir.attention import Band, band_of
-from autopart.ir.facts import ACTIVE, DATA, INPUT, facts
+from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, times
 from autopart.ir.graph import argument, draws_random_numbers, is_tensor, tuple_values
 from autopart.ir.intervals import Seen
 from autopart.ir.masks import is_attention, made_for, mask_of, scores_of
@@ -78,7 +78,7 @@ def mask_notes(trace: Trace) -> list[str]:
     for node in filter(is_attention, trace.graph.nodes):
         mask = argument(node, "attn_mask")
         if isinstance(mask, fx.Node) and facts(mask)["role"] in (INPUT, DATA):
-            kinds[_kind(facts(mask).get("band"), *scores_of(node))] += 1
+            kinds[_kind(facts(mask).get("band"), *scores_of(node))] += times(node)
     said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return [f"attention by the masks of this call: {said}"] if said else []
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import fx
 
 from autopart.ir.atoms import selections_in
-from autopart.ir.facts import DATA, INPUT, facts
+from autopart.ir.facts import DATA, INPUT, facts, times
 from autopart.ir.graph import is_tensor, operator_name, shape
 from autopart.ir.pattern import Pattern
 from autopart.ir.selection import is_selection
@@ -62,10 +62,11 @@ def share_selections(trace: Trace) -> None:
 
 def selection_notes(trace: Trace) -> list[str]:
     """What a plan takes selections to have: `2 selections are counted as 25 % of what they select from`."""
-    shares = Counter(
-        facts(part)["shares"][0] for node in trace.graph.nodes if is_selection(node)
-        for part in list(node.users)[:1] if part.target is operator.getitem
-    )  # fmt: skip
+    shares = Counter[float]()
+    for node in filter(is_selection, trace.graph.nodes):
+        for part in list(node.users)[:1]:
+            if part.target is operator.getitem:
+                shares[facts(part)["shares"][0]] += times(node)
     return [
         f"{count} selection{'s' * (count > 1)} by values (a mask, nonzero) counted as {share * 100:.3g} % of the "
         "elements"

@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import networkx as nx
@@ -78,7 +79,7 @@ def lower(
     needed: set[fx.Node] = set().union(*nx.bfs_layers(reads(trace.graph), ends))
     for node in operators(trace.graph):
         if node in decisions.stage_of and node in needed:
-            writer.write(node)
+            writer.write_in_block(node)
     return writer.finish([*((o, whole_outputs) for o in outputs), *((o, True) for o in beside)])
 
 
@@ -200,6 +201,15 @@ class _Writer:
             if form not in self.empty:
                 self.empty[form] = torch.empty(local, dtype=form[1], device="meta")
             made.meta["val"] = self.empty[form]
+
+    def write_in_block(self, node: fx.Node) -> None:
+        """Write one operator, and note the block that it is in on all that is written for it."""
+        told = {name: known for name, known in node.meta.items() if name in ("block", "times")}
+        graph = self.stages[self.decisions.stage_of[node]].graph
+        last = next(iter(reversed(graph.nodes)), None)
+        self.write(node)
+        for made in takewhile(lambda one: one is not last, reversed(graph.nodes)) if told else ():
+            made.meta.update(told)
 
     def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
         """Write one operator on its stage, with its inputs converted to what it takes."""
@@ -372,7 +382,7 @@ class _Writer:
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._whole(n, stage))
                 made = stage.prologue.call_function(node.target, args, kwargs)
-                made.meta = {k: v for k, v in node.meta.items() if k in (*CARRIED, "val")}
+                made.meta = {k: v for k, v in node.meta.items() if k in (*CARRIED, "val", "times")}
             stage.whole[node] = made
         return stage.whole[node]
 
