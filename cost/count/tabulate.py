@@ -36,7 +36,7 @@ from autopart.ir.buckets import bucketed, in_order_of_use
 from autopart.ir.facts import facts, times
 from autopart.ir.fold import later, unrolled
 from autopart.ir.graph import active_operators, source_of, tensor_inputs
-from autopart.ir.layout import MIN_DIMS, parts_of
+from autopart.ir.layout import MIN_DIMS, P, parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import Program, StoredTensor
@@ -110,16 +110,19 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
 
 def _places(trace: Trace, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """The written operators before which plans cut: the first of those that are written for an operator of the trace
-    that depends on parameters, with what is done to its inputs."""
+    that depends on parameters, with what is done to its inputs. What makes a partial sum whole is the operator's."""
     keys = {facts(node).get("key") for node in active_operators(trace.graph)}
-    places, last, begins = set[fx.Node](), None, True
+    places, last, begins, is_made = set[fx.Node](), None, True, False
     for node in nodes:
         if node.target is operator.getitem:
             continue
-        key, is_one = facts(node).get("key"), facts(node).get("key") in keys
-        if begins and not (is_one and key == last):
+        key = facts(node).get("key")
+        is_same = key is not None and key == last
+        is_one = key in keys and not (is_same and is_made)  # else what is made is converted for another
+        if begins and not (is_one and is_same):
             places.add(node)
         begins, last = is_one, key if is_one else last
+        is_made = is_made if not is_one else P not in facts(node).get("layout", {}).values()
     return places
 
 
