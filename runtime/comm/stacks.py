@@ -17,13 +17,16 @@ PLACES = {
     "finish_comparison": "at the comparison of the calls",
     "begin_alike": "at the comparison of models and plans",
     "check_same_state": "at the comparison of random states",
-    "sync_gradients": "at the sum of gradients",
+    **dict.fromkeys(
+        ("sync_gradients", "_begin_next", "_finish_first", "Reducer.finish", "_Leave.backward", "_Arrive.backward"),
+        "at the sum of gradients",
+    ),
     "write_buffers": "at the new values of buffers",
     "next_step": "at the comparison of copies",
     "gather": "at the gathering of parameters",
     "program": "while the model is traced",
 }
-"""By the names of functions of autopart."""
+"""By the names of functions of autopart, with that of their class where others have the same."""
 
 GRAPH_CODE = "<eval_with_key>"  # what torch.fx calls the files of the code that it writes
 _OURS = tuple(str(folder.resolve()) for folder in Path(__file__).parents[1:3])  # runtime, which may be linked, and all
@@ -72,8 +75,9 @@ def _ours(frames: list[tuple[FrameType, int]]) -> str:
         is_pipelining = "pipelining" in frame.f_code.co_filename and name in ("step", "_step_microbatches")
         if is_pipelining or name in ("_receive", "_send"):
             return "at a send or receive of the pipeline"
-        if name in PLACES and _is_ours(frame):
-            return PLACES[name]
+        place = PLACES.get(name) or PLACES.get(frame.f_code.co_qualname)
+        if place and _is_ours(frame):
+            return place
     return ""
 
 
