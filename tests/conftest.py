@@ -15,7 +15,12 @@ SEED = 0
 SAMPLE = 3
 """How many cases of a parametrised test `make test` runs at least: of a large one one in ONE_IN, of `few` one alone."""
 ONE_IN = 12
-LONGEST = ()
+LONGEST = (
+    "test_precision", "test_sent_in_parts", "test_hangs", "test_search", "test_two_versions", "test_weights",
+    "test_context", "test_dp_sync_ranks", "test_sequence_dims", "test_written_parameters", "test_zero_levels",
+    "test_memory", "test_recompute", "test_masks", "test_random_exact", "test_other_calls", "test_dp_sync_costs",
+    "test_your_loop", "test_zero_over_axes", "test_folding", "test_rules", "test_imports", "test_ring",
+)  # fmt: skip
 """The files that take longest in `make test`, the longest first (`pytest --durations=0`)."""
 hypothesis.settings.register_profile("suite", derandomize=True)  # always the same examples; `make fuzz` draws others
 hypothesis.settings.load_profile("suite")
@@ -39,7 +44,7 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: _place(item.path.stem))  # stable: the order inside a file stays
     for (_, name), cases in _by_function(items).items():
-        sampled = [case for case in cases if not case.get_closest_marker("whole")]
+        sampled = [case for case in cases if not (case.get_closest_marker("whole") or case.get_closest_marker("large"))]
         few = cases[0].get_closest_marker("few")
         for item in beyond_one(sampled, name) if few else beyond_sample(sampled):
             item.add_marker(pytest.mark.large)

@@ -61,6 +61,7 @@ def formulas(heads, kv_heads, cp, tp=1):
     return {"gather": 2 * kv * (cp - 1) / cp, "ulysses": (2 * q + 2 * kv_sent) * (cp - 1) / cp**2}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("heads", "kv_heads", "mesh"), [
     (16, 16, "cp2"), (16, 16, "cp8"), (16, 8, "cp4"), (32, 8, "cp8"), (32, 8, "cp16"), (32, 8, "cp4,tp2"),
     (16, 4, "cp2,tp4"),
@@ -76,6 +77,7 @@ def test_they_are_those_of_the_formulas(heads, kv_heads, mesh, wires):
     assert sum(chosen.values()) <= min(expected.values()) * 1.001
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 16), (16, 8), (32, 8), (128, 16)])
 def test_exchanging_is_cheaper_beyond_as_many_ranks_as_the_formula_says(heads, kv_heads, wires):
     """More than 1 + q / kv (of Llama 8B more than five), the next of the powers of two that are looked through; so many

@@ -134,7 +134,8 @@ def called(model, batch):
 
 @pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh"), [
-    ("conv_net", "dp2,pp2,tp2"), ("vit", "dp2,pp2"), ("t5", "pp2,tp2"), ("gpt2", "dp2,tp2"),
+    ("conv_net", "dp2,pp2,tp2"), ("vit", "dp2,pp2"), ("gpt2", "dp2,tp2"),
+    pytest.param("t5", "pp2,tp2", marks=pytest.mark.large),
 ])  # fmt: skip
 def test_training_on_several_axes(name, mesh):
     plan = plan_of(run_of(MODELS[name]), mesh, microbatches=2)  # once, not on every rank

@@ -77,6 +77,7 @@ def test_of_a_language_model_it_says_what_is_found_without_it(options):
     assert (plans[0].sequence_dims, plans[1].sequence_dims) == (None, named)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("made", "named"), [
     (zoo.gpt2, {"input_ids": 1}), (zoo.t5, {"input_ids": 1}), (zoo.t5, {"input_ids": 1, "labels": 1}),
     (lambda: (Convolved().double(), {"x": torch.randn(2, 12, 4).double()}), {"x": 1}),
