@@ -202,7 +202,7 @@ def same_steps(name, mesh, path, runs):
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.large)])
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.large) for name in ("llama", "t5"))])
 def test_processes_send_parts(name, slow):
     runs = [{"recompute": "full"}, {"schedule": "gpipe", "microbatches": 2}, {}]
     dist.run_ranks(same_steps, 4, name, "pp2,tp2", slow, runs, timeout_s=240.0)
