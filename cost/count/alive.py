@@ -6,7 +6,7 @@ no part of it: `cost.table_memory` knows when those come and go.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import fx
@@ -40,22 +40,18 @@ class Alive:
         saved: what is kept, by the node that keeps it first.
         kept: the same as sizes, with what is no value, which `others` has.
         rerun: of every region that is run again, what it keeps then.
+        size: of memory.
     """
 
     def __init__(
         self, walk: Walk, growth: Growth, passed: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]],
         kept: Mapping[fx.Node, Size], others: Mapping[fx.Node, Size], rerun: Mapping[int, Size],
+        size: Callable[[Memory], Size],
     ):  # fmt: skip
         self.walk, self.growth, self.passed, self.saved = walk, growth, passed, saved
-        self.kept, self.others, self.rerun = kept, others, rerun
-        self.sizes: dict[Memory, Size] = {}
+        self.kept, self.others, self.rerun, self.size = kept, others, rerun, size
         axes = storing_axes(walk.program)
         self.gathers = {node for node in walk.values if gathers_stored(node, axes)}
-
-    def size(self, memory: Memory) -> Size:
-        if memory not in self.sizes:
-            self.sizes[memory] = Size.of(memory.size_bytes, self.growth.of(memory.made_by))
-        return self.sizes[memory]
 
     def takes(self, node: fx.Node, direction: int) -> Size:
         """What a node makes for itself, which grows as the largest of what it reads and makes."""

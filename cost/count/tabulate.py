@@ -263,7 +263,7 @@ class _Held:
     stages before keep."""
 
     def __init__(self, walk: Walk, growth: Growth, kept_before: Set[int]):
-        self.walk, self.growth = walk, growth
+        self.walk, self.growth, self.sizes = walk, growth, dict[Memory, Size]()
         self.traced = {node.name: node for node in walk.trace.graph.nodes}
         self.scattered: dict[fx.Node, bool] = {}
         self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
@@ -290,7 +290,7 @@ class _Held:
             )
             for region, kept in rerun_memory(walk, self.alive).items()
         }
-        running = Alive(walk, growth, self.alive, self.saved, self.kept, others, rerun)
+        running = Alive(walk, growth, self.alive, self.saved, self.kept, others, rerun, self.size)
         self.gathers = running.gathers
         self.in_forward, self.in_backward = running.in_forward(), running.in_backward()
         self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
@@ -308,16 +308,20 @@ class _Held:
                 if n in self.gathers or n.op == "get_attr"}  # fmt: skip
         travelling = self.crossing[one.node]
         crossing = None if None in travelling.values() or not is_place else Size.sum(filter(None, travelling.values()))
-        alike = Size.sum(size for node, size in travelling.items() if size is not None and self._in_parts(node))
-        pieces = {memory for node in travelling for memory in memories(self.walk.values[node], lasting=True)}
-        after = [memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[one.node]]
-        alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
-        kept_later = (Size.sum(map(self.size, alone)), Size.sum(map(self.size, after)))
         return Row(
             works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING),
             crossing, load, tuple(sorted(names & self.parameters)), tuple(sorted((also & self.parameters) - names)),
-            *((NOTHING,) * 3 if crossing is None else (alike, *kept_later)),
+            *((NOTHING,) * 3 if crossing is None else self._cut_before(one.node, travelling)),
         )  # fmt: skip
+
+    def _cut_before(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> tuple[Size, Size, Size]:
+        """Of what a cut before a node sends: what ranks have alike, what no operator before keeps, and of that
+        what one behind does."""
+        alike = Size.sum(size for sent, size in travelling.items() if size is not None and self._in_parts(sent))
+        pieces = {memory for sent in travelling for memory in memories(self.walk.values[sent], lasting=True)}
+        after = [memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[node]]
+        alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
+        return alike, Size.sum(map(self.size, alone)), Size.sum(map(self.size, after))
 
     def _in_parts(self, node: fx.Node) -> bool:
         """Whether a value of the stage can be sent in parts."""
@@ -329,7 +333,9 @@ class _Held:
         return self.scattered[node]
 
     def size(self, memory: Memory) -> Size:
-        return Size.of(memory.size_bytes, self.growth.of(memory.made_by))
+        if memory not in self.sizes:
+            self.sizes[memory] = Size.of(memory.size_bytes, self.growth.of(memory.made_by))
+        return self.sizes[memory]
 
     def _other(self, node: fx.Node, size_bytes: int) -> Size:
         """What an operator keeps that is neither its input nor its output: copies of inputs, by their size, or else
