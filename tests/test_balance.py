@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import test_experts
-import torch
 import zoo
 from test_dispatch import BACK, WAYS
-from test_experts import Mixture, mixture
+from test_experts import mixture
 
 import autopart
 from autopart.errors import AutopartError
@@ -19,10 +18,7 @@ from autopart.plans.plan import Plan
 @pytest.fixture
 def planned(monkeypatch):
     """A plan of a mixture whose experts are nearly all of its work."""
-    monkeypatch.setattr(test_experts, "WIDTH", 512)
-    with torch.device("meta"):
-        model, ids = Mixture(towards=(0.0,) * 8, experts=8), torch.zeros(64, 64, dtype=torch.long)
-    batch = {"ids": ids, "labels": ids}
+    model, batch = test_experts.wide_mixture(monkeypatch)
     return lambda mesh, way="sent", **options: autopart.plan(
         model, mesh, example_kwargs=batch, pins=WAYS.get(way, {}), **options
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from functools import cache
 
 import dist
@@ -66,6 +67,14 @@ def mixture(**options):
     model = Mixture(**options).double()
     model.towards = model.towards.double()
     return model, {"ids": torch.randint(0, 32, (8, 6)), "labels": torch.randint(0, 32, (8, 6))}
+
+
+def wide_mixture(monkeypatch):
+    """A mixture of eight experts of 512 x 1536 and back on `meta`, for 64 rows of 64 tokens with two experts each."""
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 512)
+    with torch.device("meta"):
+        model, ids = Mixture(towards=(0.0,) * 8, experts=8), torch.zeros(64, 64, dtype=torch.long)
+    return model, {"ids": ids, "labels": ids}
 
 
 @cache

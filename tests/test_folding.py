@@ -154,10 +154,7 @@ def test_gradients_are_summed_over_what_does_not_cut_experts(mesh, axes, zero, l
 @pytest.fixture
 def wide(monkeypatch):
     """Plans of a mixture of eight experts of 512 x 1536 and back, for 64 rows of 64 tokens with two experts each."""
-    monkeypatch.setattr(test_experts, "WIDTH", 512)
-    with torch.device("meta"):
-        model, ids = Mixture(towards=(0.0,) * 8, experts=8), torch.zeros(64, 64, dtype=torch.long)
-    batch = {"ids": ids, "labels": ids}
+    model, batch = test_experts.wide_mixture(monkeypatch)
     return lambda mesh, axes, sent=(), **options: autopart.plan(
         model, mesh, example_kwargs=batch, pins=folded(axes, sent, rows=64), **options
     )

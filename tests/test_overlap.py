@@ -113,6 +113,10 @@ def first(found: list[tuple[str, int]], event: tuple[str, int], after: int = -1)
     return next(i for i, one in enumerate(found) if i > after and one == event)
 
 
+def latest(found: list[tuple[str, int]], event: tuple[str, int]) -> int:
+    return max(i for i, one in enumerate(found) if one == event)
+
+
 LAST = len(WIDTHS) - 1
 
 
@@ -123,7 +127,7 @@ def test_gradients_are_sent_while_the_backward_runs(zero, own_backward):
     ranks = dist.run_ranks(events, 2, "dp2", {"zero": zero}, own_backward)
     assert ranks[0] == ranks[1]
     found = ranks[0]
-    backward = max(i for i, event in enumerate(found) if event == ("work", LAST))
+    backward = latest(found, ("work", LAST))
     assert [block for what, block in found if what == "reduce"] == list(range(LAST, -1, -1))
     for block in range(LAST, 0, -1):
         assert first(found, ("reduce", block)) < first(found, ("work", block - 1), backward)
@@ -133,7 +137,7 @@ def test_gradients_are_sent_while_the_backward_runs(zero, own_backward):
 def test_weights_are_gathered_one_block_ahead(own_backward):
     """In the forward and, the other way, in the backward; and no two blocks ahead."""
     (found, _) = dist.run_ranks(events, 2, "dp2", {"zero": 3}, own_backward)
-    turn = max(i for i, event in enumerate(found) if event == ("work", LAST))
+    turn = latest(found, ("work", LAST))
     for block in range(LAST):
         assert first(found, ("gather", block + 1)) < first(found, ("work", block))
         if block + 2 <= LAST:
@@ -142,9 +146,7 @@ def test_weights_are_gathered_one_block_ahead(own_backward):
     again = [i for i, (what, _) in enumerate(found) if what == "gather" and i > last]
     assert [found[i][1] for i in again] == list(range(LAST, -1, -1))
     for block in range(LAST, 0, -1):
-        assert first(found, ("gather", block - 1), last) < max(
-            i for i, event in enumerate(found) if event == ("work", block)
-        )
+        assert first(found, ("gather", block - 1), last) < latest(found, ("work", block))
     assert turn > last
 
 
@@ -163,7 +165,7 @@ def test_parts_are_summed_over_replicas_while_the_backward_runs(zero, microbatch
     ranks = dist.run_ranks(events, 4, "dpr2,dp2", options, own_backward, timeout_s=120)
     assert all(found == ranks[0] for found in ranks)
     found = ranks[0]
-    backward = max(i for i, event in enumerate(found) if event == ("work", LAST))
+    backward = latest(found, ("work", LAST))
     assert [block for what, block in found if what == "sum over replicas"] == list(range(LAST, -1, -1))
     for block in range(LAST, 1, -1):
         assert first(found, ("sum over replicas", block)) < first(found, ("work", block - 2), backward)
@@ -185,7 +187,7 @@ def test_what_lives_for_a_step_is_gathered_once(zero, own_backward):
 def test_gradients_of_several_microbatches_are_sent_once():
     (found, _) = dist.run_ranks(events, 2, "dp2", {"zero": 0, "microbatches": 4}, False)
     assert sum(what == "reduce" for what, _ in found) == len(WIDTHS)
-    assert first(found, ("reduce", LAST)) > max(i for i, event in enumerate(found) if event == ("work", LAST)) - 1
+    assert first(found, ("reduce", LAST)) > latest(found, ("work", LAST)) - 1
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
