@@ -88,7 +88,8 @@ def plan_of(
     }
     worst = {} if worst_bytes is None else {"worst_memory_bytes": worst_bytes}
     step = simulated(took, schedule, mesh, held)
-    bound = partition(traced.graph, decisions.num_stages).lower_bound if decisions.num_stages > 1 else None
+    stages = decisions.num_stages
+    bound = partition(traced.graph, stages, traced.folds).lower_bound if stages > 1 else None
     limit = (hardware.name, hardware.memory_bytes) if options.memory is None else ("memory=", float(options.memory))
     return Plan(
         dict(mesh.sizes), names, inputs, schedule, **encode(traced, decisions), stages=rows, collectives=moved,

@@ -34,7 +34,7 @@ from autopart.ir.program import Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
 from autopart.options import Options
 from autopart.passes.choose.batch import choose_batch, mixed_rows
-from autopart.passes.choose.decide import cut_again, decide
+from autopart.passes.choose.decide import around_cuts, cut_again, decide
 from autopart.passes.choose.methods import check_methods
 from autopart.passes.choose.parts import choose_parts
 from autopart.passes.choose.problem import Problem
@@ -139,11 +139,29 @@ def unfolded(traced: Trace) -> Trace:
     """The annotated trace with every block in its graph."""
     if traced.whole is None:
         return traced
-    whole = replace(traced.whole, graph=copied(traced.whole.graph), notes=traced.notes, precision=traced.precision)
-    run_passes(whole.graph, AS_TRACED)
-    run_passes(whole.graph, NORMALIZE)
-    _find_facts(whole)
-    return whole
+    return _annotated_as(traced, replace(traced.whole, graph=copied(traced.whole.graph)))
+
+
+def _folded_in_stages(traced: Trace, mesh: Mesh, options: Options) -> Trace:
+    """The annotated trace folded so that no block stands for one of another stage, or for one in which a stage
+    begins."""
+    if mesh.size("pp") == 1 or traced.whole is None:
+        return traced
+    few = folded(traced.whole, around_cuts(problem_of(traced, mesh, options)))
+    if not few.folds:
+        return unfolded(traced)
+    few = _annotated_as(traced, few)
+    check_blocks(few)
+    return few
+
+
+def _annotated_as(known: Trace, other: Trace) -> Trace:
+    """Another trace of the same call, as it was traced, with what is found out of it."""
+    run_passes(other.graph, AS_TRACED)
+    run_passes(other.graph, NORMALIZE)
+    other = replace(other, notes=known.notes, precision=known.precision)
+    _find_facts(other)
+    return other
 
 
 def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
@@ -162,18 +180,18 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     block cannot stand for others, or where there is something to refuse."""
     if traced.folds and can_be_folded(mesh, options):
         try:
-            return _make_plan(model, traced, mesh, options)
+            return _make_plan(model, _folded_in_stages(traced, mesh, options), mesh, options)
         except AutopartError:
             pass
     return _make_plan(model, unfolded(traced), mesh, options)
 
 
 def can_be_folded(mesh: Mesh, options: Options) -> bool:
-    """Whether no option tells one block from another: stages, pins, recomputation or sums of gradients by name. What
+    """Whether no option tells one block from another: pins, recomputation or sums of gradients by name. What
     shows the passes shows all of the graph."""
     by_name = options.pins or not isinstance(options.recompute or "none", str) or options.prefetch > 1
     sync_is_plain = DpSync.parse(options.dp_sync).is_default
-    return mesh.size("pp") == 1 and not by_name and sync_is_plain and not flags().dump
+    return not by_name and sync_is_plain and not flags().dump
 
 
 def _make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
@@ -252,7 +270,8 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
 def written(traced: Trace, decisions: Decisions, outputs: Sequence[Any], rng: Rng) -> Written:
     """The program of a training step for a plan's figures."""
     program = as_traced(lower(traced, decisions, outputs, whole_outputs=False, rng=rng))
-    check_written(program.stages[0].graph.graph, traced.folds)
+    for stage in program.stages:
+        check_written(stage.graph.graph, traced.folds)
     return Written(program, [walked(traced, program, stage) for stage in program.stages])
 
 

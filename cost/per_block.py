@@ -302,5 +302,9 @@ def _joined(tables: Mapping[Word, Table]) -> tuple[Table, dict[BlockOption, int]
             first[BlockOption(word, cut)] = len(rows)
             names = {name: name if cut else f"{name} (whole)" for name in table.parameters}
             parameters |= {names[name]: replace(p, over=p.over if cut else ()) for name, p in table.parameters.items()}
-            rows += [replace(row, parameters=tuple(names[name] for name in row.parameters)) for row in table.rows]
+            rows += [
+                replace(row, parameters=tuple(map(names.__getitem__, row.parameters)),
+                        reads_also=tuple(map(names.__getitem__, row.reads_also)))
+                for row in table.rows
+            ]  # fmt: skip
     return replace(tables["none"], rows=tuple(rows), parameters=parameters, order=(), cuts={}), first

@@ -65,8 +65,12 @@ def folded(table: Table, scatter_sends: bool = False, folds: Folds = ()) -> Tabl
         raise NotFoldable("a parameter of a block that stands for others is not like that of the first")
     if any(not _are_alike(order, fold) for fold in folds):
         raise NotFoldable("what a block that stands for others does and keeps is not what those beside it do")
-    every = unrolled(folds, order, lambda place: place.block, _Place.later)
-    return replace(table, rows=tuple(rows), order=tuple(place[:3] for place in every), parameters=parameters)
+    every = [*unrolled(folds, [*enumerate(order)], lambda at: at[1].block, lambda at, i: (at[0], at[1].later(i)))]
+    place = {index: at for at, (index, _) in reversed([*enumerate(every)])}
+    cuts = {count: starts and tuple(place[index] for index in starts) for count, starts in table.cuts.items()}
+    return replace(
+        table, rows=tuple(rows), order=tuple(place[:3] for _, place in every), parameters=parameters, cuts=cuts
+    )
 
 
 class _Place(NamedTuple):

@@ -124,12 +124,13 @@ def _stages_bytes(priced: Priced) -> list[StageBytes]:
 
 def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
     """The parameters that operators read, in the order of their first use."""
-    reads: dict[str, Reads] = {}
+    reads, gathers = dict[str, Reads](), priced.table.gathers
     for i, (position, path, number) in enumerate(order):
         row = priced.table.rows[position]
         for known in (*row.parameters, *row.reads_also):
             name, again = named_in(known, path, number), "recompute" in row.works
-            kept = "input_backward" in row.works or (name in reads and reads[name].kept)
+            kept = "input_backward" in row.works if gathers else priced.table.parameters[known].trained
+            kept = kept or (name in reads and reads[name].kept)
             reads[name] = Reads(known, reads[name].first if name in reads else i, i, again, kept)
     return reads
 

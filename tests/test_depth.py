@@ -35,7 +35,7 @@ WORK = {
 }
 
 
-def planned(layers: int) -> autopart.Plan:
+def planned(layers: int, mesh: str = "dp2,tp2") -> autopart.Plan:
     """The plan of a Llama of so many layers."""
     with torch.device("meta"):
         model = LlamaForCausalLM(
@@ -44,7 +44,7 @@ def planned(layers: int) -> autopart.Plan:
         )  # fmt: skip
         ids = torch.zeros(8, 16, dtype=torch.long)
     model.loss_type = "ForCausalLM"
-    return autopart.plan(model, "dp2,tp2", example_kwargs={"input_ids": ids, "labels": ids})
+    return autopart.plan(model, mesh, example_kwargs={"input_ids": ids, "labels": ids})
 
 
 @pytest.fixture
@@ -88,11 +88,12 @@ EVERY_NODE = {
 """What is done of every node that there is."""
 
 
-def test_of_like_blocks_a_few_are_planned(counts):
+@pytest.mark.parametrize(("mesh", "depths"), [("dp2,tp2", (8, 16)), ("pp2,tp2", (20, 32))])
+def test_of_like_blocks_a_few_are_planned(counts, mesh, depths):
     numbers = []
-    for layers in (8, 16):
+    for layers in depths:
         found = counts(EVERY_NODE)
-        planned(layers)
+        planned(layers, mesh)
         numbers.append(dict(found))
     assert numbers[0].keys() == EVERY_NODE.keys()
     assert numbers[0] == numbers[1]

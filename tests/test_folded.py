@@ -51,21 +51,34 @@ def wide_llama():
     return llama(10, 1536)
 
 
-def gpt2():
-    config = GPT2Config(n_embd=32, n_layer=11, n_head=4, vocab_size=64, n_positions=8, attn_implementation="eager",
+def deep_llama():
+    return llama(32)
+
+
+def gpt2(layers=11):
+    config = GPT2Config(n_embd=32, n_layer=layers, n_head=4, vocab_size=64, n_positions=8, attn_implementation="eager",
                         bos_token_id=0, eos_token_id=0)  # fmt: skip
     model = GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"
     return model, tokens()
 
 
-def t5():
-    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=9, num_decoder_layers=10, num_heads=4, vocab_size=64,
-                      decoder_start_token_id=0)  # fmt: skip
+def deep_gpt2():
+    return gpt2(24)
+
+
+def t5(layers=9):
+    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=layers, num_decoder_layers=layers + 1, num_heads=4,
+                      vocab_size=64, decoder_start_token_id=0)  # fmt: skip
     return T5ForConditionalGeneration(config).eval(), tokens()
 
 
-MODELS = {model.__name__: model for model in (llama, wide_llama, gpt2, t5)}
+def deep_t5():
+    """Of which all stages but the first read what the encoder makes."""
+    return t5(18)
+
+
+MODELS = {model.__name__: model for model in (llama, wide_llama, deep_llama, gpt2, deep_gpt2, t5, deep_t5)}
 CASES = {
     "llama": [
         ("dp2,tp2", {}), ("tp2", {"sequence_parallel": True}), ("dp2,tp2", {"zero": 3, "recompute": "full"}),
@@ -76,6 +89,15 @@ CASES = {
     "wide_llama": [("dp2", {"microbatches": 2}), ("dp2,tp2", {"zero": 1, "microbatches": 4})],
     "gpt2": [("tp2", {"recompute": "selective"}), ("dp2,tp2", {"microbatches": 2, "zero": 3}), ("tp3", {})],
     "t5": [("dp2,tp2", {}), ("tp2", {"recompute": "full"})],
+}  # fmt: skip
+IN_STAGES = {
+    "deep_llama": [
+        ("pp2", {"schedule": "gpipe", "microbatches": 8}), ("pp4,tp2", {"recompute": "selective"}),
+        ("dp2,pp2", {"schedule": "interleaved_1f1b", "zero": 1}), ("dp2,pp2,tp2", {"zero": 3, "recompute": "full"}),
+        ("pp2", {"schedule": "zbv", "microbatches": 4}),
+    ],
+    "deep_gpt2": [("pp2,tp2", {"sequence_parallel": True}), ("dp2,pp3", {"zero": 2})],
+    "deep_t5": [("pp3", {}), ("pp3,tp2", {"recompute": "full"})],
 }  # fmt: skip
 
 
@@ -101,6 +123,23 @@ def test_a_folded_trace_has_the_plan_of_the_whole(name, mesh, options):
     model, few, whole = traces(name)
     assert few.folds and not whole.folds
     assert text_of(model, few, mesh, options) == text_of(model, whole, mesh, options)
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"), [(name, *case) for name in IN_STAGES for case in IN_STAGES[name]], ids=str
+)
+def test_in_stages_one_block_stands_for_those_of_its_own(name, mesh, options):
+    model, few, whole = traces(name)
+    few = recipe._folded_in_stages(few, Mesh.parse(mesh), Options(**options))
+    assert len({fold.path for fold in few.folds}) < len(few.folds)
+    assert text_of(model, few, mesh, options) == text_of(model, whole, mesh, options)
+
+
+def test_where_stages_are_short_all_blocks_are_planned():
+    model, few, whole = traces("llama")
+    assert not recipe._folded_in_stages(few, Mesh.parse("pp2"), Options()).folds
+    assert recipe.make_plan(model, few, Mesh.parse("pp2"), Options()).to_json() == text_of(model, whole, "pp2", {})
 
 
 def test_in_mixed_precision():
@@ -242,7 +281,7 @@ def test_checks_of_a_table_can_fail():
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [("pp2", {}), ("tp2", {"pins": Pins.parse({"model.layers.4.mlp.up_proj.weight": {"tp": "R"}})}),
+    [("tp2", {"pins": Pins.parse({"model.layers.4.mlp.up_proj.weight": {"tp": "R"}})}),
      ("tp2", {"recompute": {"model.layers.[0-4]": "full"}}), ("dp2", {"dp_sync": "powersgd:4"}),
      ("dp2", {"prefetch": 3})],
 )  # fmt: skip

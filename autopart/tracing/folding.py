@@ -2,7 +2,8 @@
 
 Blocks that `Repeats` has found to be alike follow each other in a chain where each reads what the one before it makes,
 and besides that only its own parameters and what all of them read. Of a chain the first three, the last three and one
-between are kept: what is chosen, written and counted of that one holds for each that it stands for.
+between are kept: what is chosen, written and counted of that one holds for each that it stands for. Where pipeline
+stages begin inside of a chain, the blocks around are kept too, and one stands for others of its stage.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ _ENDS = 3
 """How many blocks are kept at either end: those in which something may differ, as they have another neighbour or choose
 for themselves (`ShardingProblem.sharing_costs`), and one that is like the block which stands for others."""
 
+_BEHIND = 2
+"""How many blocks are kept behind one in which a stage begins: the first of them may be the first that reads what all
+of them read."""
+
 
 class _Block(NamedTuple):
     """One of a chain of like blocks: its container and number, and its calls in order."""
@@ -37,16 +42,19 @@ class _Block(NamedTuple):
         return f"{self.path}.{self.number}."
 
 
-def folded(traced: Trace) -> Trace:
-    """The trace with one block for many, where it has so many that are alike; else itself."""
+def folded(traced: Trace, apart: Sequence[str] = ()) -> Trace:
+    """The trace with one block for many, where it has so many that are alike; else itself.
+
+    `apart`: operators whose blocks are like no others, and stand between those before and those behind.
+    """
     if traced.weight_updates or traced.checkpointed or traced.by_chance:
         return traced
-    chains = [chain for chain in _chains(traced.graph) if _is_foldable(traced, chain)]
-    if not chains:
+    chains = (chain for chain in _chains(traced.graph) if _is_foldable(traced, chain))
+    runs = [run for chain in chains for run in _alike_in(chain, apart)]
+    if not runs:
         return traced
     graph, folds, replaced, stands_for, left_out = fx.Graph(), [], dict[fx.Node, fx.Node](), dict[fx.Node, Fold](), []
-    for chain in chains:
-        kept, *others = chain[_ENDS:-_ENDS]
+    for kept, *others in runs:
         folds.append(Fold(kept.path, kept.number, 1 + len(others)))
         stands_for |= dict.fromkeys(kept.calls, folds[-1])
         for block in others:
@@ -61,6 +69,20 @@ def folded(traced: Trace) -> Trace:
             made[node] = graph.node_copy(node, made.__getitem__)
     parameters = {name: p for name, p in traced.parameters.items() if not is_left_out(name)}
     return replace(traced, graph=graph, parameters=parameters, folds=tuple(folds), whole=traced)
+
+
+def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequence[_Block]]:
+    """Runs of blocks of a chain of which one can stand for all."""
+    path = chain[0].path
+    touched = {Fold(path, 0, 1).block(name) for name in apart}
+    run: list[_Block] = []
+    for block in (*chain[_ENDS:-_ENDS], None):
+        if block is not None and touched.isdisjoint(range(block.number - _BEHIND, block.number + 2)):
+            run.append(block)
+            continue
+        if len(run) > 1:
+            yield run
+        run = []
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

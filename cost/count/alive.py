@@ -39,13 +39,13 @@ class Alive:
         passed: the nodes that a gradient passes.
         saved: what is kept, by the node that keeps it first.
         kept: the same as sizes, with what is no value, which `others` has.
-        rerun: of every region that is run again, what it keeps then.
+        rerun: of every region that is run again, what it keeps then, by the node that keeps it first.
         size: of memory.
     """
 
     def __init__(
         self, walk: Walk, growth: Growth, passed: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]],
-        kept: Mapping[fx.Node, Size], others: Mapping[fx.Node, Size], rerun: Mapping[int, Size],
+        kept: Mapping[fx.Node, Size], others: Mapping[fx.Node, Size], rerun: Mapping[int, Mapping[fx.Node, Size]],
         size: Callable[[Memory], Size],
     ):  # fmt: skip
         self.walk, self.growth, self.passed, self.saved = walk, growth, passed, saved
@@ -94,13 +94,12 @@ class Alive:
         made_by: dict[Any, set[Memory]] = defaultdict(set)
         grads, begun = set[Memory](), set[Memory]()
         given: Counter[fx.Node] = Counter()
-        rerun, regions = dict(self.rerun), walk.regions(self.passed)
-        begins = {region: next(n for n in nodes if n in self.passed) for region, nodes in regions.items()}
+        rerun = dict(self.rerun)
         for node in reversed(list(walk.values)):
             if node not in self.passed or node.op != "call_function":
                 continue
             region = facts(node).get("region", -1)
-            now.add(rerun.pop(region, NOTHING))
+            now.add(Size.sum(rerun.pop(region, {}).values()))
             towards = walk.towards(node)
             is_view = cost_notes(node).gradient_is_view
             before = now.size()
@@ -119,8 +118,7 @@ class Alive:
             done = made_by.pop(node, set()) & grads
             for memory in done:
                 now.add(self.size(memory), -1)
-            if begins.get(region) is node:
-                now.add(self.rerun[region], -1)
+            now.add(self.rerun.get(region, {}).get(node, NOTHING), -1)
             grads -= done
             beyond[node] = _largest(peak, now.size() + further * 2 + self.kept.get(node, NOTHING) * -1)
         return beyond

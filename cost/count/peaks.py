@@ -85,7 +85,8 @@ def _delayed_bytes(walk: Walk, alive: Set[fx.Node]) -> int:
     """The gradients that pipelining keeps for the weights' part of a backward: of all that weights and values make."""
     weights = walk.of_weights(alive)
     mixed = [n for n in walk.values if n in alive and n not in weights and any(u in weights for u in n.all_input_nodes)]
-    return sum(memory.size_bytes for memory in {m for node in mixed for m in memories(walk.values[node])})
+    kept = {memory for node in mixed for memory in memories(walk.values[node])}
+    return sum(memory.size_bytes * times(memory.made_by) for memory in kept)
 
 
 def _sent_bytes(sent: Any, held: set[Memory]) -> int:

@@ -11,11 +11,14 @@ from torch import fx
 
 from autopart.errors import LayoutError
 from autopart.ir.decisions import Decisions, over_rows, with_places
+from autopart.ir.facts import facts
+from autopart.ir.fold import later, unrolled
 from autopart.ir.graph import active_operators
 from autopart.ir.layout import Layout
 from autopart.passes.choose.batch import batch_strategies
 from autopart.passes.choose.divides import check_divides
 from autopart.passes.choose.notes import decision_notes
+from autopart.passes.choose.partition import in_whole
 from autopart.passes.choose.pins import Pinned, solve_pinned
 from autopart.passes.choose.prices import Step, summed_share
 from autopart.passes.choose.problem import Problem
@@ -100,10 +103,25 @@ def cut_again(problem: Problem, decisions: Decisions) -> Decisions:
 
 def _stages(problem: Problem) -> dict[fx.Node, int]:
     """The stage of every active operator, where cuts are chosen."""
-    found = pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins)
-    return stages_from_cuts(problem.trace, found.cuts)
+    return stages_from_cuts(problem.trace, _cuts(problem))
+
+
+def _cuts(problem: Problem) -> tuple[int, ...]:
+    folds = problem.trace.folds
+    return pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins, folds).cuts
 
 
 def stages_from_cuts(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:
-    """The stage of every active operator, from the positions where stages begin."""
-    return {node: sum(cut <= i for cut in cuts) for i, node in enumerate(active_operators(trace.graph))}
+    """The stage of every active operator, from the positions where stages begin in the whole model."""
+    nodes, stages = active_operators(trace.graph), dict[fx.Node, int]()
+    for at, index in enumerate(in_whole(nodes, trace.folds)):
+        stages.setdefault(nodes[index], sum(cut <= at for cut in cuts))
+    return stages
+
+
+def around_cuts(problem: Problem) -> list[str]:
+    """The operators with which stages begin, and those before them, by the names that they have in the whole model."""
+    folds = problem.trace.folds
+    keys = (facts(node)["key"] for node in active_operators(problem.graph))
+    names = [*unrolled(folds, [*keys], str, partial(later, folds))]
+    return [names[at] for cut in _cuts(problem) for at in (cut - 1, cut)]

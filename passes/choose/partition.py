@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import numpy as np
 from torch import fx
@@ -13,19 +13,21 @@ from autopart.cost.stages import Partition, balance
 from autopart.errors import StageError
 from autopart.ir.atoms import selections_in
 from autopart.ir.facts import facts
+from autopart.ir.fold import Folds, unrolled
 from autopart.ir.graph import active_operators, name_of, size_bytes, source_of, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.names import layer_of
 from autopart.passes.normalize.statistics import INNER
 
 
-def partition(graph: fx.Graph, num_stages: int) -> Partition:
-    """The best cuts of an annotated graph into `num_stages` stages; positions count `active_operators`.
+def partition(graph: fx.Graph, num_stages: int, folds: Folds = ()) -> Partition:
+    """The best cuts of an annotated graph into `num_stages` stages; positions count `active_operators`, those of the
+    blocks that `folds` leaves out too.
 
     Raises StageError where there are fewer places to cut than needed.
     """
     nodes = active_operators(graph)
-    found = find_partition(nodes, num_stages)
+    found = find_partition(nodes, num_stages, folds=folds)
     if found is None:
         places = num_places(nodes)
         raise StageError(
@@ -37,14 +39,21 @@ def partition(graph: fx.Graph, num_stages: int) -> Partition:
 
 
 def find_partition(
-    nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset()
-) -> Partition | None:
+    nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
+    folds: Folds = (),
+) -> Partition | None:  # fmt: skip
     """The best cuts of active operators; None where there are too few places to cut.
 
     `begins`: positions at which stages begin. `inside`: positions at which none does.
     """
-    crossing = [math.inf if i in inside else size for i, size in enumerate(crossing_bytes(nodes))]
-    return balance([work(n) for n in nodes], crossing, num_stages, begins)
+    order, sent, works = in_whole(nodes, folds), crossing_bytes(nodes), [work(n) for n in nodes]
+    crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
+    return balance([works[index] for index in order], crossing, num_stages, begins)
+
+
+def in_whole(nodes: Sequence[fx.Node], folds: Folds) -> list[int]:
+    """Of every active operator of the whole model, the place of what stands for it among these of a folded trace."""
+    return [*unrolled(folds, range(len(nodes)), lambda i: facts(nodes[i])["key"], lambda i, _: i)]
 
 
 def num_places(nodes: list[fx.Node], inside: Set[int] = frozenset()) -> int:

@@ -12,6 +12,7 @@ from torch import fx
 from autopart.cost.stages import Partition
 from autopart.errors import OptionError, StageError
 from autopart.ir.facts import facts
+from autopart.ir.fold import Folds
 from autopart.ir.graph import active_operators, describe, parents
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.partition import crossing_bytes, find_partition, num_places, partition
@@ -29,11 +30,14 @@ class StagePins:
     inside: frozenset[int] = frozenset()
 
 
-def pinned_partition(graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins) -> Partition:
-    """The best cuts that the pins allow. Raises StageError where there are none, with the pins that are at odds."""
+def pinned_partition(graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: Folds = ()) -> Partition:
+    """The best cuts that the pins allow. Raises StageError where there are none, with the pins that are at odds.
+
+    `folds`: of the trace, where nothing is pinned.
+    """
     every: list[StagePin] = [*pins.cuts, *pins.together]
     if not every:
-        return partition(graph, num_stages)
+        return partition(graph, num_stages, folds)
     if "pp" not in mesh.sizes:
         raise OptionError(
             f"the pin {every[0]} is for an axis that the mesh {mesh} lacks: pp", where=pins.where(every[0]),

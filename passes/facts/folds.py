@@ -45,9 +45,12 @@ def _told(node: fx.Node) -> Any:
 
 
 def check_written(graph: fx.Graph, folds: Folds) -> None:
-    """Raises NotFoldable where what was written for the block that stands for others is not what was for those beside
-    it."""
+    """Raises NotFoldable where what a stage graph has for a block that stands for others is not what it has for those
+    beside it."""
+    held = {facts(node).get("block") for node in graph.nodes}
     for fold in folds:
+        if (fold.path, fold.number) not in held:
+            continue
         for nodes in zip(*beside(graph, fold), strict=True):
             if len({(node.target, _shape(node), "region" in facts(node)) for node in nodes}) > 1:
                 _fail(fold)
