@@ -9,12 +9,15 @@ holds must be claimed, or stand in `NOT_CLAIMED` with its reason.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 
 import pytest
 import torch
 from rule_samples import NOT_CLAIMED, SAMPLES, TRIED, Sample, bools, call, data, ints, x
+from torch import fx
 
 from autopart.compat import tree_map
 from autopart.ir.decisions import Strategy
@@ -99,22 +102,29 @@ def test_two_axes_may_cut_two_factors(sample):
     assert not wrong, "\n".join([str(sample), *wrong])
 
 
-def test_every_rule_has_a_sample():
-    proven = set()
+@cache
+def nodes_of_samples() -> dict[str, list[fx.Node]]:
+    """By operator: those of the samples' normal forms that have a rule."""
+    found = defaultdict(list)
     for sample in SAMPLES:
-        nodes = operators(proof_of(sample).trace.graph)
-        proven |= {operator_name(n) for n in nodes if facts(n)["pattern"] is not None}
+        for node in operators(proof_of(sample).trace.graph):
+            if facts(node)["pattern"] is not None:
+                found[operator_name(node)].append(node)
+    return found
+
+
+def test_every_rule_has_a_sample():
+    proven = nodes_of_samples().keys()
     of_models = {"autopart::positions"}  # of unequal shards: proven with whole models, test_counted.py
     assert set(RULES) - proven == of_models, "no call of the samples uses these rules: add one, or remove the rule"
 
 
 @pytest.mark.parametrize(("name", "rule", "text"), FORMS)
 def test_every_form_of_a_rule_has_a_sample(name, rule, text):
-    samples = [s for s in SAMPLES if name in (s.operator, f"aten::{s.operator}")]
-    nodes = [next(operators(proof_of(sample).trace.graph)) for sample in samples]
+    nodes = nodes_of_samples()[name]
     form = replace(rule, text=text, also=())
     fitted = [form.instantiate([shape(i) for i in tensor_inputs(n)], output_shapes(n)) for n in nodes if rule.when(n)]
-    patterns = [facts(n)["pattern"] for n in nodes if facts(n)["pattern"] is not None]
+    patterns = [facts(n)["pattern"] for n in nodes]
     assert any(pattern is not None and pattern in patterns for pattern in fitted)
 
 

@@ -88,6 +88,8 @@ def to_experts(
     Returns:
         [tokens * times, ...], or as many rows as have an expert on the rank, in this order.
     """
+    if expert.size(0) != x.size(0) * times:
+        raise ValueError(f"{expert.size(0)} experts for {x.size(0)} rows that go to {times} each")
     if count < 0:
         return x.repeat_interleave(times, 0)
     return x[_own(expert, first, count, num_experts) // times]

@@ -229,7 +229,11 @@ def _tell(call: fx.Node, band: Told) -> None:
         return
     if not is_attention(call):
         if band == (queries - 1, keys - 1):
-            call.replace_all_uses_with(_view(call, torch.ops.aten.expand.default, call.args[1], list(shape(call))))
+            sizes, scores = list(shape(call)), call.args[1]
+            same = zip(reversed(sizes), reversed(shape(scores)), strict=False)
+            for dim, (size, own) in enumerate(same, 1):
+                sizes[-dim] = -1 if size == own else size  # which other ranks may have more of
+            call.replace_all_uses_with(_view(call, torch.ops.aten.expand.default, scores, sizes))
             call.graph.erase_node(call)
         return
     given = {name: argument(call, name) for name in ("dropout_p", "scale", "enable_gqa")}

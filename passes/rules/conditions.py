@@ -17,11 +17,6 @@ def of_class_probabilities(node: fx.Node) -> bool:
     return argument(node, "reduction") == 0 and is_floating(node.args[1])
 
 
-def not_causal(node: fx.Node) -> bool:
-    """Attention in which what a query sees does not depend on its number."""
-    return not argument(node, "is_causal")
-
-
 def gradients_as_they_are(node: fx.Node) -> bool:
     """An embedding whose gradients are not scaled by how often a row is read in the whole batch."""
     return not argument(node, "scale_grad_by_freq")

@@ -29,7 +29,6 @@ from . import (
 from .conditions import (
     adds_to_itself,
     gradients_as_they_are,
-    not_causal,
     of_class_indices,
     of_class_probabilities,
     writes_zeros_or_tensors,
@@ -54,16 +53,13 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
         routes="out"),
     "autopart::from_experts": Rule("(t k) ..., (t k) -> t ...", whole="k", linear=((0,),), local=lookups.from_experts,
         routes="back"),
-    # attention: q, k and v, with a mask, with fewer heads of k and v; a causal mask counts queries from the first
-    "aten::scaled_dot_product_attention": (
-        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=_ATTENTION, when=not_causal,
-            local=attention.ring, also=(
-            "... q d, ... k d, ... k e, ... q k -> ... q e",
-            "b (g r) q d, b g k d, b g k e -> b (g r) q e",
-            "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
-            "b (g r) q d, b g k d, b g k e, q k -> b (g r) q e")),
-        Rule("... q d, ... k d, ... k e -> ... q e", whole="d k q", matmul=_ATTENTION, also=(
-            "b (g r) q d, b g k d, b g k e -> b (g r) q e",))),
+    # attention: q, k and v, with a mask (a causal one is written out before), with fewer heads of k and v
+    "aten::scaled_dot_product_attention": Rule("... q d, ... k d, ... k e -> ... q e", whole="d k", matmul=_ATTENTION,
+        local=attention.ring, also=(
+        "... q d, ... k d, ... k e, ... q k -> ... q e",
+        "b (g r) q d, b g k d, b g k e -> b (g r) q e",
+        "b (g r) q d, b g k d, b g k e, b (g r) q k -> b (g r) q e",
+        "b (g r) q d, b g k d, b g k e, q k -> b (g r) q e")),
     # the sparse matrix is whole
     "aten::_sparse_mm": Rule("m k, k n -> m n", whole="m k", linear=((1,),)),
     # tables and classes; embeddings are cut by rows, as the head that is tied to them
