@@ -148,7 +148,7 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Be
     kept = np.cumsum(priced.kept[positions])
     forward, backward = kept + priced.in_forward[positions], kept + priced.in_backward[positions]
     gathers, sums = _buckets(priced, reads)
-    on_the_way, before = _weights(priced, gathers, len(order), others_beside)
+    on_the_way, opening = _weights(priced, gathers, len(order), others_beside)
     backward = backward + on_the_way[1]
     grown, added = np.zeros(len(order)), np.zeros(len(order))  # gradients that stay, and those that are added to others
     scattered = {name: bucket.first for bucket in gathers for name in bucket.names}
@@ -166,9 +166,9 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Be
     if priced.setting.zero == 2 and not once and gathers:  # from the microbatch before
         last[max(bucket.first for bucket in gathers) :] += min(gathers).flat_bytes
     peaks = (
-        np.maximum(forward + on_the_way[0], kept + before).max(),
-        (backward + added + np.maximum(each, last)).max(),
-        (backward + grown + (last if once else each)).max(),
+        np.maximum(forward + on_the_way[0], kept + opening[0]).max(),
+        (np.maximum(backward + np.maximum(each, last), kept + opening[1]) + added).max(),
+        (np.maximum(backward + (last if once else each), kept + opening[1]) + grown).max(),
     )
     return Beyond(*(max(0.0, float(peak - kept[-1])) for peak in peaks))
 
@@ -207,10 +207,10 @@ def _ends(found: Iterable[Reads]) -> tuple[int, int]:
 
 def _weights(
     priced: Priced, gathers: Sequence[TravelBucket], count: int, others_beside: bool
-) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Of weights: what is gathered ahead while the forward of each operator runs, that and what is gathered whole while
-    its backward does; and what there is right before its forward, while they are gathered."""
-    forward, backward, before = np.zeros(count), np.zeros(count), np.zeros(count)
+    its backward does; and what there is right before its forward and its backward, while they are gathered."""
+    forward, backward, before, again = (np.zeros(count) for _ in range(4))
     prefetch = priced.setting.prefetch
     for i, one in enumerate(gathers):
         later, earlier = gathers[i + 1 : i + 1 + prefetch], gathers[max(0, i - prefetch) : i]
@@ -223,8 +223,10 @@ def _weights(
             backward[one.first : one.last + 1] += one.whole_bytes
             until = max((bucket.last + 1 for bucket in gathers if bucket.again and bucket.last < one.last), default=0)
             backward[until : one.last + 1] += behind
+            others = gathers[max(0, i - prefetch) : i][1:]  # which are on their way already
+            again[one.last] = one.whole_bytes + one.received_bytes + sum(bucket.received_bytes for bucket in others)
         before[one.first] = one.whole_bytes + one.received_bytes + ahead
-    return (forward, backward), before
+    return (forward, backward), (before, again)
 
 
 def _flats(buckets: Sequence[TravelBucket], count: int) -> np.ndarray:
