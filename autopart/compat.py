@@ -41,6 +41,13 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a type of its own later
 
 
+def cached_apart(tag: str) -> AbstractContextManager[Any]:
+    """Inside, what is compiled is found in torch's caches on disk only by what was compiled under the same tag."""
+    config = cast(Any, torch.compiler.config)
+    given = config.cache_key_tag
+    return cast(AbstractContextManager[Any], config.patch(cache_key_tag=f"{given}; {tag}" if given else tag))
+
+
 def is_operator(target: Any) -> bool:
     """Whether a node's target is an operator of torch's dispatcher."""
     return isinstance(target, torch._ops.OpOverload)

@@ -1,18 +1,37 @@
 """Plans whose stages are run through `torch.compile`."""
 
 import functools
+import os
 import shutil
+import unittest.mock
+from typing import NamedTuple
 
+import dist
 import pytest
 import torch
+import zoo
 from dist import run_ranks
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import autopart
 from autopart.errors import MemoryLimitError, OptionError
+from autopart.runtime.state import compiled_blocks
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+
+
+class FakeGroup(NamedTuple):
+    """A process group of which nothing is asked but where this process is in it."""
+
+    at: int
+    number: int
+
+    def rank(self):
+        return self.at
+
+    def size(self):
+        return self.number
 
 
 class Blocks(nn.Module):
@@ -48,6 +67,33 @@ def steps(mesh, options):
         losses = [pm.step(**batch).item() for _ in range(2)]
         found.append((losses, pm.full_grads()))
     return found
+
+
+def cached_loss(folder):
+    """How far a compiled step is off, with what is compiled kept in a folder."""
+    with unittest.mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+        model, batch = zoo.gpt2()
+        _, loss, _ = zoo.reference(model, batch)
+        return abs(autopart.parallelize(model, "cp2", example_kwargs=batch, compile=True).step(**batch) - loss).item()
+
+
+@pytest.mark.large
+@needs_compiler
+def test_a_rank_does_not_find_what_another_one_has_compiled(tmp_path):
+    for _ in range(2):  # compiled, then found
+        dist.shutdown()  # processes have nothing in memory, and their groups have the same names
+        assert max(run_ranks(cached_loss, 2, str(tmp_path), timeout_s=250)) < 1e-12
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_compiled_is_kept_by_rank(monkeypatch, rank):
+    monkeypatch.setattr(compiled_blocks, "resolve_group", lambda name: FakeGroup(rank, 2))
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda f, **_: lambda x: seen.append(torch.compiler.config.cache_key_tag))
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.ops.autopart.reduce_scatter.default, (graph.placeholder("x"), "7", 0, 3)))
+    compiled_blocks._compile(torch.fx.GraphModule({}, graph)).forward(torch.ones(3))
+    assert seen == [f"7: {rank} of 2"] and not torch.compiler.config.cache_key_tag
 
 
 @pytest.mark.large

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopart.compat import cached_apart, resolve_group
 from autopart.ir.facts import facts
-from autopart.ir.operators import operator_name, with_salt
+from autopart.ir.operators import axis_of, operator_name, with_salt
 from autopart.runtime.state.recompute import Region, with_regions
 
 Piece = list[fx.Node]
@@ -41,8 +42,22 @@ def compiled(module: fx.GraphModule) -> fx.GraphModule:
 
 def _compile(module: fx.GraphModule) -> fx.GraphModule:
     # A graph's code is its own, that of nn.Module's __call__ is not: recompilations are counted by code.
-    module.forward = torch.compile(module.forward, dynamic=False)
+    forward, ranks = torch.compile(module.forward, dynamic=False), _ranks(module)
+
+    def on_this_rank(*arguments: Any) -> Any:
+        with cached_apart(ranks):
+            return forward(*arguments)
+
+    module.forward = on_this_rank
     return module
+
+
+def _ranks(module: fx.GraphModule) -> str:
+    """What is compiled of a graph beside what is written in it: in every process group, this process's rank among how
+    many. Without that a rank would find in torch's caches on disk what another one has compiled."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    groups = sorted({axis for graph in graphs for node in graph.nodes if (axis := axis_of(node)) is not None})
+    return ", ".join(f"{name}: {resolve_group(name).rank()} of {resolve_group(name).size()}" for name in groups)
 
 
 def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
