@@ -25,8 +25,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scipy.optimize import brentq
-
 from autopart.ir.dp_sync import EXACT, DpSync, Method, neighbours, sent_bytes
 from autopart.ir.mesh import Mesh
 
@@ -187,4 +185,6 @@ def break_even_bytes_per_s(of: Carried, mesh: Mesh, axis: str, hardware: Hardwar
     low, high = _SLOWEST, _FASTEST
     if difference(low) >= 0 or difference(high) <= 0:
         return None
+    from scipy.optimize import brentq  # a second to load, which few need
+
     return float(brentq(difference, low, high, rtol=1e-6))

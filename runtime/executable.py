@@ -269,11 +269,13 @@ class Executable:
         if self._sends and sends:
             comparison.finish_comparison()
         update_weights(self.parameters, self.program.weight_updates)
+        failed = True
         try:
             yield
+            failed = False
         finally:
             for module in self.modules:
-                module.unload()
+                module.unload(failed)
 
     @contextmanager
     def _fresh_gradients(self, hooks: HeldHooks, every: bool) -> Iterator[None]:

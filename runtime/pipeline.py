@@ -134,10 +134,10 @@ class StageModule(nn.Module):
         ]
         self.prologue_updates, self.graph_updates = values[count:], []
 
-    def unload(self) -> None:
+    def unload(self, failed: bool = False) -> None:
         for written in self.written.values():
             if written.blocks is not None:
-                written.blocks.rest()
+                written.blocks.rest(failed)
         self.arguments, self.bands, self.prologue_updates, self.graph_updates, self.beside = [], [], (), [], {}
 
     def new_buffers(self) -> Made:

@@ -11,7 +11,7 @@ from torch import nn
 import autopart
 from autopart.ir.facts import facts
 from autopart.ir.layout import Conversion
-from autopart.ir.operators import OPERATORS
+from autopart.ir.operators import MOVES
 from autopart.passes.rules import reductions
 from autopart.passes.rules.notation import Rule
 from autopart.passes.rules.pointwise import LINEAR
@@ -75,7 +75,7 @@ FAULTS = {
         "a/linear",
     ),
     "wrong gradient only": (
-        zoo.llama, "pp2,tp2", (OPERATORS, "sum_grad", Conversion("sum_grad", "identity", "identity")), "gradient",
+        zoo.llama, "pp2,tp2", (MOVES, "sum_grad", Conversion("sum_grad", "identity", "identity")), "gradient",
         "lm_head/linear",
     ),
     "wrong rule: a dim that must be whole": (

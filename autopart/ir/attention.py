@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 _SMALLEST_BLOCK = 64
 """Queries of a block of window attention: with fewer, the calls cost more than the keys that they leave out."""
@@ -191,6 +190,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, run: Run, options: Mappin
     if not hides_first and run.end == run.low + 1 and run.queries == number:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, **options)
     if not hides_first and run.end + run.queries - 1 == run.high and query.is_cuda and query.dtype.itemsize == 2:
+        from torch.nn.attention.bias import causal_lower_right  # loads the compiler
+
         behind = causal_lower_right(run.queries, number)
         return F.scaled_dot_product_attention(query, keys, values, behind, **options)
     if run.queries > ROWS:

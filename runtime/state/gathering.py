@@ -123,6 +123,8 @@ class GatheredBlocks:
     order: list[GatheredBlock] = field(default_factory=list)
     begun: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)
     """{block: what waits for its weights}, of those that are gathered ahead."""
+    left: list[Callable[[], list[Tensor]]] = field(default_factory=list)
+    """The same of calls that have failed."""
     again: OrderedDict[int, list[Tensor]] = field(default_factory=OrderedDict)
     """{block: its weights}, which the backward has gathered again; the last one that was read is last."""
     read_again: set[int] = field(default_factory=set)
@@ -146,8 +148,17 @@ class GatheredBlocks:
             for block in self.order:
                 block.end_call()
 
-    def rest(self) -> None:
-        """Lets go of what was gathered: weights may change before they are read again."""
+    def rest(self, failed: bool = False) -> None:
+        """Lets go of what was gathered: weights may change before they are read again. What was gathered ahead and not
+        read is waited for, as what is sent after a receive that was given up never arrives.
+
+        `failed`: others may never send it: it stays as it is.
+        """
+        if failed:
+            self.left += self.begun.values()
+        else:
+            for wait in self.begun.values():
+                wait()
         self.begun.clear()
         self.again.clear()
 
