@@ -122,7 +122,7 @@ def test_plan_of_a_seven_billion_parameter_llama(config, tmp_path):
     assert time.perf_counter() - start_s < 120
     plan = Plan.load(path)
     assert plan.model["num_parameters"] == 6_738_415_616
-    assert path.stat().st_size < 40_000
+    assert path.stat().st_size < 130_000
     text = plan.explain()
     assert max(map(len, text.splitlines())) <= 120 and "6.74 billion" in text
     assert not torch.distributed.is_initialized()

@@ -245,12 +245,12 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: unknown sequence_parallel='yes'\n  try    True, False or 'auto'"),
     "unknown option": (plan(colour=1),
         "OptionError: unknown option colour=\n  try    one of schedule, microbatches, virtual_stages, "
-        "sequence_parallel, context, hardware, balance, pins, zero, prefetch, memory, recompute, dp_sync, compile, "
-        "precision, reduce_dtype, example_args, example_kwargs"),
+        "sequence_parallel, context, sequence_dims, hardware, balance, pins, zero, prefetch, memory, recompute, "
+        "dp_sync, compile, precision, reduce_dtype, example_args, example_kwargs"),
     "option of another": (plan(timeout=5),
         "OptionError: unknown option timeout=\n  why    other functions take it, plan() does not\n  try    one of "
-        "schedule, microbatches, virtual_stages, sequence_parallel, context, hardware, balance, pins, zero, prefetch, "
-        "memory, recompute, dp_sync, compile, precision, reduce_dtype, example_args, example_kwargs"),
+        "schedule, microbatches, virtual_stages, sequence_parallel, context, sequence_dims, hardware, balance, pins, "
+        "zero, prefetch, memory, recompute, dp_sync, compile, precision, reduce_dtype, example_args, example_kwargs"),
     "hardware": (plan(hardware="h900"),
         "OptionError: there is no hardware profile 'h900'\n  why    the profiles are a100-40gb-sxm, a100-80gb-sxm, "
         "b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path "

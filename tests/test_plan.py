@@ -67,7 +67,7 @@ def test_a_large_model_has_a_small_plan():
         model = LlamaForCausalLM(config)
         ids = torch.zeros(8, 128, dtype=torch.int64)
     plan = autopart.plan(model, "dp2,pp4,tp8", example_kwargs={"input_ids": ids, "labels": ids})
-    assert len(plan.to_json()) < 55_000
+    assert len(plan.to_json()) < 80_000
     assert plan.parameters["model.layers.*.mlp.down_proj.weight"] == {"tp": "S(1)"}
     assert len(plan.parameters) == 12
     assert not any(part.isdigit() for name in plan.operators for part in name.split("/")[0].split("."))

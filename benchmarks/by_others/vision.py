@@ -32,6 +32,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "pvt_v2_b0": {},
     "edgenext_xx_small": {"depths": (1, 1, 2, 1), "dims": (16, 24, 32, 48), "size": 64},
     "mobilevit_xxs": {"size": 64},
+    "crossvit_tiny_240": {"size": 240},
     "coat_tiny": {"img_size": 32, "embed_dims": (32, 32, 32, 32), "serial_depths": (1, 1, 1, 1), "num_heads": 8},
     "maxvit_rmlp_pico_rw_256": {"img_size": 64, "size": 64},
     "sequencer2d_s": {"layers": (1, 1, 1, 1), "embed_dims": (16, 32, 32, 32), "hidden_sizes": (4, 8, 8, 8)},
