@@ -7,13 +7,12 @@ The same is counted value by value of a program that is written (`cost.count.pea
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from autopart.ir.actions import StageBytes, most_at_once, most_held
-from autopart.ir.buckets import BUCKET_BYTES, bucketed
+from autopart.ir.buckets import BUCKET_BYTES, block_of, bucketed
 
 from .dp_sync import remembered_bytes
 from .rows import named_in
@@ -27,19 +26,21 @@ Order = Sequence[tuple[int, str, int]]
 
 class Reads(NamedTuple):
     """Of a parameter among operators: its name in the table, the first and last operator that reads it, and whether
-    these are run again in the backward; `kept`: whether their backward reads it."""
+    these are run again in the backward; `kept`: whether their backward reads it; `uses`: how many give it a gradient,
+    but for what gathers it."""
 
     known: str
     first: int
     last: int
     again: bool
     kept: bool
+    uses: int
 
 
 class TravelBucket(NamedTuple):
     """Parameters that travel together, from the first to the last operator that reads one. `whole_bytes`: of weights
     that are gathered, which `received_bytes` hold while they are, and `again` in the backward; `flat_bytes`: what their
-    gradients are sent from."""
+    gradients are sent from; `part_bytes`: what a rank's parts of them are received in."""
 
     first: int
     last: int
@@ -48,6 +49,7 @@ class TravelBucket(NamedTuple):
     received_bytes: float
     flat_bytes: float
     again: bool
+    part_bytes: float = 0.0
 
 
 class Beyond(NamedTuple):
@@ -130,8 +132,11 @@ def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
         for known in (*row.parameters, *row.reads_also):
             name, again = named_in(known, path, number), "recompute" in row.works
             kept = "input_backward" in row.works if gathers else priced.table.parameters[known].trained
-            kept = kept or (name in reads and reads[name].kept)
-            reads[name] = Reads(known, reads[name].first if name in reads else i, i, again, kept)
+            before = reads.get(name)
+            kept = kept or (before is not None and before.kept)
+            is_use = "weight_backward" in row.works and known in (row.reads_also if gathers else row.parameters)
+            uses = is_use + (before.uses if before is not None else 0)
+            reads[name] = Reads(known, i if before is None else before.first, i, again, kept, uses)
     return reads
 
 
@@ -161,13 +166,17 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Be
             forward[scattered[name] : one.last + 1] += priced.read_bytes(one.known)
         if priced.table.parameters[one.known].trained:
             backward[scattered[name] : one.last + 1] += priced.read_bytes(one.known)  # its whole gradient
+            if one.uses > 1:  # and the sum of two of them
+                backward[one.first] += priced.read_bytes(one.known)
     once = priced.setting.schedule.microbatches == 1
     each, last = _flats(gathers, len(order)), _flats([*gathers, *sums], len(order))
+    # After the first microbatch of a step parts are received beside those that are there.
+    later = np.maximum(_flats(gathers, len(order), True), _flats([*gathers, *sums], len(order), True))
     if priced.setting.zero == 2 and not once and gathers:  # from the microbatch before
-        last[max(bucket.first for bucket in gathers) :] += min(gathers).flat_bytes
+        later[max(bucket.first for bucket in gathers) :] += min(gathers).flat_bytes
     peaks = (
         np.maximum(forward + on_the_way[0], kept + opening[0]).max(),
-        (np.maximum(backward + np.maximum(each, last), kept + opening[1]) + added).max(),
+        (np.maximum(backward + later, kept + opening[1]) + added).max(),
         (np.maximum(backward + (last if once else each), kept + opening[1]) + grown).max(),
     )
     return Beyond(*(max(0.0, float(peak - kept[-1])) for peak in peaks))
@@ -178,9 +187,7 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[TravelBuc
     setting, parameters, mesh = priced.setting, priced.table.parameters, priced.mesh
     cut = {name: one for name, one in reads.items() if setting.zero > 1 and priced.is_cut(one.known)}
     gathers, sums = [], []
-    together = [bucketed({name: round(priced.read_bytes(one.known)) for name, one in cut.items() if one.again == again},
-                         None, 0) for again in (False, True)]  # fmt: skip
-    for names in sorted(chain(*together), key=lambda names: min(cut[name].first for name in names)):
+    for names in _gathered_together(cut):
         found = [cut[name] for name in names]
         whole = sum(priced.read_bytes(one.known) for one in found)
         part = sum(priced.local_bytes(one.known) * parameters[one.known].read for one in found)
@@ -188,7 +195,8 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[TravelBuc
         gathered = whole if setting.zero == 3 else 0.0
         received = (whole + part * (len(found) > 1)) * (setting.zero == 3)
         again = setting.zero == 3 and any(one.kept for one in found)
-        gathers.append(TravelBucket(*_ends(found), names, gathered, received, flat, again))
+        parts = sum(priced.grown_bytes(one.known) for one in found)
+        gathers.append(TravelBucket(*_ends(found), names, gathered, received, flat, again, parts))
     several = {known for known, parameter in parameters.items()
                if parameter.trained and any(mesh.size(axis) > 1 for axis in parameter.axes)}  # fmt: skip
     summed = {name: one for name, one in reads.items() if name not in cut and one.known in several}
@@ -198,6 +206,18 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[TravelBuc
         is_copied = len(found) > 1 or parameters[found[0].known].summed != 1
         sums.append(TravelBucket(*_ends(found), names, 0.0, 0.0, flat * is_copied, False))
     return gathers, sums
+
+
+def _gathered_together(cut: Mapping[str, Reads]) -> list[tuple[str, ...]]:
+    """Parameters that are gathered in one collective, as in `ir.storing`: consecutive ones of a block, apart those that
+    are read again."""
+    rows: dict[tuple[int, bool], list[str]] = {}
+    block, number = "", 0
+    for name, one in cut.items():
+        if block_of(name) != block:
+            block, number = block_of(name), number + 1
+        rows.setdefault((number, one.again), []).append(name)
+    return sorted(map(tuple, rows.values()), key=lambda names: cut[names[0]].first)
 
 
 def _ends(found: Iterable[Reads]) -> tuple[int, int]:
@@ -229,11 +249,14 @@ def _weights(
     return (forward, backward), (before, again)
 
 
-def _flats(buckets: Sequence[TravelBucket], count: int) -> np.ndarray:
+def _flats(buckets: Sequence[TravelBucket], count: int, with_parts: bool = False) -> np.ndarray:
     """What gradients are sent from while the backward of each operator runs: of the last bucket that was complete, and
     of the one before where another is. What was gathered is gone when its gradients are sent."""
     flats = np.zeros(count)
     ordered = sorted(buckets, key=lambda bucket: -bucket.first)
     for bucket, next_first in zip(ordered, [*(bucket.first for bucket in ordered[1:]), 0], strict=False):
-        flats[next_first : bucket.first + (not bucket.again)] += bucket.flat_bytes
+        size = bucket.flat_bytes + bucket.part_bytes * with_parts
+        flats[next_first : bucket.first] += size
+        if not bucket.again:
+            flats[bucket.first] = max(flats[bucket.first], size)
     return flats

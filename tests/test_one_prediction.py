@@ -88,8 +88,6 @@ ALWAYS = [
     ("gpt2", "tp2", at_cases.SEQUENCE, {"tp": 8}),
 ]  # fmt: skip
 """Cases that `make test` runs whatever it leaves out of the matrix."""
-UNEQUAL = ("vit", "pp2,tp2", at_cases.PIPED | at_cases.SEQUENCE, {"pp": 4})
-"""257 positions on two ranks: memory is 8 % too high."""
 
 
 def matrix():
@@ -98,8 +96,6 @@ def matrix():
         for case in at_cases.cases():
             always = hardware == at_cases.HARDWARE[0] and case in ALWAYS
             marks = [pytest.mark.whole] if always else []
-            if case == UNEQUAL:
-                marks.append(pytest.mark.xfail(reason="parts of unequal lengths that stages send", strict=False))
             yield pytest.param(hardware, *case, marks=marks)
 
 
