@@ -1,13 +1,13 @@
-"""A training step's forward and backward of a long-sequence Llama on two ranks of `cp`, beside the same by hand:
+"""A training step's forward and backward of a long-sequence Llama on ranks of `cp`, beside the same by hand:
 
     gather    every rank has a piece of the positions; keys and values are gathered, and read up to the last query
     ring      keys and values go round, partial results are merged by their log-sum-exp, gradients travel home
 
-Both by hand have contiguous pieces and sum gradients in one bucket. All run in the same two processes in turn, step by
+Both by hand have contiguous pieces and sum gradients in one bucket. All run in the same processes in turn, step by
 step; the figures are medians of the ratios of neighbours. The loss and a gradient of all are compared first.
 `unbalanced`: autopart with positions cut in order, where the last rank's queries see most of the keys.
 
-    python benchmarks/context.py [--quick] [--json] [--only NAME ...] [--seq 2048]
+    python benchmarks/context.py [--quick] [--json] [--only NAME ...] [--seq 2048] [--ranks 2]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from two_ranks import NUM_RANKS, PROBE, Batch, Sizes, Step, Time, autopart_on, build, check_equal, timed
+from two_ranks import PROBE, Batch, Sizes, Step, Time, autopart_on, build, check_equal, timed
 
 LARGE = Sizes(hidden=256, mlp=704, layers=2, vocab=1024, rows=1, seq=2048, warm_ups=2, rounds=12)
 QUICK = Sizes(hidden=64, mlp=128, layers=2, vocab=256, rows=1, seq=64, warm_ups=1, rounds=2)
@@ -41,15 +41,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="leave the others out")
     parser.add_argument("--seq", type=int, help="how many positions")
+    parser.add_argument("--ranks", type=int, default=2, help="how many processes")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (f"file://{folder}/store", arguments), nprocs=NUM_RANKS)
+        mp.spawn(rank_main, (f"file://{folder}/store", arguments), nprocs=arguments.ranks)
 
 
 def rank_main(rank: int, store: str, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=arguments.ranks)
     sizes = QUICK if arguments.quick else LARGE
     sizes = replace(sizes, seq=arguments.seq or sizes.seq)
     model, batch = build(sizes)
@@ -83,8 +84,8 @@ def by_hand(attention: Callable[..., Tensor]) -> Callable[[nn.Module, Batch], St
         name = f"by_hand_{attention.__name__}"
         AttentionInterface.register(name, interface)
         model.config._attn_implementation = name
-        (_, seq), rank = batch["input_ids"].shape, dist.get_rank()
-        own = slice(rank * seq // NUM_RANKS, (rank + 1) * seq // NUM_RANKS)
+        (_, seq), rank, ranks = batch["input_ids"].shape, dist.get_rank(), dist.get_world_size()
+        own = slice(rank * seq // ranks, (rank + 1) * seq // ranks)
         ids, positions = batch["input_ids"][:, own], torch.arange(seq)[None, own]
         labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)[:, own]
         count = batch["labels"][:, 1:].numel()
@@ -111,13 +112,13 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        pieces = [torch.empty_like(x) for _ in range(NUM_RANKS)]
+        pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(pieces, x.contiguous())
         return torch.cat(pieces, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        pieces = [piece.contiguous() for piece in grad.chunk(NUM_RANKS, 2)]
+        pieces = [piece.contiguous() for piece in grad.chunk(dist.get_world_size(), 2)]
         mine = torch.empty_like(pieces[0])
         dist.reduce_scatter(mine, pieces)
         return mine
@@ -132,11 +133,11 @@ def gather(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k[:, :, : before + own], v[:, :, : before + own], mask)
 
 
-def swapped(x: Tensor) -> Tensor:
-    """What the other of two ranks has."""
-    other, found = 1 - dist.get_rank(), torch.empty_like(x)
+def moved_on(x: Tensor) -> Tensor:
+    """What the rank before has."""
+    rank, ranks, found = dist.get_rank(), dist.get_world_size(), torch.empty_like(x)
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, x.contiguous(), other), dist.P2POp(dist.irecv, found, other)]
+        [dist.P2POp(dist.isend, x.contiguous(), (rank + 1) % ranks), dist.P2POp(dist.irecv, found, (rank - 1) % ranks)]
     )
     for work in works:
         work.wait()
@@ -144,31 +145,35 @@ def swapped(x: Tensor) -> Tensor:
 
 
 class Ring(torch.autograd.Function):
-    """Attention to the own block, causal, and on the second rank to the first one's too (Liu et al. 2023)."""
+    """Attention to the own block, causal, and to those of all ranks before (Liu et al. 2023)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        other = swapped(torch.stack((k, v)))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        if dist.get_rank():
-            more, more_lse = aten._scaled_dot_product_flash_attention_for_cpu(q, *other, 0.0, False)
-            total = torch.logaddexp(lse, more_lse)
-            out = out * (lse - total).exp()[..., None] + more * (more_lse - total).exp()[..., None]
-            lse = total
+        block = torch.stack((k, v))
+        for hops in range(1, dist.get_world_size()):
+            block = moved_on(block)
+            if hops <= dist.get_rank():
+                more, more_lse = aten._scaled_dot_product_flash_attention_for_cpu(q, *block, 0.0, False)
+                total = torch.logaddexp(lse, more_lse)
+                out = out * (lse - total).exp()[..., None] + more * (more_lse - total).exp()[..., None]
+                lse = total
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        other, grad = swapped(torch.stack((k, v))), grad.contiguous()
+        block, grad = torch.stack((k, v)), grad.contiguous()
         back = aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = back(grad, q, k, v, out, lse, 0.0, True)
-        visiting = torch.zeros_like(other)
-        if dist.get_rank():
-            more, *visiting_grads = back(grad, q, *other, out, lse, 0.0, False)
-            dq, visiting = dq + more, torch.stack(visiting_grads)
-        home = swapped(visiting)
+        visiting = torch.zeros_like(block)
+        for hops in range(1, dist.get_world_size()):
+            block, visiting = moved_on(block), moved_on(visiting) if hops > 1 else visiting
+            if hops <= dist.get_rank():
+                more, *visiting_grads = back(grad, q, *block, out, lse, 0.0, False)
+                dq, visiting = dq + more, visiting + torch.stack(visiting_grads)
+        home = moved_on(visiting)
         return dq, dk + home[0], dv + home[1]
 
 
@@ -179,15 +184,19 @@ def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # --- By autopart.
 
 
+def on_cp(context: str) -> Callable[[nn.Module, Batch], Step]:
+    return lambda model, batch: autopart_on(f"cp{dist.get_world_size()}", context=context)(model, batch)
+
+
 def in_order(model: nn.Module, batch: Batch) -> Step:
     with mock.patch("autopart.passes.facts.masks._is_causal", lambda *_: False):
-        return autopart_on("cp2", context="gather")(model, batch)
+        return on_cp("gather")(model, batch)
 
 
 VARIANTS: dict[str, Callable[[nn.Module, Batch], Step]] = {
-    "autopart-gather": autopart_on("cp2", context="gather"),
-    "autopart-ulysses": autopart_on("cp2", context="ulysses"),
-    "autopart-ring": autopart_on("cp2", context="ring"),
+    "autopart-gather": on_cp("gather"),
+    "autopart-ulysses": on_cp("ulysses"),
+    "autopart-ring": on_cp("ring"),
     "unbalanced": in_order,
     "gather": by_hand(gather),
     "ring": by_hand(ring),
@@ -197,7 +206,8 @@ PAIRS = [(mine, other) for mine in MINE for other in ("gather", "ring", "unbalan
 
 
 def report(sizes: Sizes, times: dict[str, list[Time]], as_json: bool) -> None:
-    print(f"Llama: {sizes.layers} layers, hidden {sizes.hidden}, {sizes.seq} positions, cp2 on gloo\n")
+    ranks = dist.get_world_size()
+    print(f"Llama: {sizes.layers} layers, hidden {sizes.hidden}, {sizes.seq} positions, cp{ranks} on gloo\n")
     medians = {}
     for name, values in times.items():
         wall_s, cpu_s = zip(*values, strict=True)

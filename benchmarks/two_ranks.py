@@ -262,7 +262,7 @@ def check_equal(steps: dict[str, Step]) -> None:
         step.clear()
         values = {"loss": step.run(), "gradient": step.probe()}
         mine = {what: float(value.norm()) for what, value in values.items() if value is not None}
-        everyones: list[dict[str, float]] = [{}] * NUM_RANKS
+        everyones: list[dict[str, float]] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
         for what, found in {**everyones[1], **everyones[0]}.items():
             wanted = expected.setdefault(what, found)
