@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from autopart.ir.actions import StageBytes, most_at_once, most_held
-from autopart.ir.buckets import BUCKET_BYTES, block_of, bucketed
+from autopart.ir.buckets import BUCKET_BYTES, block_runs, bucketed
 
 from .dp_sync import remembered_bytes
 from .rows import named_in
@@ -169,7 +169,7 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Be
             if one.uses > 1:  # and the sum of two of them
                 backward[one.first] += priced.read_bytes(one.known)
     once = priced.setting.schedule.microbatches == 1
-    each, last = _flats(gathers, len(order)), _flats([*gathers, *sums], len(order))
+    first = _flats([*gathers, *sums] if once else gathers, len(order))
     # After the first microbatch of a step parts are received beside those that are there.
     later = np.maximum(_flats(gathers, len(order), True), _flats([*gathers, *sums], len(order), True))
     if priced.setting.zero == 2 and not once and gathers:  # from the microbatch before
@@ -177,7 +177,7 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Be
     peaks = (
         np.maximum(forward + on_the_way[0], kept + opening[0]).max(),
         (np.maximum(backward + later, kept + opening[1]) + added).max(),
-        (np.maximum(backward + (last if once else each), kept + opening[1]) + grown).max(),
+        (np.maximum(backward + first, kept + opening[1]) + grown).max(),
     )
     return Beyond(*(max(0.0, float(peak - kept[-1])) for peak in peaks))
 
@@ -212,10 +212,7 @@ def _gathered_together(cut: Mapping[str, Reads]) -> list[tuple[str, ...]]:
     """Parameters that are gathered in one collective, as in `ir.storing`: consecutive ones of a block, apart those that
     are read again."""
     rows: dict[tuple[int, bool], list[str]] = {}
-    block, number = "", 0
-    for name, one in cut.items():
-        if block_of(name) != block:
-            block, number = block_of(name), number + 1
+    for (name, one), number in zip(cut.items(), block_runs(cut), strict=True):
         rows.setdefault((number, one.again), []).append(name)
     return sorted(map(tuple, rows.values()), key=lambda names: cut[names[0]].first)
 
@@ -243,8 +240,8 @@ def _weights(
             backward[one.first : one.last + 1] += one.whole_bytes
             until = max((bucket.last + 1 for bucket in gathers if bucket.again and bucket.last < one.last), default=0)
             backward[until : one.last + 1] += behind
-            others = gathers[max(0, i - prefetch) : i][1:]  # which are on their way already
-            again[one.last] = one.whole_bytes + one.received_bytes + sum(bucket.received_bytes for bucket in others)
+            on_the_way = sum(bucket.received_bytes for bucket in earlier[1:])
+            again[one.last] = one.whole_bytes + one.received_bytes + on_the_way
         before[one.first] = one.whole_bytes + one.received_bytes + ahead
     return (forward, backward), (before, again)
 

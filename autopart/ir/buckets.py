@@ -47,6 +47,20 @@ def block_of(name: str) -> str:
     return match[0] if match else ""
 
 
+def block_runs(names: Iterable[str]) -> list[int]:
+    """Of every parameter, in which run of consecutive ones of a block it is.
+
+    >>> block_runs(["wte", "h.0.up", "h.0.down", "h.1.up", "head"])
+    [0, 1, 1, 2, 3]
+    """
+    runs, block, number = list[int](), "", 0
+    for name in names:
+        if block_of(name) != block:
+            block, number = block_of(name), number + 1
+        runs.append(number)
+    return runs
+
+
 def bucketed(
     sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES, least_bytes: int = LEAST_BYTES
 ) -> list[tuple[str, ...]]:

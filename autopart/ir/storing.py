@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopart.ir.buckets import block_of
+from autopart.ir.buckets import block_runs
 from autopart.ir.facts import facts
 from autopart.ir.layout import Sections
 from autopart.ir.operators import axis_of, operator_name
@@ -81,11 +81,8 @@ def gathered_together(
         return [[node] for node in nodes]
     rows: list[list[fx.Node]] = []
     kinds: dict[Any, dict[str, fx.Node]] = {}
-    block, number = "", 0
-    for node in nodes:
+    for node, number in zip(nodes, block_runs(map(source_name, nodes)), strict=True):
         name = source_name(node)
-        if block_of(name) != block:
-            block, number = block_of(name), number + 1
         place = number, facts(node).get("region"), operator_name(node), axis_of(node)
         named = kinds.setdefault((place, kind(node)), {})
         if name in named:  # read in another layout too

@@ -42,10 +42,10 @@ def compiled(module: fx.GraphModule) -> fx.GraphModule:
 
 def _compile(module: fx.GraphModule) -> fx.GraphModule:
     # A graph's code is its own, that of nn.Module's __call__ is not: recompilations are counted by code.
-    forward, ranks = torch.compile(module.forward, dynamic=False), _ranks(module)
+    forward, apart = torch.compile(module.forward, dynamic=False), cached_apart(_ranks(module))
 
     def on_this_rank(*arguments: Any) -> Any:
-        with cached_apart(ranks):
+        with apart:
             return forward(*arguments)
 
     module.forward = on_this_rank
