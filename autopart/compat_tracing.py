@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -31,6 +32,17 @@ def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
             torch_overrides._push_mode(mode)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+@contextmanager
+def quiet_shapes() -> Iterator[None]:
+    """Inside, an operator that refuses what it is called with raises as ever, and torch does not log it as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def noted(call: Callable[[], Any], note: str) -> Any:

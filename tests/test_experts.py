@@ -114,6 +114,17 @@ def test_however_their_products_are_written(name, implementation):
     assert report.ok, report
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_plan_of_another_precision_is_followed(dtype, capfd):
+    """Casts around the router come and go with the precision; the kernel of `grouped_mm` takes no float64."""
+    model, batch = small("deepseek_v3")
+    model = copy.deepcopy(model).to(dtype)
+    plan = autopart.plan(model, "tp2", example_kwargs=batch)
+    report = autopart.verify(model, "tp2", example_kwargs=batch, plan=plan)
+    assert report.ok, report
+    assert "failed while attempting" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 3, "recompute": "full"}, {"microbatches": 2}], ids=str)
 @pytest.mark.parametrize("form", ["looked up", "matrix first"])
 def test_one_written_by_hand(form, options):

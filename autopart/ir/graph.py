@@ -191,15 +191,21 @@ def assign_keys(graph: fx.Graph) -> None:
 
     The name is stable under changes elsewhere in the model; `group` is the same name with block numbers left
     open, so that the same operator of every repeated block shares it. `named` stands for the operator's name in
-    operators that a pass wrote in place of another.
+    operators that a pass wrote in place of another. A cast of floating-point numbers is a `cast`, counted apart: such
+    casts come and go with the dtype that a model is run in, which must not rename the casts of integers beside them.
     """
     counts: Counter[str] = Counter()
     for node in operators(graph):
-        base = f"{module_path(node)}/{facts(node).get('named') or short_name(node)}"
+        base = f"{module_path(node)}/{facts(node).get('named') or _named(node)}"
         facts(node)["key"] = f"{base}#{counts[base]}" if counts[base] else base
         counts[base] += 1
         path, name = facts(node)["key"].rsplit("/", 1)
         facts(node)["group"] = f"{pattern_of(path)}/{name}"
+
+
+def _named(node: fx.Node) -> str:
+    is_cast = operator_name(node) in ("aten::to", "aten::_to_copy") and is_floating(node)
+    return "cast" if is_cast and is_floating(node.args[0]) else short_name(node)
 
 
 def format_value(node: fx.Node, layout_text: str = "") -> str:

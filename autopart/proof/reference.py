@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from autopart.compat import tree_flatten, tree_map
+from autopart.compat_tracing import quiet_shapes
 from autopart.errors import TraceError
 from autopart.ir.graph import draws_random_numbers
 from autopart.ir.precision import Precision
@@ -74,7 +75,8 @@ class Reference:
         self.precision = precision
         self.rng, self.loss_fn, self.training = rng, loss_fn, source.training
         try:
-            self._use(in_double(copy_of(source, {})), arguments, is_double=True)
+            with quiet_shapes():
+                self._use(in_double(copy_of(source, {})), arguments, is_double=True)
         except PassError:
             raise
         except _CANNOT:

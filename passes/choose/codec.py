@@ -308,7 +308,7 @@ def _read_strategies(
 
 def _is_cast(name: str) -> bool:
     """Casts come and go with the dtype a model is run in, so a plan may name some that are not there."""
-    return name.rpartition("/")[2].partition("#")[0] in ("to", "_to_copy")
+    return name.rpartition("/")[2].partition("#")[0] in ("cast", "to", "_to_copy")
 
 
 def _option(options: Sequence[Strategy], text: str | None, node: fx.Node, plan: Plan, name: str) -> Strategy:
@@ -317,6 +317,8 @@ def _option(options: Sequence[Strategy], text: str | None, node: fx.Node, plan: 
     for option in options:
         if str(option) == text:
             return option
+    if _is_cast(name):
+        return options[0]
     raise PlanError(
         f"the plan runs {name} as '{text}', which its rule does not allow", why=describe(node),
         where=plan.where("operators", name), hint=" | ".join(map(str, options[:8])),

@@ -17,6 +17,8 @@ _DOUBLE = {
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
 }  # fmt: skip
 """Of every precision that is lifted, what it becomes."""
+_WITHOUT_DOUBLE = {"aten::_grouped_mm"}
+"""Operators that take no float64, for which a later pass writes one that does."""
 
 
 def in_double(graph: fx.Graph) -> set[torch.dtype]:
@@ -41,10 +43,18 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
                 lifted |= _lift_casts(node) | _lift_written(node, traced)
                 _lift_others(node, traced)
             if given != (node.args, node.kwargs) or not changed.isdisjoint(node.all_input_nodes):
-                with torch.no_grad():  # a write to a part of a complex tensor has no gradient yet
-                    node.meta["val"] = fake_call(node.target, node.args, node.kwargs, node.all_input_nodes)
+                node.meta["val"] = _lifted_result(node)
                 changed.add(node)
     return lifted | {traced[node] for node in changed if traced.get(node) in (torch.float16, torch.bfloat16)}
+
+
+def _lifted_result(node: fx.Node) -> Any:
+    """What a call makes of lifted operands."""
+    with torch.no_grad():  # a write to a part of a complex tensor has no gradient yet
+        if operator_name(node) in _WITHOUT_DOUBLE:
+            with fake_mode([node]):
+                return value(node).to(_DOUBLE[value(node).dtype])
+        return fake_call(node.target, node.args, node.kwargs, node.all_input_nodes)
 
 
 def _lift_value(node: fx.Node) -> None:
