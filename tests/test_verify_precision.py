@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import autopart
+from autopart.ir.facts import facts
+from autopart.ir.graph import operators
 from autopart.proof.reference import NOT_DOUBLE
-from autopart.recipe import LIFTED, LIFTED_HALF
+from autopart.recipe import LIFTED, LIFTED_HALF, prepare
 
 WIDTH = 8
 
@@ -173,3 +175,31 @@ class Complex(nn.Module):
 def test_complex_weights_are_doubled():
     found = autopart.verify(Complex(), "dp2", example_args=(rows(),))
     assert found.ok and found.max_error < 1e-10 and not found.notes, str(found)
+
+
+class CastsBesideOthers(nn.Module):
+    """A batch norm, a norm in float32, and casts of integers beside casts of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.out = nn.Conv2d(4, WIDTH, 3), nn.BatchNorm2d(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.inner(x)).mean((2, 3))
+        hidden = hidden / hidden.float().square().mean(-1, keepdim=True).sqrt().to(x.dtype)
+        chosen = torch.topk(hidden.float(), 2).indices
+        weight = torch.zeros(len(x), WIDTH, dtype=torch.long).scatter(1, chosen, 1).to(x.dtype)
+        return self.out(hidden * weight).float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_operators_are_named_alike_in_any_precision(dtype):
+    model, x = CastsBesideOthers().to(dtype), torch.randn(4, 4, 5, 5, dtype=dtype)
+    names = []
+    for double in (False, True):
+        keys = [facts(node)["key"] for node in operators(prepare(model, {"x": x}, double=double).graph)]
+        names.append([key for key in keys if "/cast" not in key])
+    assert names[0] == names[1]
+    plan = autopart.plan(model, "tp2", example_kwargs={"x": x})
+    assert "S(" in str(plan.parameters["inner.weight"])
+    assert autopart.verify(model, "tp2", example_kwargs={"x": x}, plan=plan).ok

@@ -22,6 +22,8 @@ DTYPE_NAMES = {
     torch.complex128: "c128", torch.complex64: "c64",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
 }  # fmt: skip
+CAST = "cast"
+"""How a plan names every cast from one precision to another."""
 
 
 def operator_name(node: fx.Node) -> str:
@@ -66,6 +68,11 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 def is_floating(node: fx.Node) -> bool:
     return is_tensor(node) and (value(node).is_floating_point() or value(node).is_complex())
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a call gives its floating-point numbers in another precision."""
+    return operator_name(node) in ("aten::to", "aten::_to_copy") and is_floating(node) and is_floating(node.args[0])
 
 
 def is_sparse(node: fx.Node) -> bool:
@@ -191,21 +198,17 @@ def assign_keys(graph: fx.Graph) -> None:
 
     The name is stable under changes elsewhere in the model; `group` is the same name with block numbers left
     open, so that the same operator of every repeated block shares it. `named` stands for the operator's name in
-    operators that a pass wrote in place of another. A cast of floating-point numbers is a `cast`, counted apart: such
-    casts come and go with the dtype that a model is run in, which must not rename the casts of integers beside them.
+    operators that a pass wrote in place of another. A cast from one precision to another is always a `cast`: such casts
+    come and go with the dtype that a model is run in, which must not rename what is beside them.
     """
     counts: Counter[str] = Counter()
     for node in operators(graph):
-        base = f"{module_path(node)}/{facts(node).get('named') or _named(node)}"
+        name = CAST if is_cast(node) else facts(node).get("named") or short_name(node)
+        base = f"{module_path(node)}/{name}"
         facts(node)["key"] = f"{base}#{counts[base]}" if counts[base] else base
         counts[base] += 1
         path, name = facts(node)["key"].rsplit("/", 1)
         facts(node)["group"] = f"{pattern_of(path)}/{name}"
-
-
-def _named(node: fx.Node) -> str:
-    is_cast = operator_name(node) in ("aten::to", "aten::_to_copy") and is_floating(node)
-    return "cast" if is_cast and is_floating(node.args[0]) else short_name(node)
 
 
 def format_value(node: fx.Node, layout_text: str = "") -> str:

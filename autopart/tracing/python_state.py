@@ -62,7 +62,8 @@ class PythonState:
         for name, module in self.modules.items():
             self._restore(name, vars(module), self._before[name])
         self.caches.__exit__()
-        drawn = [name for name, before in self._started.items() if random_state()[name] != before]
+        now = random_state()
+        drawn = [name for name, before in self._started.items() if now[name] != before]
         self.drawn = drawn[-1] if drawn else ""
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
@@ -87,10 +88,10 @@ class PythonState:
         return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
 
 
-def random_state() -> dict[str, str]:
-    """The states of the generators that a forward may draw from, by their modules' names."""
-    with np.printoptions(threshold=1000):
-        return {"random": repr(random.getstate()), "numpy.random": repr(np.random.get_state())}
+def random_state() -> dict[str, Any]:
+    """The states of the generators that a forward may draw from, by their modules' names, as values to compare."""
+    _, words, *rest = np.random.get_state()
+    return {"random": random.getstate(), "numpy.random": (np.asarray(words).tobytes(), *rest)}
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

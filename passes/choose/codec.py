@@ -19,7 +19,7 @@ from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
 from autopart.ir.dp_sync import DpSync
 from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.fold import Folds, names_of
-from autopart.ir.graph import active_operators, describe, operator_name, operators, pattern_of, tensor_inputs
+from autopart.ir.graph import CAST, active_operators, describe, operator_name, operators, pattern_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts, shard
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.batch import Rows, batch_strategies, fit_rows
@@ -308,7 +308,7 @@ def _read_strategies(
 
 def _is_cast(name: str) -> bool:
     """Casts come and go with the dtype a model is run in, so a plan may name some that are not there."""
-    return name.rpartition("/")[2].partition("#")[0] in ("cast", "to", "_to_copy")
+    return name.rpartition("/")[2].partition("#")[0] in (CAST, "to", "_to_copy")
 
 
 def _option(options: Sequence[Strategy], text: str | None, node: fx.Node, plan: Plan, name: str) -> Strategy:

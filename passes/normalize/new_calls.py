@@ -10,7 +10,7 @@ from torch import fx
 
 from autopart.compat import tree_flatten
 from autopart.ir.facts import facts
-from autopart.ir.graph import short_name, value
+from autopart.ir.graph import is_cast, short_name, value
 from autopart.passes.pipeline import same_calls
 
 
@@ -56,8 +56,9 @@ def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
     made, first = before.next, True
     while made is not node:
         if made.target is not operator.getitem:
-            facts(made)["named"] = short_name(node) if first else name
-            facts(made)["tied_to_mode"], first = not first, False
+            is_first = first and not is_cast(made)
+            facts(made)["named"] = short_name(node) if is_first else name
+            facts(made)["tied_to_mode"], first = not is_first, first and not is_first
         made = made.next
 
 

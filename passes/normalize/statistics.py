@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import operator_name, shape, value
+from autopart.ir.graph import is_cast, operator_name, shape, value
 from autopart.ir.selection import is_counted
 from autopart.passes.pipeline import on_calls
 
@@ -133,6 +133,7 @@ class _Formula:
     def _emit(self, target: Any, *args: Any) -> fx.Node:
         made = emit(self.graph, self.node, target, *args)
         facts(made)["written_for"] = BATCH_NORM
-        facts(made)["named"] = BATCH_NORM if self.first else INNER
-        self.first = False
+        is_first = self.first and not is_cast(made)
+        facts(made)["named"] = BATCH_NORM if is_first else INNER
+        self.first = self.first and not is_first
         return made
