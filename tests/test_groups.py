@@ -86,14 +86,12 @@ OPTIMIZERS = {
 }
 
 
-def by_name(mesh, options):
-    """The names of this rank's parameters, of which the tied one has two; every optimizer equals one process."""
-    whole, batches = example()
-    for make in OPTIMIZERS.values():
-        model = copy.deepcopy(whole)
-        pm = autopart.parallelize(copy.deepcopy(whole), mesh, example_kwargs=batches[0], **options)
-        moved = trained(pm, model, batches, [make(groups(module)) for module in (pm, model)])
-        assert moved == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+def by_name(mesh, options, optimizer):
+    """The names of this rank's parameters, of which the tied one has two; what it trains equals one process."""
+    model, batches = example()
+    pm = autopart.parallelize(copy.deepcopy(model), mesh, example_kwargs=batches[0], **options)
+    moved = trained(pm, model, batches, [OPTIMIZERS[optimizer](groups(module)) for module in (pm, model)])
+    assert moved == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names = [name for name, _ in pm.named_parameters()], [n for n, _ in pm.named_parameters(remove_duplicate=False)]
     sizes = [[p.numel() for p in group["params"]] for group in groups(pm)]
     return names, sizes
@@ -105,10 +103,11 @@ def is_subsequence(some: Iterable[str], names: Iterable[str]) -> bool:
 
 
 @pytest.mark.few
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MESHES)
-def test_groups_by_the_models_own_names(name):
+def test_groups_by_the_models_own_names(name, optimizer):
     model, _ = example()
-    reports = run(by_name, name)
+    reports = run(by_name, name, optimizer)
     for remove_duplicate in (True, False):
         names = [key for key, _ in model.named_parameters(remove_duplicate=remove_duplicate)]
         of_ranks = [rank_names[not remove_duplicate] for rank_names, _ in reports]

@@ -180,41 +180,38 @@ def test_parts_in_a_wrong_order_are_found(slow, monkeypatch):
 # --- On processes --------------------------------------------------------------------------------------------------
 
 
-def same_steps(name, mesh, path, runs):
-    """Outputs, losses and gradients of one device, under every run's options; and of a call with other rows."""
+def same_steps(name, mesh, path, options):
+    """Outputs, losses, gradients and weights after training of one device; and of a call with other rows."""
     model, batch = BUILDERS[name]()
     outputs, loss, grads = zoo.reference(model, batch)
     fewer = {key: tensor[:6] for key, tensor in batch.items()}
     _, loss_of_fewer, grads_of_fewer = zoo.reference(model, fewer)
-    for options in runs:
-        pm = autopart.parallelize(
-            copy.deepcopy(model), mesh, example_kwargs=batch, hardware=path, **WHOLE_STREAM, **options
-        )
-        assert pm.plan.scatter_sends
-        zoo.assert_close_outputs(pm.step(**batch), loss, where=f"loss of {options}")
-        same_grads(pm, grads)
-        pm.zero_grad()
-        zoo.assert_close_outputs(pm.step(**fewer), loss_of_fewer, where=f"loss of 6 rows of {options}")
-        same_grads(pm, grads_of_fewer)
-        zoo.assert_close_outputs(pm(**batch), outputs)
+    pm = autopart.parallelize(
+        copy.deepcopy(model), mesh, example_kwargs=batch, hardware=path, **WHOLE_STREAM, **options
+    )
+    assert pm.plan.scatter_sends
+    zoo.assert_close_outputs(pm.step(**batch), loss, where="loss")
+    same_grads(pm, grads)
+    pm.zero_grad()
+    zoo.assert_close_outputs(pm.step(**fewer), loss_of_fewer, where="loss of 6 rows")
+    same_grads(pm, grads_of_fewer)
+    zoo.assert_close_outputs(pm(**batch), outputs)
     pm.zero_grad()
     same_training(pm, model, batch)
 
 
 @pytest.mark.few
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"schedule": "gpipe", "microbatches": 2}, {}], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.large) for name in ("llama", "t5"))])
-def test_processes_send_parts(name, slow):
-    runs = [{"recompute": "full"}, {"schedule": "gpipe", "microbatches": 2}, {}]
-    dist.run_ranks(same_steps, 4, name, "pp2,tp2", slow, runs, timeout_s=240.0)
+def test_processes_send_parts(name, options, slow):
+    dist.run_ranks(same_steps, 4, name, "pp2,tp2", slow, options, timeout_s=240.0)
 
 
 @pytest.mark.few
-@pytest.mark.parametrize(
-    "schedules", [("interleaved_1f1b", "looped_bfs"), ("interleaved_zero_bubble", "zbv", "dualpipev")]
-)
-def test_processes_send_parts_with_several_stages_a_rank(schedules, slow):
-    runs = [{"schedule": schedule, "microbatches": 4, "virtual_stages": 2} for schedule in schedules]
-    dist.run_ranks(same_steps, 4, "gpt2", "pp2,tp2", slow, runs, timeout_s=240.0)
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_processes_send_parts_with_several_stages_a_rank(schedule, slow):
+    options = {"schedule": schedule, "microbatches": 4, "virtual_stages": 2}
+    dist.run_ranks(same_steps, 4, "gpt2", "pp2,tp2", slow, options, timeout_s=240.0)
 
 
 def step_of_a_file(path, batch_of):
