@@ -88,23 +88,23 @@ def _rows(rows: Iterable[tuple[str, str]]) -> str:
 
 def _timeline(simulation: Simulation) -> str:
     """A line for every coordinate of `pp`: its actions, then what it does once a step."""
-    found, scale = simulation.timeline, WIDTH / (simulation.step_time_s or 1.0)
-    each = max(1, MOST // len(found.spans))
+    timeline, scale = simulation.timeline, WIDTH / (simulation.step_time_s or 1.0)
+    each = max(1, MOST // len(timeline.spans))
     boxes = []
-    for rank, spans in enumerate(found.spans):
+    for rank, spans in enumerate(timeline.spans):
         drawn = [(s.start_s, s.end_s, s.kind, f"{SAID[s.kind]} of microbatch {s.microbatch}, stage {s.stage}")
                  for s in spans[:each]]  # fmt: skip
         drawn += [
-            (*found.grad_sums[rank], "sums", "gradient sums"),
-            (*found.optimizers[rank], "optimizer", "optimizer"),
+            (*timeline.grad_sums[rank], "sums", "gradient sums"),
+            (*timeline.optimizers[rank], "optimizer", "optimizer"),
         ]
         boxes += [
             _box(start * scale, rank, (end - start) * scale, COLORS[kind], f"{what}, {quantity(end - start, 's')}")
             for start, end, kind, what in drawn if end > start
         ]  # fmt: skip
-    more = "" if max(map(len, found.spans)) <= each else f"<p>The first {each} actions of every rank.</p>"
+    more = "" if max(map(len, timeline.spans)) <= each else f"<p>The first {each} actions of every rank.</p>"
     shown = {"forward": "F", "backward": "B", "weights": "W", "gradient sums": "sums", "optimizer": "optimizer"}
-    return _legend({label: COLORS[kind] for label, kind in shown.items()}) + _drawing(boxes, len(found.spans)) + more
+    return _legend({label: COLORS[kind] for label, kind in shown.items()}) + _drawing(boxes, len(timeline.spans)) + more
 
 
 def _memory(plan: Plan) -> str:
