@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant("passes/choose/pairs.py", "beats = worse <= 0", "beats = worse <= 1", "sharding"),
     Mutant("passes/choose/pairs.py", "self.costs[a] = self.costs[a] + np.diagonal(costs)",
            "self.costs[a] = self.costs[a] + costs[0]", "sharding"),
-    Mutant("passes/choose/shard.py", "sets = {made | wanted for made in sets for wanted in set(use.wanted())}",
+    Mutant("passes/choose/shard.py", "sets = {places | wanted for places in sets for wanted in set(use.wanted())}",
            "sets = sets | set(use.wanted())", "sharding expert_plan"),
     Mutant("passes/choose/prices.py", "moved = gathers * time_s(", "moved = 0.0 * time_s(", "zero sharding why"),
     Mutant("passes/choose/storage.py", "size % ranks == 0 and dim not in taken", "size % ranks == 0", "zero"),
