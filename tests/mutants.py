@@ -58,7 +58,7 @@ MUTANTS = [
     # the writer
     Mutant("passes/write/lower.py", "rows = {axis: R_GRAD_P for axis in self.sizes",
            "rows = {axis: R for axis in self.sizes", "exact_lockstep fuzz"),
-    Mutant("passes/write/convert.py", "made, 1.0 / self.sizes[axis])", "made, 1.0)", "exact_lockstep fuzz"),
+    Mutant("passes/write/convert.py", "written, 1.0 / self.sizes[axis])", "written, 1.0)", "exact_lockstep fuzz"),
     Mutant("passes/write/convert.py", "return full // others", "return full",
            "exact_lockstep fuzz axes"),
     Mutant("autopart/ir/layout.py", "return shard(place.dim, (place.sections[0] // outer,))", "return place",
