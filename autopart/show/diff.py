@@ -122,22 +122,22 @@ def _recompute(a: Plan, b: Plan) -> list[DiffRow]:
 
 
 def _parameters(a: Plan, b: Plan) -> list[DiffRow]:
-    def said(plan: Plan, name: str) -> str:
+    def wording(plan: Plan, name: str) -> str:
         axes = [axis for axis in plan.mesh if plan.placement_text(name, axis) != "R"]
         return " ".join(f"{axis}:{plan.placement_text(name, axis)}" for axis in axes) or "R"
 
-    return _by_name("parameters", a, b, a.parameters, b.parameters, said)
+    return _by_name("parameters", a, b, a.parameters, b.parameters, wording)
 
 
 def _operators(a: Plan, b: Plan) -> list[DiffRow]:
-    def said(plan: Plan, name: str) -> str:
+    def wording(plan: Plan, name: str) -> str:
         _, entry = plan.operator_entry(name, _pattern(name)) or ("", {})
         on_axes = [str(text) for axis, text in entry.items() if axis in plan.mesh]
         text = "; ".join(on_axes)
         alone = {place.strip() for one in on_axes for side in one.split("->") for place in side.split(",")} <= {"R", ""}
         return WHOLE if alone else text + " (weight stored otherwise)" * bool(entry.get("keep"))
 
-    return _by_name("operators", a, b, a.operators, b.operators, said)
+    return _by_name("operators", a, b, a.operators, b.operators, wording)
 
 
 def _by_name(

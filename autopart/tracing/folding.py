@@ -165,14 +165,14 @@ def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tupl
     index = place[node][0]
     prefix = chain[index].prefix
 
-    def told(used: fx.Node) -> Any:
+    def described(used: fx.Node) -> Any:
         if used in place:
             return (index - place[used][0], place[used][1])
         if used.op == "get_attr" and used.target.startswith(prefix):
             return used.target[len(prefix) :]
         return used
 
-    return fx.map_arg((node.args, node.kwargs), told)
+    return fx.map_arg((node.args, node.kwargs), described)
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:

@@ -380,7 +380,7 @@ def _from_exported(
 ) -> Trace:
     signature = program.graph_signature
 
-    def own(name: str) -> str:
+    def name_of(name: str) -> str:
         return users_name(model, name.removeprefix(PREFIX))
 
     plain_names = tensor_names(call.names)
@@ -393,13 +393,13 @@ def _from_exported(
     names = {node: kept.get(name, name) for node, name in names.items()}
     constants = {name: constant for name, constant in constants.items() if name not in kept}
     first_name = {alias: name for name, others in aliases.items() for alias in others}
-    own_names = {node: own(target) for node, target in names.items()}
+    own_names = {node: name_of(target) for node, target in names.items()}
     attributes = {node: first_name.get(target, target) for node, target in own_names.items()}
     graph = own_graph(program.graph_module, attributes, signature.inputs_to_parameters, call)
     if isinstance(model, WithLoss):
         _mark_loss(model, graph)
     inputs = dict(zip(plain_names, call.names, strict=True))
-    name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, own(target)))
+    name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, name_of(target)))
     name_functions(graph)
     if arguments.get(_NO_CACHE) is False:
         notes = (f"traced with {_NO_CACHE}=False", *notes)

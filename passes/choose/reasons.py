@@ -221,10 +221,10 @@ class Reasons:
         return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
 
     def _without(
-        self, node: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
+        self, traced: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
         """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
-        value = next((value for value in problem.values if value.is_of(node)), None)
+        value = next((value for value in problem.values if value.is_of(traced)), None)
         try:
             return problem.solve(forbidden=Converted(value, source, target)) if value is not None else None
         except NoSolution:
