@@ -118,11 +118,11 @@ def _memory(plan: Plan) -> str:
             width = row.get(kind, 0) * scale
             boxes.append(_box(x, rank, width, color, f"{kind} {quantity(row.get(kind, 0), 'B')}"))
             x += width
-    said = [
+    totals = [
         (f"stages {', '.join(map(str, row['stages']))}", f"{quantity(row['total'], 'B')} at most")
         for row in plan.memory
     ]
-    return _legend(KINDS) + _drawing(boxes, len(plan.memory)) + _rows(said)
+    return _legend(KINDS) + _drawing(boxes, len(plan.memory)) + _rows(totals)
 
 
 def _box(x: float, line: int, width: float, color: str, title: str) -> str:
