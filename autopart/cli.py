@@ -58,13 +58,13 @@ def plan(output: str | None, as_json: bool, **options: Any) -> None:
     """
     if output is not None:
         check_place(Path(output), PlanError, WRITABLE)
-    made = Asked(options).plan()
+    new_plan = Asked(options).plan()
     if output is None:
-        click.echo(made.to_json(), nl=False)
+        click.echo(new_plan.to_json(), nl=False)
         return
-    made.save(output)
-    said = f"wrote {output}: {made.model['class']} on {made.mesh_object()}; autopart explain {output}"
-    tell(as_json, {"wrote": output, **facts(made)}, "\n".join([said, *headlines(made)]))
+    new_plan.save(output)
+    wrote = f"wrote {output}: {new_plan.model['class']} on {new_plan.mesh_object()}; autopart explain {output}"
+    tell(as_json, {"wrote": output, **facts(new_plan)}, "\n".join([wrote, *headlines(new_plan)]))
 
 
 @main.command()
@@ -85,8 +85,8 @@ def explain(path: str | None, as_json: bool, **options: Any) -> None:
     """
     if path is not None and (options["model"] or options["hf_config"]):
         raise OptionError("name a plan or a model, not both", hint=f"autopart explain {path}")
-    made = Plan.load(path) if path is not None else Asked(options).plan()
-    tell(as_json, facts(made), made.explain().rstrip("\n"))
+    shown_plan = Plan.load(path) if path is not None else Asked(options).plan()
+    tell(as_json, facts(shown_plan), shown_plan.explain().rstrip("\n"))
 
 
 @main.command()
@@ -116,13 +116,13 @@ def search(
     source = asked.source(meta=options["model"] is None)
     from autopart.tuning.search import search as search_plans
 
-    found = search_plans(source.model, devices, example_kwargs=source.example, count=count, dp_sync=dp_sync, **planning)
-    lines = [plan.notes[-1].removeprefix("found by search: ") for plan in found]
-    lines += ["", *(f"  {note}" for note in found[0].notes[:-1])]
+    plans = search_plans(source.model, devices, example_kwargs=source.example, count=count, dp_sync=dp_sync, **planning)
+    lines = [plan.notes[-1].removeprefix("found by search: ") for plan in plans]
+    lines += ["", *(f"  {note}" for note in plans[0].notes[:-1])]
     if output is not None:
-        found[0].save(output)
-        lines += [f"wrote {output}; autopart explain {output}", *headlines(found[0])]
-    data = {"plans": [facts(plan) for plan in found], "wrote": output}
+        plans[0].save(output)
+        lines += [f"wrote {output}; autopart explain {output}", *headlines(plans[0])]
+    data = {"plans": [facts(plan) for plan in plans], "wrote": output}
     tell(as_json, data, "\n".join(lines))
 
 
@@ -156,8 +156,8 @@ def simulate(path: str, as_json: bool) -> None:
     plan = Plan.load(path)
     from autopart.cost.simulate import simulate as simulate_plan
 
-    found = simulate_plan(plan)
-    tell(as_json, found.as_data(), str(found))
+    simulation = simulate_plan(plan)
+    tell(as_json, simulation.as_data(), str(simulation))
 
 
 @main.command()
@@ -172,10 +172,10 @@ def diff(first: str, second: str, as_json: bool) -> None:
     Example:
       autopart diff yesterday.json today.json
     """
-    found = Plan.load(first).diff(Plan.load(second))
-    rows = [asdict(row) for row in found.rows]
-    tell(as_json, {"same": not found, "differences": rows}, found.table(first, second).rstrip("\n"))
-    if found:
+    difference = Plan.load(first).diff(Plan.load(second))
+    rows = [asdict(row) for row in difference.rows]
+    tell(as_json, {"same": not difference, "differences": rows}, difference.table(first, second).rstrip("\n"))
+    if difference:
         raise click.exceptions.Exit(1)
 
 
@@ -311,13 +311,13 @@ def calibrate(out: str | None, name: str | None, base: str | None, quick: bool, 
     from autopart.tuning.calibrate import calibrate as calibrate_machine
 
     with ending_processes():
-        found = calibrate_machine(out, name=name, base=base, quick=quick, progress=True)
+        calibration = calibrate_machine(out, name=name, base=base, quick=quick, progress=True)
     if rank() != 0:
         return
-    lines = [str(found)]
+    lines = [str(calibration)]
     if out is not None:
         lines.append(f"wrote {out}: autopart plan --hardware {out} ...")
-    tell(as_json, found.as_data(), "\n".join(lines))
+    tell(as_json, calibration.as_data(), "\n".join(lines))
 
 
 @main.command()
@@ -345,9 +345,9 @@ def doctor(name: str | None, as_json: bool, **options: Any) -> None:
     if options["model"] is None and options["hf_config"] is None:
         from autopart.machine import as_data, findings, table
 
-        found = findings()
-        tell(as_json, as_data(found), table(found))
-        if not all(finding.ok for finding in found):
+        all_findings = findings()
+        tell(as_json, as_data(all_findings), table(all_findings))
+        if not all(finding.ok for finding in all_findings):
             raise click.exceptions.Exit(1)
         return
     asked = Asked(options)

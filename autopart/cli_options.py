@@ -40,14 +40,14 @@ def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 def shared(kind: Any) -> Callable[[Command], Command]:
     """The options in a TypedDict of `autopart.options`; one that is left out is None, for its default there."""
 
-    def made(name: str) -> Callable[[Command], Command]:
+    def option(name: str) -> Callable[[Command], Command]:
         form, flag = OPTIONS[name].form, f"--{name.replace('_', '-')}"
         if isinstance(form, str):
             return click.option(flag, metavar=form, help=OPTIONS[name].help)
         flags = f"{flag}/--no-{flag[2:]}" if form is bool else flag
         return click.option(flags, type=form, default=None, help=OPTIONS[name].help)
 
-    return _options(*map(made, names_of(kind)))
+    return _options(*map(option, names_of(kind)))
 
 
 MODEL = _options(
@@ -155,9 +155,9 @@ class Asked:
 
     def planning(self, kind: Any = PlanOptions) -> dict[str, Any]:
         """The options in a TypedDict of `autopart.options`. Raises OptionError before a model is made."""
-        given = {name: self.values[name] for name in names_of(kind)}
-        Options(**given)
-        return given
+        options = {name: self.values[name] for name in names_of(kind)}
+        Options(**options)
+        return options
 
     def plan(self) -> Plan:
         """A new plan for the model and mesh asked for."""

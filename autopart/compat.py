@@ -44,8 +44,8 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 def cached_apart(tag: str) -> AbstractContextManager[Any]:
     """Inside, what is compiled is found in torch's caches on disk only by what was compiled under the same tag."""
     config = cast(Any, torch.compiler.config)
-    given = config.cache_key_tag
-    return cast(AbstractContextManager[Any], config.patch(cache_key_tag=f"{given}; {tag}" if given else tag))
+    tag_before = config.cache_key_tag
+    return cast(AbstractContextManager[Any], config.patch(cache_key_tag=f"{tag_before}; {tag}" if tag_before else tag))
 
 
 def is_operator(target: Any) -> bool:
@@ -141,23 +141,23 @@ class Tracing:
 
     def nodes_after(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that were added after one."""
-        found = []
+        nodes = []
         while node.next is not self.tracer.graph._root:
             node = node.next
-            found.append(node)
-        return found
+            nodes.append(node)
+        return nodes
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node | None:
         slot = proxy_tensor.get_proxy_slot(tensor, self.tracer, None)
         return cast(fx.Node, slot.proxy.node) if slot is not None else None
 
-    def add(self, target: Any, nodes: Sequence[fx.Node], made: Sequence[torch.Tensor]) -> fx.Node:
-        """Add a call on a list of tensors that gives those of `made`."""
+    def add(self, target: Any, nodes: Sequence[fx.Node], tensors: Sequence[torch.Tensor]) -> fx.Node:
+        """Add a call on a list of tensors that gives those of `tensors`."""
         name = target._schema.name.rpartition("::")[2]
         create = self.tracer.create_node
         with torch._C.DisableTorchFunction():
             whole = create("call_function", target, (list(nodes),), {}, name)
-            for i, tensor in enumerate(made):
+            for i, tensor in enumerate(tensors):
                 part = fx.Proxy(create("call_function", operator.getitem, (whole, i), {}, f"{name}_part"), self.tracer)
                 proxy_tensor.track_tensor_tree(tensor, part, constant=None, tracer=self.tracer)
         whole.meta["val"] = [user.meta["val"] for user in whole.users]
@@ -174,12 +174,12 @@ class Tracing:
             node = self.tracer.create_node("call_function", target, (self.node_of(base), *options), {}, name)
             proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
 
-    def put_in_place(self, tensor: torch.Tensor, made: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
-        """Let what reads `tensor`, now or later, read `made` instead, which is made of it by one call.
+    def put_in_place(self, tensor: torch.Tensor, replacement: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
+        """Let what reads `tensor`, now or later, read `replacement` instead, which is made of it by one call.
 
         False where the call needs something that is younger than a reader. `before`: {what was put in place: of what}.
         """
-        old, new = self.node_of(tensor), self.node_of(made)
+        old, new = self.node_of(tensor), self.node_of(replacement)
         assert old is not None and new is not None and old in new.all_input_nodes
         base = old
         while base in before:  # what was put in place first stays the one that is read
@@ -308,12 +308,12 @@ def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> I
             yield
 
     module: Any = torch_checkpoint
-    own = module._checkpoint_without_reentrant_generator
+    original = module._checkpoint_without_reentrant_generator
     module._checkpoint_without_reentrant_generator = generator
     try:
         yield
     finally:
-        module._checkpoint_without_reentrant_generator = own
+        module._checkpoint_without_reentrant_generator = original
 
 
 def gather_collective() -> Callable[..., Any]:

@@ -112,9 +112,9 @@ def batch_class() -> Any:
 
         def losses(self) -> list[torch.Tensor]:
             """Of each microbatch, on the last stage."""
-            found: list[torch.Tensor] = []
-            self._update_losses(self._stage, found)
-            return found
+            losses: list[torch.Tensor] = []
+            self._update_losses(self._stage, losses)
+            return losses
 
     return Batch
 

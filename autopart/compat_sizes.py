@@ -31,19 +31,19 @@ def expression(size: Any) -> Any:
     return int(known) if isinstance(size, torch.SymInt) and known.is_Integer else known
 
 
-def with_sizes(made: Any, sizes: Mapping[Any, int]) -> Any:
+def with_sizes(value: Any, sizes: Mapping[Any, int]) -> Any:
     """A value of a trace, as fake tensors, with these sizes in place of torch's symbols; others stay open."""
-    if isinstance(made, (tuple, list)):
-        return type(made)(with_sizes(part, sizes) for part in made)
-    if isinstance(made, torch.SymInt):
-        known = sympy.sympify(expression(made)).subs(sizes)
-        return int(known) if known.is_Integer else made
-    if not isinstance(made, torch.Tensor):
-        return made
-    shape, strides = ([with_sizes(size, sizes) for size in given] for given in (made.shape, made.stride()))
-    with made.fake_mode:  # type: ignore[attr-defined]
-        like = torch.empty_strided(shape, strides, dtype=made.dtype, device=made.device)
-    return like.requires_grad_(made.requires_grad) if made.is_leaf else like
+    if isinstance(value, (tuple, list)):
+        return type(value)(with_sizes(part, sizes) for part in value)
+    if isinstance(value, torch.SymInt):
+        known = sympy.sympify(expression(value)).subs(sizes)
+        return int(known) if known.is_Integer else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, strides = ([with_sizes(size, sizes) for size in numbers] for numbers in (value.shape, value.stride()))
+    with value.fake_mode:  # type: ignore[attr-defined]
+        like = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    return like.requires_grad_(value.requires_grad) if value.is_leaf else like
 
 
 def symbolic_functions() -> dict[Any, str]:

@@ -50,36 +50,36 @@ def noted(call: Callable[[], Any], note: str) -> Any:
     tracer: Any = proxy_tensor._CURRENT_MAKE_FX_TRACER
     graph = tracer.fx_tracer.graph
     before = len(graph.nodes)
-    found = call()
+    result = call()
     for node in list(graph.nodes)[before:]:
         node.meta[note] = True
-    return found
+    return result
 
 
 @contextmanager
 def redirected_conditions(to: Callable[..., Any]) -> Iterator[None]:
     """Inside, `torch.cond(condition, a, b, operands)` of a tensor is `to(condition, a, b, operands)`."""
     module: Any = higher_order
-    own = getattr(module, "_hop_compile_and_call", None)
-    if own is None:  # a torch in which torch.cond is refused
+    original = getattr(module, "_hop_compile_and_call", None)
+    if original is None:  # a torch in which torch.cond is refused
         yield
         return
 
     def call(function: Any, args: Any, *rest: Any, **options: Any) -> Any:
         if getattr(function, "__qualname__", "").startswith("cond."):
             return to(*args)
-        return own(function, args, *rest, **options)
+        return original(function, args, *rest, **options)
 
     module._hop_compile_and_call = call
     try:
         yield
     finally:
-        module._hop_compile_and_call = own
+        module._hop_compile_and_call = original
 
 
 @contextmanager
 def redirected_transforms(to: Callable[..., Any]) -> Iterator[None]:
-    """Inside, what does the work of `torch.func`'s transforms is `to(name, own, args, kwargs)`, for torch's own.
+    """Inside, what does the work of `torch.func`'s transforms is `to(name, original, args, kwargs)`, for torch's own.
 
     A Hessian is made by `jacrev` alone: fake tensors have no forward derivative of a backward.
     """
@@ -89,18 +89,18 @@ def redirected_transforms(to: Callable[..., Any]) -> Iterator[None]:
     module: Any = functorch
     forward = module.jacfwd
 
-    def instead(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: to(name, own, args, kwargs)
+    def instead(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: to(name, original, args, kwargs)
 
-    for (place, name), own in zip(places, before, strict=True):
-        setattr(place, name, instead(name, own))
+    for (place, name), function in zip(places, before, strict=True):
+        setattr(place, name, instead(name, function))
     module.jacfwd = module.jacrev
     try:
         yield
     finally:
         module.jacfwd = forward
-        for (place, name), own in zip(places, before, strict=True):
-            setattr(place, name, own)
+        for (place, name), function in zip(places, before, strict=True):
+            setattr(place, name, function)
 
 
 def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:

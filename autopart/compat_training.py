@@ -62,23 +62,23 @@ def redirect_norms(clip: Callable[..., Any], total: Callable[..., Any]) -> None:
 def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
     """Gives a function another code, and returns one that has its own; `names` are what that one finds by them."""
     scope = {**function.__globals__, **names}
-    own = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    original = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     function.__signature__ = inspect.signature(function)
     function.__code__ = code.__code__
-    return own
+    return original
 
 
 def redirect_unscale(to: Callable[..., Any]) -> None:
     """From now on every `torch.amp.GradScaler` that divides an optimizer's gradients by the scale, and looks for
     infinities among them, calls `to(torch's own way, scaler, optimizer, ...)`; it gives {device: 1.0 or 0.0}."""
     scalers: Any = torch.amp.GradScaler
-    own = scalers._unscale_grads_
-    if hasattr(own, "__wrapped__"):
+    original = scalers._unscale_grads_
+    if hasattr(original, "__wrapped__"):
         return
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def unscale(self: Any, *args: Any) -> Any:
-        return to(own, self, *args)
+        return to(original, self, *args)
 
     scalers._unscale_grads_ = unscale
 

@@ -94,8 +94,8 @@ class Compiler:
     @property
     def precision(self) -> Precision | None:
         """What is computed in, where it is not the model's own dtypes: by the plan, else by the options."""
-        said = self._plan or self.options
-        return Precision.parse(said.precision, said.reduce_dtype)
+        settings = self._plan or self.options
+        return Precision.parse(settings.precision, settings.reduce_dtype)
 
     @property
     def scales_loss(self) -> bool:
@@ -185,9 +185,9 @@ class Compiler:
         with _mode(self.model, training):
             around = WithLossAndOutputs if with_outputs else WithLoss
             model = self.model if loss_fn is None else around(self.model, loss_fn).train(training)
-            given = flatten_call(arguments)
+            flat = flatten_call(arguments)
             if self.options.local_batch:
-                arguments = all_ranks_call(arguments, given, self.mesh.row_ranks)
+                arguments = all_ranks_call(arguments, flat, self.mesh.row_ranks)
             traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
         self._check_written(traced)
         if self._plan is None:
@@ -201,8 +201,10 @@ class Compiler:
         warn_of_many(self._num_traces, self._trace_s / self._num_traces)
         if decisions.copied:
             warn_of_copies(batch_size(traced), self.mesh)
-        own_rows = dict(zip(traced.call.names, are_rows(given), strict=True))
-        row_inputs = frozenset(name for name, own in own_rows.items() if own) if self.options.local_batch else None
+        own_rows = dict(zip(traced.call.names, are_rows(flat), strict=True))
+        row_inputs = (
+            frozenset(name for name, is_own in own_rows.items() if is_own) if self.options.local_batch else None
+        )
         return _Traced(traced, decisions, loss_fn, with_outputs, row_inputs)
 
     def _check_written(self, traced: Trace) -> None:

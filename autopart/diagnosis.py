@@ -116,13 +116,13 @@ class Diagnosis:
         head = [f"{self.model}: {self.num_parameters:,} parameters, in {self.mode} mode"]
         head.append(f"inputs: {', '.join(f'{name} {text}' for name, text in self.inputs.items())}")
         if self.refused:
-            found = [f"it is refused: {self.refused}"]
+            verdict = [f"it is refused: {self.refused}"]
         else:
             operators = f"{self.num_operators} operator{'s' * (self.num_operators != 1)}"
-            found = [f"it is traced: {operators}, {quantity(self.matrix_flops, 'FLOP')} of matrix work"]
-            found += _note_lines(self.notes)
+            verdict = [f"it is traced: {operators}, {quantity(self.matrix_flops, 'FLOP')} of matrix work"]
+            verdict += _note_lines(self.notes)
         last = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        parts = ["\n".join(head), "\n".join(found), "\n".join(map(str, self.meshes)), last]
+        parts = ["\n".join(head), "\n".join(verdict), "\n".join(map(str, self.meshes)), last]
         return wrapped("\n\n".join(part for part in parts if part))
 
 

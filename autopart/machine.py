@@ -31,15 +31,15 @@ def findings() -> list[Finding]:
     return [*_software(), *_backends(), *_machine()]
 
 
-def as_data(found: list[Finding]) -> dict[str, Any]:
-    return {"ok": all(finding.ok for finding in found), "findings": [asdict(finding) for finding in found]}
+def as_data(results: list[Finding]) -> dict[str, Any]:
+    return {"ok": all(finding.ok for finding in results), "findings": [asdict(finding) for finding in results]}
 
 
-def table(found: list[Finding]) -> str:
+def table(results: list[Finding]) -> str:
     """A line each: `ok` or `MISSING`, the name, what was found, what to do."""
-    width = max(len(finding.name) for finding in found)
+    width = max(len(finding.name) for finding in results)
     lines = []
-    for finding in found:
+    for finding in results:
         mark = "ok" if finding.ok else "MISSING"
         lines.append(f"{mark:<8} {finding.name:<{width}}  {finding.value}")
         if finding.hint:

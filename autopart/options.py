@@ -90,7 +90,7 @@ class Option:
     text: str
     unset: str = ""
     form: type | str = str
-    read: Callable[[Any], Any] = lambda given: given
+    read: Callable[[Any], Any] = lambda value: value
     in_plan: str = ""
 
     @property
@@ -111,10 +111,10 @@ def _whole_number(name: str, number: Any) -> int:
     return number
 
 
-def _one_of(name: str, words: tuple[Any, ...], given: Any, hint: str) -> Any:
-    if given not in words:
-        raise OptionError(f"unknown {name}={given!r}", hint=hint)
-    return given
+def _one_of(name: str, words: tuple[Any, ...], value: Any, hint: str) -> Any:
+    if value not in words:
+        raise OptionError(f"unknown {name}={value!r}", hint=hint)
+    return value
 
 
 def _zero(level: Any) -> int:
@@ -135,22 +135,22 @@ def _prefetch(blocks: Any) -> int:
     return blocks
 
 
-def _balance(given: Any) -> float:
-    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not is_number or not math.isfinite(given) or given < 1:
-        raise OptionError(f"balance={given!r} is not how full the fullest rank is",
+def _balance(value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 1:
+        raise OptionError(f"balance={value!r} is not how full the fullest rank is",
                           why="it is the rows of its experts over the mean of all ranks: 1 where all have as many",
                           hint="balance=1.25")  # fmt: skip
-    return float(given)
+    return float(value)
 
 
-def _sequence_dims(given: Any) -> dict[str, int]:
+def _sequence_dims(value: Any) -> dict[str, int]:
     """`{"input_ids": 1}`, of that or of "input_ids=1,labels=1"."""
-    said = dict(part.split("=", 1) for part in given.split(",") if "=" in part) if isinstance(given, str) else given
-    said = said if isinstance(said, Mapping) else {}
-    dims = {str(name).strip(): str(dim).strip() for name, dim in said.items()}
+    entries = dict(part.split("=", 1) for part in value.split(",") if "=" in part) if isinstance(value, str) else value
+    entries = entries if isinstance(entries, Mapping) else {}
+    dims = {str(name).strip(): str(dim).strip() for name, dim in entries.items()}
     if not dims or not all(re.fullmatch(r"-?\d+", dim) for dim in dims.values()):
-        raise OptionError(f"sequence_dims={given!r} does not say which dims of the inputs are the sequence",
+        raise OptionError(f"sequence_dims={value!r} does not say which dims of the inputs are the sequence",
                           why="it is the number of a dim for each input that has one",
                           hint="sequence_dims={'input_ids': 1, 'labels': 1}, or 'input_ids=1,labels=1'")  # fmt: skip
     return {name: int(dim) for name, dim in dims.items()}
@@ -167,16 +167,16 @@ def _timeout(seconds: Any) -> float:
     return seconds
 
 
-def _local_batch(given: Any) -> bool:
-    return _one_of("local_batch", (True, False), given, "True (every rank gives its own rows) or False")
+def _local_batch(value: Any) -> bool:
+    return _one_of("local_batch", (True, False), value, "True (every rank gives its own rows) or False")
 
 
-def _weights(given: Any) -> Any:
-    if not callable(given) and not (isinstance(given, (str, os.PathLike)) and str(given)):
-        raise OptionError(f"weights={given!r} is not where weights come from",
+def _weights(value: Any) -> Any:
+    if not callable(value) and not (isinstance(value, (str, os.PathLike)) and str(value)):
+        raise OptionError(f"weights={value!r} is not where weights come from",
                           why="it is a folder of safetensors, 'init', or a function that makes the model",
                           hint="weights='folder'")  # fmt: skip
-    return given
+    return value
 
 
 def _check_replicas(steps: Any) -> int | bool:
@@ -197,18 +197,18 @@ class Options:
         read=schedule_named, in_plan="schedule.name")
     microbatches: int | None = _row(
         None, "Parts that a step cuts a rank's rows into.", "chosen", int,
-        read=lambda given: _whole_number("microbatches", given), in_plan="schedule.microbatches")
+        read=lambda value: _whole_number("microbatches", value), in_plan="schedule.microbatches")
     virtual_stages: int | None = _row(
         None, "Stages per pipeline rank.", "chosen", int,
-        read=lambda given: _whole_number("virtual_stages", given), in_plan="schedule.virtual_stages")
+        read=lambda value: _whole_number("virtual_stages", value), in_plan="schedule.virtual_stages")
     sequence_parallel: SequenceParallel = _row(
         "auto", "Cut what lies between matrix products along the sequence, over tp.", "auto, where faster", bool,
-        read=lambda given: _one_of("sequence_parallel", (True, False, "auto"), given, "True, False or 'auto'"))
+        read=lambda value: _one_of("sequence_parallel", (True, False, "auto"), value, "True, False or 'auto'"))
     context: Context = _row(
         "auto", "Of attention over cp: gather, queries stay where they are, keys and values are gathered; ulysses, all "
         "positions of a head are brought together; ring, keys and values go around (auto: one of the other two).",
         "auto, where cheaper", "gather|ulysses|ring",
-        read=lambda given: _one_of("context", get_args(Context), given, _CONTEXTS))
+        read=lambda value: _one_of("context", get_args(Context), value, _CONTEXTS))
     sequence_dims: Mapping[str, int] | None = _row(
         None, "Which dim of which input is the sequence that cp cuts, {'input_ids': 1, 'labels': 1}: of values those "
         "dims are cut that descend from them, and heads of attention.", "all that can be cut along positions",
@@ -236,19 +236,19 @@ class Options:
     dp_sync: Mapping[str, Any] | None = _row(
         None, f"What data-parallel ranks send each other: {', '.join(METHODS)}, with its numbers "
         "'top_k:0.01', 'gossip:ring', 'local:16'; by names of parameters '*.bias=all_reduce,*=qsgd:4bit', or a dict.",
-        "all_reduce", "METHOD|PATTERN=METHOD,...", read=lambda given: DpSync.parse(given).as_data(), in_plan="dp_sync")
+        "all_reduce", "METHOD|PATTERN=METHOD,...", read=lambda value: DpSync.parse(value).as_data(), in_plan="dp_sync")
     compile: bool = _row(False, "Run stages through torch.compile.", "no", bool, in_plan="compile")
     precision: str | None = _row(
         None, "What is computed in (mixed precision): parameters stay and are trained as they are, and are cast where "
         "they are read; inputs are cast too, outputs are float32.", "the model's own dtypes", "|".join(PRECISIONS),
-        read=lambda given: _one_of("precision", PRECISIONS, given, _PRECISIONS), in_plan="precision")
+        read=lambda value: _one_of("precision", PRECISIONS, value, _PRECISIONS), in_plan="precision")
     reduce_dtype: str | None = _row(
         None, "With precision: what gradients are cast to before ranks sum them.", "fp32", "|".join(PRECISIONS),
-        read=lambda given: _one_of("reduce_dtype", PRECISIONS, given, _PRECISIONS), in_plan="reduce_dtype")
+        read=lambda value: _one_of("reduce_dtype", PRECISIONS, value, _PRECISIONS), in_plan="reduce_dtype")
     rng: Rng = _row(
         "fast", "exact: dropout and the like draw the numbers that one device draws after the same torch.manual_seed, "
         "which every rank calls; fast: each rank draws for what it holds.", form="fast|exact",
-        read=lambda given: _one_of("rng", ("fast", "exact"), given, "rng='fast', or rng='exact'"))
+        read=lambda value: _one_of("rng", ("fast", "exact"), value, "rng='fast', or rng='exact'"))
     local_batch: bool = _row(
         False, "Every rank gives its own rows, and gets its own rows of outputs; the global batch is those of all data "
         "ranks, in their order.", "no: every rank gives the global batch", bool, read=_local_batch)
@@ -267,8 +267,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
-            given = getattr(self, name)
-            object.__setattr__(self, name, option.default if given is None else option.read(given))
+            value = getattr(self, name)
+            object.__setattr__(self, name, option.default if value is None else option.read(value))
         check_compile(self.compile, self.schedule)
         check_precision(self.schedule, self.precision)
         if self.reduce_dtype is not None and self.precision is None:
@@ -293,12 +293,12 @@ def with_options(kind: Any) -> Callable[[Function], Function]:
 
     def show(function: Function) -> Function:
         names, signature = names_of(kind), inspect.signature(function)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        explicit = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
         shared = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default,
                               annotation=kind.__annotations__[name].__forward_arg__) for name in names
         ]  # fmt: skip
-        function.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*explicit, *shared])  # type: ignore[attr-defined]
         lines = [textwrap.fill(f"{name}: {OPTIONS[name].help}", 104, subsequent_indent="    ") for name in names]
         listed = textwrap.indent("\n".join(lines), " " * 8).strip()
         function.__doc__ = (function.__doc__ or "").replace(f"**options: `{kind.__name__}`.", listed)
@@ -307,15 +307,15 @@ def with_options(kind: Any) -> Callable[[Function], Function]:
     return show
 
 
-def read_options(function: Callable[..., Any], given: Mapping[str, Any], **more: Any) -> Options:
+def read_options(function: Callable[..., Any], options: Mapping[str, Any], **more: Any) -> Options:
     """The options that a function `with_options` was given, and `more` that is said elsewhere.
 
     Raises OptionError for one that it does not take, or that cannot be.
     """
     takes = [one.name for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
     takes.sort(key=lambda name: name.startswith("example_"))
-    for name in given:
+    for name in options:
         if name not in takes:
             why = f"other functions take it, {function.__name__}() does not" if name in OPTIONS else ""
             raise OptionError(f"unknown option {name}=", why=why, hint=f"one of {', '.join(takes)}")
-    return Options(**given, **more)
+    return Options(**options, **more)

@@ -219,8 +219,8 @@ def _worst_bytes(draft: Draft) -> int | None:
     if not decisions.routes:
         return None
     worst = replace(decisions, balance=float(math.prod(map(problem.mesh.size, decisions.routing))))
-    made = written(problem.trace, worst, plan_outputs(problem.trace), "fast")
-    return fullest(memory_of(problem.trace, made.program, problem.schedule, made.walks)).total
+    lowered = written(problem.trace, worst, plan_outputs(problem.trace), "fast")
+    return fullest(memory_of(problem.trace, lowered.program, problem.schedule, lowered.walks)).total
 
 
 def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[str, ...]]:
@@ -228,8 +228,8 @@ def _with_checkpoints(traced: Trace, options: Options) -> tuple[Options, tuple[s
     if not traced.checkpointed:
         return options, ()
     if options.recompute is not None:
-        said = f"recompute={options.recompute!r}"
-        return options, (f"{said} is used in place of the model's own checkpoints",)
+        option = f"recompute={options.recompute!r}"
+        return options, (f"{option} is used in place of the model's own checkpoints",)
     recompute, notes = recompute_of_checkpoints(traced.graph, traced.checkpointed)
     return replace(options, recompute=recompute), notes
 
@@ -315,8 +315,8 @@ def estimator(traced: Trace, mesh: Mesh, options: Options, draft: Draft) -> Esti
 
     def estimate(other: Mesh, changed: Mapping[str, Any]) -> Sequence[RankMemory]:
         same = _feature_sizes(other) == _feature_sizes(mesh) and "sequence_parallel" not in changed
-        found = drafted(traced, other, replace(options, **changed), draft if same else None)
-        return memory_of(traced, found.program, found.problem.schedule, found.walks)
+        redrafted = drafted(traced, other, replace(options, **changed), draft if same else None)
+        return memory_of(traced, redrafted.program, redrafted.problem.schedule, redrafted.walks)
 
     return estimate
 
@@ -394,12 +394,12 @@ def find_loss(traced: Trace, with_outputs: bool = False) -> fx.Node | None:
     flat = list(traced.graph.output_node().args[0])
     output = tree_unflatten(flat, traced.output_spec)
     output = output[0] if with_outputs else output
-    found = output
+    loss = output
     if isinstance(output, Mapping):
-        found = output.get("loss")
+        loss = output.get("loss")
     elif hasattr(output, "loss"):
-        found = output.loss
+        loss = output.loss
     elif isinstance(output, (tuple, list)):
-        found = output[0] if output else None
-    scalar = isinstance(found, fx.Node) and is_floating(found) and shape(found) == ()
-    return found if scalar else None
+        loss = output[0] if output else None
+    scalar = isinstance(loss, fx.Node) and is_floating(loss) and shape(loss) == ()
+    return loss if scalar else None

@@ -70,8 +70,8 @@ class Dump:
         numbered = f"{self.num_passes:02}-{name}"
         if shown.notes is not None and not failed:
             note = shown.notes(result)
-            said = {node.name: tuple(note(node)) for node in graph.nodes}
-            self.notes.setdefault(graph, {})[shown.notes] = said  # in place of what an earlier one of the kind said
+            texts = {node.name: tuple(note(node)) for node in graph.nodes}
+            self.notes.setdefault(graph, {})[shown.notes] = texts  # in place of what an earlier one of the kind said
         files = shown.files(result) if shown.files is not None and not failed else {}
         for file, content in files.items():
             self._write(self.folder / numbered / file, content)
@@ -172,8 +172,8 @@ def graph_text(graph: fx.Graph, notes: Iterable[NodeNotes] = ()) -> str:
     lines = []
     for node in graph.nodes:
         layout = format_layout(facts(node).get("layout") or {}).replace("{}", "")
-        said = dict.fromkeys(part for note in notes for part in note.get(node.name, ()))
-        comment = "; ".join(filter(None, [kind_of(node.meta.get("val")) + layout, *said]))
+        parts = dict.fromkeys(part for note in notes for part in note.get(node.name, ()))
+        comment = "; ".join(filter(None, [kind_of(node.meta.get("val")) + layout, *parts]))
         lines.append(f"{_call_text(node)}{'  # ' + comment if comment else ''}\n")
     return "".join(lines)
 

@@ -157,8 +157,8 @@ def driven(
         @wraps(function)
         def run(subject: Subject, *args: P.args, **kwargs: P.kwargs) -> T:
             asked: dict[str, Any] = getattr(subject, "options", dict)()
-            given = {**asked, **signature.bind(subject, *args, **kwargs).arguments}
-            options = ((name, str(o) if isinstance(o, Mesh) else o) for name, o in given.items()
+            arguments = {**asked, **signature.bind(subject, *args, **kwargs).arguments}
+            options = ((name, str(o) if isinstance(o, Mesh) else o) for name, o in arguments.items()
                        if isinstance(o, Option | Mesh))  # fmt: skip
             called = Pass(function, tuple(options))
             return _drive(called, subject.graph, lambda: function(subject, *args, **kwargs), shown)
@@ -198,12 +198,12 @@ def _failed(called: Pass, of: str, error: Exception) -> PassError:
     """The error of a pass, with what is known of the node that it was at."""
     node = _node_of(error)
     at = f" at '{node.name}'" if node is not None else ""
-    told = AutopartError(
+    described = AutopartError(
         f"pass {_said(called, of)} failed{at}", why=f"{type(error).__name__}: {error}",
         where=(source_text(node) or module_path(node)) if node is not None else "",
         hint="this is a fault of autopart: report it with the model, and with what AUTOPART_DUMP=folder writes",
     )  # fmt: skip
-    return PassError(str(told))
+    return PassError(str(described))
 
 
 def _said(called: Pass, of: str) -> str:
@@ -222,12 +222,12 @@ def _node_of(error: Exception) -> fx.Node | None:
 
 def _check_order(graph: fx.Graph) -> None:
     """Raises RuntimeError where a node is read before it is made, or was erased."""
-    made: set[fx.Node] = set()
+    earlier: set[fx.Node] = set()
     for node in graph.nodes:
-        if not made.issuperset(node.all_input_nodes):
-            missing = [source.name for source in node.all_input_nodes if source not in made]
+        if not earlier.issuperset(node.all_input_nodes):
+            missing = [source.name for source in node.all_input_nodes if source not in earlier]
             raise RuntimeError(f"'{node.name}' reads '{missing[0]}', which is not made before it")
-        made.add(node)
+        earlier.add(node)
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:

@@ -201,8 +201,8 @@ class Executable:
             finishes = [finish() for finish in finishes if finish is not None]
 
     def _write_buffers(self) -> None:
-        made = {module.stage.index: module.new_buffers() for module in self.modules}
-        write_buffers(self.buffers, made, self.program, self.process, self.stage_style)
+        new_buffers = {module.stage.index: module.new_buffers() for module in self.modules}
+        write_buffers(self.buffers, new_buffers, self.program, self.process, self.stage_style)
 
     def _step_microbatch(self, microbatch: int, loss_scale: float) -> tuple[Tensor, ...]:
         loss, *beside = self._chain(microbatch)

@@ -263,20 +263,20 @@ def convert_list(
         return tuple(LIST_OPERATORS[operator](values, *arguments))
     if operator in ROUTING:
         experts, counts, *others = arguments
-        told: tuple[Any, ...] = ([Route.of(*own, *others) for own in zip(experts, counts, strict=True)],)
+        args: tuple[Any, ...] = ([Route.of(*of_rank, *others) for of_rank in zip(experts, counts, strict=True)],)
     else:
-        told = conversion_cuts(operator, values[0], len(values), arguments)
-    return _ConvertList.apply(MOVES[operator], told, primitives or LIST_PRIMITIVES, dtypes, *values)
+        args = conversion_cuts(operator, values[0], len(values), arguments)
+    return _ConvertList.apply(MOVES[operator], args, primitives or LIST_PRIMITIVES, dtypes, *values)
 
 
 class _ConvertList(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, conversion: Conversion, told: tuple[Any, ...], primitives: Primitives, dtypes: Dtypes, *values: Tensor
+        ctx: Any, conversion: Conversion, args: tuple[Any, ...], primitives: Primitives, dtypes: Dtypes, *values: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.conversion, ctx.told, ctx.primitives = conversion, told, primitives
+        ctx.conversion, ctx.told, ctx.primitives = conversion, args, primitives
         ctx.dtypes = (values[0].dtype, dtypes[1])
-        return tuple(primitives[conversion.forward]([in_dtype(value, dtypes[0]) for value in values], *told))
+        return tuple(primitives[conversion.forward]([in_dtype(value, dtypes[0]) for value in values], *args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -206,18 +206,18 @@ class Bench:
         through_host = self.device.type == "cuda" and is_gloo(group, self.device)
 
         def run() -> float:
-            own, rank = self.random(size // 4), group.rank()
+            values, rank = self.random(size // 4), group.rank()
             peer = rank ^ 1
 
             def call() -> None:
                 if peer >= group.size():
                     return
                 first, second = (dist.send, dist.recv) if rank < peer else (dist.recv, dist.send)
-                x = own.cpu() if through_host else own
+                x = values.cpu() if through_host else values
                 for move in (first, second):
                     move(x, group=group, **{"group_dst" if move is dist.send else "group_src": peer})
                 if through_host:
-                    own.copy_(x)
+                    values.copy_(x)
 
             return self.together(call) / 2
 
@@ -238,20 +238,20 @@ def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, 
     times: dict[Measured, float] = {}
     for what, run in progress(tasks * effort.rounds):
         times[what] = min(run(), times.get(what, float("inf")))
-    found = torch.tensor(list(times.values()), dtype=torch.float64)
+    mean_times = torch.tensor(list(times.values()), dtype=torch.float64)
     if process.host_group is not None:
-        reduce_over_all(found, dist.ReduceOp.SUM, process)
-        found /= dist.get_world_size(process.host_group)
-    return device_of(process), [replace(what, time_s=s) for what, s in zip(times, found.tolist(), strict=True)]
+        reduce_over_all(mean_times, dist.ReduceOp.SUM, process)
+        mean_times /= dist.get_world_size(process.host_group)
+    return device_of(process), [replace(what, time_s=s) for what, s in zip(times, mean_times.tolist(), strict=True)]
 
 
 def device_of(process: Process) -> Device:
     """What there is to say of this rank's device."""
     local = process.mesh.size("tp")
     if process.device.type == "cuda":
-        found = torch.cuda.get_device_properties(process.device)
+        gpu = torch.cuda.get_device_properties(process.device)
         software = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
-        return Device(found.name, "cuda", software, found.total_memory, local, process.mesh.num_ranks, process.rank)
+        return Device(gpu.name, "cuda", software, gpu.total_memory, local, process.mesh.num_ranks, process.rank)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     threads = torch.get_num_threads()
     software = f"torch {torch.__version__}, {threads} thread{'s' * (threads > 1)} a process, {os.cpu_count()} cores"

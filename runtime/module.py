@@ -125,8 +125,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         program = compiler.ready()
         watch = meet(mesh, device_mesh, timeout, compile)
         host_group = None if watch is None else watch.group
-        given = {} if weights is None else dict([weights.subject])
-        subjects = {**given, "mesh": str(mesh), **compiler.agreed(), **described(model)}
+        weights_subject = {} if weights is None else dict([weights.subject])
+        subjects = {**weights_subject, "mesh": str(mesh), **compiler.agreed(), **described(model)}
         begin_alike(model, subjects, host_group, program, weights=program is not None)
         if weights is not None:
             weights.check()
@@ -335,8 +335,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._drain()
         if self._program is not None:
             none = frozenset[str]() if self._local_batch else None
-            given = Given(name, self._calls[name], f"{name}()", {}, none)
-            Comparison(given, self._process).finish_comparison()
+            called = Given(name, self._calls[name], f"{name}()", {}, none)
+            Comparison(called, self._process).finish_comparison()
 
     @contextmanager
     def _others_told(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -348,8 +348,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             if self._local_batch:
                 rows = num_rows(flatten_call({"args": args, "kwargs": dict(kwargs)}))
                 text = f"{name}(), where {str(error).splitlines()[0]}"
-                given = Given(name, self._calls[name], text, {}, frozenset(), rows)
-                Comparison(given, self._process).finish_comparison()
+                called = Given(name, self._calls[name], text, {}, frozenset(), rows)
+                Comparison(called, self._process).finish_comparison()
             raise
 
     def _traced(self, asked: str) -> Program:
@@ -382,8 +382,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             self._process.watch.allow(first=is_new or self._is_cold)
         named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
         rows = min((named[name].size(0) for name in program.row_inputs or ()), default=0)
-        given = Given(purpose, self._calls[purpose], text, named, program.row_inputs, rows)
-        comparison = Comparison(given, self._process)
+        called = Given(purpose, self._calls[purpose], text, named, program.row_inputs, rows)
+        comparison = Comparison(called, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():
             comparison.finish_comparison()
         if problem is not None:
@@ -424,10 +424,10 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         for name, parameter in parameters.items():
             full, stored = model.get_parameter(name), program.parameters[name]
             mesh = str(program.mesh)
-            owner, own = (self._weights.users_own(name) if self._weights is not None else None) or (model, full)
-            shared = part_of_another(owner, name, own, mesh, stored.layout)
+            owner, original = (self._weights.users_own(name) if self._weights is not None else None) or (model, full)
+            shared = part_of_another(owner, name, original, mesh, stored.layout)
             parameter = parameter if shared is None else shared
-            remember(owner, own, parameter, mesh, stored.layout)
+            remember(owner, original, parameter, mesh, stored.layout)
             self._originals.add(name, full)
             self._local_parameters[name] = parameter
             settle(parameter, name, program, self._process, stage_style_of(self._schedule))

@@ -129,8 +129,8 @@ class StageModule(nn.Module):
         self.bands = self.masks.bands(arguments)
         read = [self._written(bands).names for bands in self.bands]
         self.arguments = [
-            {name: value for name, value in given.items() if name in names}
-            for given, names in zip(arguments, read, strict=True)
+            {name: value for name, value in named.items() if name in names}
+            for named, names in zip(arguments, read, strict=True)
         ]
         self.prologue_updates, self.graph_updates = values[count:], []
 

@@ -58,7 +58,7 @@ MUTANTS = [
     # the writer
     Mutant("passes/write/lower.py", "rows = {axis: R_GRAD_P for axis in self.sizes",
            "rows = {axis: R for axis in self.sizes", "exact_lockstep fuzz"),
-    Mutant("passes/write/convert.py", "made, 1.0 / self.sizes[axis])", "made, 1.0)", "exact_lockstep fuzz"),
+    Mutant("passes/write/convert.py", "written, 1.0 / self.sizes[axis])", "written, 1.0)", "exact_lockstep fuzz"),
     Mutant("passes/write/convert.py", "return full // others", "return full",
            "exact_lockstep fuzz axes"),
     Mutant("autopart/ir/layout.py", "return shard(place.dim, (place.sections[0] // outer,))", "return place",
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant("passes/choose/pairs.py", "beats = worse <= 0", "beats = worse <= 1", "sharding"),
     Mutant("passes/choose/pairs.py", "self.costs[a] = self.costs[a] + np.diagonal(costs)",
            "self.costs[a] = self.costs[a] + costs[0]", "sharding"),
-    Mutant("passes/choose/shard.py", "sets = {made | wanted for made in sets for wanted in set(use.wanted())}",
+    Mutant("passes/choose/shard.py", "sets = {places | wanted for places in sets for wanted in set(use.wanted())}",
            "sets = sets | set(use.wanted())", "sharding expert_plan"),
     Mutant("passes/choose/prices.py", "moved = gathers * time_s(", "moved = 0.0 * time_s(", "zero sharding why"),
     Mutant("passes/choose/storage.py", "size % ranks == 0 and dim not in taken", "size % ranks == 0", "zero"),

@@ -38,15 +38,15 @@ def selections_in(atoms: Atoms) -> set[str]:
 
 def factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
     """The atoms of every factor of a rule, from the inputs that have it; a weight's word counts over data's."""
-    found: dict[str, Atoms] = {}
+    by_factor: dict[str, Atoms] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
             for factor, part in zip(dim, cut_atoms(atoms, [pattern.sizes[f] for f in dim]), strict=True):
-                if factor not in found or _rank(part) > _rank(found[factor]):
-                    found[factor] = part
-                elif len(kinds := selections_in(part) | selections_in(found[factor])) > 1:
-                    found[factor] = (Atom(pattern.sizes[factor], min(kinds)),)  # of two selections: cut on no axis
-    return found
+                if factor not in by_factor or _rank(part) > _rank(by_factor[factor]):
+                    by_factor[factor] = part
+                elif len(kinds := selections_in(part) | selections_in(by_factor[factor])) > 1:
+                    by_factor[factor] = (Atom(pattern.sizes[factor], min(kinds)),)  # of two selections: cut on no axis
+    return by_factor
 
 
 def _rank(atoms: Atoms) -> int:

@@ -152,9 +152,9 @@ def window_attention(
     exists = (first + beside >= 0) & (first + beside < length) | (first + at >= length)  # a query added sees anything
     mask = (beside >= at - before) & (beside <= at + after) & exists
     mask = mask.repeat(query.size(0), 1, 1).unsqueeze(1)
-    made = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=enable_gqa)
-    made = made.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3)
-    return made[:, :, :length]
+    output = F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=enable_gqa)
+    output = output.unflatten(0, (-1, count)).transpose(1, 2).flatten(2, 3)
+    return output[:, :, :length]
 
 
 def runs_of(numbers: Sequence[int]) -> list[Run]:
@@ -172,12 +172,12 @@ def attention_runs(
     `runs`: the numbers of every `Run`, one run behind the other, together `q` queries.
     """
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    made, start = [], 0
+    outputs, start = [], 0
     for run in runs_of(runs):
         queries = query.narrow(-2, start, run.queries)
-        made += [_attend(queries, key, value, run, options)]
+        outputs += [_attend(queries, key, value, run, options)]
         start += run.queries
-    return made[0] if len(made) == 1 else torch.cat(made, -2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, run: Run, options: Mapping[str, Any]) -> Tensor:

@@ -70,17 +70,17 @@ def bucketed(
     >>> bucketed({"a": 10, "h.0.up": mega, "h.0.down": mega, "h.1.up": mega}, 2 * mega)
     [('a', 'h.0.up'), ('h.0.down',), ('h.1.up',)]
     """
-    found: list[list[str]] = []
+    buckets: list[list[str]] = []
     filled, block = 0, ""
     for name, size in sizes.items():
         begins = block_of(name) != block and filled >= least_bytes
         overflows = most_bytes is not None and filled + size > most_bytes
-        if not found or begins or (overflows and filled):
-            found.append([])
+        if not buckets or begins or (overflows and filled):
+            buckets.append([])
             filled = 0
-        found[-1].append(name)
+        buckets[-1].append(name)
         filled, block = filled + size, block_of(name)
-    return [tuple(names) for names in found]
+    return [tuple(names) for names in buckets]
 
 
 def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:

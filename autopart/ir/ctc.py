@@ -28,8 +28,8 @@ def ctc_loss(
     Returns:
         [rows].
     """
-    given = log_probs, targets, input_lengths, target_lengths
-    loss: Tensor = aten._ctc_loss.Tensor(*given, blank, zero_infinity)[0]
+    arguments = log_probs, targets, input_lengths, target_lengths
+    loss: Tensor = aten._ctc_loss.Tensor(*arguments, blank, zero_infinity)[0]
     return torch.where(loss == torch.inf, 0, loss) if zero_infinity else loss
 
 
@@ -39,10 +39,10 @@ def ctc_loss_grad(
     zero_infinity: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient of `log_probs`, see `ctc_loss`."""
-    given = log_probs, targets, input_lengths, target_lengths
-    loss, table = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
-    found: Tensor = aten._ctc_loss_backward.Tensor(grad, *given, loss, table, blank, zero_infinity)
-    return found
+    arguments = log_probs, targets, input_lengths, target_lengths
+    loss, table = aten._ctc_loss.Tensor(*arguments, blank, zero_infinity)
+    gradient: Tensor = aten._ctc_loss_backward.Tensor(grad, *arguments, loss, table, blank, zero_infinity)
+    return gradient
 
 
 @ctc_loss.register_fake

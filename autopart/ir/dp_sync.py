@@ -105,8 +105,8 @@ class Method:
 
     def __str__(self) -> str:
         takes = METHODS[self.name].takes
-        said = [takes[name] is None or number != takes[name] for name, number in self.numbers]
-        last = max((index for index, is_said in enumerate(said) if is_said), default=-1)
+        shown = [takes[name] is None or number != takes[name] for name, number in self.numbers]
+        last = max((index for index, is_shown in enumerate(shown) if is_shown), default=-1)
         texts = [str(number).lower() for _, number in self.numbers[: last + 1]]
         return ":".join([self.name, *([",".join(texts)] if texts else [])])
 
@@ -121,18 +121,18 @@ class Method:
         return self.name in ("all_reduce", "parameter_server")
 
     @staticmethod
-    def parse(given: Any) -> Method:
+    def parse(method: Any) -> Method:
         """From `"top_k:0.01"` or `{"strategy": "top_k", "ratio": 0.01}`. Raises OptionError for anything else."""
-        if isinstance(given, Method):
-            return given
-        if isinstance(given, str):
-            name, _, rest = given.strip().partition(":")
+        if isinstance(method, Method):
+            return method
+        if isinstance(method, str):
+            name, _, rest = method.strip().partition(":")
             numbers = _numbers_of(name, rest)
-        elif isinstance(given, Mapping) and isinstance(given.get("strategy"), str):
-            name, _, rest = str(given["strategy"]).partition(":")
-            numbers = {**_numbers_of(name, rest), **{key: value for key, value in given.items() if key != "strategy"}}
+        elif isinstance(method, Mapping) and isinstance(method.get("strategy"), str):
+            name, _, rest = str(method["strategy"]).partition(":")
+            numbers = {**_numbers_of(name, rest), **{key: value for key, value in method.items() if key != "strategy"}}
         else:
-            raise OptionError(f"dp_sync={given!r} is no method", hint=FORM)
+            raise OptionError(f"dp_sync={method!r} is no method", hint=FORM)
         takes = _kind_of(name).takes
         for key in numbers:
             if key not in takes:
@@ -170,10 +170,10 @@ def _numbers_of(name: str, text: str) -> dict[str, Any]:
 def _checked(name: str, key: str, value: Any) -> Any:
     """A number of a method, as it is meant. Raises OptionError where it cannot be."""
     if key == "compressor":
-        if value is None or (found := Method.parse(value)).name not in COMPRESSORS:
+        if value is None or (method := Method.parse(value)).name not in COMPRESSORS:
             why = f"it is one of {', '.join(COMPRESSORS)}"
             raise OptionError(f"dp_sync '{name}' cannot send '{value}'", why=why, hint=f"dp_sync='{name}:top_k:0.01'")
-        return found
+        return method
     if key == "graph":
         if value not in GRAPHS:
             raise OptionError(f"dp_sync '{name}' knows no graph '{value}'", why=f"there are {', '.join(GRAPHS)}",
@@ -223,31 +223,31 @@ class DpSync:
                          f"*={self.method}" if self.only else str(self.method)])  # fmt: skip
 
     @staticmethod
-    def parse(given: Any) -> DpSync:
+    def parse(dp_sync: Any) -> DpSync:
         """From text, or a mapping as in a plan. Raises OptionError for what cannot be meant."""
-        if given is None or isinstance(given, DpSync):
-            return given or ALL_REDUCE
-        if isinstance(given, str):
-            rows = [part.partition("=") for part in re.split(r",(?=[^,]*=)", given)]
+        if dp_sync is None or isinstance(dp_sync, DpSync):
+            return dp_sync or ALL_REDUCE
+        if isinstance(dp_sync, str):
+            rows = [part.partition("=") for part in re.split(r",(?=[^,]*=)", dp_sync)]
             if len(rows) == 1 and not rows[0][1]:
-                return _complete(DpSync(Method.parse(given)))
-            given = {"only": {name.strip(): method.strip() for name, _, method in rows}}
-        if not isinstance(given, Mapping) or not given:
-            raise OptionError(f"unknown dp_sync={given!r}", hint=FORM)
-        own = {"across", "from_step", "seed", "only"}
-        base = {key: value for key, value in given.items() if key not in own}
-        only = given.get("only", {})
+                return _complete(DpSync(Method.parse(dp_sync)))
+            dp_sync = {"only": {name.strip(): method.strip() for name, _, method in rows}}
+        if not isinstance(dp_sync, Mapping) or not dp_sync:
+            raise OptionError(f"unknown dp_sync={dp_sync!r}", hint=FORM)
+        reserved = {"across", "from_step", "seed", "only"}
+        base = {key: value for key, value in dp_sync.items() if key not in reserved}
+        only = dp_sync.get("only", {})
         if not isinstance(only, Mapping):
             raise OptionError(f"dp_sync only={only!r} is not methods by name", hint=FORM)
         named = [(str(name), Method.parse(method)) for name, method in only.items()]
-        method = Method.parse(base) if base else next((found for name, found in named if name == "*"), EXACT)
-        named = [(name, found) for name, found in named if name != "*"]
-        from_step, seed = _read(int, given.get("from_step", 0)), _read(int, given.get("seed", 0))
+        method = Method.parse(base) if base else next((parsed for name, parsed in named if name == "*"), EXACT)
+        named = [(name, parsed) for name, parsed in named if name != "*"]
+        from_step, seed = _read(int, dp_sync.get("from_step", 0)), _read(int, dp_sync.get("seed", 0))
         if from_step is None or from_step < 0 or seed is None:
             raise OptionError(
                 "dp_sync from_step and seed are whole numbers", hint="{'strategy': ..., 'from_step': 100}"
             )
-        across = given.get("across", "all")
+        across = dp_sync.get("across", "all")
         if across not in ("all", "node"):
             raise OptionError(
                 f"dp_sync across={across!r} is unknown", hint="'all' data ranks, or 'node': between nodes"
@@ -302,15 +302,15 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
 
 
-def _complete(found: DpSync) -> DpSync:
+def _complete(sync: DpSync) -> DpSync:
     """The same, checked as a whole. Raises OptionError where methods do not go together."""
-    if any(method.changes == "models" for _, method in found.only) or (found.changes_models and found.only):
-        raise OptionError(f"dp_sync='{found}' mixes models with gradients", why="a method of models is for all "
-                          "parameters: every data rank has its own", hint=f"dp_sync='{found.method}'")  # fmt: skip
-    if found.changes_models and found.from_step:
-        raise OptionError(f"dp_sync='{found}' with from_step={found.from_step}", why="replicas differ from the first "
+    if any(method.changes == "models" for _, method in sync.only) or (sync.changes_models and sync.only):
+        raise OptionError(f"dp_sync='{sync}' mixes models with gradients", why="a method of models is for all "
+                          "parameters: every data rank has its own", hint=f"dp_sync='{sync.method}'")  # fmt: skip
+    if sync.changes_models and sync.from_step:
+        raise OptionError(f"dp_sync='{sync}' with from_step={sync.from_step}", why="replicas differ from the first "
                           "step on", hint="train the first steps with dp_sync='all_reduce'")  # fmt: skip
-    return found
+    return sync
 
 
 def neighbours(graph: str, num_ranks: int) -> int:
@@ -320,11 +320,11 @@ def neighbours(graph: str, num_ranks: int) -> int:
     [2, 4, 3, 1, 7]
     """
     height = max(h for h in range(1, math.isqrt(num_ranks) + 1) if num_ranks % h == 0)
-    found = {
+    counts = {
         "ring": 2, "grid": sum(min(2, side - 1) for side in (height, num_ranks // height)),
         "exp": math.ceil(math.log2(num_ranks)), "one_peer": 1,
     }  # fmt: skip
-    return min(found.get(graph, num_ranks - 1), num_ranks - 1)
+    return min(counts.get(graph, num_ranks - 1), num_ranks - 1)
 
 
 def sent_elements(method: Method, numel: int) -> int:

@@ -31,9 +31,9 @@ def expert_linear(x: Tensor, weight: Tensor, expert: Tensor, first: int = 0) -> 
     """
     rows, counts, mine = _by_expert(expert, first, weight.size(0))
     if _has_kernel(x, weight):
-        made = F.grouped_mm(x[rows], weight, offs=counts.cumsum(0, dtype=torch.int32))
+        grouped = F.grouped_mm(x[rows], weight, offs=counts.cumsum(0, dtype=torch.int32))
         # Rows after the last group are memory that nobody has written: they may hold a NaN, which no factor makes zero.
-        return torch.where(mine.unsqueeze(-1), torch.zeros_like(made).index_copy(0, rows, made), 0)
+        return torch.where(mine.unsqueeze(-1), torch.zeros_like(grouped).index_copy(0, rows, grouped), 0)
     parts = x[rows].split(_sizes(counts, rows))
     products = [part @ matrix for part, matrix in zip(parts, weight, strict=False)]
     products.append(x.new_zeros(parts[-1].size(0), weight.size(2)))

@@ -88,21 +88,21 @@ def size_bytes(node: fx.Node) -> int:
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments, in the order of the call, repeated where an argument is repeated."""
-    found: list[fx.Node] = []
-    _add_nodes((*node.args, *node.kwargs.values()), found)
-    return found
+    nodes: list[fx.Node] = []
+    _add_nodes((*node.args, *node.kwargs.values()), nodes)
+    return nodes
 
 
-def _add_nodes(arguments: Iterable[Any], found: list[fx.Node]) -> None:
+def _add_nodes(arguments: Iterable[Any], nodes: list[fx.Node]) -> None:
     for argument in arguments:
         if isinstance(argument, fx.Node):
-            found.append(argument)
+            nodes.append(argument)
         elif isinstance(argument, (list, tuple)):
-            _add_nodes(argument, found)
+            _add_nodes(argument, nodes)
         elif isinstance(argument, dict):
-            _add_nodes(argument.values(), found)
+            _add_nodes(argument.values(), nodes)
         elif isinstance(argument, slice):
-            _add_nodes((argument.start, argument.stop, argument.step), found)
+            _add_nodes((argument.start, argument.stop, argument.step), nodes)
 
 
 def source_of(node: fx.Node) -> tuple[fx.Node, int]:
@@ -133,9 +133,9 @@ def source_line(node: fx.Node) -> str:
 
 def source_text(node: fx.Node) -> str:
     """`/home/me/model.py:27: y = x[mask]`: the line of `source_line`, in full."""
-    found = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.*)', facts(node).get("stack_trace") or "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(.*)', facts(node).get("stack_trace") or "")
     path = module_path(node)
-    return f"{found[-1][0]}:{found[-1][1]}: {found[-1][2]}" + (f" ({path})" if path else "") if found else ""
+    return f"{frames[-1][0]}:{frames[-1][1]}: {frames[-1][2]}" + (f" ({path})" if path else "") if frames else ""
 
 
 def describe(node: fx.Node) -> str:
@@ -216,10 +216,10 @@ def format_value(node: fx.Node, layout_text: str = "") -> str:
     return kind_of(value(node)) + layout_text if is_tensor(node) else ""
 
 
-def kind_of(made: Any) -> str:
+def kind_of(val: Any) -> str:
     """`f64[4,6]`; of several values `(f64[4,6], f64[4])`; nothing for what is not a tensor."""
-    if isinstance(made, (tuple, list)):
-        return f"({', '.join(map(kind_of, made))})"
-    if not isinstance(made, torch.Tensor):
+    if isinstance(val, (tuple, list)):
+        return f"({', '.join(map(kind_of, val))})"
+    if not isinstance(val, torch.Tensor):
         return ""
-    return f"{DTYPE_NAMES.get(made.dtype, made.dtype)}[{','.join(map(str, made.shape))}]"
+    return f"{DTYPE_NAMES.get(val.dtype, val.dtype)}[{','.join(map(str, val.shape))}]"

@@ -55,10 +55,10 @@ class Intervals(NamedTuple):
 
     def runs(self) -> list[Run]:
         """The queries in runs, if they are the same in all rows; else none."""
-        found = self.of_all_rows()
-        if found is None:
+        bounds = self.of_all_rows()
+        if bounds is None:
             return []
-        first, end = (part.tolist() for part in found)
+        first, end = (part.tolist() for part in bounds)
         runs, start = [], 0
         for stop in range(1, len(first) + 1):
             if stop == len(first) or not _goes_on(first, end, start, stop):
@@ -68,10 +68,10 @@ class Intervals(NamedTuple):
 
     def band(self) -> Band | None:
         """The band that they are, if they are one and the same in all rows (`attention.band_of`)."""
-        found = self.of_all_rows()
-        if found is None:
+        bounds = self.of_all_rows()
+        if bounds is None:
             return None
-        first, end = found
+        first, end = bounds
         query = torch.arange(first.numel(), device=first.device)
         before, after = int((first == 0).sum()) - 1, int(end[0]) - 1
         is_band = before >= 0 and after >= 0
@@ -128,20 +128,20 @@ class Seen:
     """
 
     def __init__(
-        self, given: Mapping[fx.Node, Any], device: torch.device | str = "cpu",
+        self, values: Mapping[fx.Node, Any], device: torch.device | str = "cpu",
         rank: Mapping[str, tuple[int, int]] | None = None,
     ):  # fmt: skip
-        """`given`: {node: its value}. `rank`: of a rank's graph, {axis: its place on it, and how many there are}."""
-        self.known: dict[fx.Node, Any] = dict(given)
+        """`values`: {node: its value}. `rank`: of a rank's graph, {axis: its place on it, and how many there are}."""
+        self.known: dict[fx.Node, Any] = dict(values)
         self.device, self.rank = torch.device(device), rank or {}
 
     @torch.no_grad()
     def of(self, mask: fx.Node) -> Intervals | None:
         """The intervals of a mask; None where it is not known to be made of such."""
-        found = self.made(mask)
-        if isinstance(found, Tensor) and found.dtype == torch.bool and found.dim() >= 2:
-            return intervals_of(found)
-        return found if isinstance(found, Intervals) else None
+        result = self.made(mask)
+        if isinstance(result, Tensor) and result.dtype == torch.bool and result.dim() >= 2:
+            return intervals_of(result)
+        return result if isinstance(result, Intervals) else None
 
     @torch.no_grad()
     def made(self, node: fx.Node) -> Any:
@@ -165,14 +165,14 @@ class Seen:
     def _computed(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.known.__getitem__)
         name = operator_name(node).removeprefix("aten::")
-        made = value(node)
+        output = value(node)
         if name == "autopart::slice":
             return self._part(args[0], *args[1:], dims=len(shape(node)))
         if any(isinstance(self.known[used], Intervals) for used in node.all_input_nodes):
             return _of_intervals(name, args, len(shape(node)))
-        if name in _COMPARED and made.dim() >= 2 and made.numel() > _LARGEST:
+        if name in _COMPARED and output.dim() >= 2 and output.numel() > _LARGEST:
             return _compared(name, *args)
-        if not isinstance(made, Tensor) or made.numel() > _LARGEST:
+        if not isinstance(output, Tensor) or output.numel() > _LARGEST:
             return None
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device}
@@ -219,20 +219,20 @@ def _compared(name: str, one: Any, other: Any) -> Intervals | None:
 
 def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
     """What an operator makes of masks that are intervals."""
-    found = args[0] if isinstance(args[0], Intervals) else None
+    intervals = args[0] if isinstance(args[0], Intervals) else None
     if name in _AND:
         one, other = (part if isinstance(part, Intervals) else _of_rows(part, args) for part in args)
         return one.also(other) if one is not None and other is not None else None
-    if found is None:
+    if intervals is None:
         return None
     if name in ("to", "_to_copy", "expand"):
-        return found  # a mask is of as many rows as it broadcasts to
+        return intervals  # a mask is of as many rows as it broadcasts to
     if name == "unsqueeze" and args[1] % dims < dims - 2:
         at, before = args[1] % dims, dims - 2  # as many dims as the mask had, but for its keys
-        first, end = (part[(None,) * (before - part.dim())].unsqueeze(at) for part in found[:2])
-        return Intervals(first, end, found.keys)
+        first, end = (part[(None,) * (before - part.dim())].unsqueeze(at) for part in intervals[:2])
+        return Intervals(first, end, intervals.keys)
     if name == "where" and isinstance(args[1], (int, float)) and isinstance(args[2], (int, float)):
-        return found if args[1] == 0 and args[2] <= torch.finfo(torch.bfloat16).min / 2 else None
+        return intervals if args[1] == 0 and args[2] <= torch.finfo(torch.bfloat16).min / 2 else None
     return None
 
 

@@ -29,11 +29,11 @@ _OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host", "bloc
 
 def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
     """{mask: the calls that read it}, of the masks that a rank makes of the stage's inputs alone."""
-    found: dict[fx.Node, list[fx.Node]] = {}
+    by_mask: dict[fx.Node, list[fx.Node]] = {}
     for node in stage.graph.graph.nodes:
         if (mask := mask_of(node)) is not None:
-            found.setdefault(mask, []).append(node)
-    return {mask: calls for mask, calls in found.items() if _is_of_inputs(mask, stage)}
+            by_mask.setdefault(mask, []).append(node)
+    return {mask: calls for mask, calls in by_mask.items() if _is_of_inputs(mask, stage)}
 
 
 def _is_of_inputs(mask: fx.Node, stage: Stage) -> bool:
@@ -103,20 +103,20 @@ def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
 def of_positions(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.GraphModule]:
     """The masks that no input and no buffer decides, the stage's inputs that they are made of, and a graph that makes
     those of nothing."""
-    made = dict(zip(stage.inputs, stage.prologue.graph.output_node().args[0], strict=False))
+    value_of = dict(zip(stage.inputs, stage.prologue.graph.output_node().args[0], strict=False))
     of_nothing = {
-        stage_input.name: stage_input for stage_input, value in made.items()
+        stage_input.name: stage_input for stage_input, value in value_of.items()
         if isinstance(value, fx.Node) and not any(map(_is_given, made_for([value])))
     }  # fmt: skip
-    found: list[fx.Node] = []
+    masks: list[fx.Node] = []
     read: dict[str, StageInput] = {}
     for mask in masks_of(stage):
         names = [str(n.target) for n in made_for([mask]) if n.op != "call_function"]
         if of_nothing.keys() >= set(names):
-            found.append(mask)
+            masks.append(mask)
             read |= {name: of_nothing[name] for name in names}
     inputs = list(read.values())
-    return found, inputs, _part(stage.prologue, [made[stage_input] for stage_input in inputs])
+    return masks, inputs, _part(stage.prologue, [value_of[stage_input] for stage_input in inputs])
 
 
 def _is_given(node: fx.Node) -> bool:
@@ -130,23 +130,23 @@ def _part(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
     needed = made_for(values)
     for node in module.graph.nodes:
         if node in needed:
-            made = graph.node_copy(node, copies.__getitem__)
-            copies[node] = alike.setdefault((made.op, made.target, repr(made.args), repr(made.kwargs)), made)
-            if copies[node] is not made:
-                graph.erase_node(made)
-    graph.output(tuple(copies[made] for made in values))
+            copied = graph.node_copy(node, copies.__getitem__)
+            copies[node] = alike.setdefault((copied.op, copied.target, repr(copied.args), repr(copied.kwargs)), copied)
+            if copies[node] is not copied:
+                graph.erase_node(copied)
+    graph.output(tuple(copies[one] for one in values))
     return fx.GraphModule(module, graph)
 
 
 def made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
     """What these values are made of, they themselves included. (Masks are made of few: the graph is not looked at.)"""
-    found, todo = set[fx.Node](), list(values)
+    nodes, todo = set[fx.Node](), list(values)
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             todo += node.all_input_nodes
-    return found
+    return nodes
 
 
 def with_bands(stage: Stage, bands: Mapping[str, Told | None], device: torch.device | None = None) -> Stage:
@@ -163,8 +163,8 @@ def as_traced(program: Program) -> Program:
     written on."""
     stages = []
     for stage in program.stages:
-        found = {mask: _of_fullest_rank(mask, program.mesh, calls) for mask, calls in masks_of(stage).items()}
-        stages.append(_tell_all(stage, {mask: told for mask, told in found.items() if told is not None}))
+        bands = {mask: _of_fullest_rank(mask, program.mesh, calls) for mask, calls in masks_of(stage).items()}
+        stages.append(_tell_all(stage, {mask: band for mask, band in bands.items() if band is not None}))
     return replace(program, stages=tuple(stages))
 
 
@@ -183,8 +183,8 @@ def _of_fullest_rank(mask: fx.Node, mesh: Mesh, calls: Sequence[fx.Node]) -> Tol
         for index in range(mesh.size(axis))
     ]
     fullest = max(ranks, key=lambda one: int((one.end - one.first).sum()))
-    told = told_of(fullest, fullest.first.numel(), keys) if not others else None
-    return told if isinstance(told, tuple) else None
+    runs = told_of(fullest, fullest.first.numel(), keys) if not others else None
+    return runs if isinstance(runs, tuple) else None
 
 
 def _tell_all(stage: Stage, known: Mapping[fx.Node, Told], device: torch.device | None = None) -> Stage:
@@ -222,38 +222,38 @@ def _tell(call: fx.Node, band: Told) -> None:
         return
     if not isinstance(band, Band):
         if is_attention(call) and len(shape(call)) == 4 and not dropout_probability(call):
-            given = {name: argument(call, name) for name in ("scale", "enable_gqa")}
+            options = {name: argument(call, name) for name in ("scale", "enable_gqa")}
             call.target = autopart_ops.attention_runs.default
-            call.args, call.kwargs = (*call.args[:3], [number for run in band for number in run]), given
+            call.args, call.kwargs = (*call.args[:3], [number for run in band for number in run]), options
             _count_seen(call, band)
         return
     if not is_attention(call):
         if band == (queries - 1, keys - 1):
             sizes, scores = list(shape(call)), call.args[1]
             same = zip(reversed(sizes), reversed(shape(scores)), strict=False)
-            for dim, (size, own) in enumerate(same, 1):
-                sizes[-dim] = -1 if size == own else size  # which other ranks may have more of
+            for dim, (size, scores_size) in enumerate(same, 1):
+                sizes[-dim] = -1 if size == scores_size else size  # which other ranks may have more of
             call.replace_all_uses_with(_view(call, torch.ops.aten.expand.default, scores, sizes))
             call.graph.erase_node(call)
         return
-    given = {name: argument(call, name) for name in ("dropout_p", "scale", "enable_gqa")}
+    options = {name: argument(call, name) for name in ("dropout_p", "scale", "enable_gqa")}
     if band == (queries - 1, keys - 1):
-        given["is_causal"] = False
+        options["is_causal"] = False
     elif band == (queries - 1, 0) and queries == keys:
-        given["is_causal"] = True
+        options["is_causal"] = True
     elif queries == keys and len(shape(call)) == 4 and not dropout_probability(call) and blocks_fit(band, queries):
         call.target = autopart_ops.window_attention.default
-        call.args, call.kwargs = (*call.args[:3], *band), {name: given[name] for name in ("scale", "enable_gqa")}
+        call.args, call.kwargs = (*call.args[:3], *band), {name: options[name] for name in ("scale", "enable_gqa")}
         return
     else:
         return
-    call.args, call.kwargs = call.args[:3], given
+    call.args, call.kwargs = call.args[:3], options
 
 
 def _count_seen(call: fx.Node, runs: Iterable[Run]) -> None:
     """Note the two products of every query with the keys that it sees."""
-    (rows, heads, _, width), made = shape(call.args[0]), shape(call)[-1]
-    facts(call)["counted_flops"] = 2 * rows * heads * (width + made) * sum(run.seen for run in runs)
+    (rows, heads, _, width), value_width = shape(call.args[0]), shape(call)[-1]
+    facts(call)["counted_flops"] = 2 * rows * heads * (width + value_width) * sum(run.seen for run in runs)
     facts(call)["cost"] = cost_notes(call)._replace(counts_seen=True)
 
 
@@ -267,7 +267,7 @@ def _group_heads(call: fx.Node) -> None:
     arXiv:2305.13245): no memory for the repeated ones, and no sum of their gradients."""
     first = 2 if is_ring(call) else 1
     wide = call.args[first : first + 2]
-    repeated = [found for heads in wide if (found := _repeated(heads)) is not None]
+    repeated = [parts for heads in wide if (parts := _repeated(heads)) is not None]
     if call.kwargs.get("enable_gqa") or len(repeated) < 2 or len({times for *_, times in repeated}) > 1:
         return
     heads = [_one_of_each(narrow, dim, call) for narrow, dim, _ in repeated]
@@ -282,16 +282,16 @@ def _repeated(heads: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Of heads [b, (g r), s, d], each of g repeated r times: what an `expand` repeats, the dim of g in it, and r.
 
     The dims g and r are merged behind the positions, or before them."""
-    dim, made = 1, heads
-    if _calls(made, "transpose") and {axis % 4 for axis in made.args[1:]} == {1, 2}:
-        dim, made = 2, made.args[0]
-    if not _calls(made, "reshape") or not _calls(made.args[0], "expand") or len(shape(made.args[0])) != 5:
+    dim, source = 1, heads
+    if _calls(source, "transpose") and {axis % 4 for axis in source.args[1:]} == {1, 2}:
+        dim, source = 2, source.args[0]
+    if not _calls(source, "reshape") or not _calls(source.args[0], "expand") or len(shape(source.args[0])) != 5:
         return None
-    narrow = made.args[0].args[0]
-    before, after = list(shape(narrow)), list(shape(made.args[0]))
+    narrow = source.args[0].args[0]
+    before, after = list(shape(narrow)), list(shape(source.args[0]))
     times = after[dim + 1]
     before_is_one = before == [*after[: dim + 1], 1, *after[dim + 2 :]]
-    merged = [*after[:dim], after[dim] * times, *after[dim + 2 :]] == list(shape(made))
+    merged = [*after[:dim], after[dim] * times, *after[dim + 2 :]] == list(shape(source))
     return (narrow, dim, times) if before_is_one and merged and times > 1 else None
 
 
@@ -311,10 +311,10 @@ def _one_of_each(narrow: fx.Node, dim: int, call: fx.Node) -> fx.Node:
 def _view(call: fx.Node, target: Callable[..., Any], node: fx.Node, *arguments: Any) -> fx.Node:
     """A view of a value, beside the call that reads it."""
     with call.graph.inserting_before(call):
-        made = call.graph.call_function(target, (node, *arguments))
-    made.meta = {name: known for name, known in call.meta.items() if name in _OF_PLACE}
-    made.meta.update(val=target(value(node), *arguments), needs_grad=facts(node).get("needs_grad", False))
-    return made
+        view = call.graph.call_function(target, (node, *arguments))
+    view.meta = {name: known for name, known in call.meta.items() if name in _OF_PLACE}
+    view.meta.update(val=target(value(node), *arguments), needs_grad=facts(node).get("needs_grad", False))
+    return view
 
 
 def _erase(node: fx.Node) -> None:
@@ -330,7 +330,9 @@ def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.Graph
     graph = fx.Graph()
     outputs: Any = graph.graph_copy(prologue.graph, {})
     graph.output((*(o for o, read in zip(outputs, is_read, strict=False) if read), *outputs[len(is_read) :]))
-    unread = [made for made, read in zip(outputs, is_read, strict=False) if not read and isinstance(made, fx.Node)]
+    unread = [
+        output for output, read in zip(outputs, is_read, strict=False) if not read and isinstance(output, fx.Node)
+    ]
     _erase_unread(graph, {node for node in made_for(unread) if not _is_given(node)})
     return fx.GraphModule(prologue, graph)
 

@@ -28,18 +28,18 @@ FORM = "recompute={'model.layers.[0-3]': 'full', '*': 'none'}"
 WORDS = "'none', 'selective' (the core of attention) or 'full' (every repeated block)"
 
 
-def parse_recompute(given: Any) -> Recompute:
+def parse_recompute(recompute: Any) -> Recompute:
     """A word, or words by pattern, as a mapping or as text. Raises OptionError for anything else."""
-    if given in get_args(Word):
-        return given
-    if isinstance(given, str) and "=" in given:
-        given = dict(part.strip().rpartition("=")[::2] for part in given.split(","))
-    if not isinstance(given, Mapping) or not given:
-        raise OptionError(f"unknown recompute={given!r}", hint=f"recompute={WORDS}")
-    for name, word in given.items():
+    if recompute in get_args(Word):
+        return recompute
+    if isinstance(recompute, str) and "=" in recompute:
+        recompute = dict(part.strip().rpartition("=")[::2] for part in recompute.split(","))
+    if not isinstance(recompute, Mapping) or not recompute:
+        raise OptionError(f"unknown recompute={recompute!r}", hint=f"recompute={WORDS}")
+    for name, word in recompute.items():
         if not isinstance(name, str) or not name or word not in get_args(Word):
             raise OptionError(f"recompute of '{name}' is {word!r}", why=f"it is {WORDS}", hint=FORM)
-    return dict(given)
+    return dict(recompute)
 
 
 def word_of(recompute: Recompute, block: str) -> Word:
@@ -75,7 +75,7 @@ def check_names(recompute: Recompute, blocks: Iterable[str], where: str = "") ->
 
 def _runs(blocks: Iterable[str]) -> list[str]:
     """`transformer.h.0 to transformer.h.11`: the first and last of every container."""
-    found: dict[str, list[str]] = {}
+    by_container: dict[str, list[str]] = {}
     for block in blocks:
-        found.setdefault(block.rpartition(".")[0], []).append(block)
-    return [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in found.values()]
+        by_container.setdefault(block.rpartition(".")[0], []).append(block)
+    return [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in by_container.values()]

@@ -78,28 +78,28 @@ class Visit:
 
 def _places(cut: Cut, rank: int) -> list[tuple[int, tuple[int, int]]]:
     """The pieces of a rank: where each begins on the rank, and (where in the sequence, how long)."""
-    found, start = [], 0
+    pieces, start = [], 0
     for position, count in cut.spans(rank):
-        found.append((start, (position, count)))
+        pieces.append((start, (position, count)))
         start += count
-    return found
+    return pieces
 
 
 def nothing_yet(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """The output and the logarithm before any visit, in float32 at least: [b, h, q, e], [b, h, q]."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    made = query.new_zeros(*query.shape[:-1], value.size(-1), dtype=dtype)
-    return made, query.new_full(query.shape[:-1], float("-inf"), dtype=dtype)
+    output = query.new_zeros(*query.shape[:-1], value.size(-1), dtype=dtype)
+    return output, query.new_full(query.shape[:-1], float("-inf"), dtype=dtype)
 
 
-def visit(made: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor, of: Visit) -> None:
+def visit(output: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor, of: Visit) -> None:
     """Put what the visiting keys [b, g, k, d] and values [b, g, k, e] add to the output, in place."""
     key, value = (_repeated(x, query) for x in (key, value))
     for part in of.parts(query.device):
-        rows, given = (x.narrow(2, *part.queries) for x in (made, query))
+        rows, queries = (x.narrow(2, *part.queries) for x in (output, query))
         before = total.narrow(2, *part.queries)
         keys, values = (x.narrow(2, *part.keys) for x in (key, value))
-        new, logs = _attend(given, keys, values, part.mask, of.scale)
+        new, logs = _attend(queries, keys, values, part.mask, of.scale)
         both = torch.logaddexp(before, logs)
         shares = [(x - _finite(both)).exp().unsqueeze(-1) for x in (before, logs)]
         rows.mul_(shares[0]).add_(new * shares[1])
@@ -107,19 +107,19 @@ def visit(made: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor
 
 
 def visit_backward(
-    grad: Tensor, made: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor, of: Visit
+    grad: Tensor, output: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor, of: Visit
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a visit adds to the gradients of this rank's queries, and of the visiting keys and values."""
     groups = query.size(1) // key.size(1)
     keys, values = (_repeated(x, query) for x in (key, value))
     grads = [torch.zeros_like(x) for x in (query, keys, values)]
     for part in of.parts(query.device):
-        sides = [x.narrow(2, *part.queries) for x in (grad, made, query)]
+        sides = [x.narrow(2, *part.queries) for x in (grad, output, query)]
         logs = total.narrow(2, *part.queries)
         here = [x.narrow(2, *part.keys) for x in (keys, values)]
-        found = _attend_backward(sides[0], sides[2], here[0], here[1], sides[1], logs, part.mask, of.scale)
-        for whole, place, own in zip(grads, (part.queries, part.keys, part.keys), found, strict=True):
-            whole.narrow(2, *place).add_(own)
+        part_grads = _attend_backward(sides[0], sides[2], here[0], here[1], sides[1], logs, part.mask, of.scale)
+        for whole, place, part_grad in zip(grads, (part.queries, part.keys, part.keys), part_grads, strict=True):
+            whole.narrow(2, *place).add_(part_grad)
     summed = [x.unflatten(1, (-1, groups)).sum(2) if groups > 1 else x for x in grads[1:]]
     return grads[0], summed[0], summed[1]
 
@@ -154,27 +154,27 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mask = _added(seen, query)
     if _has_kernel(query, value):
-        made, logs = _KERNEL(query, key, value, attn_mask=mask, scale=scale)
+        output, logs = _KERNEL(query, key, value, attn_mask=mask, scale=scale)
         if mask is not None:  # of a query that sees no key the kernel says 0
             logs = logs.masked_fill((mask == float("-inf")).all(-1), float("-inf"))
-        return made, logs
+        return output, logs
     scores = _scores(query, key, mask, scale)
     logs = scores.logsumexp(-1)
     return (scores - _finite(logs).unsqueeze(-1)).exp().to(value.dtype) @ value, logs
 
 
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, made: Tensor, logs: Tensor, seen: Tensor | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logs: Tensor, seen: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, keys and values, of the output and the logarithm of all visits together."""
     mask, logs = _added(seen, query), _finite(logs)
     if _has_kernel(query, value):
-        gradients = _KERNEL_BACKWARD(grad, query, key, value, made, logs, 0.0, False, attn_mask=mask, scale=scale)
+        gradients = _KERNEL_BACKWARD(grad, query, key, value, output, logs, 0.0, False, attn_mask=mask, scale=scale)
         return tuple(gradients)
     factor = query.size(-1) ** -0.5 if scale is None else scale
     shares = (_scores(query, key, mask, scale) - logs.unsqueeze(-1)).exp()
-    inner = (shares * (grad @ value.transpose(-2, -1) - (grad * made).sum(-1, keepdim=True))).to(query.dtype)
+    inner = (shares * (grad @ value.transpose(-2, -1) - (grad * output).sum(-1, keepdim=True))).to(query.dtype)
     return (
         inner @ key * factor,
         inner.transpose(-2, -1) @ query * factor,

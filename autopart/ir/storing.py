@@ -29,8 +29,8 @@ def gathers_stored(node: fx.Node, axes: Container[str | None]) -> bool:
 def storing_axes(program: Program) -> list[str]:
     """The axes, joined ones as one, over which a program stores parameters in parts, in the order of their names."""
     mesh = program.mesh
-    found = {mesh.stored_over(stored.layout) for stored in program.parameters.values()}
-    return sorted(axis for axis in found if axis is not None and mesh.size(axis) > 1)
+    axes = {mesh.stored_over(stored.layout) for stored in program.parameters.values()}
+    return sorted(axis for axis in axes if axis is not None and mesh.size(axis) > 1)
 
 
 class Way(NamedTuple):

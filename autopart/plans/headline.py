@@ -48,11 +48,11 @@ def step_size(plan: Plan) -> str:
     lengths = [
         s[0] for name, dtype, s in rest if len(s) == 1 and dtype.lstrip("u").startswith("int") and not _is_target(name)
     ]
-    said = f"{rows} row{'s' * (rows != 1)}"
+    text = f"{rows} row{'s' * (rows != 1)}"
     if lengths:
-        return f"{said} x {' and '.join(map(str, dict.fromkeys(lengths)))} tokens"
+        return f"{text} x {' and '.join(map(str, dict.fromkeys(lengths)))} tokens"
     largest = max((shape for _, _, shape in rest), key=math.prod)
-    return " x ".join([said, *map(str, largest)])
+    return " x ".join([text, *map(str, largest)])
 
 
 def _is_target(name: str) -> bool:
@@ -62,8 +62,8 @@ def _is_target(name: str) -> bool:
 def utilisation(cost: Mapping[str, Any]) -> str:
     """`151 TFLOP/s a device: MFU 48.4 % of 312 TFLOP/s, the peak of bfloat16`."""
     peak, whose = quantity(cost["peak_flops_per_s"], "FLOP/s"), cost["peak_dtype"]
-    said = f"{quantity(1e12 * cost['tflops_per_device'], 'FLOP/s')} a device: MFU {100 * cost['mfu']:.3g} % of {peak}"
-    return f"{said}, the peak of {whose}" if whose else f"{said}, its peak"
+    text = f"{quantity(1e12 * cost['tflops_per_device'], 'FLOP/s')} a device: MFU {100 * cost['mfu']:.3g} % of {peak}"
+    return f"{text}, the peak of {whose}" if whose else f"{text}, its peak"
 
 
 def fits(plan: Plan) -> bool | None:
@@ -77,14 +77,14 @@ def fit_text(plan: Plan) -> str:
     if not plan.memory:
         return ""
     needed = max(row["total"] for row in plan.memory)
-    said = f"{quantity(needed, 'B')} on the fullest rank"
+    needed_text = f"{quantity(needed, 'B')} on the fullest rank"
     fit = fits(plan)
     if fit is None:
-        return said
+        return needed_text
     capacity, of = plan.cost["device_memory_bytes"], plan.cost.get("device_memory_of") or plan.hardware
     has = f"{of} has {quantity(capacity, 'B')}" if of != "memory=" else f"memory= says {quantity(capacity, 'B')}"
     share = f" ({100 * needed / capacity:.3g} % of it)" if needed > 0.01 * capacity else ""
-    return f"{said}: {'it fits' if fit else 'IT DOES NOT FIT'}, {has}{share}"
+    return f"{needed_text}: {'it fits' if fit else 'IT DOES NOT FIT'}, {has}{share}"
 
 
 def whole_rows(plan: Plan, flops: float) -> list[dict[str, Any]]:

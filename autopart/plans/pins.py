@@ -93,24 +93,24 @@ class Pins:
         return bool(self.layouts or self.cuts or self.together)
 
     @staticmethod
-    def parse(given: Pins | Mapping[str, Any] | str | Path | None, axes: tuple[Axis, ...] = AXES) -> Pins:
+    def parse(pins: Pins | Mapping[str, Any] | str | Path | None, axes: tuple[Axis, ...] = AXES) -> Pins:
         """Pins from the form of the module's docstring, or from a JSON file that holds it, for any of these axes.
 
         Raises OptionError with what does not have that form.
         """
-        if isinstance(given, Pins):
-            return given
+        if isinstance(pins, Pins):
+            return pins
         text = ""
-        if isinstance(given, (str, Path)):
-            given, text = _read(Path(given))
-        if given is None:
+        if isinstance(pins, (str, Path)):
+            pins, text = _read(Path(pins))
+        if pins is None:
             return Pins()
-        if not isinstance(given, Mapping):
-            raise OptionError(f"pins={given!r} are not pins", why=f"they are a {type(given).__name__}", hint=FORM)
+        if not isinstance(pins, Mapping):
+            raise OptionError(f"pins={pins!r} are not pins", why=f"they are a {type(pins).__name__}", hint=FORM)
         known = [axis.name for axis in axes]
-        named = [(name, places) for name, places in given.items() if name != "stages"]
+        named = [(name, places) for name, places in pins.items() if name != "stages"]
         layouts = [pin for name, places in named for pin in _layouts(name, places, text, known)]
-        return Pins(tuple(layouts), *_stages(given.get("stages", {})), text)
+        return Pins(tuple(layouts), *_stages(pins.get("stages", {})), text)
 
     def where(self, pin: Pin) -> str:
         """The line of the file that a pin is from; "" for pins that are not from a file."""
@@ -147,7 +147,7 @@ def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[La
     where = line_of(text, name) if text else ""
     if not isinstance(places, Mapping) or not places:
         raise OptionError(f"the pin '{name}': {places!r} names no axis", where=where, hint=FORM)
-    found = []
+    pins = []
     for axis, place in places.items():
         if axis not in known:
             why = f"the axes are {', '.join(known)}"
@@ -159,16 +159,18 @@ def _layouts(name: str, places: Any, text: str, known: Sequence[str]) -> list[La
                 "R, or S(d) cut along dim d: S(0) for the weight of a column-parallel nn.Linear, S(1) of a row-parallel"
             )
             raise OptionError(f"the pin '{name}' asks for '{place}'", why=str(error), where=where, hint=hint) from None
-        found.append(LayoutPin(name, axis, placed))
-    return found
+        pins.append(LayoutPin(name, axis, placed))
+    return pins
 
 
-def _stages(given: Any) -> tuple[tuple[CutPin, ...], tuple[TogetherPin, ...]]:
+def _stages(stages: Any) -> tuple[tuple[CutPin, ...], tuple[TogetherPin, ...]]:
     hint = "'stages': {'cut_before': ['model.layers.16'], 'together': [['model.norm', 'lm_head']]}"
     known = {"cut_before", "together"}
-    if not isinstance(given, Mapping) or not given.keys() <= known:
-        raise OptionError(f"pins['stages'] = {given!r} cannot be read", why="it has cut_before and together", hint=hint)
-    cuts, together = given.get("cut_before", ()), given.get("together", ())
+    if not isinstance(stages, Mapping) or not stages.keys() <= known:
+        raise OptionError(
+            f"pins['stages'] = {stages!r} cannot be read", why="it has cut_before and together", hint=hint
+        )
+    cuts, together = stages.get("cut_before", ()), stages.get("together", ())
     if not _are_names(cuts):
         raise OptionError(f"cut_before = {cuts!r} is not a list of names", hint=hint)
     if not isinstance(together, Sequence) or not all(_are_names(names) and names for names in together):
@@ -180,5 +182,5 @@ def _stages(given: Any) -> tuple[tuple[CutPin, ...], tuple[TogetherPin, ...]]:
     return tuple(map(CutPin, cuts)), tuple(TogetherPin(tuple(names)) for names in together)
 
 
-def _are_names(given: Any) -> bool:
-    return isinstance(given, (list, tuple)) and all(isinstance(name, str) and name for name in given)
+def _are_names(names: Any) -> bool:
+    return isinstance(names, (list, tuple)) and all(isinstance(name, str) and name for name in names)

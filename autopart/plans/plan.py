@@ -110,9 +110,9 @@ class Why:
     where: str = ""
 
     def __str__(self) -> str:
-        said = [("because", self.reason), *(("else", f"{other}: {price}") for other, price in self.others.items())]
-        said += [("moves", ", ".join(self.collectives)), ("where", self.where)]
-        lines = [f"{self.subject}: {self.chosen}", *(f"  {label:<9}{text}" for label, text in said if text)]
+        rows = [("because", self.reason), *(("else", f"{other}: {price}") for other, price in self.others.items())]
+        rows += [("moves", ", ".join(self.collectives)), ("where", self.where)]
+        lines = [f"{self.subject}: {self.chosen}", *(f"  {label:<9}{text}" for label, text in rows if text)]
         return "\n".join(lines)
 
 
@@ -239,15 +239,15 @@ class Plan:
         """The axes, joined ones as one, over which it stores parameters in parts, those of most ranks first."""
         mesh = self.mesh_object()
         places = [at for entry in self.parameters.values() for at in entry.items()]
-        found = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
-        return tuple(sorted(found, key=mesh.size, reverse=True))
+        axes = {axis for axis, place in places if mesh.stores(axis) and place.startswith("S")}
+        return tuple(sorted(axes, key=mesh.size, reverse=True))
 
     @property
     def axes_by_expert(self) -> tuple[str, ...]:
         """The axes on whose ranks rows are by their experts."""
         ways = [(axis, str(way)) for entry in self.operators.values() for axis, way in entry.items()]
-        found = {axis for axis, way in ways if any(str(place) in way for place in ROUTES)}
-        return tuple(axis for axis in self.mesh if axis in found)
+        axes = {axis for axis, way in ways if any(str(place) in way for place in ROUTES)}
+        return tuple(axis for axis in self.mesh if axis in axes)
 
     def operator_entry(self, key: str, group: str) -> tuple[str, Mapping[str, Any]] | None:
         """The entry of an operator and the name it was found under: its own key, else its group's pattern."""
@@ -327,10 +327,10 @@ def line_of(text: str, *keys: str) -> str:
     """`line 12`: the first line on which the keys have all been seen, in order."""
     at = 0
     for key in keys:
-        found = text.find(json.dumps(key), at)
-        if found < 0 and not key.isdigit():
-            found = text.find(key, at)
-        at = found if found >= 0 else at
+        index = text.find(json.dumps(key), at)
+        if index < 0 and not key.isdigit():
+            index = text.find(key, at)
+        at = index if index >= 0 else at
     return f"line {text.count(chr(10), 0, at) + 1}"
 
 

@@ -68,13 +68,13 @@ def candidates(node: fx.Node) -> Iterator[Possibility]:
                 continue
             first = even.holding(inputs, edit)
             second = other.holding(inputs, edit) if first else {}
-            found = [
+            possibilities = [
                 Possibility(places, outputs, edit is not None)
                 for outputs in first if outputs in second
                 if all(places := tuple(map(frozenset.intersection, first[outputs], second[outputs])))
             ]  # fmt: skip
-            yield from found
-            if found:
+            yield from possibilities
+            if possibilities:
                 break  # as the call is, before other arguments
 
 
@@ -88,8 +88,8 @@ def _random(like: Tensor, low: float, high: float, seed: int) -> Tensor:
 def _shuffled(tensor: Tensor, seed: int) -> Tensor:
     """Other values of the same kind: the tensor's own, in another order."""
     order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(seed))
-    found = tensor.detach().reshape(-1)[order].reshape(tensor.shape)
-    return found.requires_grad_(tensor.requires_grad)
+    shuffled = tensor.detach().reshape(-1)[order].reshape(tensor.shape)
+    return shuffled.requires_grad_(tensor.requires_grad)
 
 
 def _combinations(values: Sequence[Tensor]) -> Iterator[tuple[Placement, ...]]:
@@ -115,8 +115,8 @@ class _Trial:
         args, kwargs = fx.map_arg((self.node.args, self.node.kwargs), lambda _: next(remaining))
         if edit is not None:
             args, kwargs = edit((args, kwargs), *part)
-        found = self.node.target(*args, **kwargs)
-        return list(found) if isinstance(found, (tuple, list)) else [found]
+        result = self.node.target(*args, **kwargs)
+        return list(result) if isinstance(result, (tuple, list)) else [result]
 
     def holding(
         self, inputs: Sequence[Placement], edit: Edit | None
@@ -134,28 +134,28 @@ class _Trial:
             outputs = [self._call(values, edit, p) for values, p in zip(ranks, parts, strict=True)]
         except (RuntimeError, ValueError, IndexError, TypeError):
             return {}
-        if any(len(found) != len(self.outputs) for found in outputs):
+        if any(len(results) != len(self.outputs) for results in outputs):
             return {}
         summed = P in inputs
         options = [
             [p for p in _output_placements(whole, self.values, part, summed) if _recombines(whole, both, p, part)]
             for whole, both in zip(self.outputs, zip(*outputs, strict=True), strict=True)
         ]
-        found = {}
+        allowed_by_places = {}
         for places in itertools.product(*options):
             allowed = self._gradients_hold(inputs, ranks, outputs, places, part)
             if allowed is not None:
-                found[places] = allowed
-        return found
+                allowed_by_places[places] = allowed
+        return allowed_by_places
 
     def _gradients_hold(
         self, inputs: Sequence[Placement], ranks: list[list[Tensor]], outputs: list[list[Tensor]],
         places: Sequence[Placement], part: tuple[int, int],
     ) -> tuple[frozenset[Placement], ...] | None:  # fmt: skip
         grads = []
-        for rank, (values, found) in enumerate(zip(ranks, outputs, strict=True)):
+        for rank, (values, results) in enumerate(zip(ranks, outputs, strict=True)):
             seeds = [_expected(w, p, part)[rank] for w, p in zip(self.weights, places, strict=True)]
-            grads.append(_gradients(found, seeds, values))
+            grads.append(_gradients(results, seeds, values))
         allowed = []
         for place, whole, (first, second) in zip(inputs, self.grads, zip(*grads, strict=True), strict=True):
             options = {R: R, R_GRAD_P: P} if place == R else {place: R if place == P else place}
@@ -169,8 +169,8 @@ def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], values: Seq
     used = [(o, w.to(o.dtype)) for o, w in zip(outputs, weights, strict=True) if o.requires_grad]
     if not wanted or not used:
         return [torch.zeros_like(v) for v in values]
-    made, seeds = zip(*used, strict=True)
-    grads = iter(torch.autograd.grad(made, wanted, seeds, retain_graph=True, materialize_grads=True))
+    differentiable, seeds = zip(*used, strict=True)
+    grads = iter(torch.autograd.grad(differentiable, wanted, seeds, retain_graph=True, materialize_grads=True))
     return [next(grads) if v.requires_grad else torch.zeros_like(v) for v in values]
 
 
@@ -221,7 +221,7 @@ def _recombines(whole: Tensor, both: Sequence[Tensor], place: Placement, part: t
     if place == P:
         return first.shape == whole.shape == second.shape and relative(first + second, whole) <= tolerance
     expected = _expected(whole, place, part)
-    return all(relative(found, wanted) <= tolerance for found, wanted in zip(both, expected, strict=True))
+    return all(relative(actual, wanted) <= tolerance for actual, wanted in zip(both, expected, strict=True))
 
 
 # Other arguments

@@ -63,10 +63,10 @@ def weights_bytes(parameters: Iterable[Tensor], mesh: Mesh | None, trains: bool)
 def values_bytes(traced: Trace, mesh: Mesh | None) -> int:
     """What one forward makes, in float64: all of it is held until its backward, and what no axis cuts by every rank."""
     nodes = [node for node in operators(traced.graph) if is_floating(node) and short_name(node) not in VIEWS]
-    made = DOUBLE * sum(node.meta["val"].numel() for node in nodes)
+    computed = DOUBLE * sum(node.meta["val"].numel() for node in nodes)
     largest = DOUBLE * max((node.meta["val"].numel() for node in nodes), default=0)
     ranks = 1 if mesh is None else mesh.feature_ranks
-    return int(made * (1 + ranks) / 2 + 3 * largest)
+    return int(computed * (1 + ranks) / 2 + 3 * largest)
 
 
 def seconds(parameters: Iterable[Tensor], tokens: int, steps: int) -> float:

@@ -82,13 +82,13 @@ def infinite(subject: Subject, results: Results) -> dict[str, str]:
 def _compared(subject: Subject, results: Results) -> Iterator[tuple[str, Tensor, bool]]:
     """(name, value, whether it may hold infinities) of all floating values that are compared."""
     loss = subject.outputs.index(subject.loss) if subject.loss is not None else None
-    found: list[tuple[str, Any, bool]] = []
+    entries: list[tuple[str, Any, bool]] = []
     for i, value in enumerate(results.outputs):
-        found.append(("loss" if i == loss else f"output {i}", value, i != loss))
-    found += [(f"gradient of {name}", grad, False) for name, grad in results.grads.items()]
-    found += [(f"gradient of input {name}", grad, False) for name, grad in results.input_grads.items()]
-    found += [(f"buffer {name}", value, True) for name, value in results.buffers.items()]
-    for name, value, infinities in found:
+        entries.append(("loss" if i == loss else f"output {i}", value, i != loss))
+    entries += [(f"gradient of {name}", grad, False) for name, grad in results.grads.items()]
+    entries += [(f"gradient of input {name}", grad, False) for name, grad in results.input_grads.items()]
+    entries += [(f"buffer {name}", value, True) for name, value in results.buffers.items()]
+    for name, value, infinities in entries:
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             yield name, value.detach(), infinities
 
@@ -129,10 +129,10 @@ def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject
             infinities = [source for source in tensor_inputs(node) if _has_infinity(computed[source])]
             if not infinities:
                 return f"{describe(node)} makes nan of finite numbers"
-            made = _infinity(infinities[0], computed)
-            return f"{describe(node)} makes nan of infinities" + (f", which {made}" if made else "")
-    made = _infinity(subject.loss, computed) if subject.loss is not None else ""
-    return f"infinities, which {made}" if made else ""
+            phrase = _infinity(infinities[0], computed)
+            return f"{describe(node)} makes nan of infinities" + (f", which {phrase}" if phrase else "")
+    phrase = _infinity(subject.loss, computed) if subject.loss is not None else ""
+    return f"infinities, which {phrase}" if phrase else ""
 
 
 def _infinity(end: fx.Node, computed: Mapping[fx.Node, Any]) -> str:
@@ -165,8 +165,8 @@ def _first_backward(computed: Mapping[fx.Node, Any]) -> str:
     for node in reversed(list(grads)):
         if held(grads[node]):
             readers = [user for user in node.users if user.op == "call_function"]
-            made = "nan" if _has_nan(grads[node]) else "infinity"
-            return f"the backward of {describe(readers[-1])} makes {made}" if readers else ""
+            kind = "nan" if _has_nan(grads[node]) else "infinity"
+            return f"the backward of {describe(readers[-1])} makes {kind}" if readers else ""
     return ""
 
 

@@ -165,11 +165,11 @@ class _Search:
             if facts(source)["role"] != ACTIVE or name not in self.whole_grads:
                 continue
             stage, held = self.made[node]
-            found = {m: {r: v.grad for r, v in values.items()} for m, values in held.items()}
-            if any(grad is None for values in found.values() for grad in values.values()):
+            grads = {m: {r: v.grad for r, v in values.items()} for m, values in held.items()}
+            if any(grad is None for values in grads.values() for grad in values.values()):
                 continue
             places = {axis: _of_gradient(place) for axis, place in facts(node)["layout"].items()}
-            wrong = self._wrong(found, places, self.whole_grads[name], scale)
+            wrong = self._wrong(grads, places, self.whole_grads[name], scale)
             if wrong is not None:
                 return self._mismatch(node, "gradient", stage, wrong)
         return None
@@ -182,9 +182,9 @@ class _Search:
         node = next(n for n in self.subject.traced.graph.nodes if n.op == "get_attr" and n.target == name)
         zero = torch.zeros_like(self.subject.weights[name])
         held = {rank: local[name].grad for rank, local in self.shards.items() if name in local}
-        found = {0: {r: torch.zeros(()) if grad is None else grad for r, grad in held.items()}}
+        grads = {0: {r: torch.zeros(()) if grad is None else grad for r, grad in held.items()}}
         scale = self.grad_scale
-        wrong = self._wrong(found, stored.layout, self.whole_grads.get(node.name, zero), scale)
+        wrong = self._wrong(grads, stored.layout, self.whole_grads.get(node.name, zero), scale)
         keys = _readers(node)
         return Mismatch(
             name, "gradient", wrong.error if wrong else float("inf"),
@@ -246,12 +246,12 @@ class _Search:
         stored = origin.op == "get_attr"
         name = str(origin.target) if stored else origin.name
         module = name.rpartition(".")[0] if stored else module_path(origin)
-        own = (facts(origin)["key"],) if "key" in facts(origin) else ()
-        keys = (own or _readers(origin)) if kind == "value" else (_readers(origin) or own)
+        origin_keys = (facts(origin)["key"],) if "key" in facts(origin) else ()
+        keys = (origin_keys or _readers(origin)) if kind == "value" else (_readers(origin) or origin_keys)
         backward = f"the backward of {', '.join(_readers(origin)[:3]) or 'its way to the output'}"
-        made = _maker(node) if kind == "value" else backward
+        maker = _maker(node) if kind == "value" else backward
         layout = format_value(origin, format_layout(facts(node)["layout"]))
-        return Mismatch(name, kind, wrong.error, made, module, _source(origin), stage, layout, keys, wrong, origin)
+        return Mismatch(name, kind, wrong.error, maker, module, _source(origin), stage, layout, keys, wrong, origin)
 
     def _broken(self, failure: Exception) -> Mismatch:
         """The operator after the last value that was made."""
@@ -273,12 +273,12 @@ class _Search:
 def _reference(subject: Subject) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Every value of the traced graph on the global batch, and its gradient, by the node's name."""
     values = subject.values(retain_grads=True)
-    found = {node.name: value for node, value in values.items() if isinstance(value, Tensor)}
+    tensors = {node.name: value for node, value in values.items() if isinstance(value, Tensor)}
     subject.seed(subject.flat_outputs(values)).backward()
-    grads = {name: value.grad for name, value in found.items() if value.requires_grad and value.grad is not None}
+    grads = {name: value.grad for name, value in tensors.items() if value.requires_grad and value.grad is not None}
     for weight in subject.weights.values():
         weight.grad = None
-    return {name: value.detach() for name, value in found.items()}, grads
+    return {name: value.detach() for name, value in tensors.items()}, grads
 
 
 def entries_of(

@@ -123,9 +123,9 @@ class _Scale:
             self.value, self.steps = self.value * self.growth_factor, 0
 
 
-def shared_infinity(found: Mapping[int, bool]) -> dict[int, bool]:
+def shared_infinity(infinite: Mapping[int, bool]) -> dict[int, bool]:
     """Whether any rank has found an infinity, on all ranks."""
-    return dict.fromkeys(found, any(found.values()))
+    return dict.fromkeys(infinite, any(infinite.values()))
 
 
 class _AllRanks:
@@ -154,7 +154,7 @@ class _AllRanks:
         self.infinite = shared_infinity({rank: self._unscale(rank) for rank in self.shards})
         norms = self._norms()
         self._clip(norms)
-        skips = {rank: self.training.scaler is not None and found for rank, found in self.infinite.items()}
+        skips = {rank: self.training.scaler is not None and infinite for rank, infinite in self.infinite.items()}
         return _Outcome({rank: loss.detach() for rank, loss in losses.items()}, norms, scales, skips)
 
     def _unscale(self, rank: int) -> bool:
@@ -196,8 +196,8 @@ def _named(local: Mapping[str, nn.Parameter]) -> Named:
 
 def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of buffers; one that has two names stays one."""
-    made: dict[int, Tensor] = {}
-    return {name: made.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
+    copies: dict[int, Tensor] = {}
+    return {name: copies.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
 
 
 class _Late:
@@ -294,17 +294,17 @@ def _step(
     subject: Subject, arguments: Mapping[str, Any], one: _OneDevice, ranks: _AllRanks, compared: Compared,
     late: _Late | None,
 ) -> StepReport:  # fmt: skip
-    expected, found = one.backward(subject, arguments), ranks.backward(subject)
+    expected, actual = one.backward(subject, arguments), ranks.backward(subject)
     skipped, scale = expected.skips[0], expected.scales[0]
-    compared.numbers("loss", found.losses, expected.losses[0], may_overflow=skipped)
-    compared.numbers("scale", {r: torch.tensor(s) for r, s in found.scales.items()}, torch.tensor(scale))
-    compared.skips(found.skips, skipped)
+    compared.numbers("loss", actual.losses, expected.losses[0], may_overflow=skipped)
+    compared.numbers("scale", {r: torch.tensor(s) for r, s in actual.scales.items()}, torch.tensor(scale))
+    compared.skips(actual.skips, skipped)
     if not skipped:
-        compared.numbers("norm", found.norms, expected.norms[0])
+        compared.numbers("norm", actual.norms, expected.norms[0])
         grads = {name: p.grad for name, p in one.parameters.items()}
-        found_grads = {rank: {n: p.grad for n, p in local.items()} for rank, local in ranks.shards.items()}
+        actual_grads = {rank: {n: p.grad for n, p in local.items()} for rank, local in ranks.shards.items()}
         floor = GRAD_FLOOR * _factor(expected.norms[0], one.training)
-        compared.tensors("gradient", found_grads, grads, floor)
+        compared.tensors("gradient", actual_grads, grads, floor)
         compared.note_rounding(grads)
     if late is not None:
         late.exchange([*one.parameters.values(), *(p for local in ranks.shards.values() for p in local.values())])
@@ -344,10 +344,10 @@ def _entry(optimizer: torch.optim.Optimizer, parameter: Tensor, key: str) -> Ten
 
 def _state_keys(one: _OneDevice) -> list[str]:
     """The entries of the optimizer's state that have the shape of their parameter."""
-    found = [
+    keys = [
         key
         for p in one.parameters.values()
         for key, value in one.optimizer.state.get(p, {}).items()
         if isinstance(value, Tensor) and value.shape == p.shape
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(keys))

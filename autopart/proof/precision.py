@@ -56,12 +56,12 @@ class Rounded:
         return self.max_error <= self.tolerance
 
     def __str__(self) -> str:
-        name, own = self.precision.name, f"one device's own rounding is {self.own:.2g}"
+        name, rounding = self.precision.name, f"one device's own rounding is {self.own:.2g}"
         if self.tolerance == float("inf"):
-            return f"{name}: not compared with one device in {name}, where rounding decides values: {own}"
+            return f"{name}: not compared with one device in {name}, where rounding decides values: {rounding}"
         head = f"{name}: {'as' if self.ok else 'NOT AS'} one device in {name}: largest difference {self.max_error:.2g}"
         worst = max(self.errors, key=self.errors.__getitem__, default="")
-        return f"{head} ({worst}) over {len(self.errors)} values, allowed {self.tolerance:.2g}; {own}"
+        return f"{head} ({worst}) over {len(self.errors)} values, allowed {self.tolerance:.2g}; {rounding}"
 
 
 class OneDevice:
@@ -92,14 +92,14 @@ class OneDevice:
         assert plan is not None, "decisions for one trace are another's only through their plan"
         if set(in_double.grads) != set(self.results.grads):
             return Rounded(self.precision, {"which parameters have a gradient": float("inf")}, 0.0, 0.0)
-        own = in_double.distance(_in_double(self.results))
+        rounding = in_double.distance(_in_double(self.results))
         kinds = self.precision.compute, self.precision.reduce
-        tolerance = max(ROUNDINGS * max(torch.finfo(dtype).eps for dtype in kinds), 3 * own)
-        if own > MOST:
-            return Rounded(self.precision, {}, own, float("inf"))
+        tolerance = max(ROUNDINGS * max(torch.finfo(dtype).eps for dtype in kinds), 3 * rounding)
+        if rounding > MOST:
+            return Rounded(self.precision, {}, rounding, float("inf"))
         decisions = decode(self.traced, plan, arrangement.decisions.mesh)
         cut = Arrangement(decisions, arrangement.stage_style, arrangement.tamper, plan)
-        return Rounded(self.precision, self.subject.errors(cut, self.results), own, tolerance)
+        return Rounded(self.precision, self.subject.errors(cut, self.results), rounding, tolerance)
 
 
 class _Call(nn.Module):
@@ -116,8 +116,8 @@ class _Call(nn.Module):
 def _tensor(base: nn.Module, name: str) -> Tensor:
     module, _, last = name.rpartition(".")
     holder = base.get_submodule(module)
-    found = holder._buffers.get(last)
-    return holder.get_parameter(last) if found is None else found
+    buffer = holder._buffers.get(last)
+    return holder.get_parameter(last) if buffer is None else buffer
 
 
 def _in_double(results: Results) -> Results:

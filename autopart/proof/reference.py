@@ -118,8 +118,8 @@ class Reference:
         """A buffer of the copy, or a frozen parameter that it writes, as the last forward has left it."""
         module, _, last = name.rpartition(".")
         holder = self.base.get_submodule(module)
-        found = holder._buffers.get(last)
-        return holder.get_parameter(last) if found is None else found
+        buffer = holder._buffers.get(last)
+        return holder.get_parameter(last) if buffer is None else buffer
 
     @property
     def is_lifted(self) -> bool:
@@ -157,9 +157,9 @@ class Reference:
                 flat = tree_flatten(call(self.model, self.arguments))[0]
             written = {name: self.buffer(name).detach().clone() for name in subject.traced.buffer_updates}
             changed = {name for name, value in before.items() if relative(self.buffer(name), value) > 0}
-            own = subject.differentiate(flat, written, subject.traced.parameters)
+            results = subject.differentiate(flat, written, subject.traced.parameters)
         self.lost = changed - set(written)
-        return own
+        return results
 
 
 def in_double(model: nn.Module) -> nn.Module:
@@ -180,10 +180,10 @@ def _in_single(model: nn.Module) -> nn.Module:
 
 def _doubled(traced: Trace) -> Trace:
     """A trace in float64 with its tensors, which are copies then. A tensor with two names stays one."""
-    made: dict[int, Tensor] = {}
+    double_by_id: dict[int, Tensor] = {}
 
     def double(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: made.setdefault(id(t), _to_double(t)) for name, t in tensors.items()}
+        return {name: double_by_id.setdefault(id(t), _to_double(t)) for name, t in tensors.items()}
 
     parameters = {name: nn.Parameter(_to_double(p), p.requires_grad) for name, p in traced.parameters.items()}
     tensors = tuple(_to_double(tensor) for tensor in traced.call.tensors)

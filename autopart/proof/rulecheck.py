@@ -47,8 +47,8 @@ def trace_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
         return node
 
     node = graph.call_function(target, *tree_map(read, (tuple(args), dict(kwargs))))
-    given = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    node.meta["val"] = target(*given[0], **given[1])
+    arguments = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    node.meta["val"] = target(*arguments[0], **arguments[1])
     outputs = _projections(graph, node)
     graph.output(tuple(outputs))
     run_passes(graph, (*AS_TRACED, *NORMALIZE))
@@ -118,15 +118,15 @@ class Proof:
             }
             seeds = [torch.zeros(mesh.row_ranks, dtype=torch.int64) for _ in program.input_names]  # of dropout
             ran = run_lockstep(program, local, {}, seeds, primitives=UNEVEN_SUMS)
-            found = {rank: values for rank, (values,) in ran.items()}
-            backward([value for values in found.values() for value in values])
+            by_rank = {rank: values for rank, (values,) in ran.items()}
+            backward([value for values in by_rank.values() for value in values])
             sync_gradients_lockstep(local, program)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError) as error:
             cause = error.__cause__ if isinstance(error, PassError) and error.__cause__ is not None else error
             return f"{type(cause).__name__}: {str(cause).splitlines()[0][:160]}"
         wrong = []
         tolerance = max(TOLERANCE.get(o.dtype, 0.0) for o in self.outputs)
-        for rank, values in found.items():
+        for rank, values in by_rank.items():
             for i, (value, expected) in enumerate(zip(values, self.outputs, strict=True)):
                 wrong += [f"output {i} on rank {rank} by {e:.2g}" for e in [relative(value, expected)] if e > tolerance]
             for name, grad in self.grads.items():

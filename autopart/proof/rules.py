@@ -56,12 +56,12 @@ def rule(
     _check_operator(operator)
     for line in lines:
         _check_line(operator, line)
-    made = Rule(
+    new_rule = Rule(
         lines[0], " ".join(whole.split()), tuple(tuple(s) for s in linear), "", (flops,) if flops else (), lines[1:]
     )
-    _check_factors(operator, made, sum)
-    _check_signature(operator, made)
-    if REGISTERED.get(operator, made) != made:
+    _check_factors(operator, new_rule, sum)
+    _check_signature(operator, new_rule)
+    if REGISTERED.get(operator, new_rule) != new_rule:
         raise RuleError(
             f"{operator} has another rule already", why=f"it is {call_text(operator, REGISTERED[operator])}",
             hint="one rule per operator and process; several lines for several forms of a call",
@@ -70,7 +70,7 @@ def rule(
         raise RuleError(
             f"{operator} has a rule already", why="it is one of autopart's own", hint="nothing to register",
         )  # fmt: skip
-    REGISTERED[operator] = made
+    REGISTERED[operator] = new_rule
 
 
 def _overloads(operator: str) -> list[Any]:
@@ -116,15 +116,15 @@ def _check_line(operator: str, line: str) -> None:
             raise wrong(f"'{operand.strip()}' has '{twice[0]}' twice")
 
 
-def _check_factors(operator: str, made: Rule, summed: str) -> None:
+def _check_factors(operator: str, new_rule: Rule, summed: str) -> None:
     """Raises RuleError where options name factors that the lines lack, or a sum is not said."""
     known: dict[str, None] = {}
     made_up: list[str] = []
-    for text in (made.text, *made.also):
+    for text in (new_rule.text, *new_rule.also):
         left, right = ({f: None for operand in side for dim in operand for f in dim} for side in parse(text))
         known |= left | right
-        made_up += [f for f in right if f not in left and f not in made.whole.split()]
-    for option, text in (("sum", summed), ("whole", made.whole), ("flops", " ".join(made.matmul))):
+        made_up += [f for f in right if f not in left and f not in new_rule.whole.split()]
+    for option, text in (("sum", summed), ("whole", new_rule.whole), ("flops", " ".join(new_rule.matmul))):
         for factor in text.split():
             if factor not in known:
                 raise RuleError(
@@ -136,31 +136,31 @@ def _check_factors(operator: str, made: Rule, summed: str) -> None:
             f"the rule of {operator} has '{made_up[0]}' in an output alone",
             why="a shard of it cannot come from whole inputs", hint=f"whole='{' '.join(dict.fromkeys(made_up))}'",
         )  # fmt: skip
-    lacking = contracted(made)
+    lacking = contracted(new_rule)
     if sorted(summed.split()) != sorted(lacking):
-        said = f"sum='{summed}'" if summed else "no sum="
+        stated = f"sum='{summed}'" if summed else "no sum="
         names = f"some output lacks {', '.join(lacking)}" if lacking else "every output has all factors of the inputs"
         raise RuleError(
-            f"the rule of {operator} says {said}", why=f"{names}; sharding what an output lacks leaves a partial sum",
+            f"the rule of {operator} says {stated}", why=f"{names}; sharding what an output lacks leaves a partial sum",
             hint=f"sum='{' '.join(lacking)}', or whole= for what may not be sharded" if lacking else "leave sum out",
         )  # fmt: skip
 
 
-def _check_signature(operator: str, made: Rule) -> None:
+def _check_signature(operator: str, new_rule: Rule) -> None:
     """Raises RuleError where a line has another number of tensors than the operator, or `linear` more than a line."""
-    for text in (made.text, *made.also):
+    for text in (new_rule.text, *new_rule.also):
         left, right = parse(text)
         tensors = f"{_count(len(left), 'input')} and {_count(len(right), 'output')}"
-        found = _overloads(operator)
-        if found and not any(_fits(overload._schema, len(left), len(right)) for overload in found):
+        overloads = _overloads(operator)
+        if overloads and not any(_fits(overload._schema, len(left), len(right)) for overload in overloads):
             raise RuleError(
-                f"the line '{text}' of {operator} has {tensors}", why=f"it is {found[0]._schema}",
+                f"the line '{text}' of {operator} has {tensors}", why=f"it is {overloads[0]._schema}",
                 hint="one operand for every tensor, in the order of the call",
             )  # fmt: skip
-        beyond = [position for positions in made.linear for position in positions if not 0 <= position < len(left)]
+        beyond = [position for positions in new_rule.linear for position in positions if not 0 <= position < len(left)]
         if beyond:
             raise RuleError(
-                f"linear={[list(s) for s in made.linear]} of {operator} names input {beyond[0]}",
+                f"linear={[list(s) for s in new_rule.linear]} of {operator} names input {beyond[0]}",
                 why=f"the line '{text}' has {tensors}; inputs are counted from 0", hint="linear=[[0]]",
             )  # fmt: skip
 
@@ -199,8 +199,8 @@ class RuleCheck:
 
     def __str__(self) -> str:
         kinds = (("right", self.right), ("wrong", self.wrong), ("missing", self.missing))
-        lines = [f"{self.operator}: {', '.join(f'{len(found)} {kind}' for kind, found in kinds)}"]
-        lines += [f"  {kind:<9}{text}" for kind, found in kinds for text in found]
+        lines = [f"{self.operator}: {', '.join(f'{len(texts)} {kind}' for kind, texts in kinds)}"]
+        lines += [f"  {kind:<9}{text}" for kind, texts in kinds for text in texts]
         return "\n".join(lines)
 
 
@@ -241,8 +241,8 @@ def check_rule(operator: str, *args: Any, **kwargs: Any) -> RuleCheck:
                 errors.setdefault(f"{prefix}{strategy}", []).extend([f"{error} (of {ranks})"] * bool(error))
         claimed = strategies(node, 2, ANY_KIND)
         missing += [f"{prefix}{c}" for c in candidates(node) if not c.is_claimed_by(claimed)]
-    right = tuple(text for text, found in errors.items() if not found)
-    wrong = tuple(f"{text}: {'; '.join(found)}" for text, found in errors.items() if found)
+    right = tuple(text for text, failures in errors.items() if not failures)
+    wrong = tuple(f"{text}: {'; '.join(failures)}" for text, failures in errors.items() if failures)
     return RuleCheck(name, right, wrong, tuple(missing))
 
 

@@ -76,9 +76,9 @@ class ScaledCopy:
 
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """A call of the model as one of the copy."""
-        made = smaller_call(arguments, *self.call) if self.call is not None else dict(arguments)
-        assert made is not None, "a call of tokens alone"
-        return made
+        shorter = smaller_call(arguments, *self.call) if self.call is not None else dict(arguments)
+        assert shorter is not None, "a call of tokens alone"
+        return shorter
 
     def plan(self, plan: Plan, identity: Mapping[str, Any], traced: Trace) -> Plan:
         """A plan of the model for the copy: what it says of kept blocks, by name or pattern, and cuts made anew."""
@@ -150,9 +150,9 @@ def scaled_copy(model: nn.Module, arguments: Mapping[str, Any], work: VerifyLoad
     fair = min(SHARE_COPY * free, MOST_FOR_COPY)
     few, needed = _with_fewer_blocks(model, arguments, work, free)
     if few is None or needed.total > fair:
-        found = _with_smaller_sizes(model, arguments, work, fair)
-        if found is not None:
-            few, needed = found
+        resized = _with_smaller_sizes(model, arguments, work, fair)
+        if resized is not None:
+            few, needed = resized
     if few is None or needed.total > SHARE_WHOLE * free:
         raise too_large(model, needed, free)
     announce(f"verifying {few.text}, which needs {needed}; {free / 1e9:.3g} GB are free")
@@ -165,7 +165,7 @@ def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyL
     Without weights as yet where the model has none. Raises InputError where one does not fit, or the model does not run
     without the others.
     """
-    free, made = available_bytes(device_of(model)), []
+    free, copies = available_bytes(device_of(model)), []
     for path, kinds in _kinds(model):
         others = {p: kept for p, kept in _repeated(model) if p != path}
         for kind in dict.fromkeys(kinds):
@@ -176,8 +176,8 @@ def copies_by_kind(model: nn.Module, arguments: Mapping[str, Any], work: VerifyL
             if needed.total > SHARE_WHOLE * free:
                 raise too_large(copied, needed, free)
             announce(f"verifying a copy with {_told(kept)}, which needs {needed}; {free / 1e9:.3g} GB are free")
-            made.append(ScaledCopy(copied, kept, any(p.is_meta for p in model.parameters())))
-    return made
+            copies.append(ScaledCopy(copied, kept, any(p.is_meta for p in model.parameters())))
+    return copies
 
 
 def _kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, list[tuple]]]:
@@ -192,8 +192,8 @@ def _kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, list[tuple]]
 
 
 def too_large(model: nn.Module, needed: Estimate, free: int) -> InputError:
-    found = {path: (numbers, len(_blocks(model, path))) for path, numbers in _repeated(model)}
-    with_blocks = f", with {_told(found)}" if found else ""
+    repeated = {path: (numbers, len(_blocks(model, path))) for path, numbers in _repeated(model)}
+    with_blocks = f", with {_told(repeated)}" if repeated else ""
     return InputError(
         f"{type(model).__name__} in float64 needs {needed.total / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free",
         why=f"weights and gradients of one device and of all ranks take {needed.weights / 1e9:.3g} GB, what is "
@@ -207,28 +207,28 @@ def _with_fewer_blocks(
 ) -> tuple[ScaledCopy | None, Estimate]:
     """The copy with the model's own sizes, without weights as yet where the model has none, and what it needs; None
     where that is more than is free."""
-    found = dict(_repeated(model))
+    repeated = dict(_repeated(model))
     is_random = any(p.is_meta for p in model.parameters())
     needed = Estimate(0, 0)
-    for blocks in [found, *({path: kept} for path, kept in found.items() if len(found) > 1), {}]:
+    for blocks in [repeated, *({path: kept} for path, kept in repeated.items() if len(repeated) > 1), {}]:
         kept = {path: (numbers, len(_blocks(model, path))) for path, numbers in blocks.items()}
         stay = [p for name, p in model.named_parameters() if renamed(name, kept) is not None]
         needed = Estimate(weights_bytes(stay, work.mesh, work.steps > 0), 0)
         if needed.total > SHARE_WHOLE * free:
             return None, needed
-        made = _copy(model, blocks)
+        copied = _copy(model, blocks)
         try:
-            if is_small(made, arguments, work, free):
-                _materialise(made)
+            if is_small(copied, arguments, work, free):
+                _materialise(copied)
                 with torch.no_grad():
-                    made(**placed(arguments, device_of(made)))
+                    copied(**placed(arguments, device_of(copied)))
             else:
-                needed = work.estimate(made, arguments)
+                needed = work.estimate(copied, arguments)
         except Exception:  # whatever a model's own code raises when its blocks are fewer
             if blocks:
                 continue
             raise
-        return ScaledCopy(made, kept, is_random), needed
+        return ScaledCopy(copied, kept, is_random), needed
     raise AssertionError("no attempt keeps all blocks")
 
 
@@ -247,9 +247,9 @@ def _with_smaller_sizes(
     kept = {path: (numbers, len(_blocks(whole, path))) for path, numbers in blocks.items()}
     few = _copy(whole, blocks)
     for divisors in LADDER:
-        found = _smaller_copy(model, few, divisors, arguments, work, fair)
-        if found is not None:
-            return replace(found[0], kept=kept), found[1]
+        resized = _smaller_copy(model, few, divisors, arguments, work, fair)
+        if resized is not None:
+            return replace(resized[0], kept=kept), resized[1]
     return None
 
 
@@ -274,13 +274,13 @@ def _smaller_copy(
         return None
     if needed.total > fair:
         return None
-    made = _seeded(type(model), config).train(model.training).to(device_of(model))
+    copied = _seeded(type(model), config).train(model.training).to(device_of(model))
     trained = {name: p.requires_grad for name, p in few.named_parameters()}
-    for name, parameter in made.named_parameters():
+    for name, parameter in copied.named_parameters():
         parameter.requires_grad_(trained[name])
     tokens = {name: value.shape[1] for name, value in arguments.items() if isinstance(value, Tensor)}
     fewer = {f"tokens of {n}": (size, shorter[n].shape[1]) for n, size in tokens.items() if size != shorter[n].shape[1]}
-    return ScaledCopy(made, {}, True, {**changes, **fewer}, call), needed
+    return ScaledCopy(copied, {}, True, {**changes, **fewer}, call), needed
 
 
 def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
@@ -313,15 +313,15 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def fewer_blocks(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
     """A copy of `model` with as few repeated blocks as show every kind, and for every block that the model has which
     block of the copy it is like: {path of a container: one number a block}. Weights stay where they are."""
-    found = dict(_repeated(model))
+    repeated = dict(_repeated(model))
     like = {}
-    for path, kept in found.items():
+    for path, kept in repeated.items():
         kinds = [_kind(block) for block in _blocks(model, path)]
         like[path] = tuple(
             max((k for k, number in enumerate(kept) if number <= i and kinds[number] == kind), default=0)
             for i, kind in enumerate(kinds)
         )
-    return _copy(model, found), like
+    return _copy(model, repeated), like
 
 
 def renamed(name: str, kept: Mapping[str, tuple[tuple[int, ...], int]]) -> str | None:
@@ -433,13 +433,13 @@ def _copy(model: nn.Module, kept: Mapping[str, tuple[int, ...]]) -> nn.Module:
         dropped[path] = [i for i in range(len(container)) if i not in blocks]
         memo |= {id(container[i]): nn.Identity() for i in dropped[path]}  # copied instead of the block
         counts[len(container)] = len(blocks)
-    made = copy_of(model, memo)
+    copied = copy_of(model, memo)
     for path, numbers in dropped.items():
-        container = _blocks(made, path)
+        container = _blocks(copied, path)
         for i in reversed(numbers):
             del container[i]
-    _recount(made, counts, {len(_blocks(model, path)): blocks for path, blocks in kept.items()})
-    return made
+    _recount(copied, counts, {len(_blocks(model, path)): blocks for path, blocks in kept.items()})
+    return copied
 
 
 def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tuple[int, ...]]) -> None:
@@ -457,16 +457,16 @@ def _recount(model: nn.Module, counts: Mapping[int, int], kept: Mapping[int, tup
 def _materialise(model: nn.Module) -> None:
     """Random values for what is on the meta device: small weights, scales near one, whole numbers 0."""
     generator = torch.Generator().manual_seed(0)
-    made: dict[int, nn.Parameter] = {}
+    materialised: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                if id(parameter) not in made:
+                if id(parameter) not in materialised:
                     value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                     scale = 1 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 0.1
                     value = value * scale + float(parameter.dim() == 1 and name == "weight")
-                    made[id(parameter)] = nn.Parameter(value.to(parameter.dtype), parameter.requires_grad)
-                setattr(module, name, made[id(parameter)])
+                    materialised[id(parameter)] = nn.Parameter(value.to(parameter.dtype), parameter.requires_grad)
+                setattr(module, name, materialised[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 value = torch.rand(buffer.shape, generator=generator)

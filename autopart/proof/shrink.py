@@ -142,8 +142,8 @@ class _Cut:
         for node in graph.nodes:
             if node in self.chosen or source_of(node)[0] in self.chosen:
                 self._copy(node)
-        made = [n for n in graph.nodes if n in self.new and source_of(n)[0] in self.chosen]
-        ends = [n for n in made if isinstance(self.values[n], Tensor) and not self._is_used_up(n)]
+        copied = [n for n in graph.nodes if n in self.new and source_of(n)[0] in self.chosen]
+        ends = [n for n in copied if isinstance(self.values[n], Tensor) and not self._is_used_up(n)]
         subject = self.builder.subject([self.new[n] for n in ends])
         built = self.builder.arrangement(stage_style=self.arrangement.stage_style, tamper=self.arrangement.tamper)
         return Subgraph(subject, built)
@@ -192,8 +192,8 @@ class _Cut:
 
 def _origin(source: fx.Node, node: fx.Node) -> dict[str, Any]:
     """What a recorded value keeps of the node that makes it."""
-    told = {k: v for k, v in {**source.meta, **node.meta}.items() if k in ("key", "stack_trace", "nn_module_stack")}
-    return told | ({"comment": describe(source)} if node.op == "call_function" else {})
+    kept = {k: v for k, v in {**source.meta, **node.meta}.items() if k in ("key", "stack_trace", "nn_module_stack")}
+    return kept | ({"comment": describe(source)} if node.op == "call_function" else {})
 
 
 def _users(node: fx.Node) -> Iterable[fx.Node]:

@@ -63,19 +63,19 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
 
     `num_ranks`: of the axes that cut tensors; sizes keep their remainder by it.
     """
-    made = copy.deepcopy(config)
+    copied = copy.deepcopy(config)
     changes: dict[str, tuple[int, int]] = {}
 
     def change(name: str, size: int) -> None:
         was = getattr(config, name)
         if size != was:
-            setattr(made, name, size)
+            setattr(copied, name, size)
             changes[name] = (was, size)
 
     for name in _present(config, VOCABULARY):
         size = alike(getattr(config, name), divisors.vocabulary, num_ranks, SMALLEST["vocabulary"])
         change(name, size)
-        _keep_tokens_below(made, size)
+        _keep_tokens_below(copied, size)
     if divisors.width > 1:
         for name, size in _widths(config, divisors.width, num_ranks):
             change(name, size)
@@ -84,7 +84,7 @@ def smaller(config: Any, divisors: Divisors, num_ranks: int) -> tuple[Any, Chang
         chosen = max([1, *(getattr(config, name) for name in _present(config, CHOSEN))])
         for name in _present(config, EXPERTS):
             change(name, alike(getattr(config, name), divisors.width, num_ranks, 2 * chosen))
-    return made, changes
+    return copied, changes
 
 
 def _widths(config: Any, divisor: int, num_ranks: int) -> Iterator[tuple[str, int]]:
@@ -149,12 +149,12 @@ def smaller_call(arguments: Mapping[str, Any], vocabulary: int, divisor: int, nu
 
     Numbers below 0, of labels that do not count, stay.
     """
-    made = dict(arguments)
+    shorter = dict(arguments)
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             continue
         if name not in ROWS or value.dim() != 2:
             return None
         value = value[:, : alike(value.shape[1], divisor, num_ranks, SMALLEST["sequence"])]
-        made[name] = torch.where(value >= 0, value % vocabulary, value) if name in TOKENS else value
-    return made
+        shorter[name] = torch.where(value >= 0, value % vocabulary, value) if name in TOKENS else value
+    return shorter

@@ -84,16 +84,16 @@ class Compared:
         self.errors: dict[str, float] = {}
         self.first: StepMismatch | None = None
 
-    def numbers(self, kind: str, found: Mapping[int, Tensor], expected: Tensor, may_overflow: bool = False) -> None:
+    def numbers(self, kind: str, actual: Mapping[int, Tensor], expected: Tensor, may_overflow: bool = False) -> None:
         """A scalar that every rank has."""
         if not expected.isfinite() and not may_overflow:
             self._not_finite(kind, "", expected)
-        for rank, value in found.items():
+        for rank, value in actual.items():
             self._note(kind, "", rank, relative(value, expected), f"{float(value):.10g}, not {float(expected):.10g}")
 
-    def skips(self, found: Mapping[int, bool], expected: bool) -> None:
+    def skips(self, actual: Mapping[int, bool], expected: bool) -> None:
         """Whether a rank passes over the step."""
-        for rank, skipped in found.items():
+        for rank, skipped in actual.items():
             if skipped != expected:
                 words = ("the step is skipped", "taken") if skipped else ("the step is taken", "skipped")
                 self._note("scale", "", rank, float("inf"), f"{words[0]}, and on one device it is {words[1]}")
@@ -109,13 +109,13 @@ class Compared:
             if bool(alone.any()):
                 self.rounding[name] = alone | self.rounding.get(name, alone)
 
-    def buffer(self, name: str, rank: int, found: Tensor, expected: Tensor) -> None:
+    def buffer(self, name: str, rank: int, actual: Tensor, expected: Tensor) -> None:
         """The new value of a buffer on a rank that makes it."""
-        error = relative(found, expected)
-        self._note("buffer", name, rank, error, _worst_entry(found, expected) if error > self.tolerance else "")
+        error = relative(actual, expected)
+        self._note("buffer", name, rank, error, _worst_entry(actual, expected) if error > self.tolerance else "")
 
     def tensors(
-        self, kind: str, found: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None],
+        self, kind: str, actual: Mapping[int, Mapping[str, Tensor | None]], expected: Mapping[str, Tensor | None],
         floor: float, suffix: str = "",
     ) -> None:  # fmt: skip
         """What belongs to a parameter: each rank's part, against the same part of the whole. Errors are relative to the
@@ -124,7 +124,7 @@ class Compared:
             if value is not None and not bool(value.isfinite().all()):
                 self._not_finite(kind, name + suffix, value)
         scale = max([floor, *(largest(value) for value in expected.values() if value is not None)])
-        for rank, local in found.items():
+        for rank, local in actual.items():
             for name, part in local.items():
                 whole = self._cut(name, expected[name], rank)
                 passed = self._cut(name, self.rounding.get(name), rank) if kind in ("weight", "state") else None

@@ -67,8 +67,8 @@ class Subgraph:
     @property
     def operators(self) -> list[fx.Node]:
         """The nodes that compute something, without those that only record a value."""
-        made = self.arrangement.decisions.stage_of
-        return [node for node in made if "recorded" not in facts(node) and "hidden" not in facts(node)]
+        nodes = self.arrangement.decisions.stage_of
+        return [node for node in nodes if "recorded" not in facts(node) and "hidden" not in facts(node)]
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -150,17 +150,17 @@ class Builder:
         shares = torch.linspace(1, 3, num_parts * tensor.numel(), dtype=torch.float64, device=tensor.device)
         shares = (7 * shares).sin().reshape(num_parts, *tensor.shape)
         shares[0] += 1 - shares.sum(0)
-        given = self.input(f"{over}_shares_of_{node.args[0]}", shares.to(tensor.dtype))
-        facts(given)["hidden"] = True
-        ones = self._made(aten.sum.dim_IntList, (given, [0]), tensor.detach(), stage)
-        made = self._made(aten.mul.Tensor, (node, ones), tensor, stage, name)
-        self.chosen[over][ones], self.chosen[over][made] = Strategy((shard(0),), (P,)), Strategy((R_GRAD_P, P), (P,))
+        shares_node = self.input(f"{over}_shares_of_{node.args[0]}", shares.to(tensor.dtype))
+        facts(shares_node)["hidden"] = True
+        ones = self._made(aten.sum.dim_IntList, (shares_node, [0]), tensor.detach(), stage)
+        product = self._made(aten.mul.Tensor, (node, ones), tensor, stage, name)
+        self.chosen[over][ones], self.chosen[over][product] = Strategy((shard(0),), (P,)), Strategy((R_GRAD_P, P), (P,))
         for other, place in others.items():
             cut = shard(place.dim + 1, place.sections) if place.is_shard else R
             after = place if place.is_shard else R
             self.chosen[other][ones] = Strategy((cut,), (after,))
-            self.chosen[other][made] = Strategy((place, after), (place,))
-        return made
+            self.chosen[other][product] = Strategy((place, after), (place,))
+        return product
 
     def _made(self, target: Any, args: tuple, tensor: Tensor, stage: int, name: str | None = None) -> fx.Node:
         node = self.graph.call_function(target, args, name=name)
@@ -275,8 +275,8 @@ def _comment(node: fx.Node) -> str:
     return f"  # {text}" if text else ""
 
 
-def _layout(said: Mapping[str, str], axes: Iterable[str]) -> Layout:
-    return {axis: Placement.parse(said.get(axis, "R")) for axis in axes}
+def _layout(places: Mapping[str, str], axes: Iterable[str]) -> Layout:
+    return {axis: Placement.parse(places.get(axis, "R")) for axis in axes}
 
 
 class _Parser:
@@ -301,10 +301,10 @@ class _Parser:
             if match is None:
                 raise PlanError(f"'{line}' is not a line of a subgraph", hint="name = aten.add.Tensor(x, y)")
             what, *fields = match[2].split(" | ")
-            said = {field.partition(" ")[0]: field.partition(" ")[2] for field in fields}
+            settings = {field.partition(" ")[0]: field.partition(" ")[2] for field in fields}
             kind, _, rest = what.partition(" ")
             known = (kind in ("input", "weight", "recorded") and rest.endswith(("]", "fixed"))) or " below " in rest
-            node = self._leaf(match[1], kind, rest, said) if known else self._call(match[1], what, said)
+            node = self._leaf(match[1], kind, rest, settings) if known else self._call(match[1], what, settings)
             self.nodes[match[1]] = node
         outputs, _, loss = last.removeprefix("return ").partition(" | loss ")
         named = [self.nodes[name.strip()] for name in outputs.split(",")]
@@ -313,16 +313,16 @@ class _Parser:
         for node in self.builder.stage_of:  # recorded values
             facts(node)["role"] = ACTIVE
         arrangement = self.builder.arrangement(stage_style=self.stage_style)
-        for node, said in self.said.items():
+        for node, settings in self.said.items():
             if facts(node)["role"] not in (ACTIVE, WEIGHT):
                 continue
             if facts(node)["role"] == ACTIVE:
-                self.builder.stage_of[node] = int(said.get("stage", 0))
+                self.builder.stage_of[node] = int(settings.get("stage", 0))
             for axis, size, chosen in _axes(arrangement.decisions):
-                chosen[node] = _strategy(node, said.get(axis, ""), size)  # type: ignore[index]
+                chosen[node] = _strategy(node, settings.get(axis, ""), size)  # type: ignore[index]
         return Subgraph(subject, arrangement)
 
-    def _leaf(self, name: str, kind: str, rest: str, said: Mapping[str, str]) -> fx.Node:
+    def _leaf(self, name: str, kind: str, rest: str, settings: Mapping[str, str]) -> fx.Node:
         match = re.fullmatch(r"(\w+)\[([\d, ]*)\]( fixed)?(?: below (\d+))?", rest)
         if match is None:
             raise PlanError(f"'{rest}' is not a value", hint="f64[8,12], or i64[8,12] below 7")
@@ -332,14 +332,14 @@ class _Parser:
         if kind == "input":
             node = self.builder.input(name, tensor)
         elif kind == "weight":
-            node = self.builder.weight(name, tensor, _layout(said, _stored_over(self.builder.mesh)))
+            node = self.builder.weight(name, tensor, _layout(settings, _stored_over(self.builder.mesh)))
         else:
-            layout = _layout(said, self.builder.parts)
-            node = self.builder.recorded(name, tensor, layout, int(said.get("stage", 0)))
+            layout = _layout(settings, self.builder.parts)
+            node = self.builder.recorded(name, tensor, layout, int(settings.get("stage", 0)))
         self.values[node] = tensor.detach()
         return node
 
-    def _call(self, name: str, what: str, said: Mapping[str, str]) -> fx.Node:
+    def _call(self, name: str, what: str, settings: Mapping[str, str]) -> fx.Node:
         call = ast.parse(what, mode="eval").body
         if not isinstance(call, ast.Call):
             raise PlanError(f"'{what}' is not a call", hint="aten.add.Tensor(x, y)")
@@ -350,7 +350,7 @@ class _Parser:
         real_args, real_kwargs = fx.map_arg((args, kwargs), self.values.__getitem__)
         self.values[node] = node.meta["val"] = target(*real_args, **real_kwargs)
         if target is not operator.getitem:
-            self.said[node] = dict(said)
+            self.said[node] = dict(settings)
         return node
 
     def _argument(self, tree: ast.expr) -> Any:
@@ -383,5 +383,5 @@ def _strategy(node: fx.Node, text: str, num_shards: int) -> Strategy:
         if str(option) == text or not text:
             return option
     inputs, _, outputs = text.partition(" -> ")
-    taken, made = (tuple(Placement.parse(place) for place in side.split(", ")) for side in (inputs, outputs))
-    return Strategy(taken, made)
+    taken, produced = (tuple(Placement.parse(place) for place in side.split(", ")) for side in (inputs, outputs))
+    return Strategy(taken, produced)

@@ -71,8 +71,8 @@ class Results:
             return float("inf")
         pairs = zip(self.outputs, other.outputs, strict=True)
         apart = [relative(a, b.to(a.dtype)) for a, b in pairs if isinstance(a, Tensor)]
-        for own, others in ((self.buffers, other.buffers), (self.input_grads, other.input_grads)):
-            apart += [relative(value, others[name].to(value.dtype)) for name, value in own.items()]
+        for ours, others in ((self.buffers, other.buffers), (self.input_grads, other.input_grads)):
+            apart += [relative(value, others[name].to(value.dtype)) for name, value in ours.items()]
         scale = self.grad_scale
         apart += [relative(grad, other.grads[name].to(grad.dtype), scale) for name, grad in self.grads.items()]
         return max(apart, default=0.0)
@@ -165,11 +165,11 @@ class Subject:
         trained = {name: p for name, p in (weights or self.weights).items() if p.requires_grad}
         call = self.traced.call
         inputs = [t for t, gradient in zip(call.tensors, call.gradients, strict=True) if gradient]
-        found = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
-        pairs = zip(trained, found, strict=False)
+        all_grads = torch.autograd.grad(self.seed(flat), [*trained.values(), *inputs], allow_unused=True)
+        pairs = zip(trained, all_grads, strict=False)
         grads = {name: g.to_dense() if g.is_sparse else g for name, g in pairs if g is not None}
         names = self.traced.call.with_gradient
-        input_grads = {n: g for n, g in zip(names, found[len(trained) :], strict=True) if g is not None}
+        input_grads = {n: g for n, g in zip(names, all_grads[len(trained) :], strict=True) if g is not None}
         # Copies: an output may be a buffer.
         return Results([o.detach().clone() if isinstance(o, Tensor) else o for o in flat], grads, buffers, input_grads)
 
@@ -314,24 +314,24 @@ def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict
     for rank, local in shards.items():
         at = program.mesh.coordinates(rank)
         for name, parameter in local.items():
-            found, whole = parameter.grad, expected.grads.get(name)
+            grad, whole = parameter.grad, expected.grads.get(name)
             if whole is None:
-                if found is not None and bool(found.any()):
+                if grad is not None and bool(grad.any()):
                     errors[name] = float("inf")
                 continue
             for cut, index in cuts_at(program.parameters[name], program.mesh, at):
                 whole = cut.take(whole, index)
-            apart = relative(found, whole, scale) if found is not None else float("inf")
+            apart = relative(grad, whole, scale) if grad is not None else float("inf")
             errors[name] = max(errors.get(name, 0.0), apart)
     return {name: float("inf") for name in expected.grads} | errors
 
 
-def buffer_errors(found: Mapping[int, Mapping[str, Tensor]], expected: Results) -> dict[str, float]:
+def buffer_errors(buffers: Mapping[int, Mapping[str, Tensor]], expected: Results) -> dict[str, float]:
     """The largest error of every buffer that is written, over the ranks that make its new value."""
     errors = {f"buffer {name}": float("inf") for name in expected.buffers}
     for name, whole in expected.buffers.items():
-        made = [relative(new[name], whole) for new in found.values() if name in new]
-        errors[f"buffer {name}"] = max(made, default=float("inf"))
+        differences = [relative(new[name], whole) for new in buffers.values() if name in new]
+        errors[f"buffer {name}"] = max(differences, default=float("inf"))
     return errors
 
 
@@ -350,21 +350,21 @@ def weights_like(output: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype, device=output.device).reshape(output.shape)
 
 
-def relative(found: Tensor, expected: Tensor, scale: float | None = None) -> float:
+def relative(actual: Tensor, expected: Tensor, scale: float | None = None) -> float:
     """The largest difference relative to `scale` (the largest finite entry expected, at least `FLOOR`); infinite where
     shapes differ, and where only one is infinite or not a number."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return float("inf")
     if not expected.numel():
         return 0.0
-    found, expected = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (found, expected))
-    if found.is_complex() and expected.is_complex():
-        found, expected = (torch.view_as_real(t.resolve_conj()) for t in (found, expected))
+    actual, expected = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (actual, expected))
+    if actual.is_complex() and expected.is_complex():
+        actual, expected = (torch.view_as_real(t.resolve_conj()) for t in (actual, expected))
     if not expected.is_floating_point():
-        return float((found != expected).any())
+        return float((actual != expected).any())
     scale = scale or scale_of(expected)
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    apart = torch.where(same, 0.0, found - expected).abs()
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    apart = torch.where(same, 0.0, actual - expected).abs()
     return float(apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) / scale
 
 

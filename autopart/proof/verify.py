@@ -156,16 +156,16 @@ def verify(
     training = read_training(
         model, arguments, steps, optimizer, max_norm, scaler, batches, loss_fn is not None
     )  # fmt: skip
-    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    precision = Precision.parse((given or asked).precision, (given or asked).reduce_dtype)
-    if given is None:
+    followed = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    precision = Precision.parse((followed or asked).precision, (followed or asked).reduce_dtype)
+    if followed is None:
         asked = _check_fits(model, arguments, loss_fn, target, sizes, asked)
     work = VerifyLoad(sizes, training.steps if training is not None else 0, loss_fn is not None)
-    found = []
+    verifications = []
     for copied in _chosen(model, arguments, scaled, work):
         run = VerificationRun(model, arguments, loss_fn, target, copied, asked.rng, precision)
-        found.append(run.check(run.arrange(sizes, given, asked, tamper), tolerance, shrink, training))
-    return together(found)
+        verifications.append(run.check(run.arrange(sizes, followed, asked, tamper), tolerance, shrink, training))
+    return together(verifications)
 
 
 def has_room(source: ModelSource, mesh: Mesh, training: Mapping[str, Any], scaled: bool | None) -> bool:
@@ -305,19 +305,21 @@ class VerificationRun:
         if self.one_device is not None and equal and bad is None:
             phase(f"running all {arrangement.decisions.mesh.num_ranks} ranks in mixed precision")
             rounded = self.one_device.compared(arrangement, expected)
-        found = Verification(
+        verification = Verification(
             equal and bad is None and (rounded is None or rounded.ok), worst, first, errors,
             str(arrangement.decisions.mesh), tuple(notes), smallest,
             not_finite=bad and replace(bad, same=equal), rounded=rounded,
         )  # fmt: skip
-        return found if training is None else self._trained(found, arrangement, training, tolerance)
+        return verification if training is None else self._trained(verification, arrangement, training, tolerance)
 
     def _trained(
-        self, found: Verification, arrangement: Arrangement, training: Training, tolerance: float
+        self, verification: Verification, arrangement: Arrangement, training: Training, tolerance: float
     ) -> Verification:
         """What was found, and what the training steps show."""
-        if not found.ok:
-            return replace(found, notes=(*found.notes, "no training step was run: one pass is not right already"))
+        if not verification.ok:
+            return replace(
+                verification, notes=(*verification.notes, "no training step was run: one pass is not right already")
+            )
         targets = training.targets or (self.target,) * len(training.batches)
         pairs = zip(training.batches, targets, strict=True)
         batches = tuple(self.reference.converted(self.taken(batch, target)) for batch, target in pairs)
@@ -325,13 +327,14 @@ class VerificationRun:
         reports = train(self.reference, arrangement, training, tolerance)
         errors = {f"step {r.step} {name}": error for r in reports for name, error in r.errors.items()}
         first = reports[-1].first
-        worst = max([found.max_error, *errors.values()])
+        worst = max([verification.max_error, *errors.values()])
         rounding = reports[-1].rounding
         note = f"weights of which the gradient is rounding alone are not compared: {', '.join(rounding[:3])}"
         note += f" and {len(rounding) - 3} more" * (len(rounding) > 3)
         return replace(
-            found, ok=first is None, max_error=worst, first_mismatch=first, errors={**found.errors, **errors},
-            steps=tuple(reports), notes=(*found.notes, *([note] if rounding else [])),
+            verification, ok=first is None, max_error=worst, first_mismatch=first,
+            errors={**verification.errors, **errors},
+            steps=tuple(reports), notes=(*verification.notes, *([note] if rounding else [])),
         )  # fmt: skip
 
 
@@ -376,16 +379,16 @@ def _chosen(
         return copies
 
 
-def together(found: Sequence[Verification]) -> Verification:
+def together(verifications: Sequence[Verification]) -> Verification:
     """What was found of several copies of one model, as one."""
-    if len(found) == 1:
-        return found[0]
-    wrong = next((one for one in found if not one.ok), found[0])
+    if len(verifications) == 1:
+        return verifications[0]
+    wrong = next((one for one in verifications if not one.ok), verifications[0])
     errors: dict[str, float] = {}
-    for number, one in enumerate(found, 1):
+    for number, one in enumerate(verifications, 1):
         errors |= {f"copy {number}: {name}": error for name, error in one.errors.items()}
-    notes = dict.fromkeys(note for one in found for note in one.notes)
-    worst = max(one.max_error for one in found)
+    notes = dict.fromkeys(note for one in verifications for note in one.notes)
+    worst = max(one.max_error for one in verifications)
     return replace(wrong, max_error=worst, errors=errors, notes=tuple(notes))
 
 

@@ -122,33 +122,33 @@ def _recompute(a: Plan, b: Plan) -> list[DiffRow]:
 
 
 def _parameters(a: Plan, b: Plan) -> list[DiffRow]:
-    def said(plan: Plan, name: str) -> str:
+    def wording(plan: Plan, name: str) -> str:
         axes = [axis for axis in plan.mesh if plan.placement_text(name, axis) != "R"]
         return " ".join(f"{axis}:{plan.placement_text(name, axis)}" for axis in axes) or "R"
 
-    return _by_name("parameters", a, b, a.parameters, b.parameters, said)
+    return _by_name("parameters", a, b, a.parameters, b.parameters, wording)
 
 
 def _operators(a: Plan, b: Plan) -> list[DiffRow]:
-    def said(plan: Plan, name: str) -> str:
+    def wording(plan: Plan, name: str) -> str:
         _, entry = plan.operator_entry(name, _pattern(name)) or ("", {})
         on_axes = [str(text) for axis, text in entry.items() if axis in plan.mesh]
         text = "; ".join(on_axes)
         alone = {place.strip() for one in on_axes for side in one.split("->") for place in side.split(",")} <= {"R", ""}
         return WHOLE if alone else text + " (weight stored otherwise)" * bool(entry.get("keep"))
 
-    return _by_name("operators", a, b, a.operators, b.operators, said)
+    return _by_name("operators", a, b, a.operators, b.operators, wording)
 
 
 def _by_name(
-    part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], said: Callable[[Plan, str], str]
+    part: str, a: Plan, b: Plan, of_a: Iterable[str], of_b: Iterable[str], wording: Callable[[Plan, str], str]
 ) -> list[DiffRow]:
     """Rows by pattern; where only some of the repeated blocks differ, with their numbers."""
     numbers = _numbers(a) | _numbers(b)
     groups: dict[str, dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in dict.fromkeys([*of_a, *of_b]):
         for full in _members(name, numbers):
-            texts = said(a, full), said(b, full)
+            texts = wording(a, full), wording(b, full)
             if full not in groups[_pattern(name)][texts]:
                 groups[_pattern(name)][texts].append(full)
     rows = []
@@ -161,8 +161,8 @@ def _by_name(
 
 def _pattern(name: str) -> str:
     """The pattern of a parameter, or of an operator, whose own name is not part of it."""
-    path, slash, own = name.rpartition("/")
-    return f"{pattern_of(path)}/{own}" if slash else pattern_of(name)
+    path, slash, operator = name.rpartition("/")
+    return f"{pattern_of(path)}/{operator}" if slash else pattern_of(name)
 
 
 def _members(name: str, numbers: Mapping[str, list[int]]) -> list[str]:
@@ -177,13 +177,13 @@ def _number(name: str) -> str:
 
 def _numbers(plan: Plan) -> dict[str, list[int]]:
     """`{"model.layers.": [0, 1, ...]}` from the blocks of the stages."""
-    found: dict[str, set[int]] = defaultdict(set)
+    by_prefix: dict[str, set[int]] = defaultdict(set)
     for stage in plan.stages:
         for block in stage.get("blocks", ()):
             for run in filter(None, block.get("layers", "").split(",")):
                 low, _, high = run.partition("-")
-                found[block["block"].partition("*")[0]] |= set(range(int(low), int(high or low) + 1))
-    return {prefix: sorted(numbers) for prefix, numbers in found.items()}
+                by_prefix[block["block"].partition("*")[0]] |= set(range(int(low), int(high or low) + 1))
+    return {prefix: sorted(numbers) for prefix, numbers in by_prefix.items()}
 
 
 # Stages, and what follows

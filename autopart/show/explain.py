@@ -376,11 +376,12 @@ def _module_lines(plan: Plan) -> list[_Line]:
     weights = _weights_by_block(plan, parents | set(moved))
     lines = []
     for name in dict.fromkeys([*weights, *moved]):
-        found = moved.get(name, [])
+        collectives = moved.get(name, [])
         forward, backward = (
-            "\n".join(filter(None, (_counted(c, getattr(c, way)) for c in found))) for way in ("forward", "backward")
+            "\n".join(filter(None, (_counted(c, getattr(c, way)) for c in collectives)))
+            for way in ("forward", "backward")
         )
-        sent = quantity(sum(c.bytes for c in found), "B") if found else ""
+        sent = quantity(sum(c.bytes for c in collectives), "B") if collectives else ""
         lines.append(_Line(name or "(model)", tuple(weights.get(name, ())), "", forward, backward, sent))
     return lines
 
@@ -393,27 +394,27 @@ def _step_group(plan: Plan) -> Group:
 def _weights_by_block(plan: Plan, blocks: set[str]) -> dict[str, list[str]]:
     """`{block: ["c_attn.weight S(1; sections=3)", ...]}`: a parameter belongs to the block with the longest name above
     it; weights of one layout share a line, replicated ones come last."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_block: dict[str, dict[str, list[str]]] = {}
     for name in plan.parameters:
         pattern = pattern_of(name)
         above = [block for block in blocks if not block or pattern.startswith(f"{block}.")]
         block = max(above, key=len, default="")
-        own = pattern.removeprefix(f"{block}.") if block else pattern
+        short = pattern.removeprefix(f"{block}.") if block else pattern
         if name != pattern:
-            own = f"{own} of {name.rpartition('.')[0]}"
-        found.setdefault(block, {}).setdefault(_layout_text(plan, name), []).append(own)
+            short = f"{short} of {name.rpartition('.')[0]}"
+        by_block.setdefault(block, {}).setdefault(_layout_text(plan, name), []).append(short)
     return {
         block: [f"{', '.join(names)} {text}" for text, names in sorted(layouts.items(), key=lambda e: e[0] == "R")]
-        for block, layouts in found.items()
+        for block, layouts in by_block.items()
     }
 
 
 def _layout_text(plan: Plan, name: str) -> str:
     """`S(0)` on `tp`, or `dp:S(1) tp:S(0)` where a plan places parameters on other axes too."""
     tensor_axis = Mesh({}, plan.axes).tensor_axis
-    said = {axis for entry in plan.parameters.values() for axis in entry}
-    joined = sorted(said - set(plan.mesh))
-    axes = [*joined, *(axis for axis in plan.mesh if axis in said)]
+    used_axes = {axis for entry in plan.parameters.values() for axis in entry}
+    joined = sorted(used_axes - set(plan.mesh))
+    axes = [*joined, *(axis for axis in plan.mesh if axis in used_axes)]
     if axes in ([], [tensor_axis]):
         return plan.placement_text(name, tensor_axis)
     places = [(axis, plan.placement_text(name, axis)) for axis in axes]

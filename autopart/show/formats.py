@@ -83,10 +83,10 @@ def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
         first.setdefault(id(parameter), name)
     roles: dict[str, str] = {}
     for path, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
+        for parameter_name, parameter in module.named_parameters(recurse=False):
             place = Placement.parse(plan.placement_text(first[id(parameter)], "tp"))
-            _check_sayable(plan, f"{path}.{own}", module, own, tuple(parameter.shape), place)
-            if own == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
+            _check_sayable(plan, f"{path}.{parameter_name}", module, parameter_name, tuple(parameter.shape), place)
+            if parameter_name == "weight" and isinstance(module, (nn.Linear, nn.Embedding)):
                 row = place.dim == (1 if isinstance(module, nn.Linear) else 0)
                 roles[path] = (ROW if row else COLUMN) if place.is_shard else WHOLE
     _check_collectives(plan)
@@ -98,7 +98,7 @@ def _roles(plan: Plan, model: nn.Module) -> dict[str, str]:
 
 
 def _check_sayable(
-    plan: Plan, name: str, module: nn.Module, own: str, sizes: tuple[int, ...], place: Placement
+    plan: Plan, name: str, module: nn.Module, parameter_name: str, sizes: tuple[int, ...], place: Placement
 ) -> None:
     """Raises LayoutError for a stored layout that a column- or row-parallel module does not have."""
     if not place.is_shard:
@@ -160,19 +160,19 @@ def _by_pattern(roles: Mapping[str, str], full_names: bool) -> dict[str, str]:
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     for path, role in roles.items():
         groups[pattern_of(path)][path] = role
-    found: dict[str, str] = {}
+    by_pattern: dict[str, str] = {}
     for pattern, members in groups.items():
         if len(set(members.values())) == 1:
-            found[pattern] = next(iter(members.values()))
+            by_pattern[pattern] = next(iter(members.values()))
         elif full_names:
-            found |= members
+            by_pattern |= members
         else:
             raise LayoutError(
                 f"the format cannot say that modules of {pattern} differ",
                 why=", ".join(f"{path} is {role}" for path, role in members.items()),
                 hint="a plan without pins for one of them",
             )  # fmt: skip
-    return found
+    return by_pattern
 
 
 def _note_gathered(plan: Plan, roles: Mapping[str, str]) -> None:
@@ -190,8 +190,8 @@ def _to_transformers(plan: Plan, model: nn.Module) -> dict[str, str]:
     _note_gathered(plan, roles)
     kinds = {pattern_of(path): type(model.get_submodule(path)) for path in modules}
     kind = {pattern: nn.Linear if issubclass(kinds[pattern], nn.Linear) else nn.Embedding for pattern in roles}
-    found = {pattern: _STYLES[kind[pattern], _gather(kind[pattern], role)] for pattern, role in roles.items()}
-    return found | {path: "replicated_with_grad_allreduce" for path in _norms_of_shards(plan, model)}
+    styles = {pattern: _STYLES[kind[pattern], _gather(kind[pattern], role)] for pattern, role in roles.items()}
+    return styles | {path: "replicated_with_grad_allreduce" for path in _norms_of_shards(plan, model)}
 
 
 def _gather(kind: type, role: str) -> str:
@@ -214,28 +214,28 @@ def _to_parallelize_module(plan: Plan, model: nn.Module) -> dict[str, Any]:
         )  # fmt: skip
     _note_gathered(plan, roles)
     one_of = {pattern_of(path): path for path in modules} | {path: path for path in modules}
-    found: dict[str, Any] = {}
+    styles: dict[str, Any] = {}
     for pattern, role in roles.items():
         looks_up = isinstance(model.get_submodule(one_of[pattern]), nn.Embedding)
         if role == ROW:
-            found[pattern] = RowwiseParallel(input_layouts=Replicate()) if looks_up else RowwiseParallel()
+            styles[pattern] = RowwiseParallel(input_layouts=Replicate()) if looks_up else RowwiseParallel()
         elif role in (COLUMN, GATHERED):
-            found[pattern] = ColwiseParallel() if role == COLUMN else ColwiseParallel(output_layouts=Replicate())
-    return found
+            styles[pattern] = ColwiseParallel() if role == COLUMN else ColwiseParallel(output_layouts=Replicate())
+    return styles
 
 
 def _norms_of_shards(plan: Plan, model: nn.Module) -> list[str]:
     """Patterns of modules whose parameters are whole while their operators run on shards (a norm of every head)."""
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for path, module in model.named_modules():
-        own = [name for name, _ in module.named_parameters(recurse=False)]
+        names = [name for name, _ in module.named_parameters(recurse=False)]
         linear = isinstance(module, (nn.Linear, nn.Embedding))
-        if not own or linear or any("S" in plan.placement_text(f"{path}.{name}", "tp") for name in own):
+        if not names or linear or any("S" in plan.placement_text(f"{path}.{name}", "tp") for name in names):
             continue
         entries = [e for key, e in plan.operators.items() if key.rpartition("/")[0] in (path, pattern_of(path))]
         if any("S(" in entry.get("tp", "") for entry in entries):
-            found[pattern_of(path)] = None
-    return list(found)
+            patterns[pattern_of(path)] = None
+    return list(patterns)
 
 
 # Stages
@@ -248,7 +248,7 @@ def stage_modules(plan: Plan) -> list[str]:
             "the stages of the plan are not those of its cuts", why="the cuts were edited", where=plan.where("cuts"),
             hint="a plan with pins={'stages': {'cut_before': [...]}}",
         )  # fmt: skip
-    found = []
+    modules = []
     for before, stage in pairwise(plan.stages):
         first, last = map(parents, (stage["first"], before["last"]))
         ran = {path for other in plan.stages[: stage["stage"]] for path in _blocks_of(other)}
@@ -263,8 +263,8 @@ def stage_modules(plan: Plan) -> list[str]:
                 where=plan.where("cuts", stage["first"]),
                 hint=f"a plan with pins={{'stages': {{'together': [['{layers}']]}}}}",
             )  # fmt: skip
-        found.append(begins[0])
-    return found
+        modules.append(begins[0])
+    return modules
 
 
 def _blocks_of(stage: Mapping[str, Any]) -> list[str]:

@@ -88,23 +88,23 @@ def _rows(rows: Iterable[tuple[str, str]]) -> str:
 
 def _timeline(simulation: Simulation) -> str:
     """A line for every coordinate of `pp`: its actions, then what it does once a step."""
-    found, scale = simulation.timeline, WIDTH / (simulation.step_time_s or 1.0)
-    each = max(1, MOST // len(found.spans))
+    timeline, scale = simulation.timeline, WIDTH / (simulation.step_time_s or 1.0)
+    each = max(1, MOST // len(timeline.spans))
     boxes = []
-    for rank, spans in enumerate(found.spans):
+    for rank, spans in enumerate(timeline.spans):
         drawn = [(s.start_s, s.end_s, s.kind, f"{SAID[s.kind]} of microbatch {s.microbatch}, stage {s.stage}")
                  for s in spans[:each]]  # fmt: skip
         drawn += [
-            (*found.grad_sums[rank], "sums", "gradient sums"),
-            (*found.optimizers[rank], "optimizer", "optimizer"),
+            (*timeline.grad_sums[rank], "sums", "gradient sums"),
+            (*timeline.optimizers[rank], "optimizer", "optimizer"),
         ]
         boxes += [
             _box(start * scale, rank, (end - start) * scale, COLORS[kind], f"{what}, {quantity(end - start, 's')}")
             for start, end, kind, what in drawn if end > start
         ]  # fmt: skip
-    more = "" if max(map(len, found.spans)) <= each else f"<p>The first {each} actions of every rank.</p>"
+    more = "" if max(map(len, timeline.spans)) <= each else f"<p>The first {each} actions of every rank.</p>"
     shown = {"forward": "F", "backward": "B", "weights": "W", "gradient sums": "sums", "optimizer": "optimizer"}
-    return _legend({label: COLORS[kind] for label, kind in shown.items()}) + _drawing(boxes, len(found.spans)) + more
+    return _legend({label: COLORS[kind] for label, kind in shown.items()}) + _drawing(boxes, len(timeline.spans)) + more
 
 
 def _memory(plan: Plan) -> str:
@@ -118,11 +118,11 @@ def _memory(plan: Plan) -> str:
             width = row.get(kind, 0) * scale
             boxes.append(_box(x, rank, width, color, f"{kind} {quantity(row.get(kind, 0), 'B')}"))
             x += width
-    said = [
+    totals = [
         (f"stages {', '.join(map(str, row['stages']))}", f"{quantity(row['total'], 'B')} at most")
         for row in plan.memory
     ]
-    return _legend(KINDS) + _drawing(boxes, len(plan.memory)) + _rows(said)
+    return _legend(KINDS) + _drawing(boxes, len(plan.memory)) + _rows(totals)
 
 
 def _box(x: float, line: int, width: float, color: str, title: str) -> str:

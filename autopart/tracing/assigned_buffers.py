@@ -120,11 +120,11 @@ def _computed(program: Any) -> Counter[tuple]:
     """The calls that depend on inputs or parameters, each with the shapes that it gives."""
     signature = program.graph_signature
     fixed = {*signature.inputs_to_buffers, *signature.inputs_to_lifted_tensor_constants}
-    found: dict[fx.Node, bool] = {}
+    depending: dict[fx.Node, bool] = {}
     for node in program.graph.nodes:
         is_input = node.op == "placeholder" and node.name not in fixed
-        found[node] = is_input or any(found[source] for source in node.all_input_nodes)
+        depending[node] = is_input or any(depending[source] for source in node.all_input_nodes)
     return Counter(
         (str(node.target), str(getattr(node.meta.get("val"), "shape", None)))
-        for node, depends in found.items() if depends and node.op == "call_function"
+        for node, depends in depending.items() if depends and node.op == "call_function"
     )  # fmt: skip

@@ -53,10 +53,10 @@ class Recent(Generic[Made]):
     def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """The entry of a key, made now where there is none."""
         if key not in self._entries:
-            made = make()
+            entry = make()
             while len(self._entries) >= self.size:
                 self._entries.popitem(last=False)
-            self._entries[key] = made
+            self._entries[key] = entry
         self._entries.move_to_end(key)
         return self._entries[key]
 

@@ -58,12 +58,12 @@ def is_by_chance(node: fx.Node) -> bool:
     """Whether a value is made of random numbers and of nothing that differs from call to call."""
     todo, seen, drawn = [node], {node}, False
     while todo:
-        made = todo.pop()
-        if made.op != "call_function":
+        current = todo.pop()
+        if current.op != "call_function":
             return False
-        drawn |= not made.all_input_nodes and draws_random_numbers(made)
-        todo += [source for source in made.all_input_nodes if source not in seen]
-        seen |= {*made.all_input_nodes}
+        drawn |= not current.all_input_nodes and draws_random_numbers(current)
+        todo += [source for source in current.all_input_nodes if source not in seen]
+        seen |= {*current.all_input_nodes}
     return drawn
 
 
@@ -84,10 +84,10 @@ def _with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> A
 
     def traced(answers: Sequence[bool]) -> Any:
         chances.answers, chances.count = tuple(answers), 0
-        made = again()
+        result = again()
         if chances.count != count:
             raise _lost("how many decisions there are depends on the others")
-        return made
+        return result
 
     none, every = traced([False] * count), traced([True] * count)
     most = len(every.graph.nodes) > len(none.graph.nodes)
@@ -147,8 +147,8 @@ class _Side:
         instead: dict[fx.Node, fx.Node] = {}
         for their, our in common.items():
             for b, a in zip(_slots(their), _slots(our), strict=True):
-                found = common.get(b) or known.get(b) or b
-                if instead.setdefault(a, found) is not found:
+                replacement = common.get(b) or known.get(b) or b
+                if instead.setdefault(a, replacement) is not replacement:
                     raise _lost("what is decided is felt in one place and not in another")
         instead = {a: b for a, b in instead.items() if a is not b}
         if any(a in common.values() or b in common.values() for a, b in instead.items()):
@@ -180,7 +180,7 @@ def _check_apart(sides: Sequence[_Side]) -> None:
 def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequence[bool] | None) -> fx.Graph:
     """The graph with these answers; None: with all of them, and a choice by each condition. `most`: the answer in the
     whole trace."""
-    made, now = fx.Graph(), dict[fx.Node, fx.Node]()
+    built, now = fx.Graph(), dict[fx.Node, fx.Node]()
     decided = _decided(graph)
     taken = {s.number: answers is None or answers[s.number] == most for s in sides}
     left_out = {node for side in sides if not taken[side.number] for node in side.here}
@@ -195,18 +195,18 @@ def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequenc
             of_side: dict[fx.Node, fx.Node] = {}
             for other in side.there:
                 reads = {n: of_side.get(n) or now[side.known[n]] for n in other.all_input_nodes}
-                of_side[other] = made.node_copy(other, reads.__getitem__)
+                of_side[other] = built.node_copy(other, reads.__getitem__)
             new = {a: of_side.get(b) or now[b] for a, b in side.instead.items()}
             if answers is None:
                 for a, other in new.items():
                     pair = (now[a], other) if most else (other, now[a])
-                    new[a] = made.call_function(torch.ops.aten.where.self, (now[condition.args[0]], *pair))
+                    new[a] = built.call_function(torch.ops.aten.where.self, (now[condition.args[0]], *pair))
                     new[a].meta = {**condition.args[0].meta, "val": value(a)}
             now |= new
         if node in left_out or (answers is None and node.target is _DECIDED):
             continue
-        now[node] = made.node_copy(node, now.__getitem__)
-    return made
+        now[node] = built.node_copy(node, now.__getitem__)
+    return built
 
 
 def _draws(node: fx.Node) -> bool:
@@ -230,9 +230,9 @@ def _decided(graph: fx.Graph) -> list[fx.Node]:
 
 def _slots(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments of a call, in order, as often as they are there."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)
+    return nodes
 
 
 def _form(node: fx.Node) -> Any:
@@ -249,5 +249,5 @@ def note_chances(chances: Chances, graph: fx.Graph) -> list[str]:
     for node in filter(_draws, graph.nodes if chances.skips_draws else ()):
         facts(node)["inexact"] = _INEXACT
     few = ", ".join(list(chances.lines)[:2]) + ", ..." * (len(chances.lines) > 2)
-    said = "what a random number skips is computed too, and then has a gradient of zero where the model gives none"
-    return [f"{said}: {few}"] * bool(chances.count)
+    text = "what a random number skips is computed too, and then has a gradient of zero where the model gives none"
+    return [f"{text}: {few}"] * bool(chances.count)

@@ -56,10 +56,10 @@ class OwnCheckpoints:
             yield
 
     def apply(self, apply: Callable[..., Any], function: type, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """`CheckpointFunction.apply(run, preserve_rng_state, *given)` as a plain call of `run`."""
-        run, _, *given = args
+        """`CheckpointFunction.apply(run, preserve_rng_state, *arguments)` as a plain call of `run`."""
+        run, _, *arguments = args
         with self._noted(run):
-            return run_plainly(run, given)
+            return run_plainly(run, arguments)
 
     @contextmanager
     def _noted(self, run: Any) -> Iterator[None]:
@@ -67,10 +67,10 @@ class OwnCheckpoints:
         if self._seen is not None:
             yield
             return
-        given: list[Any] = []
+        arguments: list[Any] = []
         while isinstance(run, partial):  # partial(type(block).forward, block) is a call of the block
-            run, given = run.func, [*run.args[:1], *given]
-        owners = [getattr(run, "__self__", None), *given]
+            run, arguments = run.func, [*run.args[:1], *arguments]
+        owners = [getattr(run, "__self__", None), *arguments]
         self._seen = {self.paths[o] for o in owners if isinstance(o, nn.Module) and o in self.paths}
         try:
             yield
@@ -80,12 +80,12 @@ class OwnCheckpoints:
             self._seen = None
 
 
-def run_plainly(run: Callable[..., Any], given: Sequence[Any]) -> Any:
+def run_plainly(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """What a reentrant checkpoint gives: without an argument that needs a gradient it gives none, as in torch."""
-    if any(isinstance(value, Tensor) and value.requires_grad for value in given):
-        return run(*given)
+    if any(isinstance(value, Tensor) and value.requires_grad for value in arguments):
+        return run(*arguments)
     with torch.no_grad():
-        return run(*given)
+        return run(*arguments)
 
 
 @contextmanager

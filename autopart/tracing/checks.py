@@ -49,13 +49,13 @@ def passing_answer(func: Callable[..., Any], tensors: Sequence[Tensor], frame: F
 def check_text(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
     """What a note says of a check: `assert x.min() > 0 (model.py:12)`, by the line of the user's that led to it."""
     frame = _asking(frame)
-    own = frame
-    while own is not None and own.f_code.co_filename.startswith(not_the_users):
-        own = own.f_back
-    told = own or frame
-    if told is None:
+    users_frame = frame
+    while users_frame is not None and users_frame.f_code.co_filename.startswith(not_the_users):
+        users_frame = users_frame.f_back
+    shown = users_frame or frame
+    if shown is None:
         return ""
-    file, line = told.f_code.co_filename, told.f_lineno
+    file, line = shown.f_code.co_filename, shown.f_lineno
     return f"{linecache.getline(file, line).strip():.80} ({Path(file).name}:{line})"
 
 

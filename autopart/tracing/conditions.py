@@ -46,12 +46,12 @@ def _branch(branch: Branch, operands: Sequence[Any], guarded: Callable[[Any], An
     inside = tree_map(guarded, tuple(operands))
     if tracing is None:
         return branch(*inside)
-    start, own = tracing.last, [tracing.node_of(t) for t in tree_flatten(inside)[0] if isinstance(t, Tensor)]
+    start, operand_nodes = tracing.last, [tracing.node_of(t) for t in tree_flatten(inside)[0] if isinstance(t, Tensor)]
     output = branch(*inside)
     region = tracing.nodes_after(start)
     _check(region)
     known = {tracing.node_of(tensor): tensor for tensor in tracing.tracked()}
-    outside = dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in {*region, *own})
+    outside = dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in {*region, *operand_nodes})
     for node in outside:
         tensor = known.get(node)
         if tensor is None or not tensor.requires_grad:
@@ -59,8 +59,8 @@ def _branch(branch: Branch, operands: Sequence[Any], guarded: Callable[[Any], An
         last = tracing.last
         guard = tracing.node_of(guarded(tensor))
         assert guard is not None
-        for made in reversed(tracing.nodes_after(last)):
-            start.append(made)
+        for new_node in reversed(tracing.nodes_after(last)):
+            start.append(new_node)
         for reader in region:
             reader.replace_input_with(node, guard)
     return output

@@ -52,8 +52,10 @@ def with_known_sizes(graph: fx.Graph, assumed: Iterable[Assumption] = ()) -> Non
 
 def selected_sizes(graph: fx.Graph) -> set[str]:
     """torch's names of the sizes of all selections in a graph as it was traced."""
-    made = [node for node in graph.nodes if node.op == "call_function" and operator_name(node) in _SELECTING]
-    return {str(s) for node in made for t in _tensors(value(node)) for size in t.shape for s in free_symbols(size)}
+    selections = [node for node in graph.nodes if node.op == "call_function" and operator_name(node) in _SELECTING]
+    return {
+        str(s) for node in selections for t in _tensors(value(node)) for size in t.shape for s in free_symbols(size)
+    }
 
 
 class _Rewriter:
@@ -88,26 +90,26 @@ class _Rewriter:
             not _selects(node)
             and not reads_counted
             and not any(map(is_number, tensor_inputs(node)))
-            and all(isinstance(size, int) for made in _tensors(traced) for size in made.shape)
+            and all(isinstance(size, int) for tensor in _tensors(traced) for size in tensor.shape)
         ):
             return
-        made = self._selection(node) or self._sized(node) or self._mean(node) or node
-        if made is node and any(map(is_number, tensor_inputs(node))):
-            made = self.numbers.call_with_tensors(node)
-        if made is node:
+        written = self._selection(node) or self._sized(node) or self._mean(node) or node
+        if written is node and any(map(is_number, tensor_inputs(node))):
+            written = self.numbers.call_with_tensors(node)
+        if written is node:
             is_part = node.target is operator.getitem
             node.meta["val"] = value(node.args[0])[node.args[1]] if is_part else with_sizes(traced, self.sizes)
         else:
-            node.replace_all_uses_with(made)
+            node.replace_all_uses_with(written)
             self.graph.erase_node(node)
-        _check_open(made, traced)
-        self.traced[made] = traced
+        _check_open(written, traced)
+        self.traced[written] = traced
         if isinstance(traced, Tensor):
             known = [isinstance(expression(size), int) for size in traced.shape]
             if known.count(False) == 1:
                 dim = known.index(False)
-                self.sized.setdefault(expression(traced.shape[dim]), (made, dim))
-        facts(made)["counted"] = any(map(is_open, _tensors(traced)))
+                self.sized.setdefault(expression(traced.shape[dim]), (written, dim))
+        facts(written)["counted"] = any(map(is_open, _tensors(traced)))
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return added(self.graph, like, target, *args, **kwargs)
@@ -134,12 +136,12 @@ class _Rewriter:
         """For every dim of a mask the indices of what it selects."""
         return self._parts(node, self._positions(node, mask))
 
-    def _parts(self, node: fx.Node, found: fx.Node) -> list[fx.Node]:
-        parts = {part.args[1]: part for part in found.users}
-        return [parts.get(i) or self._place(node, found, i) for i in range(len(shape(found.args[0])))]
+    def _parts(self, node: fx.Node, positions: fx.Node) -> list[fx.Node]:
+        parts = {part.args[1]: part for part in positions.users}
+        return [parts.get(i) or self._place(node, positions, i) for i in range(len(shape(positions.args[0])))]
 
-    def _place(self, node: fx.Node, found: fx.Node, dim: int) -> fx.Node:
-        place = self._call(node, operator.getitem, found, dim)
+    def _place(self, node: fx.Node, positions: fx.Node, dim: int) -> fx.Node:
+        place = self._call(node, operator.getitem, positions, dim)
         facts(place)["counted"] = True
         return place
 
@@ -152,50 +154,50 @@ class _Rewriter:
             chosen = mask if value(mask).dtype == torch.bool else self._call(node, aten.ne.Scalar, mask, 0)
             self.positions[key] = self._call(node, POSITIONS, chosen, *known)
             facts(self.positions[key])["counted"] = not known
-        found = self.positions[key]
+        positions = self.positions[key]
         if is_symbol(size) and size not in self.sizes:
-            self.sizes[size], self.selections[size] = value(mask).numel(), found
-            self.sized[size] = self._parts(node, found)[0], 0
-        return found
+            self.sizes[size], self.selections[size] = value(mask).numel(), positions
+            self.sized[size] = self._parts(node, positions)[0], 0
+        return positions
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
         """How many elements a mask selects in a call, as torch has it: a symbol, or a number where that is known."""
-        made = _tensors(value(node))[0].shape
+        sizes = _tensors(value(node))[0].shape
         if operator_name(node) == "aten::index_put":
             return next((known[0] for number, known in self.positions if number == self._number(mask) and known), None)
         if operator_name(node) != "aten::index":
-            return expression(made[0])
+            return expression(sizes[0])
         before = node.args[1].index(mask)
         alone = [index for index in node.args[1] if index is not None] == [mask]
-        opened = [size for size in map(expression, made) if not isinstance(size, int)]
-        return expression(made[before]) if alone else opened[0] if opened else made[0]
+        opened = [size for size in map(expression, sizes) if not isinstance(size, int)]
+        return expression(sizes[before]) if alone else opened[0] if opened else sizes[0]
 
     def _number(self, node: fx.Node) -> int:
         """The same number for values that are computed alike."""
-        for made in self._made_of(node):
-            random = torch.Tag.nondeterministic_seeded in getattr(made.target, "tags", ())
-            key: Hashable = made
-            if made.op == "call_function" and not random:
-                key = made.target, self._told(made.args), self._told(tuple(made.kwargs.items()))
-            self.known[made] = self.values.setdefault(key, len(self.values))
+        for source in self._made_of(node):
+            random = torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
+            key: Hashable = source
+            if source.op == "call_function" and not random:
+                key = source.target, self._told(source.args), self._told(tuple(source.kwargs.items()))
+            self.known[source] = self.values.setdefault(key, len(self.values))
         return self.known[node]
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
         """What a value is made of and has no number yet, in order."""
-        todo, found = [node], set[fx.Node]()
+        todo, unknown = [node], set[fx.Node]()
         while todo:
-            made = todo.pop()
-            if made not in self.known and made not in found:
-                found.add(made)
-                todo += made.all_input_nodes if made.op == "call_function" else ()
-        return [made for made in self.graph.nodes if made in found]
+            source = todo.pop()
+            if source not in self.known and source not in unknown:
+                unknown.add(source)
+                todo += source.all_input_nodes if source.op == "call_function" else ()
+        return [one for one in self.graph.nodes if one in unknown]
 
-    def _told(self, given: Any) -> Hashable:
-        if isinstance(given, (list, tuple)):
-            return tuple(map(self._told, given))
-        if isinstance(given, fx.Node):
-            return "node", self.known[given]
-        return type(given), repr(given)
+    def _told(self, part: Any) -> Hashable:
+        if isinstance(part, (list, tuple)):
+            return tuple(map(self._told, part))
+        if isinstance(part, fx.Node):
+            return "node", self.known[part]
+        return type(part), repr(part)
 
     # Sizes
 
@@ -215,16 +217,16 @@ class _Rewriter:
         like = self._of_sizes(node, sizes)
         if like is None:
             return None
-        made = value(node)
+        output = value(node)
         if name == "arange":
             start, step = argument(node, "start") or 0, argument(node, "step") or 1
             if isinstance(start, fx.Node) or isinstance(step, fx.Node):
                 return None
-            ones = self._call(node, aten.ones_like.default, like, dtype=made.dtype)
+            ones = self._call(node, aten.ones_like.default, like, dtype=output.dtype)
             counted = self._call(node, aten.sub.Tensor, self._call(node, aten.cumsum.default, ones, 0), 1)
             return self._call(node, aten.add.Tensor, self._call(node, aten.mul.Tensor, counted, step), start)
         fill = argument(node, "fill_value") if _FILLS[name] is None else _FILLS[name]
-        return self._call(node, aten.full_like.default, like, fill, dtype=made.dtype)
+        return self._call(node, aten.full_like.default, like, fill, dtype=output.dtype)
 
     def _of_sizes(self, node: fx.Node, sizes: list[Any]) -> fx.Node | None:
         """A tensor of sizes of which some are those of other values; None where all are known, or one is nowhere."""
@@ -240,10 +242,10 @@ class _Rewriter:
         whole = [-1 if of else size for of, size in zip(is_open, sizes, strict=True)]
         return self._call(node, aten.expand.default, like, whole)
 
-    def _vector(self, line: fx.Node, made: fx.Node, dim: int) -> fx.Node:
+    def _vector(self, line: fx.Node, source: fx.Node, dim: int) -> fx.Node:
         """A tensor of one dim of a value, with the first of all others."""
-        vector = self._call(line, aten.detach.default, made)
-        for other in reversed([i for i in range(value(made).dim()) if i != dim]):
+        vector = self._call(line, aten.detach.default, source)
+        for other in reversed([i for i in range(value(source).dim()) if i != dim]):
             vector = self._call(line, aten.select.int, vector, other, 0)
         return vector
 
@@ -262,12 +264,14 @@ class _Rewriter:
 
     def selected(self) -> dict[fx.Node, set[fx.Node]]:
         """Of every selection the values that have a dim of its elements."""
-        found: dict[fx.Node, set[fx.Node]] = {selection: set(selection.users) for selection in self.positions.values()}
+        values_of: dict[fx.Node, set[fx.Node]] = {
+            selection: set(selection.users) for selection in self.positions.values()
+        }
         for node, traced in self.traced.items():
-            symbols = {s for made in _tensors(traced) for size in made.shape for s in free_symbols(size)}
+            symbols = {s for tensor in _tensors(traced) for size in tensor.shape for s in free_symbols(size)}
             for symbol in symbols & self.selections.keys():
-                found[self.selections[symbol]].add(node)
-        return found
+                values_of[self.selections[symbol]].add(node)
+        return values_of
 
     # Means
 
@@ -282,8 +286,8 @@ class _Rewriter:
         if reduces:
             names = [declared.name for declared in node.target._schema.arguments]
             place = names.index("reduction")
-            args = [_NONE if i == place else given for i, given in enumerate(node.args)]
-            kwargs = {k: given for k, given in node.kwargs.items() if k != "reduction"}
+            args = [_NONE if i == place else passed for i, passed in enumerate(node.args)]
+            kwargs = {k: passed for k, passed in node.kwargs.items() if k != "reduction"}
             kwargs |= {"reduction": _NONE} if len(args) <= place else {}
             total = self._call(node, aten.sum.default, self._call(node, node.target, *args, **kwargs))
         elif node.target is aten.mean.default:
@@ -313,8 +317,8 @@ def _selects(node: fx.Node) -> bool:
 
 def _check_open(node: fx.Node, traced: Any) -> None:
     """Raises TraceError where the model uses a selection as if it had a size that is known, and has computed it so."""
-    for tensor, made in zip(_tensors(traced), _tensors(value(node)), strict=True):
-        for size, most in zip(tensor.shape, made.shape, strict=False):
+    for tensor, largest in zip(_tensors(traced), _tensors(value(node)), strict=True):
+        for size, most in zip(tensor.shape, largest.shape, strict=False):
             taken = expression(size)
             if not free_symbols(size) and taken != most:
                 raise TraceError(
@@ -332,5 +336,5 @@ def _is_unused_number(node: fx.Node) -> bool:
     return not node.users and is_number(node)
 
 
-def _tensors(made: Any) -> list[Tensor]:
-    return [leaf for leaf in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(leaf, Tensor)]
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in (output if isinstance(output, (tuple, list)) else [output]) if isinstance(leaf, Tensor)]

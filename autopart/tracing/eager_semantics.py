@@ -103,8 +103,8 @@ class EagerSemantics(TorchFunctionMode):
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
-        if func is Tensor.__bool__ and (told := self._by_chance(args[0], sys._getframe(1))) is not None:
-            return told
+        if func is Tensor.__bool__ and (decided := self._by_chance(args[0], sys._getframe(1))) is not None:
+            return decided
         if func is Tensor.item and self._is_drawn(args[0]):
             self.numbers_drawn = True
             if self.numbers_stay:
@@ -181,12 +181,12 @@ class EagerSemantics(TorchFunctionMode):
 
     def _by_chance(self, condition: Tensor, frame: FrameType) -> bool | None:
         """What Python is told of a truth value that random numbers alone decide; None for others."""
-        told = self.chances.answer(condition)
-        if told is not None and not self.may_rewrite:
+        answer = self.chances.answer(condition)
+        if answer is not None and not self.may_rewrite:
             raise Rewrites
-        if told is not None:
+        if answer is not None:
             self.chances.lines[check_text(frame, NOT_THE_USERS)] = None
-        return told
+        return answer
 
     def _is_drawn(self, number: Tensor) -> bool:
         tracing = Tracing.current()
@@ -285,10 +285,10 @@ def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """`module.to(device, dtype)` in a forward: nothing where it is there and has that dtype; export could not replace
     its parameters."""
     options = {name: value for name, value in kwargs.items() if name not in ("non_blocking", "memory_format")}
-    given = [*args, *options.values()]
-    devices = [torch.device(value) for value in given if isinstance(value, (str, torch.device))]
-    dtypes = [value for value in given if isinstance(value, torch.dtype)]
-    if not given or len(devices) + len(dtypes) < len(given):
+    targets = [*args, *options.values()]
+    devices = [torch.device(value) for value in targets if isinstance(value, (str, torch.device))]
+    dtypes = [value for value in targets if isinstance(value, torch.dtype)]
+    if not targets or len(devices) + len(dtypes) < len(targets):
         return to(module, *args, **kwargs)
     for tensor in (*module.parameters(), *module.buffers()):
         floats = tensor.is_floating_point() or tensor.is_complex()
@@ -297,7 +297,7 @@ def _to(to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
                 f"forward() moves or casts a {type(module).__name__}",
                 f"it has weights on {tensor.device} in {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a trace "
                 "cannot replace them",
-                f"module.to({', '.join(str(value) for value in given)}) before the model is parallelized",
+                f"module.to({', '.join(str(value) for value in targets)}) before the model is parallelized",
                 Refusal.WRITE,
             )
     return module

@@ -131,13 +131,13 @@ def check_nothing_done(
         counted: {selection: what reads how many it has}.
     """
     for assumption in assumed:
-        own = [selection for selection in selected if module_path(selection) == assumption.path]
-        if not own:
+        selections = [selection for selection in selected if module_path(selection) == assumption.path]
+        if not selections:
             raise _undecided(assumption)
-        for selection in own:
+        for selection in selections:
             reader = counted.get(selection)
             values = selected[selection]
-            ends = (user for made in values for user in made.users if user not in values and user is not selection)
+            ends = (user for member in values for user in member.users if user not in values and user is not selection)
             reader = reader or next((user for user in ends if operator_name(user) not in _NOTHING_IF_EMPTY), None)
             if reader is None:
                 continue

@@ -61,9 +61,9 @@ class Entry(nn.Module):
     def forward(self, **tensors: Tensor) -> Any:
         for name, spoken in zip(self.tensor_names, self.spoken, strict=True):
             self.semantics.named(tensors[name], f"the input {spoken}")
-        given = iter([tensors[name] for name in self.tensor_names])
+        remaining = iter([tensors[name] for name in self.tensor_names])
         pairs = zip(self.options, self.is_tensor, strict=True)
-        leaves = [next(given) if is_tensor else option for option, is_tensor in pairs]
+        leaves = [next(remaining) if is_tensor else option for option, is_tensor in pairs]
         paths = {module: f"the output of {path or 'the model'}" for path, module in users_modules(self.model)}
 
         def name_output(module: nn.Module, args: Any, output: Any) -> None:

@@ -141,8 +141,8 @@ def _writes(node: fx.Node) -> bool:
         return schema is not None
     if schema.name not in ("aten::batch_norm", "aten::instance_norm"):  # these write although their schemas do not say
         return False
-    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
-    return given["running_mean"] is not None and bool(given.get("training", given.get("use_input_stats")))
+    arguments = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+    return arguments["running_mean"] is not None and bool(arguments.get("training", arguments.get("use_input_stats")))
 
 
 def own_graph(
@@ -199,40 +199,40 @@ def _tell_as_users_do(node: fx.Node) -> None:
 def own_frames(stack_trace: str) -> str:
     """A stack trace without the frames of torch and autopart, so that it ends in the user's code, if there is any."""
     frames = [f for f in re.split(r"(?m)^(?=  File )", stack_trace) if not any(part in f for part in _OURS)]
-    own = [f for f in frames if "/torch/" not in f]
-    return "".join(own if any(f.startswith("  File ") for f in own) else frames)
+    users_frames = [f for f in frames if "/torch/" not in f]
+    return "".join(users_frames if any(f.startswith("  File ") for f in users_frames) else frames)
 
 
-def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, own: Callable[[str], str]) -> None:
+def name_outputs(model: nn.Module, graph: fx.Graph, specs: Any, users_name: Callable[[str], str]) -> None:
     """Leave the model's own outputs as the output node's first argument, new values of buffers and
     parameters as its second.
 
-    `own`: from the name of a tensor in the exported program to the user's.
+    `users_name`: from the name of a tensor in the exported program to the user's.
     """
     output = graph.output_node()
     kept: list[Any] = []
     updates: dict[str, fx.Node] = {}
-    for spec, made in zip(specs, output.args[0], strict=True):
+    for spec, result in zip(specs, output.args[0], strict=True):
         if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
-            updates[own(spec.target)] = _detached(made)
+            updates[users_name(spec.target)] = _detached(result)
         elif spec.kind is OutputKind.USER_OUTPUT:
-            kept.append(made)
+            kept.append(result)
         else:
             raise TraceError(
-                f"{type(model).__name__} writes to its input '{own(spec.target)}' in its forward",
+                f"{type(model).__name__} writes to its input '{users_name(spec.target)}' in its forward",
                 refusal=Refusal.WRITE,
                 why="only buffers and parameters can be written",
-                where=describe(made),
+                where=describe(result),
                 hint="do it outside forward()",
             )
     output.args = (tuple(kept), updates)
 
 
-def _detached(made: fx.Node) -> fx.Node:
+def _detached(update: fx.Node) -> fx.Node:
     """A new value of a buffer without its gradient: what a buffer keeps outlives the backward."""
-    if made.op != "call_function" or not is_floating(made):
-        return made
-    with made.graph.inserting_after(made):
-        node = made.graph.call_function(torch.ops.aten.detach.default, (made,))
-    node.meta = dict(made.meta)
+    if update.op != "call_function" or not is_floating(update):
+        return update
+    with update.graph.inserting_after(update):
+        node = update.graph.call_function(torch.ops.aten.detach.default, (update,))
+    node.meta = dict(update.meta)
     return node

@@ -61,12 +61,12 @@ def folded(traced: Trace, apart: Sequence[str] = ()) -> Trace:
             left_out.append(block.prefix)
             replaced |= dict(zip(block.calls, kept.calls, strict=True))
     is_left_out = _within(left_out)
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
         if node in replaced:
-            made[node] = made[replaced[node]]
+            copies[node] = copies[replaced[node]]
         elif node.op != "get_attr" or not is_left_out(node.target):
-            made[node] = graph.node_copy(node, made.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     parameters = {name: p for name, p in traced.parameters.items() if not is_left_out(name)}
     return replace(traced, graph=graph, parameters=parameters, folds=tuple(folds), whole=traced)
 
@@ -87,19 +87,19 @@ def _alike_in(chain: Sequence[_Block], apart: Sequence[str]) -> Iterator[Sequenc
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """A copy of a traced graph, to run passes on."""
-    other, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    other, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
-        made[node] = other.node_copy(node, made.__getitem__)
+        copies[node] = other.node_copy(node, copies.__getitem__)
     return other
 
 
 def _within(prefixes: Sequence[str]) -> Callable[[str], bool]:
     """Whether a name begins with one of these, which end where a name of a block does."""
-    found, depths = set(prefixes), {prefix.count(".") for prefix in prefixes}
+    prefix_set, depths = set(prefixes), {prefix.count(".") for prefix in prefixes}
 
     def is_within(name: str) -> bool:
         parts = name.split(".")
-        return any(".".join(parts[:depth]) + "." in found for depth in depths)
+        return any(".".join(parts[:depth]) + "." in prefix_set for depth in depths)
 
     return is_within
 
@@ -123,13 +123,13 @@ def _chains(graph: fx.Graph) -> Iterator[list[_Block]]:
 def _blocks(copies: Sequence[list[fx.Node]]) -> list[_Block]:
     """Copies of one block, named by the first module of their stacks that is not the same, where it has a number."""
     stacks = [[path for path, _ in (facts(calls[0]).get("nn_module_stack") or {}).values()] for calls in copies]
-    found: list[_Block] = []
+    blocks: list[_Block] = []
     for stack, other, calls in zip(stacks, [*stacks[1:], *stacks[-2:-1]], copies, strict=False):
         name = next((mine for mine, its in zip(stack, other, strict=False) if mine != its), "")
         path, _, number = name.rpartition(".")
         if path and number.isdigit():
-            found.append(_Block(path, int(number), calls))
-    return found
+            blocks.append(_Block(path, int(number), calls))
+    return blocks
 
 
 def _is_foldable(traced: Trace, chain: Sequence[_Block]) -> bool:
@@ -162,17 +162,17 @@ def _is_in_one_piece(graph: fx.Graph, chain: Sequence[_Block]) -> bool:
 
 def _wiring(node: fx.Node, chain: Sequence[_Block], place: Mapping[fx.Node, tuple[int, int]]) -> Any:
     """The arguments of a call: what is its block's own, or of the one before, by what it is there."""
-    own = place[node][0]
-    prefix = chain[own].prefix
+    index = place[node][0]
+    prefix = chain[index].prefix
 
-    def told(used: fx.Node) -> Any:
+    def described(used: fx.Node) -> Any:
         if used in place:
-            return (own - place[used][0], place[used][1])
+            return (index - place[used][0], place[used][1])
         if used.op == "get_attr" and used.target.startswith(prefix):
             return used.target[len(prefix) :]
         return used
 
-    return fx.map_arg((node.args, node.kwargs), told)
+    return fx.map_arg((node.args, node.kwargs), described)
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
@@ -199,8 +199,8 @@ def _have_like_parameters(
         if name.startswith(container):
             number, _, rest = name[len(container) :].partition(".")
             held[number].append((rest, _form(parameter), parameter.requires_grad, traced.aliases.get(name, ())))
-    own = [held[str(block.number)] for block in chain]
-    if any(found != own[0] for found in own) or any(aliases for *_, aliases in own[0]):
+    by_block = [held[str(block.number)] for block in chain]
+    if any(other != by_block[0] for other in by_block) or any(aliases for *_, aliases in by_block[0]):
         return False
     number_of = {str(block.number): k for k, block in enumerate(chain)}
     for node in traced.graph.find_nodes(op="get_attr"):

@@ -62,11 +62,11 @@ class UserFunction:
 
     def separate(self, outputs: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copies of those outputs that share memory with an input or with another output."""
-        made: list[Tensor] = []
+        copies: list[Tensor] = []
         for output in _as_tuple(outputs):
-            shared = any(_storage(output) == _storage(other) for other in (*tensors, *made))
-            made.append(output.clone() if shared else output)
-        return tuple(made)
+            shared = any(_storage(output) == _storage(other) for other in (*tensors, *copies))
+            copies.append(output.clone() if shared else output)
+        return tuple(copies)
 
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
@@ -79,15 +79,15 @@ class UserFunction:
         leaves = [t for t in inputs if t.requires_grad]
         if not pairs or not leaves:
             return (None,) * len(inputs)
-        given, seeds = zip(*pairs, strict=True)
+        differentiated, seeds = zip(*pairs, strict=True)
         with _on_its_own():
-            found = iter(torch.autograd.grad(given, leaves, seeds, allow_unused=True))
-        return tuple(next(found) if t.requires_grad else None for t in inputs)
+            gradients = iter(torch.autograd.grad(differentiated, leaves, seeds, allow_unused=True))
+        return tuple(next(gradients) if t.requires_grad else None for t in inputs)
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
         """What the Function returns."""
-        given = iter(tensors)
-        arguments = [next(given) if a is Tensor else copy.deepcopy(a) for a in self.arguments]
+        remaining = iter(tensors)
+        arguments = [next(remaining) if a is Tensor else copy.deepcopy(a) for a in self.arguments]
         kind = tensors[0].device.type
         with _on_its_own(), torch.autocast(kind, self.autocast) if self.autocast else nullcontext():
             return self.function.apply(*arguments)
@@ -162,9 +162,9 @@ def apply_as_operator(apply: Callable[..., Any], function: type, args: tuple, kw
     autocast = torch.get_autocast_dtype(device) if _autocasts(device) else None
     arguments = tuple(Tensor if isinstance(a, Tensor) else copy.deepcopy(a) for a in args)
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
-    made = _operator(UserFunction(function, arguments, autocast), tensors, wanted)
-    outputs = made.operator(*tensors)
-    return outputs if made.examined.single or isinstance(outputs, (tuple, list)) else (outputs,)
+    user_operator = _operator(UserFunction(function, arguments, autocast), tensors, wanted)
+    outputs = user_operator.operator(*tensors)
+    return outputs if user_operator.examined.single or isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
@@ -230,9 +230,9 @@ def _make(name: str, user: UserFunction, examined: Examined, wanted: Sequence[bo
     backward = examined.backward if examined.is_pointwise else None
     compute: Callable[..., Any] = examined.forward if examined.is_pointwise else user.forward
 
-    def run(*given: Tensor) -> Any:
-        made = compute(*given)
-        return made if num_outputs > 1 else made[0]
+    def run(*tensors: Tensor) -> Any:
+        results = compute(*tensors)
+        return results if num_outputs > 1 else results[0]
 
     def differentiate(ctx: Any, *grads: Tensor | None) -> Any:
         needed = ctx.needs_input_grad

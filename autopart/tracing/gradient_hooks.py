@@ -52,20 +52,20 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Any], before: dict[fx
     captured = _captured(hook, tracing)
     answers: list[bool] = []
     function = _function(hook, [cell for cell, _ in captured], answers)
-    given = [tensor, *(value for _, value in captured)]
+    tensors = [tensor, *(value for _, value in captured)]
     with torch.enable_grad():
         try:
-            code = code_of(function, given)
+            code = code_of(function, tensors)
         except Lost as error:
             raise _lost(error.why, error.hint) from error
         except Exception as error:  # whatever the hook's code makes of a gradient without values
-            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
-            raise _lost(f"it cannot be run on a gradient alone ({said})", _HINT) from error
+            text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+            raise _lost(f"it cannot be run on a gradient alone ({text})", _HINT) from error
         if not any(answers):
             return f"a hook on a gradient that changes nothing is not in the program: {_name(hook)}"
         function = _FUNCTIONS.setdefault((_name(hook), code), function)
-        made = apply_as_operator(function.apply, function, tuple(given), {})  # type: ignore[attr-defined]
-    if not tracing.put_in_place(tensor, made, before):
+        hooked = apply_as_operator(function.apply, function, tuple(tensors), {})  # type: ignore[attr-defined]
+    if not tracing.put_in_place(tensor, hooked, before):
         raise _lost("it reads a tensor that is made after its own was used", "the hook before its tensor is used")
     return ""
 
@@ -113,9 +113,9 @@ def _function(hook: Callable[..., Any], places: Sequence[int], answers: list[boo
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Any:
             held = ctx.saved_tensors
-            found = _with_cells(hook, places, held)(gradient)
-            answers.append(found is not None)
-            return (gradient if found is None else found, *(None for _ in held))
+            changed = _with_cells(hook, places, held)(gradient)
+            answers.append(changed is not None)
+            return (gradient if changed is None else changed, *(None for _ in held))
 
     Hooked.__module__, Hooked.__qualname__ = "gradient_hook", _name(hook)
     Hooked.__name__ = "a hook on a gradient"

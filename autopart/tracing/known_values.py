@@ -119,8 +119,8 @@ class KnownValues:
         func, args, kwargs = call
         if getattr(func, "__name__", "") != "repeat_interleave" or kwargs.get("output_size") is not None:
             return kwargs
-        given = [*args[:2], *(kwargs[name] for name in ("input", "repeats") if name in kwargs)]
-        source, counts = given[0], given[-1]
+        operands = [*args[:2], *(kwargs[name] for name in ("input", "repeats") if name in kwargs)]
+        source, counts = operands[0], operands[-1]
         is_known = isinstance(counts, Tensor) and self._is_known(counts)
         total: Any = self._computed(lambda real: int(real.sum()), (counts,), {}) if is_known else UNKNOWN
         if total is UNKNOWN:

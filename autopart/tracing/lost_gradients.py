@@ -41,7 +41,7 @@ class _Run:
 
     def reached(self, outputs: Sequence[Any]) -> set[str]:
         """What some outputs depend on, by the graph that autograd keeps."""
-        found = {self.leaves[id(o)] for o in outputs if isinstance(o, Tensor) and id(o) in self.leaves}
+        names = {self.leaves[id(o)] for o in outputs if isinstance(o, Tensor) and id(o) in self.leaves}
         todo = [o.grad_fn for o in outputs if isinstance(o, Tensor)]
         seen = set(todo)
         while todo:
@@ -50,22 +50,22 @@ class _Run:
                 continue
             name = self.leaves.get(id(getattr(node, "variable", None)))
             if name is not None:
-                found.add(name)
+                names.add(name)
             for after, _ in node.next_functions:
                 if after not in seen:
                     seen.add(after)
                     todo.append(after)
-        return found
+        return names
 
     def with_gradient(self, outputs: Sequence[Any], names: set[str]) -> set[str]:
         """Those of some names that have a gradient once these outputs are differentiated."""
-        given = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
-        if not given or not names:
+        differentiable = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+        if not differentiable or not names:
             return set()
         ordered = sorted(names)
-        seeds = [torch.empty_like(o) for o in given]
+        seeds = [torch.empty_like(o) for o in differentiable]
         leaves = [self.tensors[name] for name in ordered]
-        grads = torch.autograd.grad(given, leaves, seeds, retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(differentiable, leaves, seeds, retain_graph=True, allow_unused=True)
         return {name for name, grad in zip(ordered, grads, strict=True) if grad is not None}
 
 
@@ -91,8 +91,8 @@ def with_gradients_checked(
         with no_autocast(), meta_run(device):
             flat = tree_flatten(_call(entry, stands_for, inputs))[0]
     except Exception as error:  # whatever the model's code makes of tensors without values
-        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
-        return replace(traced, notes=(*traced.notes, f"its gradients were not compared with the model's ({said})"))
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+        return replace(traced, notes=(*traced.notes, f"its gradients were not compared with the model's ({reason})"))
     tensors = {name: stands_for[id(p)] for name, p in traced.all_parameters.items() if p.requires_grad}
     wanted = traced.call.with_gradient
     tensors |= {f"input {n}": t for n, t in zip(traced.call.names, inputs, strict=True) if n in wanted}
@@ -109,7 +109,7 @@ def _autocast(device: torch.device) -> torch.autocast | None:
 
 def _call(entry: Entry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Any:
     """What the model gives for its call, by its own Python."""
-    own = {f"{PREFIX}{name}": stands_for[id(t)] for name, t in _own_tensors(entry.model)}
+    weights = {f"{PREFIX}{name}": stands_for[id(t)] for name, t in _own_tensors(entry.model)}
 
     def apply(apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function is CheckpointFunction:
@@ -117,8 +117,8 @@ def _call(entry: Entry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tenso
         return apply(function, *args, **kwargs)
 
     with traceable(entry, apply):
-        given = dict(zip(entry.tensor_names, inputs, strict=True))
-        return functional_call(entry, own, (), given, tie_weights=False)  # `own` has all names
+        inputs_by_name = dict(zip(entry.tensor_names, inputs, strict=True))
+        return functional_call(entry, weights, (), inputs_by_name, tie_weights=False)  # `weights` has all names
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -140,34 +140,34 @@ def _compare(
         places = range(len(outputs)) if of is None else [outputs.index(of)]
         of_model = [eager.outputs[i] for i in places]
         expected = eager.reached(of_model)
-        found = set().union(*(reached.get(outputs[i], set()) for i in places if isinstance(outputs[i], fx.Node)))
-        if expected == found:
+        actual = set().union(*(reached.get(outputs[i], set()) for i in places if isinstance(outputs[i], fx.Node)))
+        if expected == actual:
             continue
         if traced.folds:
             raise NotFoldable("gradients are compared in the whole trace")
         graph = graph or _graph_run(traced, eager, device, inputs)
-        lost = eager.with_gradient(of_model, expected - found)
-        made_up = graph.with_gradient([graph.outputs[i] for i in places], found - expected)
+        lost = eager.with_gradient(of_model, expected - actual)
+        made_up = graph.with_gradient([graph.outputs[i] for i in places], actual - expected)
         if lost or made_up:
             raise _difference(name, traced, lost, made_up)
 
 
 def _static(traced: Trace) -> dict[fx.Node, set[str]]:
     """{value of the graph: what it depends on by floating-point values that are not detached}."""
-    found: dict[fx.Node, set[str]] = {}
+    reached: dict[fx.Node, set[str]] = {}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             parameter = traced.parameters.get(node.target)
             trained = parameter is not None and parameter.requires_grad
-            found[node] = set(names_of(traced.folds, node.target)) if trained else set()
+            reached[node] = set(names_of(traced.folds, node.target)) if trained else set()
         elif node.op == "placeholder":
-            found[node] = {f"input {facts(node)['input_name']}"} if facts(node).get("input_grad") else set()
+            reached[node] = {f"input {facts(node)['input_name']}"} if facts(node).get("input_grad") else set()
         elif node.op == "call_function":
             several = isinstance(value(node), (tuple, list))
             carries = (several or is_floating(node)) and operator_name(node) not in _CUTS
-            sets = [found[source] for source in node.all_input_nodes if found[source]] if carries else []
-            found[node] = sets[0] if len(sets) == 1 else set().union(*sets)
-    return found
+            sets = [reached[source] for source in node.all_input_nodes if reached[source]] if carries else []
+            reached[node] = sets[0] if len(sets) == 1 else set().union(*sets)
+    return reached
 
 
 def _graph_run(traced: Trace, eager: _Run, device: torch.device, inputs: Sequence[Tensor]) -> _Run:
@@ -178,8 +178,8 @@ def _graph_run(traced: Trace, eager: _Run, device: torch.device, inputs: Sequenc
         tensors = {name: without_values(t) for name, t in others.items() if name not in eager.tensors}
         tensors = {name: t.to(dtypes.get(name, t.dtype)) for name, t in (tensors | dict(eager.tensors)).items()}
         nodes = traced.graph.find_nodes(op="placeholder")
-        given = [t.to(value(n).dtype) for t, n in zip(inputs, nodes, strict=True)]
-        values = traced.values(given, tensors)
+        cast_inputs = [t.to(value(n).dtype) for t, n in zip(inputs, nodes, strict=True)]
+        values = traced.values(cast_inputs, tensors)
     outputs = traced.graph.output_node().args[0]
     flat = [values[o] if isinstance(o, fx.Node) else o for o in outputs]
     return _Run(flat, eager.leaves, eager.tensors)
@@ -187,12 +187,12 @@ def _graph_run(traced: Trace, eager: _Run, device: torch.device, inputs: Sequenc
 
 def _difference(name: str, traced: Trace, lost: set[str], made_up: set[str]) -> TraceError:
     ordered = [n for n in (*traced.parameters, *(f"input {n}" for n in traced.call.names)) if n in (lost or made_up)]
-    told = ", ".join(f"'{n}'" for n in ordered[:3]) + ", ..." * (len(ordered) > 3)
+    names = ", ".join(f"'{n}'" for n in ordered[:3]) + ", ..." * (len(ordered) > 3)
     readers = [n for n in traced.graph.nodes if any(source.target == ordered[0] for source in n.all_input_nodes)]
-    what = f"the trace of {name} loses the gradient of {told}"
+    what = f"the trace of {name} loses the gradient of {names}"
     why = "the model itself gives a gradient there, and what was traced of it does not"
     if not lost:
-        what = f"the trace of {name} gives a gradient to {told}"
+        what = f"the trace of {name} gives a gradient to {names}"
         why = "the model itself gives none there"
     return TraceError(what, refusal=Refusal.GRADIENT, why=why, where=source_text(readers[0]) if readers else "",
                       hint="the same in plain operations, without Python that torch.export does not see")  # fmt: skip

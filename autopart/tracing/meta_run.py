@@ -64,13 +64,13 @@ class _Placed(TorchFunctionMode):
             return source[mask]
         kwargs = dict(self.known.sized((func, args, kwargs)))
         self.known.forget(written_by(func, args, kwargs))
-        found = TRACEABLE.get(func, func)(*args, **kwargs)
-        self.known.note((func, args, kwargs), tensors, found)
+        result = TRACEABLE.get(func, func)(*args, **kwargs)
+        self.known.note((func, args, kwargs), tensors, result)
         if func == _DEVICE:
-            return self.device if found.type == "meta" else found
+            return self.device if result.type == "meta" else result
         if func == _IS_META:
             return False
-        return self.device.type == "cuda" if func == _IS_CUDA else found
+        return self.device.type == "cuda" if func == _IS_CUDA else result
 
 
 class _Forms(TorchDispatchMode):
@@ -96,8 +96,8 @@ class _Forms(TorchDispatchMode):
             return func(*args, **_placed_on_meta(func, args, kwargs))
         if not all(tensor.is_meta for tensor in tensors):
             meta_args, meta_kwargs = tree_map(_on_meta, (args, dict(kwargs)))
-            made = func(*meta_args, **meta_kwargs)
-            return args[0] if schema.is_mutable else made
+            result = func(*meta_args, **meta_kwargs)
+            return args[0] if schema.is_mutable else result
         if schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
             return func(*args, **_placed_on_meta(func, args, kwargs))
         return self._made(func, key, args, kwargs)
@@ -107,15 +107,15 @@ class _Forms(TorchDispatchMode):
         is a state or an activation: torch's recurrent layers want it where their input is."""
         meta_args, meta_kwargs = tree_map(_on_meta, (args, dict(kwargs)))
         try:
-            made = _leaves(func(*meta_args, **_placed_on_meta(func, meta_args, meta_kwargs)))
+            outputs = _leaves(func(*meta_args, **_placed_on_meta(func, meta_args, meta_kwargs)))
         except (RuntimeError, NotImplementedError):
             return True
-        return all(t.numel() <= _SMALL and (t.ndim < 3 or not t.is_floating_point()) for t in made)
+        return all(t.numel() <= _SMALL and (t.ndim < 3 or not t.is_floating_point()) for t in outputs)
 
-    def _keep(self, made: Any) -> Any:
-        for leaf in _leaves(made):
+    def _keep(self, result: Any) -> Any:
+        for leaf in _leaves(result):
             self.own[leaf.untyped_storage().data_ptr()] = leaf
-        return made
+        return result
 
     def _made(self, func: Any, key: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """What a call gives that writes nothing and gives no part of its inputs' memory."""
@@ -124,22 +124,22 @@ class _Forms(TorchDispatchMode):
         except TypeError:  # an argument that cannot be a key
             return func(*args, **kwargs)
         if forms is not None:
-            found = [_empty(form) for form in forms[1]]
-            return forms[0](found) if forms[0] is not None else found[0]
-        made = func(*args, **_placed_on_meta(func, args, kwargs))
-        kind = None if isinstance(made, Tensor) else type(made) if type(made) in (tuple, list) else False
-        leaves = [made] if kind is None else made
+            tensors = [_empty(form) for form in forms[1]]
+            return forms[0](tensors) if forms[0] is not None else tensors[0]
+        result = func(*args, **_placed_on_meta(func, args, kwargs))
+        kind = None if isinstance(result, Tensor) else type(result) if type(result) in (tuple, list) else False
+        leaves = [result] if kind is None else result
         if kind is not False and all(isinstance(leaf, Tensor) for leaf in leaves):
             self.known[key] = kind, [(tuple(t.shape), t.stride(), t.dtype) for t in leaves]
-        return made
+        return result
 
 
 def _empty(form: Form) -> Tensor:
     return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
 
 
-def _leaves(made: Any) -> Sequence[Tensor]:
-    parts = made if isinstance(made, (tuple, list)) else (made,)
+def _leaves(result: Any) -> Sequence[Tensor]:
+    parts = result if isinstance(result, (tuple, list)) else (result,)
     return [part for part in parts if isinstance(part, Tensor)]
 
 

@@ -38,15 +38,15 @@ def give_lazy_weights(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) 
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             copied(*args, **kwargs)
     except Exception as error:  # whatever the model's code raises
-        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
-        raise _lazy(model, paths[0], f"their shapes come with its first call, which fails: {said}") from error
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+        raise _lazy(model, paths[0], f"their shapes come with its first call, which fails: {reason}") from error
     for path, (args, kwargs) in calls.items():
         initialize_lazy(model.get_submodule(path), args, kwargs)
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(is_lazy(tensor) for tensor in own if tensor is not None)
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(is_lazy(tensor) for tensor in tensors if tensor is not None)
 
 
 def _lazy(model: nn.Module, path: str, why: str) -> TraceError:

@@ -75,17 +75,17 @@ def from_callable(name: str, options: SourceOptions) -> ModelSource:
     Modules are found as Python finds them, and in the current directory.
     Raises InputError where there is no such callable or it returns something else, OptionError for batch and sequence.
     """
-    for option, given in (("--batch", options.batch), ("--sequence", options.sequence)):
-        if given is not None:
+    for option, value in (("--batch", options.batch), ("--sequence", options.sequence)):
+        if value is not None:
             raise OptionError(f"{option} is for --hf-config", why=f"{name} makes its own example inputs")
     build = _find(name)
     torch.manual_seed(options.seed)
     with _making(options.meta, None):
-        made = build()
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        built = build()
+    model, example = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module) or not (example is None or isinstance(example, Mapping)):
         raise InputError(
-            f"{name}() returned {_kinds(made)}",
+            f"{name}() returned {_kinds(built)}",
             why="--model needs an nn.Module, or (nn.Module, dict of keyword arguments)",
             hint="def build(): return model, {'input_ids': ids, 'labels': labels}",
         )
@@ -96,10 +96,10 @@ def from_callable(name: str, options: SourceOptions) -> ModelSource:
     return ModelSource(model, example)
 
 
-def _kinds(made: Any) -> str:
+def _kinds(built: Any) -> str:
     """`a tuple of Linear, int`: what a callable returned, for errors."""
-    inner = f" of {', '.join(type(part).__name__ for part in made)}" if isinstance(made, tuple) else ""
-    return f"a {type(made).__name__}{inner}"
+    inner = f" of {', '.join(type(part).__name__ for part in built)}" if isinstance(built, tuple) else ""
+    return f"a {type(built).__name__}{inner}"
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -114,7 +114,7 @@ def _find(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # a module that the user's own module imports
@@ -124,15 +124,15 @@ def _find(name: str) -> Any:
             hint="run in the directory that holds it, or set PYTHONPATH",
         ) from None
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [n for n, v in vars(found).items() if callable(v) and not n.startswith("_")]
+        if not hasattr(target, part):
+            public = [n for n, v in vars(target).items() if callable(v) and not n.startswith("_")]
             raise InputError(f"--model {name}: '{module_name}' has no '{attribute}'", hint=", ".join(public[:8]))
-        found = getattr(found, part)
-    if not callable(found):
+        target = getattr(target, part)
+    if not callable(target):
         raise InputError(
-            f"--model {name} is a {type(found).__name__}, not a callable", hint="a function that returns the model"
+            f"--model {name} is a {type(target).__name__}, not a callable", hint="a function that returns the model"
         )
-    return found
+    return target
 
 
 @contextmanager
@@ -160,8 +160,8 @@ def from_hf_config(path: str | Path, options: SourceOptions) -> ModelSource:
     phase("reading the config")  # imports transformers, of which a model takes a large part
     config = _read_config(_config_path(path))
     kind = _model_class(config, path)
-    own = str(config.dtype).removeprefix("torch.") if options.meta and config.dtype is not None else "float32"
-    dtype = DTYPES.get(options.dtype or own, torch.float32)
+    config_dtype = str(config.dtype).removeprefix("torch.") if options.meta and config.dtype is not None else "float32"
+    dtype = DTYPES.get(options.dtype or config_dtype, torch.float32)
     torch.manual_seed(options.seed)
     phase("making the model")
     with _making(options.meta, dtype):

@@ -31,11 +31,11 @@ _ARITHMETIC: Mapping[Any, Any] = {
 _IN_FLOAT = {operator.truediv, torch.sym_float, *symbolic_functions()}
 
 
-def is_open(made: Any) -> bool:
+def is_open(val: Any) -> bool:
     """Whether a value is a number, or has a size, that is not known before the program runs."""
-    if isinstance(made, Tensor):
-        return not all(isinstance(expression(size), int) for size in made.shape)
-    return isinstance(made, _OPEN)
+    if isinstance(val, Tensor):
+        return not all(isinstance(expression(size), int) for size in val.shape)
+    return isinstance(val, _OPEN)
 
 
 def is_number(node: fx.Node) -> bool:
@@ -79,19 +79,19 @@ class Numbers:
         if name == "aten::full" and _is_number(node.args[1]):
             full = self._like(self.tensor(node.args[1], node), value(node), node)
             return added(self.graph, node, aten.expand.default, full, node.args[0])
-        given = _arguments(node)
-        for target in _forms(node.target, given):
-            made = self._in_dtype(node, target, given)
-            if made is not None:
-                return made
-        where = next(name for name, argument in given.items() if _is_number(argument))
+        arguments = _arguments(node)
+        for target in _forms(node.target, arguments):
+            call = self._in_dtype(node, target, arguments)
+            if call is not None:
+                return call
+        where = next(name for name, argument in arguments.items() if _is_number(argument))
         raise TraceError(
             f"'{where}' of {short_name(node)} is a number that the model computes", refusal=Refusal.SIZE,
             why=f"it is known when the program runs, and {short_name(node)} takes no tensor there",
             where=source_text(node), hint="operations on the tensor itself, without .item()",
         )  # fmt: skip
 
-    def _in_dtype(self, node: fx.Node, target: Any, given: Mapping[str, Any]) -> fx.Node | None:
+    def _in_dtype(self, node: fx.Node, target: Any, arguments: Mapping[str, Any]) -> fx.Node | None:
         """A call in a form that takes tensors; None where it gives something else. A number never changes the dtype of
         a result, as a tensor of another kind would."""
         wanted = value(node)
@@ -99,9 +99,9 @@ class Numbers:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for argument in declared:
-            if argument.name not in given:
+            if argument.name not in arguments:
                 continue
-            passed = given[argument.name]
+            passed = arguments[argument.name]
             if _takes_tensor(argument) and _is_plain(passed):
                 passed = self._constant(passed, node)
             elif _is_number(passed):
@@ -112,10 +112,10 @@ class Numbers:
                 kwargs[argument.name] = passed
             else:
                 args.append(passed)
-        made = added(self.graph, node, target, *args, **kwargs)
-        if value(made).dtype == wanted.dtype:
-            return made
-        return self._like(made, wanted, node)
+        call = added(self.graph, node, target, *args, **kwargs)
+        if value(call).dtype == wanted.dtype:
+            return call
+        return self._like(call, wanted, node)
 
     def _like(self, node: fx.Node, wanted: Tensor, line: fx.Node) -> fx.Node:
         return added(self.graph, line, aten._to_copy.default, node, dtype=wanted.dtype)
@@ -129,14 +129,14 @@ class Numbers:
         name = operator_name(number)
         if name in _ITEMS:
             alone = added(self.graph, line, aten.reshape.default, number.args[0], [])
-            made = added(self.graph, line, aten.detach.default, alone)
+            result = added(self.graph, line, aten.detach.default, alone)
         elif name == "aten::sym_size":
-            made = self.size(expression(value(number)), line)
+            result = self.size(expression(value(number)), line)
         elif number.target in _ARITHMETIC:
             operands = [self.tensor(n, line) if _is_number(n) else self._constant(n, line) for n in number.args]
             if number.target in _IN_FLOAT:
                 operands = [self._cast(operand, torch.float64, line) for operand in operands]
-            made = added(self.graph, line, _ARITHMETIC[number.target], *operands)
+            result = added(self.graph, line, _ARITHMETIC[number.target], *operands)
         else:
             raise TraceError(
                 f"{getattr(number.target, '__name__', name)} is called with a number that the model computes",
@@ -144,7 +144,7 @@ class Numbers:
                 why="no operator on tensors is known for it", where=source_text(number) or source_text(line),
                 hint="operations on the tensor itself, without .item()",
             )  # fmt: skip
-        return self._cast(made, dtype, line)
+        return self._cast(result, dtype, line)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype, line: fx.Node) -> fx.Node:
         return node if value(node).dtype == dtype else added(self.graph, line, aten._to_copy.default, node, dtype=dtype)
@@ -153,9 +153,9 @@ class Numbers:
         """The tensor of a size in torch's symbols: a sum of products of counts."""
         if isinstance(size, int) or size.is_Integer:
             return self._constant(int(size), line)
-        found = self.count(line, size) if size.is_Symbol else None
-        if found is not None:
-            return found
+        counted = self.count(line, size) if size.is_Symbol else None
+        if counted is not None:
+            return counted
         if not (size.is_Add or size.is_Mul):
             raise TraceError(
                 "a size that depends on values is used as a number", refusal=Refusal.SIZE,
@@ -193,20 +193,20 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _forms(target: Any, given: Mapping[str, Any]) -> list[Any]:
+def _forms(target: Any, arguments: Mapping[str, Any]) -> list[Any]:
     """The forms of an operator that take a tensor wherever a number is given, the called one first."""
     packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::"))
     forms = [target, *(getattr(packet, name) for name in packet.overloads() if not name.endswith("out"))]
-    return [form for form in forms if is_operator(form) and _fits(form, given)]
+    return [form for form in forms if is_operator(form) and _fits(form, arguments)]
 
 
-def _fits(form: Any, given: Mapping[str, Any]) -> bool:
+def _fits(form: Any, arguments: Mapping[str, Any]) -> bool:
     declared = {argument.name: argument for argument in form._schema.arguments}
-    if form._schema.is_mutable or not given.keys() <= declared.keys():
+    if form._schema.is_mutable or not arguments.keys() <= declared.keys():
         return False
-    missing = [a for a in declared.values() if a.name not in given and not a.has_default_value()]
+    missing = [a for a in declared.values() if a.name not in arguments and not a.has_default_value()]
     return not missing and all(
         _takes_tensor(declared[name])
-        for name, passed in given.items()
+        for name, passed in arguments.items()
         if _is_number(passed) or isinstance(passed, fx.Node)
     )

@@ -28,15 +28,15 @@ def computing_in(model: nn.Module, precision: Precision | None, kept: Collection
     if precision is None:
         yield
         return
-    own = users_model(model)
-    check_precision(own, precision)
-    names = {id(parameter): name for name, parameter in own.named_parameters()}
-    cast = [p for p in own.parameters() if p.is_floating_point() and names[id(p)] not in kept]
+    inner = users_model(model)
+    check_precision(inner, precision)
+    names = {id(parameter): name for name, parameter in inner.named_parameters()}
+    cast = [p for p in inner.parameters() if p.is_floating_point() and names[id(p)] not in kept]
     before = [parameter.data for parameter in cast]
     try:
         for parameter in cast:
             parameter.data = _in_dtype(parameter.data, precision.compute)
-        with at_the_door(own, precision):
+        with at_the_door(inner, precision):
             yield
     finally:
         for parameter, value in zip(cast, before, strict=True):

@@ -68,7 +68,7 @@ class Template:
     def used(self) -> list[int]:
         """The places of the given tensors that its nodes read."""
         refs = [*(ref for refs in self.reads for ref in refs), *(ref for _, ref in self.parts)]
-        return sorted({place for own, place in refs if not own})
+        return sorted({place for is_own, place in refs if not is_own})
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
@@ -87,11 +87,11 @@ class RecordedCall:
     def __init__(self, block: Sequence[nn.Module], arguments: Any, tracing: Tracing, around: tuple):
         self.block, self.arguments, self.tracing = block, arguments, tracing
         self.leaves, spec = tree_flatten(arguments)
-        own = [(name, t) for m in block for held in (m._parameters, m._buffers) for name, t in held.items()]
+        block_tensors = [(name, t) for m in block for held in (m._parameters, m._buffers) for name, t in held.items()]
         self.given: list[Tensor] = []
         self.places: dict[int, int] = {}
-        described = [self._described(leaf) for leaf in [*self.leaves, *(tensor for _, tensor in own)]]
-        names = tuple(name for name, _ in own)
+        described = [self._described(leaf) for leaf in [*self.leaves, *(tensor for _, tensor in block_tensors)]]
+        names = tuple(name for name, _ in block_tensors)
         self.key = (str(spec), names, tuple(described), around, _ambient(self.given))
         self.path = tracing.modules[-1][0] if tracing.modules else ""
 
@@ -125,8 +125,8 @@ class _Comparing:
 
     def place_of(self, tensor: Tensor) -> int | None:
         """The place of a tensor that the block was given or has made."""
-        made = self._made.get(id(tensor))
-        return None if made is not None and made() is not tensor else self._places.get(id(tensor))
+        reference = self._made.get(id(tensor))
+        return None if reference is not None and reference() is not tensor else self._places.get(id(tensor))
 
     def note(self, tensor: Tensor, place: int) -> Tensor:
         """Note the place of a result, and no reference to it: torch copies what it has made when others refer to it."""
@@ -176,8 +176,8 @@ class Recording(_Comparing):
             raise Differs
         elif function._schema.is_mutable:
             written = [i for i, a in enumerate(function._schema.arguments) if a.alias_info and a.alias_info.is_write]
-            given = {_storage(tensor) for tensor in self.call.given}
-            if written != [0] or not args or not isinstance(args[0], Tensor) or _storage(args[0]) in given:
+            storages = {_storage(tensor) for tensor in self.call.given}
+            if written != [0] or not args or not isinstance(args[0], Tensor) or _storage(args[0]) in storages:
                 raise Differs
 
     def _placed(self, output: Any) -> Any:
@@ -213,27 +213,27 @@ class Recording(_Comparing):
         refs |= {node: (True, i) for i, node in enumerate(nodes)}
         reads = [[_ref(refs, source) for source in tensor_inputs(node)] for node in nodes]
         leaves, spec = tree_flatten(output)
-        given = self.call.given
+        inputs = self.call.given
         parts: dict[int, Ref] = {}
-        told: list[Any] = []
+        spelt: list[Any] = []
         for leaf in leaves:
-            told.append(_spelt(leaf, self.place_of))
-            if isinstance(leaf, Tensor) and told[-1][1] >= len(given):
-                parts[told[-1][1]] = _ref(refs, self.tracing.node_of(leaf))
-        for place, tensor in enumerate(given):  # `x.to(...)` that is nothing gives x itself, made by another node
+            spelt.append(_spelt(leaf, self.place_of))
+            if isinstance(leaf, Tensor) and spelt[-1][1] >= len(inputs):
+                parts[spelt[-1][1]] = _ref(refs, self.tracing.node_of(leaf))
+        for place, tensor in enumerate(inputs):  # `x.to(...)` that is nothing gives x itself, made by another node
             node = self.tracing.node_of(tensor)
             if node is not self.nodes_given[place]:
                 parts[place] = _ref(refs, node)
         for i, node in enumerate(nodes):
             facts(node)[TEMPLATE] = (number, i)
         targets = [node.target for node in nodes]
-        made = Template(
-            number, self.call.key, self.call.path, self.steps, targets, reads, told, spec,
-            list(parts.items()), self.stand_ins, len(given),
+        template = Template(
+            number, self.call.key, self.call.path, self.steps, targets, reads, spelt, spec,
+            list(parts.items()), self.stand_ins, len(inputs),
         )  # fmt: skip
         del self.stand_ins
-        made.num_refs = [sys.getrefcount(tensor) for tensor in made.stand_ins]
-        return made
+        template.num_refs = [sys.getrefcount(tensor) for tensor in template.stand_ins]
+        return template
 
 
 class Replay(_Comparing):
@@ -260,49 +260,51 @@ class Replay(_Comparing):
         step = steps[self.next - 1]
         return self._given_back(step.made, step.is_factory)
 
-    def _given_back(self, made: Any, is_factory: bool) -> Any:
-        if made is None:
+    def _given_back(self, recorded: Any, is_factory: bool) -> Any:
+        if recorded is None:
             return None
-        if isinstance(made, int):
+        if isinstance(recorded, int):
             num_given = self.template.num_given
-            result = self.call.given[made] if made < num_given else self.template.stand_ins[made - num_given]
+            result = (
+                self.call.given[recorded] if recorded < num_given else self.template.stand_ins[recorded - num_given]
+            )
             if not is_factory:
                 return result
             with self.tracing.apart():
                 result = _stand_in(result)
             self.own.append(weakref.ref(result))
-            return self.note(result, made)
-        return type(made)(self._given_back(part, is_factory) for part in made)
+            return self.note(result, recorded)
+        return type(recorded)(self._given_back(part, is_factory) for part in recorded)
 
     def leaked(self) -> bool:
         """Whether a result is still known to anything else."""
-        if not any(own() is not None for own in self.own) and not self.template.leaked():
+        if not any(ref() is not None for ref in self.own) and not self.template.leaked():
             return False
         gc.collect()
-        return any(own() is not None for own in self.own) or self.template.leaked()
+        return any(ref() is not None for ref in self.own) or self.template.leaked()
 
     def is_alike(self, output: Any) -> bool:
         """Whether the block did and returned just what was recorded."""
         leaves, spec = tree_flatten(output)
         try:
-            told = [_spelt(leaf, self.place_of) for leaf in leaves]
+            spelt = [_spelt(leaf, self.place_of) for leaf in leaves]
         except Differs:
             return False
         done = not self.failed and self.next == len(self.template.steps)
-        return done and spec == self.template.spec and told == self.template.leaves
+        return done and spec == self.template.spec and spelt == self.template.leaves
 
     def finish(self, target: Any, meta: Mapping[str, Any]) -> dict[int, Tensor]:
         """Put one call of `target` for the whole block into the graph; {place: tensor} of what it makes."""
         nodes = [node for p in self.template.used if (node := self.tracing.node_of(self.call.given[p])) is not None]
         num_given = self.template.num_given
         with self.tracing.apart():
-            made = {
+            tensors = {
                 place: self.call.given[place] if place < num_given
                 else _stand_in(self.template.stand_ins[place - num_given])
                 for place, _ in self.template.parts
             }  # fmt: skip
-        self.tracing.add(target, nodes, list(made.values())).meta.update(meta)
-        return made
+        self.tracing.add(target, nodes, list(tensors.values())).meta.update(meta)
+        return tensors
 
 
 def relative_path(path: str, block: str, to: str = "*") -> str:
@@ -337,11 +339,11 @@ def _spelt(value: Any, place_of: Callable[[Tensor], int | None] | None) -> tuple
 
 def frames_to(frame: Any, stop: Any) -> tuple:
     """Where Python is: code and position of every frame out to that of `stop`."""
-    found: list[Any] = []
+    places: list[Any] = []
     while frame is not None and frame.f_code is not stop:
-        found += (frame.f_code, frame.f_lasti)
+        places += (frame.f_code, frame.f_lasti)
         frame = frame.f_back
-    return tuple(found)
+    return tuple(places)
 
 
 def _ambient(tensors: Sequence[Tensor]) -> tuple:

@@ -161,11 +161,11 @@ class Repeats:
             call.tracing.restore(counts)
             return False, None
         self.repeats.append(_Repeat(template, call.path))
-        made = replay.finish(_BLOCK, {_REPEAT: len(self.repeats) - 1})
+        tensors = replay.finish(_BLOCK, {_REPEAT: len(self.repeats) - 1})
         leaves = [
-            made.get(told[1], call.given[told[1]] if told[1] < template.num_given else None)
-            if told[0] is Tensor else told[1]
-            for told in template.leaves
+            tensors.get(leaf[1], call.given[leaf[1]] if leaf[1] < template.num_given else None)
+            if leaf[0] is Tensor else leaf[1]
+            for leaf in template.leaves
         ]  # fmt: skip
         return True, tree_unflatten(leaves, template.spec)
 
@@ -192,14 +192,14 @@ class Repeats:
         self, graph: fx.Graph, node: fx.Node, repeat: _Repeat, tagged: Mapping[tuple[int, int], fx.Node], copy: int
     ) -> None:
         template = repeat.template
-        given = dict(zip(template.used, node.args[0], strict=True))
-        made: dict[int, fx.Node] = {}
+        inputs = dict(zip(template.used, node.args[0], strict=True))
+        copies: dict[int, fx.Node] = {}
         paths = template.path.removeprefix(_ROOT), repeat.path.removeprefix(_ROOT)
 
         def of(ref: Ref) -> fx.Node:
-            if ref[0] and ref[1] not in made:
+            if ref[0] and ref[1] not in copies:
                 raise NotAlike
-            return made[ref[1]] if ref[0] else given[ref[1]]
+            return copies[ref[1]] if ref[0] else inputs[ref[1]]
 
         with graph.inserting_before(node):
             for i, (target, reads) in enumerate(zip(template.targets, template.reads, strict=True)):
@@ -208,13 +208,13 @@ class Repeats:
                     continue
                 if first.target is not target or len(tensor_inputs(first)) != len(reads):
                     raise NotAlike
-                for source, (own, number) in zip(tensor_inputs(first), reads, strict=True):
-                    if own and tagged.get((template.number, number)) is not source:
+                for source, (is_own, number) in zip(tensor_inputs(first), reads, strict=True):
+                    if is_own and tagged.get((template.number, number)) is not source:
                         raise NotAlike
                 refs = iter(reads)
                 args, kwargs = fx.map_arg((first.args, first.kwargs), lambda _, refs=refs: of(next(refs)))
-                made[i] = graph.create_node("call_function", target, args, kwargs, base_name(first))
-                made[i].meta = {**first.meta, "nn_module_stack": _moved(facts(first)["nn_module_stack"], *paths),
+                copies[i] = graph.create_node("call_function", target, args, kwargs, base_name(first))
+                copies[i].meta = {**first.meta, "nn_module_stack": _moved(facts(first)["nn_module_stack"], *paths),
                                 "custom": {**facts(first)["custom"], "copied": (template.number, copy, i)}}  # fmt: skip
         for part in list(node.users):
             part.replace_all_uses_with(of(template.parts[part.args[1]][1]))

@@ -116,18 +116,18 @@ def skeleton_of(
     """
     try:
         shared, originals = _twins(model, cut, instead or {})
-        made = copy_of(model, shared)
+        copied = copy_of(model, shared)
     except Exception as error:  # whatever the attributes of a user's modules make of a copy
         raise NoSkeleton(f"it cannot be copied ({type(error).__name__}: {str(error)[:100]})") from error
-    if _named(made) != _named(model):
+    if _named(copied) != _named(model):
         raise NoSkeleton("its copy has other parameters or buffers")
-    whole = next((name for name, p in made.named_parameters() if name in cut and p.untyped_storage().nbytes()), None)
+    whole = next((name for name, p in copied.named_parameters() if name in cut and p.untyped_storage().nbytes()), None)
     if whole is not None:
         raise NoSkeleton(f"its copy has a copy of '{whole}'")
-    held = next((thing for thing in _reachable(made) if id(thing) in originals), None)
+    held = next((thing for thing in _reachable(copied) if id(thing) in originals), None)
     if held is not None:
         raise NoSkeleton(f"its copy still refers to {_spoken(held, model)}")
-    return made
+    return copied
 
 
 def _twins(

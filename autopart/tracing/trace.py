@@ -125,11 +125,11 @@ class Trace:
         """{parameter of any block: the one in the graph that stands for it}."""
         return {name: original(self.folds, name) for name in self.all_parameters}
 
-    def of_all(self, found: Mapping[str, T]) -> Mapping[str, T]:
+    def of_all(self, known: Mapping[str, T]) -> Mapping[str, T]:
         """By the names of all parameters what is known by the names of those in the graph."""
         if not self.folds:
-            return found
-        return {name: found[stands] for name, stands in self.originals.items() if stands in found}
+            return known
+        return {name: known[stands] for name, stands in self.originals.items() if stands in known}
 
     def times_of(self, name: str) -> int:
         """How many parameters of the model one in the graph stands for."""
@@ -364,8 +364,8 @@ def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 def _check_shapes(model: nn.Module, graph: fx.Graph, origin: str) -> None:
     """Raises TraceError where a shape depends on values: nothing can be planned for it."""
     for node in graph.nodes:
-        made = value(node)
-        if isinstance(made, torch.Tensor) and not all(isinstance(size, int) for size in made.shape):
+        output = value(node)
+        if isinstance(output, torch.Tensor) and not all(isinstance(size, int) for size in output.shape):
             raise shape_by_values(model, spoken_name(source_of(node)[0]), source_text(node), module_path(node), origin)
 
 
@@ -380,7 +380,7 @@ def _from_exported(
 ) -> Trace:
     signature = program.graph_signature
 
-    def own(name: str) -> str:
+    def name_of(name: str) -> str:
         return users_name(model, name.removeprefix(PREFIX))
 
     plain_names = tensor_names(call.names)
@@ -393,13 +393,13 @@ def _from_exported(
     names = {node: kept.get(name, name) for node, name in names.items()}
     constants = {name: constant for name, constant in constants.items() if name not in kept}
     first_name = {alias: name for name, others in aliases.items() for alias in others}
-    own_names = {node: own(target) for node, target in names.items()}
+    own_names = {node: name_of(target) for node, target in names.items()}
     attributes = {node: first_name.get(target, target) for node, target in own_names.items()}
     graph = own_graph(program.graph_module, attributes, signature.inputs_to_parameters, call)
     if isinstance(model, WithLoss):
         _mark_loss(model, graph)
     inputs = dict(zip(plain_names, call.names, strict=True))
-    name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, own(target)))
+    name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, name_of(target)))
     name_functions(graph)
     if arguments.get(_NO_CACHE) is False:
         notes = (f"traced with {_NO_CACHE}=False", *notes)
@@ -449,8 +449,8 @@ def _with_buffers(traced: Trace, written: Collection[str]) -> Trace:
 def _kept_elsewhere(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The constants that are a parameter or buffer, which the model also keeps in a list or dictionary and reads there:
     their names as such."""
-    own = {_place(t): f"{PREFIX}{name}" for name, t in (*model.named_buffers(), *model.named_parameters())}
-    return {name: own[_place(t)] for name, t in constants.items() if _place(t) in own}
+    names_by_place = {_place(t): f"{PREFIX}{name}" for name, t in (*model.named_buffers(), *model.named_parameters())}
+    return {name: names_by_place[_place(t)] for name, t in constants.items() if _place(t) in names_by_place}
 
 
 def _place(tensor: torch.Tensor) -> tuple:

@@ -76,9 +76,9 @@ def trace_error(model: nn.Module, error: Exception, origin: str = "") -> TraceEr
     if "DynamicOutputShape" in type(error).__name__:
         return shape_by_values(model, text.removeprefix("aten."), where, path_of_frame(frame, model), origin)
     for kind in _KINDS:
-        found = re.search(kind.pattern, text)
-        if found:
-            names = {key: users_name(wrapped, text) for key, text in found.groupdict().items()}
+        match = re.search(kind.pattern, text)
+        if match:
+            names = {key: users_name(wrapped, text) for key, text in match.groupdict().items()}
             why, hint = (part.format(**names) for part in (kind.why, kind.hint))
             return TraceError(f"{name} cannot be traced", refusal=kind.refusal, why=why, where=where, hint=hint)
     first_line = text.splitlines()[0][:300] if text else ""
@@ -131,8 +131,8 @@ def _innermost(error: Exception) -> tuple[FrameType | None, int]:
     frames = list(traceback.walk_tb(error.__traceback__))
     entry = str(Path(__file__).with_name("entry.py"))
     start = next((i for i, (frame, _) in enumerate(frames) if frame.f_code.co_filename == entry), len(frames))
-    own = [f for f in frames[start:] if not f[0].f_code.co_filename.startswith(NOT_THE_USERS)]
-    return own[-1] if own else (None, 0)
+    users_frames = [f for f in frames[start:] if not f[0].f_code.co_filename.startswith(NOT_THE_USERS)]
+    return users_frames[-1] if users_frames else (None, 0)
 
 
 def _where(frame: FrameType | None, line: int, model: nn.Module) -> str:

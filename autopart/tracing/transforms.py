@@ -46,18 +46,18 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def transformed(name: str, own: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """What torch's function `own` gives, which does the work of a transform; in a trace, by operators."""
+def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """What torch's function `original` gives, which does the work of a transform; in a trace, by operators."""
     running, tracing = _running.get(), Tracing.current()
     if running == "look" and name != _VMAP:
         raise _Differentiates
     if running or tracing is None:
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
     if name == _VJP:
-        return _vjp(own, args, kwargs)
-    if name == _VMAP and not _differentiates(own, args, kwargs, tracing):
-        return own(*args, **kwargs)
-    return _as_operators(own, args, kwargs)
+        return _vjp(original, args, kwargs)
+    if name == _VMAP and not _differentiates(original, args, kwargs, tracing):
+        return original(*args, **kwargs)
+    return _as_operators(original, args, kwargs)
 
 
 @contextmanager
@@ -69,11 +69,11 @@ def _run_for(what: str) -> Iterator[None]:
         _running.reset(token)
 
 
-def _differentiates(own: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], tracing: Tracing) -> bool:
+def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], tracing: Tracing) -> bool:
     """Whether a vmap holds a transform that differentiates: it is run once outside of the trace."""
     try:
         with tracing.apart(), _run_for("look"):
-            own(*args, **kwargs)
+            original(*args, **kwargs)
     except _Differentiates:
         return True
     except Exception:  # whatever it is, the trace says it better
@@ -81,30 +81,30 @@ def _differentiates(own: Callable[..., Any], args: tuple, kwargs: Mapping[str, A
     return False
 
 
-def _vjp(own: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def _vjp(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The outputs, and a function of their gradients that computes those of the inputs from the start."""
     function, *primals = args
-    given = function(*primals)
+    outputs = function(*primals)
 
     def backward(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         def run(primals: tuple, cotangents: Any) -> Any:
-            return own(function, *primals, **kwargs)[1](cotangents, retain_graph, create_graph)
+            return original(function, *primals, **kwargs)[1](cotangents, retain_graph, create_graph)
 
         return transformed("vjp", run, (tuple(primals), cotangents), {})
 
-    return (given[0], backward, given[1]) if kwargs.get("has_aux") else (given, backward)
+    return (outputs[0], backward, outputs[1]) if kwargs.get("has_aux") else (outputs, backward)
 
 
-def _as_operators(own: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
     leaves, spec = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outputs: list[Any] = []
 
-    def run(*given: Tensor) -> list[Any]:
-        rest = iter(given)
+    def run(*inputs: Tensor) -> list[Any]:
+        rest = iter(inputs)
         args, kwargs = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         with _run_for("trace"), _Watch(), torch.enable_grad():
-            outputs[:] = [own(*args, **kwargs)]
+            outputs[:] = [original(*args, **kwargs)]
         return [leaf for leaf in tree_flatten(outputs[0])[0] if isinstance(leaf, Tensor)]
 
     try:
@@ -112,8 +112,8 @@ def _as_operators(own: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any
     except Lost:
         raise
     except Exception as error:  # whatever torch or the model's code makes of tensors without values
-        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
-        raise Lost("a torch.func transform cannot be traced", said, "grad, vjp or jacrev in place of jvp and jacfwd, "
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+        raise Lost("a torch.func transform cannot be traced", reason, "grad, vjp or jacrev in place of jvp and jacfwd, "
                    "and functions of tensors alone", Refusal.GRADIENT) from error  # fmt: skip
     _attach(traced.graph)
     values: dict[Any, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True))
@@ -124,9 +124,9 @@ def _as_operators(own: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any
             called = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             target = _WITH_STATISTICS.get(node.target, node.target)
             values[node] = target(*called[0], **called[1])
-    made = iter([values[node] for node in traced.graph.output_node().args[0]])
+    results = iter([values[node] for node in traced.graph.output_node().args[0]])
     flat, spec = tree_flatten(outputs[0])
-    return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
+    return tree_unflatten([next(results) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
 
 
 def _attach(graph: fx.Graph) -> None:

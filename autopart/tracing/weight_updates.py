@@ -37,39 +37,39 @@ def update_weights(parameters: Mapping[str, Tensor], updates: WeightUpdates) -> 
 
 def with_weight_updates(traced: Trace, name: str) -> Trace:
     """The trace with trained parameters changed before its graph. `name`: of the model. Raises TraceError."""
-    changed = {n: made for n, made in traced.buffer_updates.items() if n in traced.parameters}
-    updates = {parameter: _taken_out(traced.graph, parameter, made, name) for parameter, made in changed.items()}
+    changed = {n: new for n, new in traced.buffer_updates.items() if n in traced.parameters}
+    updates = {parameter: _taken_out(traced.graph, parameter, new, name) for parameter, new in changed.items()}
     output = traced.graph.output_node()
-    buffers = {n: made for n, made in traced.buffer_updates.items() if n not in changed}
+    buffers = {n: new for n, new in traced.buffer_updates.items() if n not in changed}
     output.args = (output.args[0], buffers)
     return replace(traced, weight_updates=updates)
 
 
-def _taken_out(graph: fx.Graph, parameter: str, made: fx.Node, name: str) -> fx.GraphModule:
+def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> fx.GraphModule:
     """What makes the new value of a parameter, which the graph then reads in its place."""
-    made = made.all_input_nodes[0] if operator_name(made) == "aten::detach" else made
+    new = new.all_input_nodes[0] if operator_name(new) == "aten::detach" else new
     (weight,) = (node for node in graph.find_nodes(op="get_attr") if node.target == parameter)
-    steps, read = _made_of(made), _made_of(graph.output_node())
+    steps, read = _made_of(new), _made_of(graph.output_node())
     elsewhere = [n for n in steps if n is not weight and not (n.op == "call_function" and _is_elementwise(n, weight))]
-    before = [user for node in steps - {made} for user in node.users if user in read - steps]
+    before = [user for node in steps - {new} for user in node.users if user in read - steps]
     if elsewhere or before:
         why = (
             "it reads more than the parameter's own elements, one by one" if elsewhere else "the old value is read too"
         )
         raise TraceError(
             f"{name} writes to its trained parameter '{parameter}' in its forward", refusal=Refusal.WRITE, why=why,
-            where=describe(made),
+            where=describe(new),
             hint="do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read",
         )  # fmt: skip
-    own, values = fx.Graph(), {}
+    subgraph, values = fx.Graph(), {}
     for node in graph.nodes:
         if node is weight:
-            values[node] = own.placeholder("weight")
+            values[node] = subgraph.placeholder("weight")
         elif node in steps:
-            values[node] = own.node_copy(node, values.__getitem__)
-    own.output(values[made])
-    made.replace_all_uses_with(weight)
-    return fx.GraphModule(nn.Module(), own)
+            values[node] = subgraph.node_copy(node, values.__getitem__)
+    subgraph.output(values[new])
+    new.replace_all_uses_with(weight)
+    return fx.GraphModule(nn.Module(), subgraph)
 
 
 def _made_of(node: fx.Node) -> set[fx.Node]:

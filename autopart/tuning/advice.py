@@ -33,9 +33,9 @@ def advised(plan: Plan, trace: Trace, options: Options) -> Plan:
     draft = Draft(reasons.problem, decode(trace, plan, mesh), reasons.program, reasons.solved, ())
     asked = replace(options, recompute=plan.recompute)
     needed, capacity = max(row["total"] for row in plan.memory), int(plan.cost["device_memory_bytes"])
-    found = what_helps(quick_ways(mesh, left_open(asked)), needed, capacity, estimator(trace, mesh, asked, draft))
-    said = "; ".join([*found, _otherwise(mesh, capacity)])
-    return replace(plan, notes=(*plan.notes, f"{ADVICE}{said}"))
+    ways = what_helps(quick_ways(mesh, left_open(asked)), needed, capacity, estimator(trace, mesh, asked, draft))
+    text = "; ".join([*ways, _otherwise(mesh, capacity)])
+    return replace(plan, notes=(*plan.notes, f"{ADVICE}{text}"))
 
 
 def _otherwise(mesh: Mesh, capacity: int) -> str:

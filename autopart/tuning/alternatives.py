@@ -67,16 +67,16 @@ def _on_what(other: Candidate, best: Candidate) -> str:
     mine, theirs = best.simulation.parts, other.simulation.parts
     more = {kind: seconds - mine.get(kind, 0.0) for kind, seconds in theirs.items()}
     longest = sorted(more, key=lambda kind: -more[kind])[:2]
-    said = [f"+{quantity(more[kind], 's')} {kind}" for kind in longest if more[kind] > TELLS * best.step_time_s]
-    return f" ({', '.join(said)})" if said else ""
+    longer = [f"+{quantity(more[kind], 's')} {kind}" for kind in longest if more[kind] > TELLS * best.step_time_s]
+    return f" ({', '.join(longer)})" if longer else ""
 
 
-def reasons(found: Sequence[Candidate]) -> list[str]:
+def reasons(candidates: Sequence[Candidate]) -> list[str]:
     """Beside each of a Pareto list, fastest first, why it is there."""
-    if not found:
+    if not candidates:
         return []
     lines = ["the fastest that fits"]
-    for before, candidate in pairwise(found):
+    for before, candidate in pairwise(candidates):
         time = 100 * (candidate.step_time_s / before.step_time_s - 1)
         memory = 100 * (1 - candidate.memory_bytes / before.memory_bytes)
         changed = [

@@ -70,12 +70,16 @@ class BlockSearch:
     def options(self) -> dict[str, Any]:
         """The options of `autopart.plan` and `parallelize` that ask for it."""
         mesh, schedule = self.blocks.setting.mesh, self.blocks.setting.schedule
-        found: dict[str, Any] = {"microbatches": schedule.microbatches, "recompute": self.recompute, "pins": self.pins}
-        found |= {"schedule": schedule.name} if schedule.name is not None else {}
-        found |= {"sequence_parallel": self.sequence_parallel} if mesh.feature_ranks > 1 else {}
+        options: dict[str, Any] = {
+            "microbatches": schedule.microbatches,
+            "recompute": self.recompute,
+            "pins": self.pins,
+        }
+        options |= {"schedule": schedule.name} if schedule.name is not None else {}
+        options |= {"sequence_parallel": self.sequence_parallel} if mesh.feature_ranks > 1 else {}
         if self.precision is not None:
-            found |= {"precision": self.precision.name, "reduce_dtype": self.precision.reduce_name}
-        return found | ({"zero": 3 if self._is_cut else 0} if mesh.storing_axis is not None else {})
+            options |= {"precision": self.precision.name, "reduce_dtype": self.precision.reduce_name}
+        return options | ({"zero": 3 if self._is_cut else 0} if mesh.storing_axis is not None else {})
 
     @property
     def step_time_s(self) -> float:
@@ -143,8 +147,8 @@ def search_blocks(
     limit = parse_size(memory) if memory is not None else space.hardware.memory_bytes
     chosen = completed(space.rows, sizes, schedule, microbatches)
     blocks = blocks_of(space, sizes, chosen, sequence_parallel, zero)
-    found = solve(blocks.problem(limit), method, seed, budget)
-    return BlockSearch(blocks, found, blocks.simulation(found.choice), sequence_parallel, computed)
+    solution = solve(blocks.problem(limit), method, seed, budget)
+    return BlockSearch(blocks, solution, blocks.simulation(solution.choice), sequence_parallel, computed)
 
 
 def blocks_of(space: Space, mesh: Mesh, schedule: Schedule, sequence_parallel: bool = True, zero: int = 0) -> Blocks:
@@ -164,6 +168,6 @@ def completed(rows: int, mesh: Mesh, schedule: str | None, microbatches: int | N
         raise OptionError(f"a batch of {rows} rows cannot be cut into {parts} equal parts")
     if pp == 1:
         return Schedule(None, microbatches or 1, 1)
-    own = rows // dp
-    number = microbatches or max(m for m in range(1, min(own, 4 * pp) + 1) if own % m == 0)
+    rows_per_rank = rows // dp
+    number = microbatches or max(m for m in range(1, min(rows_per_rank, 4 * pp) + 1) if rows_per_rank % m == 0)
     return Schedule(schedule or schedule_for("1f1b", pp, pp, number), number, 1)

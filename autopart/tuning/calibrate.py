@@ -42,11 +42,11 @@ class Calibration:
 
     def rows(self) -> list[dict[str, Any]]:
         """Predicted against measured, for JSON: `{"kind", "of", "measured_s", "predicted_s", "error"}`."""
-        found = [(row, predicted_s(row, self.hardware)) for row in self.measured]
+        predictions = [(row, predicted_s(row, self.hardware)) for row in self.measured]
         return [
             {"kind": row.kind, "of": row.label, "measured_s": row.time_s, "predicted_s": seconds,
              "error": seconds / row.time_s - 1}
-            for row, seconds in found
+            for row, seconds in predictions
         ]  # fmt: skip
 
     def errors(self) -> dict[str, dict[str, float]]:
@@ -101,20 +101,20 @@ def calibrate(
     """
     if path is not None:
         check_path(path)
-    given = Hardware.load(base) if base is not None else None
+    base_profile = Hardware.load(base) if base is not None else None
     shown = progress and os.environ.get("RANK", "0") == "0"
 
     def bar(tasks: list[Any]) -> Any:
         return tqdm(tasks, desc="measuring", disable=None if shown else True)  # None: where it is not a terminal
 
     device, measured = measure(quick, bar)
-    other = given or Hardware.load(DEFAULT if device.kind == "cuda" else "cpu-gloo")
+    other = base_profile or Hardware.load(DEFAULT if device.kind == "cuda" else "cpu-gloo")
     called = name or (Path(path).stem if path is not None else "-".join(device.name.lower().split()))
     data = profile(called, device, measured, datetime.now(UTC).date().isoformat(), other)
-    found = Calibration(data, device, measured, Hardware.parse(data))
+    calibration = Calibration(data, device, measured, Hardware.parse(data))
     if path is not None and device.rank == 0:
-        found.save(path)
-    return found
+        calibration.save(path)
+    return calibration
 
 
 def check_path(path: str | Path) -> None:

@@ -434,10 +434,10 @@ def search(
             why=f"the nearest is {candidates[-1]}", hint="more devices, or a smaller batch",
         )  # fmt: skip
     lost = list(why_others_lose(space, devices, best[0].estimated, limit))
-    told = zip(best, reasons([one.candidate for one in best]), strict=True)
+    with_reasons = zip(best, reasons([one.candidate for one in best]), strict=True)
     return [
         replace(one.plan, notes=(*one.plan.notes, *lost * (one is best[0]), f"found by search: {one.candidate}; {why}"))
-        for one, why in told
+        for one, why in with_reasons
     ]
 
 
@@ -450,11 +450,11 @@ class _Planned(NamedTuple):
 
 
 def _planned(
-    model: nn.Module, traced: Trace, found: Sequence[Candidate], options: Options, limit: float, count: int
+    model: nn.Module, traced: Trace, candidates: Sequence[Candidate], options: Options, limit: float, count: int
 ) -> list[_Planned]:
     """The first `count` of the candidates that fit when counted exactly, by the figures of their plans."""
     best: list[_Planned] = []
-    for estimated in found:
+    for estimated in candidates:
         if len(best) == count:
             break
         try:
@@ -474,8 +474,8 @@ def space_of(
 ) -> Space:  # fmt: skip
     """What `search` searches. Raises as `search`."""
     example = example_kwargs if example_kwargs is not None else example_of(model)
-    given = _given_rows(example)
-    rows = global_batch if global_batch is not None else given
+    example_rows = _given_rows(example)
+    rows = global_batch if global_batch is not None else example_rows
     if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
         raise OptionError(f"global_batch={rows!r} is not a number of rows", why="it is a whole number from 1")
     return Space(model, example, rows, hardware, precision=precision, methods=methods, balance=balance)

@@ -74,8 +74,8 @@ def _choose(graph: fx.Graph, num_shards: int, together: Set[str]) -> dict[fx.Nod
             options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
             if together:
                 options = tuple([s for s in options if not _cuts(node, s, together)])
-            given = tuple([(placement(s, chosen), size_bytes(s), s in whole) for s in sources])
-            key = options if together else id(options), given, facts(node)["for_buffers"]
+            inputs = tuple([(placement(s, chosen), size_bytes(s), s in whole) for s in sources])
+            key = options if together else id(options), inputs, facts(node)["for_buffers"]
             if key not in known:
                 known[key] = options, min(options, key=lambda s: _price(node, s, chosen, whole))
             chosen[node] = known[key][1]
@@ -88,23 +88,23 @@ def _cuts(node: fx.Node, strategy: Strategy, selections: Set[str]) -> bool:
     parts = [n for n in node.users if n.target is operator.getitem] if not is_tensor(node) else [node]
     values = [*zip(tensor_inputs(node), strategy.inputs, strict=True)]
     values += [(part, strategy.outputs[source_of(part)[1]]) for part in parts]
-    return any(not selections_cut(made, place).isdisjoint(selections) for made, place in values)
+    return any(not selections_cut(operand, place).isdisjoint(selections) for operand, place in values)
 
 
 def _needed_together(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], num_shards: int) -> set[str]:
     """The selections of which something needs all elements at once."""
-    found: set[str] = set()
+    selections: set[str] = set()
     for node, strategy in chosen.items():
         for source, target in zip(tensor_inputs(node), strategy.inputs, strict=True):
             at = placement(source, chosen)
             if at is None:
-                found |= set() if can_make_rows(source, target, num_shards) else selections_cut(source, target)
+                selections |= set() if can_make_rows(source, target, num_shards) else selections_cut(source, target)
             elif at != target:
-                found |= selections_cut(source, at) | selections_cut(source, target)
-    for made in tensor_inputs(graph.output_node()):
-        at = placement(made, chosen)
-        found |= selections_cut(made, at) if at is not None else set()
-    return found
+                selections |= selections_cut(source, at) | selections_cut(source, target)
+    for output in tensor_inputs(graph.output_node()):
+        at = placement(output, chosen)
+        selections |= selections_cut(output, at) if at is not None else set()
+    return selections
 
 
 def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | None:
@@ -118,9 +118,9 @@ def placement(node: fx.Node, chosen: Mapping[fx.Node, Strategy]) -> Placement | 
 def _price(node: fx.Node, strategy: Strategy, chosen: dict[fx.Node, Strategy], whole: set[fx.Node]) -> tuple:
     """Bytes moved to feed this strategy, then how far it is from cutting rows."""
     moved = 0.0
-    found = [placement(source, chosen) for source in tensor_inputs(node)]
-    for source, at, target in zip(tensor_inputs(node), found, strategy.inputs, strict=True):
-        if target == P and P not in found:
+    places = [placement(source, chosen) for source in tensor_inputs(node)]
+    for source, at, target in zip(tensor_inputs(node), places, strategy.inputs, strict=True):
+        if target == P and P not in places:
             moved = float("inf")  # nothing becomes a partial sum on purpose, but to be added to one
         if at is None or at == target:
             continue

@@ -135,8 +135,8 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
     cut_in_zigzag(trace, any("zigzag" in text for text in texts))
     follow_sequences(trace, plan.sequence_dims or {})
-    own = is_plan_of(plan, trace)
-    if own:
+    same_trace = is_plan_of(plan, trace)
+    if same_trace:
         check_recompute(trace.graph, plan.recompute, plan.where("recompute"))
     num_stages = mesh.size("pp") * plan.schedule.virtual_stages
     stored: dict[str, Layout] = {}
@@ -150,15 +150,15 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         beside = replace(beside, stacks=stacks_on(of_experts, kind, by_expert))
         _check_cut_again(plan, beside, places, stored)
         stored = with_places(stored, axis, places)
-        read = _read_strategies if own else _fit_strategies
+        read = _read_strategies if same_trace else _fit_strategies
         known = {key: on.get(axis, "") for key, on in (decided or {}).items()}
         chosen[axis] = read(trace, plan, mesh, axis, stored, known, beside)
-    if own:
+    if same_trace:
         microbatches = plan.schedule.microbatches
         rows = Rows(microbatches, batch_strategies(trace, mesh, microbatches), False)
     else:
         rows = fit_rows(trace, mesh, plan.schedule)
-    cuts = _read_cuts(trace, plan, num_stages, own, list(decided or {}))
+    cuts = _read_cuts(trace, plan, num_stages, same_trace, list(decided or {}))
     for axis in dict.fromkeys(axis for entry in plan.parameters.values() for axis in entry if mesh.stores(axis)):
         if mesh.size(axis) > 1:
             parts = _read_stored(trace, plan, mesh, axis, stored)
@@ -263,8 +263,8 @@ def _fit_strategies(
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
     nodes = [n for n in operators(trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
     for node in nodes:
-        found = beside.strategies(node, beside.ways(node, mesh.size(axis)))
-        options = {str(option): option for option in found if not _cuts_otherwise(node, option, on_axis)}
+        allowed = beside.strategies(node, beside.ways(node, mesh.size(axis)))
+        options = {str(option): option for option in allowed if not _cuts_otherwise(node, option, on_axis)}
         strategy = options.get(decided.get(facts(node)["key"], ""))
         if strategy is None:
             _, entry = plan.operator_entry(facts(node)["key"], facts(node)["group"]) or ("", {})
@@ -290,12 +290,12 @@ def _read_strategies(
         if facts(node)["role"] not in (ACTIVE, WEIGHT):
             continue
         options = beside.strategies(node, beside.ways(node, mesh.size(axis)))
-        found = plan.operator_entry(facts(node)["key"], facts(node)["group"])
+        named_entry = plan.operator_entry(facts(node)["key"], facts(node)["group"])
         strategy = options[0]
-        if found is not None:
-            used.add(found[0])
-            strategy = _option(options, found[1].get(axis), node, plan, found[0])
-        keep = found is not None and found[1].get("keep", False)
+        if named_entry is not None:
+            used.add(named_entry[0])
+            strategy = _option(options, named_entry[1].get(axis), node, plan, named_entry[0])
+        keep = named_entry is not None and named_entry[1].get("keep", False)
         chosen[node] = strategy if keep else _follow_weights(node, strategy, options, on_axis, chosen)
     unknown = [name for name in plan.operators if name not in used and not _is_cast(name)]
     if unknown:
@@ -373,11 +373,11 @@ def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
     return sum(x != y for x, y in pairs), sum(p.kind == "P" for p in a.inputs)
 
 
-def _read_cuts(trace: Trace, plan: Plan, num_stages: int, own: bool, order: Sequence[str]) -> tuple[int, ...]:
+def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, order: Sequence[str]) -> tuple[int, ...]:
     """The positions of the plan's cuts.
 
-    `own`: the plan is of this very trace. `order`: the operators of an earlier trace; where a cut is at one that is not
-    in this trace, the stage begins with the next that is.
+    `same_trace`: the plan is of this very trace. `order`: the operators of an earlier trace; where a cut is at one that
+    is not in this trace, the stage begins with the next that is.
     """
     if len(plan.cuts) != num_stages - 1:
         raise PlanError(
@@ -393,7 +393,7 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, own: bool, order: Sequ
         at = position.get(cut)
         if at is None and cut in order:
             at = next((position[key] for key in order[order.index(cut) :] if key in position), None)
-        if at is None and not own and len(plan.stages) == num_stages:
+        if at is None and not same_trace and len(plan.stages) == num_stages:
             # An operator of another mode of the model: the stage begins behind the last operator of the one before.
             at = position.get(plan.stages[stage - 1]["last"], -2) + 1
         if at is None or at < 0:

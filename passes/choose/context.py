@@ -36,9 +36,9 @@ def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis:
     if context == "auto" or pattern is None or not pattern.flops or of_weights:
         return list(options)
     kind = {"gather": DATA_DIM, "ulysses": FEATURE}[context]
-    found = [option for option in options if option.factor and _cuts(node, pattern, option.factor, kind)]
-    if found or not is_attention(node):
-        return found or list(options)
+    fitting = [option for option in options if option.factor and _cuts(node, pattern, option.factor, kind)]
+    if fitting or not is_attention(node):
+        return fitting or list(options)
     cut = "heads" if context == "ulysses" else "queries"
     raise LayoutError(
         f"context={context!r} cannot be", why=f"the {cut} of this attention do not divide over {axis}",

@@ -53,14 +53,14 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
 
 def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
     """Raises LayoutError where an axis for experts divides none, or some mixture's not."""
-    ranks, found = mesh.size(axis), _expert_products(trace)
-    if not found and not _of_selected_rows(trace):
+    ranks, products = mesh.size(axis), _expert_products(trace)
+    if not products and not _of_selected_rows(trace):
         raise LayoutError(
             f"{axis}={ranks} has nothing to cut",
             why="the model has no experts: all rows go through all of its matrix products",
             hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
         )  # fmt: skip
-    whole = [node for node in found if not chosen[node].inputs[1].is_shard]  # its weights
+    whole = [node for node in products if not chosen[node].inputs[1].is_shard]  # its weights
     if whole:
         counts = expert_counts(trace.graph)
         fits = [n for n in range(2, min(counts) + 1) if all(divides_positions(count, n) for count in counts)]

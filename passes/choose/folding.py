@@ -54,14 +54,14 @@ def mixtures(trace: Trace) -> list[Mixture]:
     for node in (node for node in trace.graph.nodes if facts(node).get("routed")):
         rows.add_node(node)
         rows.add_edges_from((node, used) for used in node.all_input_nodes if _has_rows(used))
-    found = []
+    all_mixtures = []
     position = {node: i for i, node in enumerate(trace.graph.nodes)} if rows else {}
     for part in nx.connected_components(rows):
         nodes = sorted(part, key=position.__getitem__)
         start = next(node for node in nodes if _routes(node))
         views, names = _stacks_read(nodes)
-        found.append(Mixture(argument(start, "num_experts"), (*nodes, *views), tuple(names)))
-    return found
+        all_mixtures.append(Mixture(argument(start, "num_experts"), (*nodes, *views), tuple(names)))
+    return all_mixtures
 
 
 def _routes(node: fx.Node) -> str:
@@ -94,12 +94,12 @@ def _stacks_read(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[str]]:
 
 
 def stacks_on(
-    found: Sequence[Mixture], cuts: str, names: Set[str], operators: Set[fx.Node] = frozenset()
+    all_mixtures: Sequence[Mixture], cuts: str, names: Set[str], operators: Set[fx.Node] = frozenset()
 ) -> dict[fx.Node | str, int]:  # fmt: skip
     """The mixtures whose experts may be cut over an axis that cuts this: one with a weight of these names, which are
     cut over it, or with an operator of these, whose rows are by expert there; all, where it cuts experts."""
     stacks: dict[fx.Node | str, int] = {}
-    for mixture in found:
+    for mixture in all_mixtures:
         asked = not names.isdisjoint(mixture.weights) or not operators.isdisjoint(mixture.operators)
         if asked or cuts == "experts":
             stacks |= mixture.stacks
@@ -141,10 +141,10 @@ def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], r
     return not again
 
 
-def check_folding(mesh: Mesh, found: Sequence[Mixture], asked: Mapping[str, Stacks]) -> None:
+def check_folding(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mapping[str, Stacks]) -> None:
     """Raises LayoutError where experts do not divide over the axes that are to cut them. `asked`: {axis: `stacks_on`
     it}."""
-    for mixture in found:
+    for mixture in all_mixtures:
         axes = [axis for axis, stacks in asked.items() if mixture.product in stacks and mesh.size(axis) > 1]
         folded = [axis for axis in axes if mesh.axis(axis).cuts != "experts"]
         if not folded or divides_positions(mixture.num_experts, _ranks(mesh, axes)):

@@ -86,7 +86,7 @@ class Pairs:
 
     def solve(self, collapse: bool = True) -> Solution:
         """The least cost, exactly. `collapse=False` leaves all to HiGHS, as a check. Raises NoSolution."""
-        given = self.costs.copy(), [dict(tables) for tables in self.tables]
+        original = self.costs.copy(), [dict(tables) for tables in self.tables]
         kept = [np.arange(len(cost)) for cost in self.costs]  # the options that are left, of each variable
         decided: list[_Decided] = []
         left = set(range(len(self.costs)))
@@ -100,12 +100,12 @@ class Pairs:
                     self._decide(v)
                     left.remove(v)
             waiting = [w for v in sorted(left) if self._drop_options(v, kept) for w in (v, *self.tables[v])]
-        found, gap = _milp(self.costs, self.tables, sorted(left)) if left else ({}, 0.0)
-        chosen = {v: int(kept[v][k]) for v, k in found.items()}
+        solved, gap = _milp(self.costs, self.tables, sorted(left)) if left else ({}, 0.0)
+        chosen = {v: int(kept[v][k]) for v, k in solved.items()}
         for step in reversed(decided):
             chosen[step.variable] = step.option(chosen)
         options = [chosen[v] for v in range(len(self.costs))]
-        total = _total(*given, options)
+        total = _total(*original, options)
         if not np.isfinite(total):
             raise NoSolution
         return Solution(options, total, gap)

@@ -27,15 +27,15 @@ def partition(graph: fx.Graph, num_stages: int, folds: Folds = ()) -> Partition:
     Raises StageError where there are fewer places to cut than needed.
     """
     nodes = active_operators(graph)
-    found = find_partition(nodes, num_stages, folds=folds)
-    if found is None:
+    best = find_partition(nodes, num_stages, folds=folds)
+    if best is None:
         places = num_places(nodes)
         raise StageError(
             f"the model cannot be cut into {num_stages} stages",
             why=f"it has {len(nodes)} operators that depend on parameters, and {places} places to cut between them",
             hint=f"pp={places + 1} or less (pp times virtual_stages is the number of stages)",
         )
-    return found
+    return best
 
 
 def find_partition(
@@ -75,10 +75,10 @@ def crossing_bytes(nodes: list[fx.Node]) -> list[float]:
                 last_use[used] = position[node]
     change = np.zeros(len(nodes) + 1)
     blocked = np.zeros(len(nodes) + 1)
-    for used, made in values.items():
+    for used, start in values.items():
         can_cross = facts(used)["needs_grad"] and not any(map(selections_in, facts(used)["atoms"]))
         target, weight = (change, size_bytes(used)) if can_cross else (blocked, 1)
-        target[made + 1] += weight
+        target[start + 1] += weight
         target[last_use[used] + 1] -= weight
     sent, stuck = np.cumsum(change), np.cumsum(blocked)
     return [math.inf if stuck[i] or _tied_to_mode(node) else float(sent[i]) for i, node in enumerate(nodes)]

@@ -41,9 +41,9 @@ def choose_parts(problem: Problem, stored: Mapping[str, Layout]) -> Mapping[str,
         sizes, others = tuple(parameter.shape), stored.get(name, {})
         if name in storage.pinned:
             _check(name, sizes, storage, others, problem)
-        found = storage.place(name, sizes, others)
-        if found is not None:
-            chosen[name] = dict([found])
+        entry = storage.place(name, sizes, others)
+        if entry is not None:
+            chosen[name] = dict([entry])
     if zero and not chosen:
         which = "no parameter with two dims or more has one" if storage.min_dims > 1 else "no parameter has a dim"
         raise LayoutError(
@@ -65,14 +65,14 @@ def _no_axis(mesh: Mesh, zero: int) -> NoReturn:
 
 def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, problem: Problem) -> None:
     """Raises LayoutError where a parameter cannot be stored as its pins say."""
-    found, pins = storage.pinned[name], problem.pins
-    if not _agree(found):
-        clash = smallest_conflict(found, _agree)
+    name_pins, pins = storage.pinned[name], problem.pins
+    if not _agree(name_pins):
+        clash = smallest_conflict(name_pins, _agree)
         raise LayoutError(
             cannot_hold(clash), why=f"{name} can have only one layout",
             where=", ".join(filter(None, map(pins.where, clash))), hint="leave one of them out",
         )  # fmt: skip
-    place = Placement.parse(found[0].text)
+    place = Placement.parse(name_pins[0].text)
     _, why = storage.over_which(place, sizes, others)
     if why:
         mesh, axis = storage.mesh, storage.mesh.data_axis
@@ -82,7 +82,7 @@ def _check(name: str, sizes: Sequence[int], storage: Storage, others: Layout, pr
             why += f"; over {axis} a weight is stored in parts, and whole where it is used"
             hint += f"; experts themselves are cut over {over}"
         raise LayoutError(
-            f"cannot pin {found[0]}", why=f"{name}: {why}", where=pins.where(found[0]), hint=hint
+            f"cannot pin {name_pins[0]}", why=f"{name}: {why}", where=pins.where(name_pins[0]), hint=hint
         )  # fmt: skip
 
 

@@ -190,10 +190,10 @@ def smallest_conflict(pins: Sequence[T], hold: Callable[[Sequence[T]], bool]) ->
     return next((list(few) for few in fewest if not hold(few)), left)
 
 
-def cannot_hold(found: Sequence[Pin]) -> str:
+def cannot_hold(pins: Sequence[Pin]) -> str:
     """What an error says of a smallest set of pins."""
-    texts = "; ".join(map(str, found))
-    return f"these pins cannot hold together: {texts}" if len(found) > 1 else f"this pin cannot hold: {texts}"
+    texts = "; ".join(map(str, pins))
+    return f"these pins cannot hold together: {texts}" if len(pins) > 1 else f"this pin cannot hold: {texts}"
 
 
 # Layouts
@@ -206,16 +206,16 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
     nodes: dict[fx.Node, tuple[LayoutPin, ...]] = defaultdict(tuple)
     model = _Names(trace)
     for pin in pins.layouts:
-        names, found = model.matched(pin, pins)
+        names, matched = model.matched(pin, pins)
         for name in names:
             _check_parameter(trace, mesh, pin, name, pins)
-        for node in found:
+        for node in matched:
             _check_operator(node, mesh, pin, pins)
         _check_axis(pin, mesh, pins)
         if pin.axis == axis or (mesh.size(pin.axis) > 1 and not pin.is_replicated):
             parameters.update({name: (*parameters[name], pin) for name in names})
         if pin.axis == axis:
-            nodes.update({node: (*nodes[node], pin) for node in found})
+            nodes.update({node: (*nodes[node], pin) for node in matched})
     cuts: Cuts = mesh.axis(axis).cuts if axis else "features"
     stacks = stacks_pinned(mixtures(trace), mesh, parameters, nodes, axis)
     variants = _variants(trace, parameters, nodes)
@@ -223,37 +223,37 @@ def pinned_layouts(trace: Trace, mesh: Mesh, pins: Pins, axis: str) -> Pinned:
 
 
 def stacks_pinned(
-    found: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
+    all_mixtures: Sequence[Mixture], mesh: Mesh, parameters: Mapping[str, Sequence[LayoutPin]],
     operators: Mapping[fx.Node, Sequence[LayoutPin]], axis: str,
 ) -> Stacks:  # fmt: skip
     """The mixtures whose experts an axis may cut by these pins."""
     cut = {name for name, pins in parameters.items()
            if any(pin.axis == axis and Placement.parse(pin.text) == shard(0) for pin in pins)}  # fmt: skip
     routed = {node for node, pins in operators.items() if any(is_by_expert(pin.text) for pin in pins)}
-    return stacks_on(found, mesh.axis(axis).cuts if axis else "", cut, routed)
+    return stacks_on(all_mixtures, mesh.axis(axis).cuts if axis else "", cut, routed)
 
 
 def pinned_parts(trace: Trace, mesh: Mesh, pins: Pins) -> dict[str, list[LayoutPin]]:
     """The parameters that pins place on the axis that stores them in parts, whole or cut: they say so for all axes that
     are joined to it."""
-    model, found = _Names(trace), defaultdict(list)
+    model, by_name = _Names(trace), defaultdict(list)
     for pin in pins.layouts:
         if pin.axis == mesh.data_axis and mesh.storing_axis is not None:
             for name in model.matched(pin, pins)[0]:
-                found[name].append(pin)
-    return found
+                by_name[name].append(pin)
+    return by_name
 
 
 def _variants(
     trace: Trace, parameters: Mapping[str, tuple[LayoutPin, ...]], nodes: Mapping[fx.Node, tuple[LayoutPin, ...]]
 ) -> dict[tuple[int, int] | None, frozenset[tuple[Hashable, str, str]]]:
-    found: dict[tuple[int, int] | None, set[tuple[Hashable, str, str]]] = defaultdict(set)
+    by_block: dict[tuple[int, int] | None, set[tuple[Hashable, str, str]]] = defaultdict(set)
     stored = [(node, parameters.get(node.target, ())) for node in trace.graph.find_nodes(op="get_attr")]
     for node, pins in [*stored, *nodes.items()]:
         place = facts(node).get("place")
         if place is not None and place.block is not None:
-            found[place.block] |= {(place.like, pin.axis, pin.text) for pin in pins}
-    return {block: frozenset(pins) for block, pins in found.items() if pins}
+            by_block[place.block] |= {(place.like, pin.axis, pin.text) for pin in pins}
+    return {block: frozenset(pins) for block, pins in by_block.items() if pins}
 
 
 class _Names:
@@ -268,21 +268,21 @@ class _Names:
     def matched(self, pin: LayoutPin, pins: Pins) -> tuple[list[str], list[fx.Node]]:
         """The parameters and the operators that a pin is for."""
         if pin.of_operator:
-            found = [node for node in self.nodes if pin.matches(facts(node)["key"])]
-            if not found:
+            nodes = [node for node in self.nodes if pin.matches(facts(node)["key"])]
+            if not nodes:
                 raise no_match(str(pin), [facts(node)["group"] for node in self.nodes], pin.name, pins.where(pin))
-            return [], found
+            return [], nodes
         named = [name for alias, name in self.parameters.items() if pin.matches(alias)]
         inside = [name for alias, name in self.parameters.items() if any(map(pin.matches, parents(alias)))]
-        found = [node for node in self.nodes if any(map(pin.matches, parents(facts(node)["key"])))]
-        if not (named or inside or found):
+        nodes = [node for node in self.nodes if any(map(pin.matches, parents(facts(node)["key"])))]
+        if not (named or inside or nodes):
             raise no_match(str(pin), [*self.parameters, *self._modules()], pin.name, pins.where(pin))
         if pin.is_replicated:
-            return list(dict.fromkeys([*named, *inside])), found
+            return list(dict.fromkeys([*named, *inside])), nodes
         if not named:
             raise LayoutError(
                 f"cannot pin the module {pin}", why="only R says the same of all its weights and operators",
-                where=pins.where(pin), hint=self._finer(inside, found),
+                where=pins.where(pin), hint=self._finer(inside, nodes),
             )  # fmt: skip
         return named, []
 
@@ -290,8 +290,8 @@ class _Names:
         return [path for node in self.nodes for path in parents(facts(node)["key"])]
 
     def _finer(self, names: list[str], nodes: list[fx.Node]) -> str:
-        found = [pattern_of(name) for name in names] + [facts(node)["group"] for node in nodes]
-        return "pin " + ", ".join(repr(name) for name in list(dict.fromkeys(found))[:4])
+        patterns = [pattern_of(name) for name in names] + [facts(node)["group"] for node in nodes]
+        return "pin " + ", ".join(repr(name) for name in list(dict.fromkeys(patterns))[:4])
 
 
 def no_match(asked: str, names: Iterable[str], near: str, where: str) -> OptionError:
@@ -356,13 +356,15 @@ def _why_not_so(node: fx.Node, pin: LayoutPin, mesh: Mesh) -> str:
         return f"{describe(node)}: its output has shape {list(shape)}, no dim {place.dim}"
     if place.is_shard:
         atoms = output_atoms(node)[place.dim] or (Atom(1, DATA_DIM),)
-        made = f"{describe(node)}: dim {place.dim} of its output"
+        output_dim = f"{describe(node)}: dim {place.dim} of its output"
         if atoms[0].kind == BATCH:
-            return f"{made} is rows of the batch, which dp cuts"
+            return f"{output_dim} is rows of the batch, which dp cuts"
         if len(atoms) == 1 and atoms[0].size % ranks:
-            return f"{made} has size {atoms[0].size}, which {axis} does not divide"
+            return f"{output_dim} has size {atoms[0].size}, which {axis} does not divide"
         if atoms[0].size % ranks:
-            return f"{made} is {' x '.join(str(a.size) for a in atoms)}, and {axis} does not divide {atoms[0].size}"
+            return (
+                f"{output_dim} is {' x '.join(str(a.size) for a in atoms)}, and {axis} does not divide {atoms[0].size}"
+            )
     return f"{describe(node)} has no such way to run on {axis}"
 
 
@@ -391,16 +393,16 @@ def _layout_conflict(
     def together(some: Sequence[LayoutPin]) -> bool:
         return hold(pinned_layouts(trace, mesh, Pins(tuple(some), text=pins.text), axis))
 
-    found = smallest_conflict(pins.layouts, together)
-    where = ", ".join(dict.fromkeys(filter(None, map(pins.where, found))))
-    pinned, ranks = pinned_layouts(trace, mesh, Pins(tuple(found)), axis), mesh.size(axis)
-    if len(found) == 1:
+    conflict = smallest_conflict(pins.layouts, together)
+    where = ", ".join(dict.fromkeys(filter(None, map(pins.where, conflict))))
+    pinned, ranks = pinned_layouts(trace, mesh, Pins(tuple(conflict)), axis), mesh.size(axis)
+    if len(conflict) == 1:
         for node in pinned.operators if pinned.cuts == "features" else ():
             if not pinned.strategies(node, pinned.ways_without_cuts_of_values(node, ranks)):
                 why = f"{describe(node)} runs so with sequence parallelism only"
-                return LayoutError(cannot_hold(found), why=why, where=where, hint="sequence_parallel='auto' or True")
+                return LayoutError(cannot_hold(conflict), why=why, where=where, hint="sequence_parallel='auto' or True")
     why = _where_they_meet(trace, pinned, ranks)
-    return LayoutError(cannot_hold(found), why=why, where=where, hint=_LEAVE[len(found) > 1])
+    return LayoutError(cannot_hold(conflict), why=why, where=where, hint=_LEAVE[len(conflict) > 1])
 
 
 def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
@@ -417,9 +419,9 @@ def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
             return f"{describe(node)} runs in one way"
         for weight, how in _on_weights(trace, node, options):
             taken[weight].append(how)
-    for weight, said in taken.items():
-        if weight in pinned.parameters or len(said) > 1:
-            return f"{', '.join(said[:2])}, and a weight is used as it is stored, or whole"
+    for weight, uses in taken.items():
+        if weight in pinned.parameters or len(uses) > 1:
+            return f"{', '.join(uses[:2])}, and a weight is used as it is stored, or whole"
     return "no choice for the operators between them fits all"
 
 

@@ -24,8 +24,8 @@ _UNEVEN = 0.05
 
 def products_of(trace: Trace) -> list[fx.Node]:
     """The matrix products of a model."""
-    found = [(node, facts(node)["pattern"]) for node in active_operators(trace.graph)]
-    return [node for node, pattern in found if pattern is not None and pattern.flops]
+    with_patterns = [(node, facts(node)["pattern"]) for node in active_operators(trace.graph)]
+    return [node for node, pattern in with_patterns if pattern is not None and pattern.flops]
 
 
 def check_positions(
@@ -39,13 +39,13 @@ def check_positions(
     nodes = of_weights or products or active_operators(trace.graph)
     if any(chosen[node].factor for node in nodes):
         return
-    ranks, given = mesh.size(axis), inputs_text(trace)
-    found = (atoms for node in (products or nodes) for dim in output_atoms(node) for atoms in dim)
-    longest = max((atom.size for atom in found if atom.kind == DATA_DIM), default=1)
+    ranks, inputs = mesh.size(axis), inputs_text(trace)
+    all_atoms = (atoms for node in (products or nodes) for dim in output_atoms(node) for atoms in dim)
+    longest = max((atom.size for atom in all_atoms if atom.kind == DATA_DIM), default=1)
     longest = max(lengths_of(trace, named).values(), default=longest)
     if longest == 1:
         raise LayoutError(
-            f"{axis}={ranks} has nothing to cut", why=f"no product of the model has a sequence: it is given {given}",
+            f"{axis}={ranks} has nothing to cut", why=f"no product of the model has a sequence: it is given {inputs}",
             hint=f"leave {axis} out of the mesh; dp cuts the rows of any batch",
         )  # fmt: skip
     if divides_positions(longest, ranks):
@@ -57,7 +57,7 @@ def check_positions(
         )  # fmt: skip
     fits = max(n for n in range(1, ranks) if divides_positions(longest, n))
     raise LayoutError(
-        f"{axis}={ranks} cuts {longest} positions", why=f"every rank needs some of the longest sequence, of {given}",
+        f"{axis}={ranks} cuts {longest} positions", why=f"every rank needs some of the longest sequence, of {inputs}",
         where=describe(nodes[0]), hint=f"{axis}={fits}" if fits > 1 else f"leave {axis} out of the mesh",
     )  # fmt: skip
 
@@ -89,19 +89,19 @@ def takes_all(node: fx.Node, ranks: int) -> bool:
     dims = (*atoms.values(), *(dim for used in tensor_inputs(node) for dim in facts(used)["atoms"] if pattern is None))
     if not any(atom.kind == DATA_DIM and atom.size >= ranks for dim in dims for atom in dim):
         return False
-    found = (atoms.get(way.factor, ()) for way in ways(node, ranks, "positions"))
-    return not any(atom.kind == DATA_DIM for of in found for atom in of)
+    atoms_cut = (atoms.get(way.factor, ()) for way in ways(node, ranks, "positions"))
+    return not any(atom.kind == DATA_DIM for of in atoms_cut for atom in of)
 
 
 def _uneven(axis: str, ranks: int, cuts: list[tuple[fx.Node, Strategy]]) -> Iterator[str]:
     """A note of the longest sequence that is cut into parts of which the fullest is much more than the mean."""
-    found = []
+    excesses = []
     for node, strategy in cuts:
         place = strategy.outputs[0]
         if place.is_shard and [atom.kind for atom in output_atoms(node)[place.dim]] == [DATA_DIM]:
             size = shape(node)[place.dim]
-            found.append((Cut(place.dim, size, place.sections, ranks).longest * ranks / size - 1, size))
-    more, size = max(found, default=(0.0, 0))
+            excesses.append((Cut(place.dim, size, place.sections, ranks).longest * ranks / size - 1, size))
+    more, size = max(excesses, default=(0.0, 0))
     if more > _UNEVEN:
         yield (
             f"{axis}={ranks}: of {size} positions the fullest rank has {more:.0%} more than the mean; "

@@ -194,8 +194,8 @@ class Prices:
         """The axes joined over which a parameter laid out like this on the axis is stored in parts; "" where none."""
         if node.op != "get_attr":
             return ""
-        found = self.step.storage.place(node.target, shape(node), self._layout(node, place))
-        return found[0] if found is not None else ""
+        part = self.step.storage.place(node.target, shape(node), self._layout(node, place))
+        return part[0] if part is not None else ""
 
     def _layout(self, node: fx.Node, place: Placement) -> Layout:
         """The layout of a parameter that is placed so on the axis, beside what was solved for before."""

@@ -57,10 +57,10 @@ class Problem:
         """The layout pins, by the axis on which layouts are chosen, in the order in which they are. Raises for one that
         no plan can follow, also where nothing is chosen."""
         axes = self.mesh.solving_order
-        found = {axis: pinned_layouts(self.trace, self.mesh, self.pins, axis) for axis in axes or ("",)}
-        asked = {axis: found[axis].stacks for axis in self.mesh.chosen}
+        by_axis = {axis: pinned_layouts(self.trace, self.mesh, self.pins, axis) for axis in axes or ("",)}
+        asked = {axis: by_axis[axis].stacks for axis in self.mesh.chosen}
         check_folding(self.mesh, mixtures(self.trace), asked)
-        return found if axes else {}
+        return by_axis if axes else {}
 
     @property
     def expert_axes(self) -> tuple[str, ...]:

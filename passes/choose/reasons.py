@@ -92,9 +92,9 @@ class Reasons:
             reason = f"there is no other way on {axis}={self.mesh.size(axis)}{left}"
             return Why(subject, chosen, _both(reason, in_parts[1]), collectives=moved, where=where)
         runner_up, price = next(iter(others.items()))
-        said = {other: _said(price) for other, price in others.items()}
+        texts = {other: _said(price) for other, price in others.items()}
         reason = _both(_reason(price, runner_up), in_parts[1])
-        return Why(subject, chosen, reason, runner_up, price.seconds, said, moved, where)
+        return Why(subject, chosen, reason, runner_up, price.seconds, texts, moved, where)
 
     def _why_dp_sync(self) -> Why:
         """What data-parallel ranks send each other, and what the sum of all gradients would take instead."""
@@ -102,20 +102,20 @@ class Reasons:
         axis = (*self.mesh.along("rows"), self.mesh.data_axis)[0]
         ranks, stride = self.mesh.size(axis), self.mesh.stride(axis)
         trained = [name for name, parameter in self.trace.parameters.items() if parameter.requires_grad]
-        found = carried_by(self.trace, self.program, trained)
-        if not found:
+        carried = carried_by(self.trace, self.program, trained)
+        if not carried:
             none = f"the mesh {self.mesh} has no data-parallel ranks"
             reason = "gradients are summed as they are" if ranks > 1 else none
             return Why("dp_sync", str(sync), reason)
         stages = self.mesh.size("pp")
-        parts = [Carried(one.method, *(size / stages for size in one[1:])) for one in found]
+        parts = [Carried(one.method, *(size / stages for size in one[1:])) for one in carried]
         took_s = sum(sync_s(one, ranks, stride, hardware) for one in parts)
         exact_s = sum(sync_s(one._replace(method=EXACT), ranks, stride, hardware) for one in parts)
         pays = [break_even_bytes_per_s(one, self.mesh, axis, hardware) for one in parts]
         where = "between nodes" if levels(ranks, hardware.devices_per_node, stride)[1] > 1 else "to the others"
-        said = [f"{one.method} pays where a rank has less than {quantity(rate, 'B/s')} {where}"
+        thresholds = [f"{one.method} pays where a rank has less than {quantity(rate, 'B/s')} {where}"
                 for one, rate in zip(parts, pays, strict=True) if rate is not None]  # fmt: skip
-        reason = "; ".join([f"it was asked for: {quantity(took_s, 's')} a step on {axis}={ranks}", *said])
+        reason = "; ".join([f"it was asked for: {quantity(took_s, 's')} a step on {axis}={ranks}", *thresholds])
         other = f"{quantity(exact_s, 's')} a step, of which the backward hides all but the last bucket"
         return Why("dp_sync", str(sync), reason, str(EXACT), exact_s - took_s, {str(EXACT): other})
 
@@ -189,14 +189,14 @@ class Reasons:
             step = Step(self.program.microbatches, summed=summed_share(self.trace))
             for sign, axis in ((1, after), (-1, before or "")):
                 trained = parameter.requires_grad
-                found = stored_parts(size, axis, trained, storage, step, self.problem.hardware)
-                price += found * sign
+                parts_price = stored_parts(size, axis, trained, storage, step, self.problem.hardware)
+                price += parts_price * sign
                 held += sign * stored / mesh.size(axis) * (1 + (1 + OPTIMIZER_VALUES) * trained)
         if not changed:
             return Why(name, wanted, "it is so in the plan")
         memory = f"{'+' if held > 0 else '-'}{quantity(abs(held), 'B')} of weights, gradients and optimizer state"
-        said = f"{_said(price)}, {memory} on every rank"
-        return Why(name, f"not {wanted}", f"{wanted} would have {said}", wanted, price.seconds, {wanted: said})
+        text = f"{_said(price)}, {memory} on every rank"
+        return Why(name, f"not {wanted}", f"{wanted} would have {text}", wanted, price.seconds, {wanted: text})
 
     def _why_moved(self, node: fx.Node) -> Why:
         """Why a collective is there: the value, its two placements, and what it would cost to do without it."""
@@ -221,10 +221,10 @@ class Reasons:
         return Why(subject, sent, reason, instead, price.seconds, {instead: _said(price)}, (), where)
 
     def _without(
-        self, made: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
+        self, traced: fx.Node, source: Placement, target: Placement, problem: ShardingProblem
     ) -> Sharding | None:
         """The cheapest sharding in which a value does not go from one placement to another; None where it has to."""
-        value = next((value for value in problem.values if value.is_of(made)), None)
+        value = next((value for value in problem.values if value.is_of(traced)), None)
         try:
             return problem.solve(forbidden=Converted(value, source, target)) if value is not None else None
         except NoSolution:
@@ -289,7 +289,7 @@ def _solved(problem: ShardingProblem) -> Solved:
 
 def _more(other: Solved, chosen: Solved) -> Price:
     """How much more one solution costs than another, at the prices that are minimised."""
-    price, before = (problem.price(found.options, problem.prices) for problem, found in (other, chosen))
+    price, before = (problem.price(solution.options, problem.prices) for problem, solution in (other, chosen))
     return price - before
 
 
@@ -313,9 +313,9 @@ def _terms(price: Price) -> list[tuple[float, str]]:
     )  # fmt: skip
     least = 1e-6 * max((abs(s) for s, _ in seconds), default=0.0)
     shares = ((price.work, "of the matrix work"), (price.weights, "of the weights"))
-    said = [(share, f"{share:+.2%} {what} on every rank") for share, what in shares if abs(share) > 1e-9]
-    said += [(s, f"{'+' if s > 0 else '-'}{quantity(abs(s), 's')} of {what}") for s, what in seconds if abs(s) > least]
-    return said
+    terms = [(share, f"{share:+.2%} {what} on every rank") for share, what in shares if abs(share) > 1e-9]
+    terms += [(s, f"{'+' if s > 0 else '-'}{quantity(abs(s), 's')} of {what}") for s, what in seconds if abs(s) > least]
+    return terms
 
 
 def _said(price: Price) -> str:

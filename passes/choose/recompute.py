@@ -48,8 +48,8 @@ def region_marker(traced: fx.Graph, recompute: Recompute) -> Callable[[fx.Graph]
     whole, core_of = _groups(traced, recompute)
 
     def mark(graph: fx.Graph) -> None:
-        found = [*(_block_regions(graph, whole) if whole else ()), *_core_regions(graph, core_of)]
-        for number, region in enumerate(_in_one_piece(graph, [region for region in found if len(region) > 1])):
+        regions = [*(_block_regions(graph, whole) if whole else ()), *_core_regions(graph, core_of)]
+        for number, region in enumerate(_in_one_piece(graph, [region for region in regions if len(region) > 1])):
             for node in region:
                 facts(node)["region"] = number
 
@@ -105,13 +105,13 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
             weighted[block].append(facts(node)["key"])
     again = [block for block, keys in weighted.items() if keys and all(_is_in(key, paths) for key in keys)]
     lost = [path for path in paths if not (_is_in(f"{path}/", again) or any(_is_in(f"{b}/", [path]) for b in again))]
-    told = [*lost, *(["plain operations"] if None in checkpointed else [])]
+    not_kept = [*lost, *(["plain operations"] if None in checkpointed else [])]
     notes = []
     if again:
         which = "every repeated block" if len(again) == len(weighted) else _listed(again)
         notes.append(f"the model's own checkpoints are kept: the backward computes {which} again")
-    if told:
-        which = f"checkpoint of {told[0]}" if len(told) == 1 else f"checkpoints of {_listed(told)}"
+    if not_kept:
+        which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {_listed(not_kept)}"
         notes.append(f"the model's own {which}: not kept, its values are stored (whole repeated blocks can be kept)")
     return ("full" if len(again) == len(weighted) else dict.fromkeys(again, "full")) if again else "none", tuple(notes)
 
@@ -132,27 +132,27 @@ def _is_in(key: str, paths: Sequence[str]) -> bool:
 def _block_regions(graph: fx.Graph, block_of: Groups) -> list[Region]:
     """The runs of the stage's calls that are in one block."""
     runs: list[Region] = []
-    own: set[fx.Node] = set()
+    traced_calls: set[fx.Node] = set()
     current, between = "", list[fx.Node]()
     for node in _calls(graph):
         key = _key(node)
         if key not in block_of:  # a conversion, or made from the inputs alone: written where it is first read
             between.append(node)
             continue
-        own.add(node)
+        traced_calls.add(node)
         if block_of[key] and block_of[key] == current:
             runs[-1] += [*between, node]
         elif block_of[key]:
             runs.append([*between, node])
         current, between = block_of[key], []
-    return [_of_the_block(run, own) for run in runs]
+    return [_of_the_block(run, traced_calls) for run in runs]
 
 
-def _of_the_block(run: Region, own: set[fx.Node]) -> Region:
+def _of_the_block(run: Region, traced_calls: set[fx.Node]) -> Region:
     """A run without what does not depend on the block: it is kept for the region, which need not make it again; but for
     what is larger than what it is made of, and read here alone, such as a gathered weight. A value that was received in
     parts is gathered once, and kept whole."""
-    members = own.intersection(run)
+    members = traced_calls.intersection(run)
     for node in run:
         if not members.isdisjoint(node.all_input_nodes):
             members.add(node)
@@ -201,14 +201,14 @@ def cores(traced: fx.Graph) -> dict[str, str]:
 
 def _weights(traced: fx.Graph) -> set[fx.Node]:
     """Parameters, and what is made from these alone, such as rows picked from one."""
-    found: set[fx.Node] = set()
+    weights: set[fx.Node] = set()
     for node in traced.nodes:
         read = [n for n in node.all_input_nodes if is_floating(n) or node.target is operator.getitem]
-        made = node.op == "call_function" and bool(read) and found.issuperset(read)
-        product = made and node.target is not operator.getitem and matrix_work(node) > 0
-        if facts(node).get("role") in (PARAMETER, WEIGHT) or (made and not product):
-            found.add(node)
-    return found
+        from_weights = node.op == "call_function" and bool(read) and weights.issuperset(read)
+        product = from_weights and node.target is not operator.getitem and matrix_work(node) > 0
+        if facts(node).get("role") in (PARAMETER, WEIGHT) or (from_weights and not product):
+            weights.add(node)
+    return weights
 
 
 def _activations(node: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:

@@ -251,15 +251,15 @@ class ShardingProblem:
         plain = self.pinned.ways_without_cuts_of_values(node, self.num_shards)
         if self.between == "whole" or facts(node)["role"] != ACTIVE:
             return self.pinned.strategies(node, plain)
-        found = self.pinned.ways(node, self.num_shards)
-        left = self.pinned.strategies(node, found)
+        all_ways = self.pinned.ways(node, self.num_shards)
+        left = self.pinned.strategies(node, all_ways)
         if self.pinned.cuts == "positions":
             left = as_asked(node, left, self.pinned.context, self.pinned.axis)
         may_be_whole = facts(node)["moves"] and self.pinned.cuts != "features"  # heads that are repeated once gathered
         if self.between == "free" or may_be_whole:
             return left
         cut = [s for s in left if s.is_sharded or any(p == P for p in s.outputs)]
-        return cut if cut and len(found) > len(plain) else left
+        return cut if cut and len(all_ways) > len(plain) else left
 
     def _join(self, place: BlockPosition, node: fx.Node, options: list) -> None:
         if not options:
@@ -280,15 +280,15 @@ class ShardingProblem:
                 source, index = source_of(used)
                 if source in self.choice_of:
                     reads.setdefault((source, index), []).append((used, choice, i))
-        found: dict[object, _Value] = {}
+        by_key: dict[object, _Value] = {}
         for (source, index), readers in reads.items():
             producer = self.choice_of[source]
             key = id(producer), index, frozenset((id(choice), i) for _, choice, i in readers)
-            value = found.setdefault(key, _Value(readers[0][0], producer, index))
+            value = by_key.setdefault(key, _Value(readers[0][0], producer, index))
             value.members.append(source)
             for _, choice, i in readers:
                 value.uses.setdefault(id(choice), _Uses(choice)).inputs.add(i)
-        return list(found.values())
+        return list(by_key.values())
 
     def conversion_costs(self, value: _Value, targets: Sequence[Placement]) -> np.ndarray:
         """The cost of bringing a value from every option of its producer to every target. Nobody knows where the rows
@@ -319,8 +319,8 @@ class ShardingProblem:
             variables[id(choice)] = pairs.variable(costs)
         for value in self.values:
             self._add_value(pairs, variables, value, forbidden)
-        found = pairs.solve()
-        options = {key: found.chosen[variable] for key, variable in variables.items()}
+        solution = pairs.solve()
+        options = {key: solution.chosen[variable] for key, variable in variables.items()}
         chosen: dict[fx.Node, Strategy] = {}
         stored: dict[str, Placement] = {}
         for choice in self.choices.values():
@@ -330,8 +330,8 @@ class ShardingProblem:
                     chosen[node] = option
                 elif node.op == "get_attr":  # else an input that needs a gradient, which lies whole
                     stored[node.target] = option
-        bound = found.cost - found.gap * abs(found.cost)
-        return Sharding(chosen, stored, options, found.cost, bound)
+        bound = solution.cost - solution.gap * abs(solution.cost)
+        return Sharding(chosen, stored, options, solution.cost, bound)
 
     def price(self, options: Mapping[int, int], prices: Prices) -> Price:
         """What one option of every choice costs, `{id of a choice: its option}`, at the prices that are minimised or
@@ -372,10 +372,10 @@ class ShardingProblem:
             return
         sets = {frozenset[Placement]()}
         for use in uses:
-            sets = {made | wanted for made in sets for wanted in set(use.wanted())}
-        made = sorted(sets, key=lambda places: (len(places), sorted(places)))
-        node = pairs.variable(np.zeros(len(made)))
-        pairs.add(producer, node, np.array([cost_of(places) for places in made]).T)
+            sets = {places | wanted for places in sets for wanted in set(use.wanted())}
+        options = sorted(sets, key=lambda places: (len(places), sorted(places)))
+        node = pairs.variable(np.zeros(len(options)))
+        pairs.add(producer, node, np.array([cost_of(places) for places in options]).T)
         for use in uses:
-            missing = [[0.0 if wanted <= places else np.inf for places in made] for wanted in use.wanted()]
+            missing = [[0.0 if wanted <= places else np.inf for places in options] for wanted in use.wanted()]
             pairs.add(variables[id(use.choice)], node, np.array(missing))

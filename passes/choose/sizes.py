@@ -22,7 +22,7 @@ def size_notes(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     an axis does not divide the outer number; repeated blocks share a line."""
     lines = [_uneven_weights, _undivided_splits]
     axes = decisions.mesh.along("features")
-    return tuple(dict.fromkeys(line for axis in axes for found in lines for line in found(trace, decisions, axis)))
+    return tuple(dict.fromkeys(line for axis in axes for note in lines for line in note(trace, decisions, axis)))
 
 
 def _uneven_weights(trace: Trace, decisions: Decisions, axis: str) -> Iterator[str]:
@@ -36,7 +36,7 @@ def _uneven_weights(trace: Trace, decisions: Decisions, axis: str) -> Iterator[s
 
 def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator[str]:
     ranks = decisions.mesh.size(axis)
-    found: dict[tuple[str, str, str], float] = {}
+    sent_by_line: dict[tuple[str, str, str], float] = {}
     for node in active_operators(trace.graph):
         pattern: Pattern | None = facts(node)["pattern"]
         for factors in _splits(node, pattern) if pattern is not None else ():
@@ -50,8 +50,8 @@ def _undivided_splits(trace: Trace, decisions: Decisions, axis: str) -> Iterator
                 f"; {axis}={fits} would divide" if fits else "",
             )
             key = facts(node)["group"].rsplit("/", 1)[0], f"{line[0]}: {how}", line[1]
-            found[key] = found.get(key, 0.0) + sent * times(node)
-    for (where, text, fits), sent in found.items():
+            sent_by_line[key] = sent_by_line.get(key, 0.0) + sent * times(node)
+    for (where, text, fits), sent in sent_by_line.items():
         moved = f", {sent / 1e6:.3g} MB sent by a rank a microbatch in all" if sent else ""
         yield f"{where}: {text}{moved}{fits}"
 
@@ -76,10 +76,10 @@ def _instead(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float
         source, index = source_of(used)
         if source not in chosen:
             return "whole on every rank", 0.0
-        made = chosen[source].outputs[index]
-        if made != wanted:
+        place = chosen[source].outputs[index]
+        if place != wanted:
             sent = _moved(used, wanted, decisions, axis)
-            return ("divided before, gathered here" if made.is_shard else "added up here") if sent else "whole", sent
+            return ("divided before, gathered here" if place.is_shard else "added up here") if sent else "whole", sent
         inputs = tensor_inputs(source)
         if len(inputs) != 1:
             return "whole on every rank", 0.0
@@ -89,9 +89,9 @@ def _instead(node: fx.Node, decisions: Decisions, axis: str) -> tuple[str, float
 def _moved(used: fx.Node, wanted: Placement, decisions: Decisions, axis: str) -> float:
     source, index = source_of(used)
     chosen, ranks, rows = decisions.strategies[axis], decisions.mesh.size(axis), decisions.row_shards
-    made = chosen[source].outputs[index] if source in chosen else R
-    step = conversion(made, wanted)
-    if step is None or not is_direct(made, wanted, shape(used), ranks):
+    place = chosen[source].outputs[index] if source in chosen else R
+    step = conversion(place, wanted)
+    if step is None or not is_direct(place, wanted, shape(used), ranks):
         return 0.0
     ways = (step.forward, step.backward) if facts(used)["needs_grad"] else (step.forward,)
     return sum(wire_bytes(way, ranks, size_bytes(used) / rows) for way in ways)

@@ -44,9 +44,9 @@ def pinned_partition(graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, f
             hint=f"leave it out, or mesh='pp2,{mesh}'",
         )  # fmt: skip
     nodes = active_operators(graph)
-    found = _partition(nodes, num_stages, _positions(nodes, every, pins))
-    if found is not None:
-        return found
+    best = _partition(nodes, num_stages, _positions(nodes, every, pins))
+    if best is not None:
+        return best
     partition(graph, num_stages)  # raises where it is not for the pins
     raise _conflict(nodes, num_stages, pins)
 
@@ -74,16 +74,16 @@ def _positions(nodes: list[fx.Node], some: Sequence[StagePin], pins: Pins) -> St
 def _cases(nodes: list[fx.Node], pin: StagePin, name: str, pins: Pins) -> dict[tuple[str, ...], list[int]]:
     """The positions of the operators that a name stands for, by what its `*` stand for."""
     pattern = re.compile(re.escape(name).replace(r"\*", "([^./]+)"))
-    found: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, node in enumerate(nodes):
         key = facts(node)["key"]
         for path in [key] if "/" in name else parents(key):
             if match := pattern.fullmatch(path):
-                found[match.groups()].append(i)
-    if not found:
+                positions[match.groups()].append(i)
+    if not positions:
         known = [facts(n)["group"] if "/" in name else path for n in nodes for path in parents(facts(n)["key"])]
         raise no_match(str(pin), known, name, pins.where(pin))
-    return found
+    return positions
 
 
 def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pins) -> int:
@@ -100,8 +100,8 @@ def _beginning(nodes: list[fx.Node], positions: list[int], pin: CutPin, pins: Pi
     return first
 
 
-def _why_inside(nodes: list[fx.Node], position: int, found: Sequence[StagePin], pins: Pins) -> str:
-    for pin in found:
+def _why_inside(nodes: list[fx.Node], position: int, conflict: Sequence[StagePin], pins: Pins) -> str:
+    for pin in conflict:
         for name in pin.names if isinstance(pin, TogetherPin) else ():
             if any(position in at for at in _cases(nodes, pin, name, pins).values()):
                 return "is kept together with what runs before it"
@@ -113,11 +113,11 @@ def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
         return _partition(nodes, num_stages, _positions(nodes, some, pins)) is not None
 
     every: list[StagePin] = [*pins.cuts, *pins.together]
-    found = smallest_conflict(every, hold)
-    pinned = _positions(nodes, found, pins)
+    conflict = smallest_conflict(every, hold)
+    pinned = _positions(nodes, conflict, pins)
     stages = f"{num_stages} stage{'s' * (num_stages > 1)} (pp times virtual_stages)"
     if both := pinned.begins & pinned.inside:
-        why = f"{describe(nodes[min(both)])} {_why_inside(nodes, min(both), found, pins)}"
+        why = f"{describe(nodes[min(both)])} {_why_inside(nodes, min(both), conflict, pins)}"
     elif len(pinned.begins) >= num_stages:
         why = f"they ask for {len(pinned.begins)} cuts; {stages} have {num_stages - 1}"
     else:
@@ -125,6 +125,6 @@ def _conflict(nodes: list[fx.Node], num_stages: int, pins: Pins) -> StageError:
         why = "what runs between modules that are kept together is kept with them; "
         why += f"places left to cut: {left}, and {stages} need {num_stages - 1}"
     return StageError(
-        cannot_hold(found), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, found)))),
-        hint="leave one of them out" if len(found) > 1 else "other modules, or another number of stages",
+        cannot_hold(conflict), why=why, where=", ".join(dict.fromkeys(filter(None, map(pins.where, conflict)))),
+        hint="leave one of them out" if len(conflict) > 1 else "other modules, or another number of stages",
     )  # fmt: skip

@@ -114,12 +114,12 @@ def _why_whole(node: fx.Node, decisions: Decisions) -> tuple[str, str]:
 
 def _weight_sizes(node: fx.Node, pattern: Pattern) -> dict[str, int]:
     """The factors of a rule that a weight gives, with their sizes."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
         for dim, atoms in zip(dims, facts(source)["atoms"], strict=True):
             if any(atom.kind == FEATURE for atom in atoms):
-                found |= {factor: pattern.sizes[factor] for factor in dim}
-    return found
+                sizes |= {factor: pattern.sizes[factor] for factor in dim}
+    return sizes
 
 
 def _moved(node: fx.Node, decisions: Decisions) -> Iterator[float]:
@@ -173,12 +173,12 @@ def suggestion(node: fx.Node) -> str:
     sources, outputs = tensor_inputs(node), tuple_values(node)
     if not sources or not all(hasattr(v, "shape") for v in (*map(value, sources), *outputs)):
         return ""
-    made = facts(node)["atoms"] if len(outputs) > 1 else [facts(node)["atoms"]]
+    atoms_of_outputs = facts(node)["atoms"] if len(outputs) > 1 else [facts(node)["atoms"]]
     letters = iter("acdefghijklmnopqrstuvwxyz")
     sizes: dict[str, int] = {}
     operands = []
     for tensor, atoms in zip(
-        [*map(value, sources), *outputs], [*(facts(s)["atoms"] for s in sources), *made], strict=True
+        [*map(value, sources), *outputs], [*(facts(s)["atoms"] for s in sources), *atoms_of_outputs], strict=True
     ):
         names = _name_dims(tensor.shape, atoms, sizes, letters)
         if names is None:

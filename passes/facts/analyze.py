@@ -156,12 +156,12 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, Hashable]:
             known[id(atoms)] = number(("atoms", atoms))
         if id(pattern) not in known:
             known[id(pattern)] = number(("pattern", pattern and pattern.key))
-        own = (_shapes(node), facts(node)["needs_grad"], known[id(atoms)], _frozen(facts(node)["sections"]),
+        form = (_shapes(node), facts(node)["needs_grad"], known[id(atoms)], _frozen(facts(node)["sections"]),
                positions_of(node))  # fmt: skip
-        values[node] = number((own, _frozen(facts(node)["offered"])))
+        values[node] = number((form, _frozen(facts(node)["offered"])))
         if node.op == "call_function":
             inputs = tuple([values[source] for source in tensor_inputs(node)])
-            reads[node] = number((known[id(pattern)], inputs, own, facts(node)["whole_grads"], _routing(node)))
+            reads[node] = number((known[id(pattern)], inputs, form, facts(node)["whole_grads"], _routing(node)))
     return reads
 
 
@@ -182,16 +182,16 @@ def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
     position = {node: i for i, node in enumerate(nodes)}
     sources = [[source_of(used)[0] for used in tensor_inputs(node)] for node in nodes]
     kinds = [(n.target, tuple([facts(s)["role"] for s in tensor_inputs(n)]), reads_of[n]) for n in nodes]
-    reads = [[position[s] for s in found if s in position] for found in sources]
+    reads = [[position[s] for s in operands if s in position] for operands in sources]
     products = {
         position[n] for n in nodes if facts(n)["pattern"] and facts(n)["pattern"].flops
         and any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))
     }  # fmt: skip
     readers: dict[fx.Node, list[tuple[BlockPosition, int]]] = defaultdict(list)
     positions = places(kinds, reads, products, [times(node) for node in nodes])
-    for node, found, place in zip(nodes, sources, positions, strict=True):
+    for node, inputs, place in zip(nodes, sources, positions, strict=True):
         facts(node)["place"] = place
-        for i, source in enumerate(found):
+        for i, source in enumerate(inputs):
             if facts(source)["role"] == PARAMETER:
                 readers[source].append((place, i))
     for parameter, read in readers.items():
@@ -201,7 +201,7 @@ def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
 
 
 def _frozen(sections: dict[int, set[Sections]]) -> tuple:
-    return tuple((dim, frozenset(found)) for dim, found in sorted(sections.items())) if sections else ()
+    return tuple((dim, frozenset(options)) for dim, options in sorted(sections.items())) if sections else ()
 
 
 def _role(node: fx.Node, trace: Trace) -> str:
@@ -260,11 +260,11 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
         return ()
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
-        found = [_plain_atoms(node, v, batch) for v in tuple_values(node)]
+        outputs = [_plain_atoms(node, v, batch) for v in tuple_values(node)]
     else:
         factors = factor_atoms(node, pattern)
         fresh = BATCH if not _has_batch(factors) and batch > 1 else DATA_DIM
-        found = []
+        outputs = []
         for dims, v in zip(pattern.outputs, tuple_values(node), strict=True):
             atoms = [
                 tuple(atom for f in dim for atom in factors.get(f) or _new_atom(pattern.sizes[f], batch, fresh))
@@ -279,9 +279,9 @@ def _atoms(node: fx.Node, batch: int) -> tuple:
                     for atom, dim in zip(atoms, dims, strict=True)
                 ]
             if takes_shape(pattern):  # what the model says the size of has no open one
-                atoms = [_uncounted(a, ()) if said else a for a, said in zip(atoms, _sizes_said(node), strict=True)]
-            found.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
-    return found[0] if is_tensor(node) else tuple(found)
+                atoms = [_uncounted(a, ()) if fixed else a for a, fixed in zip(atoms, _sizes_said(node), strict=True)]
+            outputs.append(tuple(_resized(dim, size) for dim, size in zip(atoms, v.shape, strict=True)))
+    return outputs[0] if is_tensor(node) else tuple(outputs)
 
 
 def _sizes_said(node: fx.Node) -> list[bool]:

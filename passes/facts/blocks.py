@@ -54,7 +54,7 @@ def places(
     >>> places(["embed", "linear", "relu", "linear", "relu", "head"], [[], [0], [1], [2], [3], [4]])[4:]
     [BlockPosition(like=2, block=(1, 1), times=2), BlockPosition(like=5, block=None, times=1)]
     """
-    found = [BlockPosition(i) for i in range(len(kinds))]
+    positions = [BlockPosition(i) for i in range(len(kinds))]
     numbers: dict[Hashable, int] = {}
     sequence = np.array([numbers.setdefault(kind, len(numbers)) for kind in kinds], dtype=np.int64)
     crossing = _crossing(reads) * np.array([*(times or [1] * len(kinds)), 1], dtype=np.int64)
@@ -70,16 +70,16 @@ def places(
         for i in range(run.start, run.stop):
             copy, offset = divmod(i - run.start, run.period)
             if run.times > 1:
-                found[i] = BlockPosition(run.start + offset, (run.start, copy), run.times)
-    return found
+                positions[i] = BlockPosition(run.start + offset, (run.start, copy), run.times)
+    return positions
 
 
 def _crossing(reads: Sequence[Sequence[int]]) -> np.ndarray:
     """How many values are made before every position and read there or later."""
     last = {source: i for i, sources in enumerate(reads) for source in sources}
     change = np.zeros(len(reads) + 1, dtype=np.int64)
-    for made, read in last.items():
-        change[made + 1] += 1
+    for producer, read in last.items():
+        change[producer + 1] += 1
         change[read + 1] -= 1
     return np.cumsum(change)
 
@@ -88,7 +88,7 @@ def _longest(
     kinds: np.ndarray, reads: Sequence[Sequence[int]], crossing: np.ndarray, start: int, stop: int
 ) -> _Run | None:
     """The repeats of a block that hold the most operators; of as many, those of the smallest block."""
-    found: list[tuple[int, int, int, int]] = []
+    candidates: list[tuple[int, int, int, int]] = []
     for period in range(1, (stop - start) // 2 + 1):
         same = kinds[start + period : stop] == kinds[start : stop - period]
         if np.count_nonzero(same) < period:
@@ -96,8 +96,8 @@ def _longest(
         edges = np.flatnonzero(np.diff(same, prepend=False, append=False)).reshape(-1, 2) + start
         for first, last in edges[edges[:, 1] - edges[:, 0] >= period].tolist():
             size = (last - first) // period * period + period
-            found.append((-size, period, first, last + period - size))
-    for size, period, first, last in sorted(found):
+            candidates.append((-size, period, first, last + period - size))
+    for size, period, first, last in sorted(candidates):
         # A block begins where the fewest values cross from one copy to the next.
         _, begin = min((crossing[i + period : i - size : period].sum(), -i) for i in range(first, last + 1))
         run = _Run(-begin, period, -size // period)

@@ -61,8 +61,8 @@ def check_written(graph: fx.Graph, folds: Folds) -> None:
 
 
 def _shape(node: fx.Node) -> Any:
-    made = value(node)
-    return made.shape if isinstance(made, torch.Tensor) else None
+    result = value(node)
+    return result.shape if isinstance(result, torch.Tensor) else None
 
 
 def beside(graph: fx.Graph, fold: Fold) -> list[list[fx.Node]]:
@@ -70,12 +70,12 @@ def beside(graph: fx.Graph, fold: Fold) -> list[list[fx.Node]]:
     NotFoldable where there are not as many of each, or others lie between."""
     numbers = [fold.number - 1, fold.number, fold.number + fold.times]
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    found = [[node for node in calls if facts(node).get("block") == (fold.path, number)] for number in numbers]
-    together = [node for block in found for node in block]
+    blocks = [[node for node in calls if facts(node).get("block") == (fold.path, number)] for number in numbers]
+    together = [node for block in blocks for node in block]
     start = calls.index(together[0]) if together else 0
-    if len({len(block) for block in found}) > 1 or calls[start : start + len(together)] != together:
+    if len({len(block) for block in blocks}) > 1 or calls[start : start + len(together)] != together:
         _fail(fold)
-    return found
+    return blocks
 
 
 def _lie_alike(nodes: tuple[fx.Node, ...]) -> bool:

@@ -42,9 +42,9 @@ def find_bands(trace: Trace) -> None:
     }  # fmt: skip
     seen = Seen(_given(trace))
     for mask, call in calls.items():
-        made = values_in_call(trace, mask)
-        found = seen.of(mask) if made is None else None
-        band = band_of(made, *scores_of(call)) if made is not None else found.band() if found is not None else None
+        values = values_in_call(trace, mask)
+        spans = seen.of(mask) if values is None else None
+        band = band_of(values, *scores_of(call)) if values is not None else spans.band() if spans is not None else None
         if band is not None:
             facts(mask)["band"], facts(mask)["queries"] = band, scores_of(call)[0]
     causal = (_is_causal(facts(mask).get("band"), *scores_of(call)) for mask, call in calls.items())
@@ -66,9 +66,9 @@ def values_in_call(trace: Trace, node: fx.Node, all_rows: bool = False) -> torch
 
     None where something that it is made of has no values, or is random or too large.
     """
-    given, nodes = _given(trace), made_for([node])
-    if all(n in given if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
-        return _Values(trace, nodes, given, all_rows).of(node)
+    known, nodes = _given(trace), made_for([node])
+    if all(n in known if n.op != "call_function" else not draws_random_numbers(n) for n in nodes):
+        return _Values(trace, nodes, known, all_rows).of(node)
     return None
 
 
@@ -79,8 +79,8 @@ def mask_notes(trace: Trace) -> list[str]:
         mask = argument(node, "attn_mask")
         if isinstance(mask, fx.Node) and facts(mask)["role"] in (INPUT, DATA):
             kinds[_kind(facts(mask).get("band"), *scores_of(node))] += times(node)
-    said = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return [f"attention by the masks of this call: {said}"] if said else []
+    text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return [f"attention by the masks of this call: {text}"] if text else []
 
 
 def _kind(band: Band | None, queries: int, keys: int) -> str:
@@ -95,54 +95,54 @@ def _given(trace: Trace) -> dict[fx.Node, torch.Tensor]:
     """The inputs, buffers and constants whose values are there."""
     tensors = {**trace.buffers, **trace.constants}
     inputs = zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True)
-    found = dict(inputs) | {n: tensors[n.target] for n in trace.graph.find_nodes(op="get_attr") if n.target in tensors}
-    return {node: tensor for node, tensor in found.items() if has_values(tensor)}
+    known = dict(inputs) | {n: tensors[n.target] for n in trace.graph.find_nodes(op="get_attr") if n.target in tensors}
+    return {node: tensor for node, tensor in known.items() if has_values(tensor)}
 
 
 class _Values:
     """Values of a trace on the CPU, of as many rows of the batch as there are that differ: of equal ones the first."""
 
-    def __init__(self, trace: Trace, nodes: set[fx.Node], given: Mapping[fx.Node, torch.Tensor], all_rows: bool):
-        self.nodes, self.given, self.size = [n for n in trace.graph.nodes if n in nodes], given, batch_size(trace)
-        read = [given[n].cpu() for n in self.nodes if n.op == "placeholder" and self._row_dims(n) == [0]]
+    def __init__(self, trace: Trace, nodes: set[fx.Node], known: Mapping[fx.Node, torch.Tensor], all_rows: bool):
+        self.nodes, self.given, self.size = [n for n in trace.graph.nodes if n in nodes], known, batch_size(trace)
+        read = [known[n].cpu() for n in self.nodes if n.op == "placeholder" and self._row_dims(n) == [0]]
         self.rows = _unlike(read) if read else torch.zeros(1, dtype=torch.long)
         self.rows = torch.arange(self.size) if all_rows else self.rows
 
     @torch.no_grad()
     def of(self, last: fx.Node) -> torch.Tensor | None:
         """One of them; None where it takes too much memory, or the rows of one value are not those of another."""
-        cpu, made = torch.device("cpu"), dict[fx.Node, Any]()
+        cpu, values = torch.device("cpu"), dict[fx.Node, Any]()
         for node in self.nodes:
             if node in self.given:
-                made[node] = self._of_rows(node, self.given[node].to(cpu))
+                values[node] = self._of_rows(node, self.given[node].to(cpu))
                 continue
             if self._elements(node) > _LARGEST:
                 return None
-            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             args, kwargs = map_aggregate((args, kwargs), lambda a: cpu if isinstance(a, torch.device) else a)
             try:
-                made[node] = self._of_rows(node, node.target(*args, **kwargs))
+                values[node] = self._of_rows(node, node.target(*args, **kwargs))
             except (RuntimeError, IndexError):  # a number in its arguments is of all rows
                 return None
-        found = made[last]
-        assert isinstance(found, torch.Tensor)
-        return found
+        result = values[last]
+        assert isinstance(result, torch.Tensor)
+        return result
 
     def _row_dims(self, node: fx.Node) -> list[int]:
         """The dims of a value that count the rows of the batch and nothing else."""
         atoms = facts(node)["atoms"] if is_tensor(node) else ()
         return [dim for dim, of in enumerate(atoms) if [a.kind for a in of] == [BATCH] and of[0].size == self.size]
 
-    def _of_rows(self, node: fx.Node, made: Any) -> Any:
+    def _of_rows(self, node: fx.Node, tensor: Any) -> Any:
         for dim in self._row_dims(node):
-            if made.size(dim) == self.size:
+            if tensor.size(dim) == self.size:
                 rows = self.rows if node.op == "placeholder" else torch.arange(len(self.rows))
-                made = made.index_select(dim, rows)
-        return made
+                tensor = tensor.index_select(dim, rows)
+        return tensor
 
     def _elements(self, node: fx.Node) -> float:
         share = (len(self.rows) / self.size) ** len(self._row_dims(node))
-        return share * max((_elements(made) for made in tuple_values(node)), default=0)
+        return share * max((_elements(output) for output in tuple_values(node)), default=0)
 
 
 def _unlike(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -153,8 +153,8 @@ def _unlike(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return firsts.scatter_reduce(0, kinds, torch.arange(len(kinds)), "amin").sort().values
 
 
-def _elements(made: Any) -> int:
+def _elements(output: Any) -> int:
     """Elements of a tensor in memory."""
-    if not isinstance(made, torch.Tensor):
+    if not isinstance(output, torch.Tensor):
         return 0
-    return math.prod(size for size, stride in zip(made.shape, made.stride(), strict=True) if stride)
+    return math.prod(size for size, stride in zip(output.shape, output.stride(), strict=True) if stride)

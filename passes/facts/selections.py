@@ -50,7 +50,7 @@ def share_selections(trace: Trace) -> None:
             continue
         dims = {dim: selections_in(atoms) for dim, atoms in enumerate(facts(node)["atoms"])}
         facts(node)["shares"] = {
-            dim: min(kinds.get(kind, 1.0) for kind in found) for dim, found in dims.items() if found
+            dim: min(kinds.get(kind, 1.0) for kind in dim_kinds) for dim, dim_kinds in dims.items() if dim_kinds
         }
     known: dict[int, Pattern] = {}
     for node in trace.graph.nodes:
@@ -84,8 +84,8 @@ def _in_call(trace: Trace, mask: fx.Node) -> float | None:
     """The share of a mask that is true in the traced call; None where the inputs alone do not tell."""
     if facts(mask)["role"] not in (INPUT, DATA) or not math.prod(shape(mask)):
         return None
-    made = values_in_call(trace, mask, all_rows=True)
-    return None if made is None or made.is_meta else max(float(made.bool().float().mean()), 1 / made.numel())
+    values = values_in_call(trace, mask, all_rows=True)
+    return None if values is None or values.is_meta else max(float(values.bool().float().mean()), 1 / values.numel())
 
 
 def _told_apart(mask: fx.Node) -> Hashable:

@@ -175,38 +175,38 @@ class _Along:
     def _made(self, node: fx.Node) -> list[Dims]:
         pattern: Pattern | None = facts(node).get("pattern")
         if pattern is None:
-            found = [self._in_place(node, made) for made in tuple_values(node)]
+            outputs = [self._in_place(node, output) for output in tuple_values(node)]
         else:
             factors = self._factors(node, pattern)
-            found = [
-                self._of_factors(node, made, dims, factors)
-                for made, dims in zip(tuple_values(node), pattern.outputs, strict=True)
+            outputs = [
+                self._of_factors(node, output, dims, factors)
+                for output, dims in zip(tuple_values(node), pattern.outputs, strict=True)
             ]
         for dim in self.dims.get(node, ()):
-            first = list(found[0])
+            first = list(outputs[0])
             first[dim] = (Atom(shape(node)[dim], SEQUENCE),)
-            found[0] = tuple(first)
-        return found
+            outputs[0] = tuple(first)
+        return outputs
 
     def _factors(self, node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
-        found: dict[str, Atoms] = {}
+        by_factor: dict[str, Atoms] = {}
         for dims, source in zip(pattern.inputs, tensor_inputs(node), strict=True):
             for dim, atoms in zip(dims, self._of(source), strict=True):
                 for factor, part in zip(dim, cut_atoms(atoms, [pattern.sizes[f] for f in dim]), strict=True):
-                    if factor not in found or _is_along(part):
-                        found[factor] = part
-        return found
+                    if factor not in by_factor or _is_along(part):
+                        by_factor[factor] = part
+        return by_factor
 
-    def _of_factors(self, node: fx.Node, made: Any, dims: Sequence, factors: Mapping[str, Atoms]) -> Dims:
-        in_place = self._in_place(node, made)
+    def _of_factors(self, node: fx.Node, output: Any, dims: Sequence, factors: Mapping[str, Atoms]) -> Dims:
+        in_place = self._in_place(node, output)
         return tuple(
             _sized(tuple(a for f in dim for a in factors[f]), size) if all(f in factors for f in dim) else in_place[i]
-            for i, (dim, size) in enumerate(zip(dims, made.shape, strict=True))
+            for i, (dim, size) in enumerate(zip(dims, output.shape, strict=True))
         )
 
-    def _in_place(self, node: fx.Node, made: Any) -> Dims:
+    def _in_place(self, node: fx.Node, output: Any) -> Dims:
         """Where nothing says what the dims of an operator's output are: as those in the same place of its inputs."""
-        sizes = getattr(made, "shape", ())
+        sizes = getattr(output, "shape", ())
         inputs = [self._of(source) for source in tensor_inputs(node)] if node.op == "call_function" else []
         alike = [dims for dims in inputs if len(dims) == len(sizes)]
         kinds = [SEQUENCE if any(_is_along(dims[i]) for dims in alike) else DATA_DIM for i in range(len(sizes))]

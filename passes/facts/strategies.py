@@ -73,9 +73,9 @@ def ways(node: fx.Node, num_shards: int, cuts: Cuts, folds: bool = False) -> tup
     key = num_shards, cuts, zigzag, others, folds
     if key not in known:
         positions = ("zigzag" if zigzag else "in order") if cuts == "positions" else ""
-        found = strategies(node, num_shards, _KINDS[cuts], positions)
-        routed = _routed(node, num_shards, found) if folds and facts(node).get("routed") else ()
-        kept = [s for s in found if _keeps_weights(node, s, cuts, folds) and s.factor not in others]
+        plain = strategies(node, num_shards, _KINDS[cuts], positions)
+        routed = _routed(node, num_shards, plain) if folds and facts(node).get("routed") else ()
+        kept = [s for s in plain if _keeps_weights(node, s, cuts, folds) and s.factor not in others]
         rings = _rings(node, kept) if cuts == "positions" and is_attention(node) else ()
         known[key] = (*kept, *routed, *rings)
     return known[key]
@@ -100,25 +100,25 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
         return ()
     whole = tuple(R_GRAD_P if facts(source)["needs_grad"] else R for source in sources)
     if not pattern.routes:
-        return tuple([found for place in ROUTES for found in _at_experts(node, pattern, whole, place, num_shards)])
+        return tuple([way for place in ROUTES for way in _at_experts(node, pattern, whole, place, num_shards)])
     if not divides_positions(argument(node, "num_experts"), num_shards):
         return ()
-    own = _own_tokens(plain)
+    own_tokens = _own_tokens(plain)
     if pattern.routes == "out":
-        sent = [Strategy((place,) * 2, (SENT,), factor) for factor, place in own]
+        sent = [Strategy((place,) * 2, (SENT,), factor) for factor, place in own_tokens]
         return (Strategy(whole, (ROUTED,), pattern.inputs[0][0][0]), *sent)
-    sent = [Strategy((SENT, place), (place,), factor) for factor, place in own]
+    sent = [Strategy((SENT, place), (place,), factor) for factor, place in own_tokens]
     return (Strategy((ROUTED, R), (P,), pattern.outputs[0][0][0]), *sent)
 
 
 def _own_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
     """The factor of a mixture's tokens, and how they are cut where a rank works on its own alone; nothing where it
     cannot. Of several ways one, so that rows come back to the tokens that they are sent from."""
-    found = [(s.factor, s.inputs[0]) for s in plain if len({*s.inputs, *s.outputs}) == 1 and s.inputs[0].is_shard]
-    return sorted(((factor, place) for factor, place in found if place.dim == 0), key=lambda one: one[1])[:1]
+    tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.inputs, *s.outputs}) == 1 and s.inputs[0].is_shard]
+    return sorted(((factor, place) for factor, place in tokens if place.dim == 0), key=lambda one: one[1])[:1]
 
 
-def _rings(node: fx.Node, found: Iterable[Strategy]) -> list[Strategy]:
+def _rings(node: fx.Node, options: Iterable[Strategy]) -> list[Strategy]:
     """What attention does where keys and values are cut as its queries are, and go around: where there are as many, no
     dropout, and nothing to learn in the mask."""
     sizes = [value(source).shape for source in tensor_inputs(node)]
@@ -126,7 +126,7 @@ def _rings(node: fx.Node, found: Iterable[Strategy]) -> list[Strategy]:
     learns = any(facts(source)["needs_grad"] for source in tensor_inputs(node)[3:])
     if not alike or learns or dropout_probability(node):
         return []
-    of_queries = (s for s in found if s.inputs[0].is_shard and s.inputs[0].dim == 2 and not s.inputs[1].is_shard)
+    of_queries = (s for s in options if s.inputs[0].is_shard and s.inputs[0].dim == 2 and not s.inputs[1].is_shard)
     return [replace(s, inputs=(s.inputs[0],) * 3 + s.inputs[3:]) for s in of_queries]
 
 
@@ -147,11 +147,11 @@ def _at_experts(
             inputs[i] = place
         elif dims and dims[0] == (pattern.lookup,) and divides_positions(pattern.sizes[pattern.lookup], num_shards):
             inputs[i] = shard(0)
-    alone = all([d for d, dim in enumerate(dims) if row in dim] == [0] * (given == place)
-                for dims, given in zip(pattern.inputs, inputs, strict=True))  # fmt: skip
-    made = all([d for d, dim in enumerate(dims) if row in dim] == [0] for dims in pattern.outputs)
-    looks_up = not pattern.lookup or any(given.is_shard for given in inputs)
-    if row in pattern.whole or not (alone and made and looks_up):
+    alone = all([d for d, dim in enumerate(dims) if row in dim] == [0] * (source_place == place)
+                for dims, source_place in zip(pattern.inputs, inputs, strict=True))  # fmt: skip
+    outputs_alone = all([d for d, dim in enumerate(dims) if row in dim] == [0] for dims in pattern.outputs)
+    looks_up = not pattern.lookup or any(source_place.is_shard for source_place in inputs)
+    if row in pattern.whole or not (alone and outputs_alone and looks_up):
         return ()
     return (Strategy(tuple(inputs), (place,) * len(pattern.outputs), row),)
 
@@ -223,17 +223,17 @@ def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions
     sources = tensor_inputs(node)
     num_outputs = len(tuple_values(node))
     grads = [facts(s)["needs_grad"] for s in sources]
-    found = [Strategy((R,) * len(sources), (R,) * num_outputs)]
+    options = [Strategy((R,) * len(sources), (R,) * num_outputs)]
     if facts(node)["needs_grad"] and not facts(node)["whole_grads"]:
         partial = tuple(R_GRAD_P if grad else R for grad in grads)
-        found.append(Strategy(partial, (R_GRAD_P,) * num_outputs))
+        options.append(Strategy(partial, (R_GRAD_P,) * num_outputs))
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
-        return found
+        return options
     for linear in pattern.linear:
         inputs = tuple(P if i in linear else (R_GRAD_P if grad else R) for i, grad in enumerate(grads))
-        found.append(Strategy(inputs, (P,) * num_outputs))
-    return found + list(_sharded(node, pattern, grads, num_shards, kinds, positions))
+        options.append(Strategy(inputs, (P,) * num_outputs))
+    return options + list(_sharded(node, pattern, grads, num_shards, kinds, positions))
 
 
 def _sharded(
@@ -241,14 +241,14 @@ def _sharded(
 ) -> Iterator[Strategy]:  # fmt: skip
     atoms = factor_atoms(node, pattern)
     if is_selection(node):
-        atoms = {factor: counted_atoms([found], node.name) for factor, found in atoms.items()}
+        atoms = {factor: counted_atoms([part], node.name) for factor, part in atoms.items()}
     for dims in pattern.outputs:  # a factor that only the output has (`expand`) carries the atoms made for it
-        for dim, found in zip(dims, output_atoms(node), strict=True):
+        for dim, dim_atoms in zip(dims, output_atoms(node), strict=True):
             if len(dim) == 1:
-                atoms.setdefault(dim[0], found)
+                atoms.setdefault(dim[0], dim_atoms)
         break
     sources = tensor_inputs(node)
-    given, made = [n.meta["val"].shape for n in sources], [v.shape for v in tuple_values(node)]
+    input_shapes, output_shapes = [n.meta["val"].shape for n in sources], [v.shape for v in tuple_values(node)]
     apart = _taken_apart(sources, pattern)
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
@@ -256,8 +256,8 @@ def _sharded(
         for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
                 continue  # a rank's rows of a table are known by the first one
-            inputs = _places(pattern.inputs, given, factor, sections, pattern)
-            outputs = _places(pattern.outputs, made, factor, sections, pattern)
+            inputs = _places(pattern.inputs, input_shapes, factor, sections, pattern)
+            outputs = _places(pattern.outputs, output_shapes, factor, sections, pattern)
             if inputs is None or outputs is None or factor in apart:
                 continue
             if any(p.is_shard and moves_rows(node, i, sources[i], pattern) for i, p in enumerate(inputs)):
@@ -330,12 +330,12 @@ def _can_be_uneven(
     """Whether an atom of a factor may be cut into unequal shards: features (a vocabulary of 50257, an inner width of
     50) that are a dim of their own in all operands, and positions that nothing is inside of in a dim; that are not
     made here, and leave no rank empty."""
-    size, given = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
+    size, in_inputs = atoms[i].size, any(factor in dim for dims in pattern.inputs for dim in dims)
     few = not divides_positions(size, num_shards)
     if positions and atoms[i].kind == DATA_DIM:
-        return given and not few and i == len(atoms) - 1 and is_innermost(pattern, factor)
+        return in_inputs and not few and i == len(atoms) - 1 and is_innermost(pattern, factor)
     alone = all(dim == (factor,) for dims in (*pattern.inputs, *pattern.outputs) for dim in dims if factor in dim)
-    return atoms[i].kind == FEATURE and len(atoms) == 1 and alone and given and not few
+    return atoms[i].kind == FEATURE and len(atoms) == 1 and alone and in_inputs and not few
 
 
 def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
@@ -354,8 +354,8 @@ def _asked(node: fx.Node, pattern: Pattern, factor: str) -> set[Sections]:
 def _places(
     operands: tuple, shapes: Sequence, factor: str, sections: Sections, pattern: Pattern
 ) -> list[Placement] | None:
-    found = [_place(dims, full, factor, sections, pattern) for dims, full in zip(operands, shapes, strict=True)]
-    return None if None in found else [place for place in found if place is not None]
+    places = [_place(dims, full, factor, sections, pattern) for dims, full in zip(operands, shapes, strict=True)]
+    return None if None in places else [place for place in places if place is not None]
 
 
 def _place(dims: tuple, full: Sequence[int], factor: str, sections: Sections, pattern: Pattern) -> Placement | None:

@@ -52,7 +52,7 @@ def plain_creation(graph: fx.Graph, node: fx.Node) -> None:
     fill = argument(node, "fill_value") if fill is None else fill
     if isinstance(fill, fx.Node) or is_counted(node):
         return
-    made = value(node)
+    result = value(node)
     with graph.inserting_before(node):
-        full = emit(graph, node, aten.full.default, list(shape(node)), fill, dtype=made.dtype, device=made.device)
+        full = emit(graph, node, aten.full.default, list(shape(node)), fill, dtype=result.dtype, device=result.device)
         replace(node, full)

@@ -27,8 +27,8 @@ def take_apart(graph: fx.Graph, depth: int = 4) -> None:
         active = _depends_on_parameters(graph)
         kinds = Kinds()
         calls = [n for n in graph.nodes if n in active and n.op == "call_function"]
-        found = [n for n in calls if n.target is not operator.getitem and kinds.once(n, pattern_for) is None]
-        taken = [node for node in found if _replace_by_parts(graph, node, known)]
+        without_rule = [n for n in calls if n.target is not operator.getitem and kinds.once(n, pattern_for) is None]
+        taken = [node for node in without_rule if _replace_by_parts(graph, node, known)]
         if not taken:
             return
 
@@ -83,12 +83,12 @@ def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:
     places = [i for i, a in enumerate(flat) if isinstance(a, fx.Node)]
 
     def call(*tensors: torch.Tensor) -> Any:
-        given = list(flat)
+        leaves = list(flat)
         for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor
-        args, kwargs = tree_unflatten(given, spec)
-        made = whole(*args, **kwargs)
-        return tuple(made) if isinstance(made, (tuple, list)) else made
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, spec)
+        result = whole(*args, **kwargs)
+        return tuple(result) if isinstance(result, (tuple, list)) else result
 
     inputs = [_copied(value(flat[place])) for place in places]
     try:

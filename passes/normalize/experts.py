@@ -53,9 +53,9 @@ class _Sorted:
             if not ok:
                 back = {}
                 break
-        made = [node for node in self.graph.nodes if node not in before]
+        new_nodes = [node for node in self.graph.nodes if node not in before]
         if not back:
-            for node in reversed(made):
+            for node in reversed(new_nodes):
                 self.graph.erase_node(node)
         return back
 
@@ -97,10 +97,10 @@ class _Sorted:
         return True
 
     def _is_experts(self, node: fx.Node) -> bool:
-        own = self.own.get(node)
-        while own is not None and own is not self.experts and short_name(own) in ("to", "_to_copy"):
-            own = own.args[0]
-        return own is self.experts
+        source = self.own.get(node)
+        while source is not None and source is not self.experts and short_name(source) in ("to", "_to_copy"):
+            source = source.args[0]
+        return source is self.experts
 
     def _row(self, node: fx.Node, back: dict[fx.Node, fx.Node]) -> bool:
         """An operator on sorted rows: into their order, on every row by itself, a product by expert, or out of it."""

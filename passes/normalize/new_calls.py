@@ -27,11 +27,11 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
     leaves, spec = tree_flatten((fake_args, fake_kwargs))
     key = (target, str(spec), *map(_told, leaves))
-    made = same_calls.get({})
-    if key not in made:
+    results = same_calls.get({})
+    if key not in results:
         with fake_mode(near):
-            made[key] = target(*fake_args, **fake_kwargs)
-    return made[key]
+            results[key] = target(*fake_args, **fake_kwargs)
+    return results[key]
 
 
 def _told(leaf: Any) -> tuple:
@@ -53,13 +53,13 @@ def fake_mode(near: list[fx.Node]) -> Any:
 def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
     """Name the calls between `before` and `node`, written in its place: the first as `node` was, so that a pipeline cut
     there is found in a trace that draws nothing; the others `name`, which such a trace does not have."""
-    made, first = before.next, True
-    while made is not node:
-        if made.target is not operator.getitem:
-            is_first = first and not is_cast(made)
-            facts(made)["named"] = short_name(node) if is_first else name
-            facts(made)["tied_to_mode"], first = not is_first, first and not is_first
-        made = made.next
+    call, first = before.next, True
+    while call is not node:
+        if call.target is not operator.getitem:
+            is_first = first and not is_cast(call)
+            facts(call)["named"] = short_name(node) if is_first else name
+            facts(call)["tied_to_mode"], first = not is_first, first and not is_first
+        call = call.next
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:

@@ -36,13 +36,13 @@ def in_double(graph: fx.Graph) -> set[torch.dtype]:
                 _lift_value(node)
                 changed.add(node)
         elif node.op == "call_function":
-            given = node.args, node.kwargs
+            arguments_before = node.args, node.kwargs
             if node.target is torch.ops.aten.view.dtype or draws_random_numbers(node):  # of bits, and not of values
                 _keep_operands(node, traced)
             elif any(is_floating(n) and value(n).dtype in _DOUBLE.values() for n in node.all_input_nodes):
                 lifted |= _lift_casts(node) | _lift_written(node, traced)
                 _lift_others(node, traced)
-            if given != (node.args, node.kwargs) or not changed.isdisjoint(node.all_input_nodes):
+            if arguments_before != (node.args, node.kwargs) or not changed.isdisjoint(node.all_input_nodes):
                 node.meta["val"] = _lifted_result(node)
                 changed.add(node)
     return lifted | {traced[node] for node in changed if traced.get(node) in (torch.float16, torch.bfloat16)}
@@ -59,10 +59,10 @@ def _lifted_result(node: fx.Node) -> Any:
 
 def _lift_value(node: fx.Node) -> None:
     """Let an input or a weight be float64."""
-    made = value(node)
+    tensor = value(node)
     with fake_mode([node]), torch.no_grad():
-        lifted = made.detach().to(_DOUBLE[made.dtype])
-    node.meta["val"] = lifted.requires_grad_(made.requires_grad)
+        lifted = tensor.detach().to(_DOUBLE[tensor.dtype])
+    node.meta["val"] = lifted.requires_grad_(tensor.requires_grad)
 
 
 def _lift_casts(node: fx.Node) -> set[torch.dtype]:
@@ -75,7 +75,7 @@ def _lift_casts(node: fx.Node) -> set[torch.dtype]:
             return _DOUBLE[argument]
         return argument
 
-    args, kwargs = (fx.node.map_aggregate(given, lift) for given in (node.args, node.kwargs))
+    args, kwargs = (fx.node.map_aggregate(part, lift) for part in (node.args, node.kwargs))
     if asked:
         node.args, node.kwargs = args, kwargs
     return asked

@@ -133,14 +133,14 @@ def pairs_of_factors(graph: fx.Graph, node: fx.Node) -> None:
     terms, result = read_equation(node.args[0], [len(shape(n)) for n in node.args[1]])
     if any("..." in letter for term in terms for letter in term):
         return
-    made, letters = node.args[1][0], terms[0]
+    product, letters = node.args[1][0], terms[0]
     with graph.inserting_before(node):
         for i, (operand, term) in enumerate(zip(node.args[1][1:], terms[1:], strict=True), start=2):
             later = {letter for rest in terms[i:] for letter in rest} | set(result)
             kept = result if i == len(terms) else [c for c in dict.fromkeys(letters + term) if c in later]
             equation = f"{''.join(letters)},{''.join(term)}->{''.join(kept)}"
-            made, letters = emit(graph, node, aten.einsum.default, equation, [made, operand]), kept
-        replace(node, made)
+            product, letters = emit(graph, node, aten.einsum.default, equation, [product, operand]), kept
+        replace(node, product)
 
 
 def _matrix_product(graph: fx.Graph, node: fx.Node, left: fx.Node, right: fx.Node, *bias: fx.Node) -> None:
@@ -196,8 +196,8 @@ def explicit_causal_masks(graph: fx.Graph, node: fx.Node) -> None:
         query = emit(graph, node, aten.reshape.default, query, [*others, sizes[0], 1])
         key = emit(graph, node, aten.reshape.default, key, [*others, 1, sizes[1]])
         mask = emit(graph, node, aten.le.Tensor, key, query)
-        given = {name: argument(node, name) for name in ("dropout_p", "scale", "enable_gqa")}
-        replace(node, emit(graph, node, node.target, *node.args[:3], mask, **given))
+        options = {name: argument(node, name) for name in ("dropout_p", "scale", "enable_gqa")}
+        replace(node, emit(graph, node, node.target, *node.args[:3], mask, **options))
 
 
 def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -59,12 +59,12 @@ def draws_as_data(graph: fx.Graph) -> None:
 def template(graph: fx.Graph, like: fx.Node, of: Tensor, **options: Any) -> fx.Node:
     """An uninitialised tensor of the shape, dtype and order in memory that `empty_like(of, **options)` has."""
     empty = torch.empty_like(of, **options)
-    made = emit(
+    empty_node = emit(
         graph, like, aten.empty_strided.default, list(empty.shape), _stride(empty), dtype=empty.dtype,
         device=empty.device,
     )  # fmt: skip
-    facts(made)["named"] = "template"
-    return made
+    facts(empty_node)["named"] = "template"
+    return empty_node
 
 
 def _stride(empty: Tensor) -> list[int]:

@@ -47,8 +47,10 @@ def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     for layer in range(number):
         if layer:
             x = _dropped(graph, node, x)
-        own = [emit(graph, node, aten.slice.Tensor, s, 0, layer * directions, (layer + 1) * directions) for s in states]
-        result = _layer(graph, node, x, own, list(weights[layer * of_each : (layer + 1) * of_each]))
+        layer_states = [
+            emit(graph, node, aten.slice.Tensor, s, 0, layer * directions, (layer + 1) * directions) for s in states
+        ]
+        result = _layer(graph, node, x, layer_states, list(weights[layer * of_each : (layer + 1) * of_each]))
         x = getitem(graph, result, 0)
         finals.append([getitem(graph, result, 1 + i) for i in range(len(states))])
     joined = [emit(graph, node, aten.cat.default, list(parts)) for parts in zip(*finals, strict=True)]
@@ -56,10 +58,10 @@ def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _layer(graph: fx.Graph, node: fx.Node, x: fx.Node, states: list[fx.Node], weights: list[Any]) -> fx.Node:
-    given: dict[str, Any] = {"input": x, "params": weights, "num_layers": 1, "dropout": 0.0}
-    given["hx"] = states if len(states) > 1 else states[0]
+    by_name: dict[str, Any] = {"input": x, "params": weights, "num_layers": 1, "dropout": 0.0}
+    by_name["hx"] = states if len(states) > 1 else states[0]
     names = [declared.name for declared in node.target._schema.arguments]
-    return emit(graph, node, node.target, *(given.get(name, argument(node, name)) for name in names))
+    return emit(graph, node, node.target, *(by_name.get(name, argument(node, name)) for name in names))
 
 
 def _dropped(graph: fx.Graph, node: fx.Node, x: fx.Node) -> fx.Node:

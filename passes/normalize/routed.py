@@ -39,10 +39,10 @@ def looked_up_products(graph: fx.Graph, node: fx.Node) -> None:
         wide = short_name(rows) == "unsqueeze" and shape(rows.args[0]) == (shape(rows)[0], shape(rows)[3 - one])
         x = rows.args[0] if wide else emit(graph, node, aten.squeeze.dims, rows, [one])
         weight = emit(graph, node, aten.transpose.int, weight, 1, 2) if is_left else weight
-        made = emit(graph, node, _PRODUCT, x, weight, experts)
-        for user in [user for user in node.users if short_name(user) == "squeeze" and shape(user) == shape(made)]:
-            replace(user, made)
-        replace(node, emit(graph, node, aten.unsqueeze.default, made, one))
+        product = emit(graph, node, _PRODUCT, x, weight, experts)
+        for user in [user for user in node.users if short_name(user) == "squeeze" and shape(user) == shape(product)]:
+            replace(user, product)
+        replace(node, emit(graph, node, aten.unsqueeze.default, product, one))
 
 
 def _is_looked_up(node: Any) -> bool:
@@ -86,8 +86,8 @@ class _Region:
         source, times = _repeated(value)
         if (source, times) not in self.sent:
             at_experts = autopart_ops.to_experts.default
-            made = emit(self.graph, node, at_experts, source, self.experts, times, self.num_experts)
-            self.sent[source, times] = made
+            sent = emit(self.graph, node, at_experts, source, self.experts, times, self.num_experts)
+            self.sent[source, times] = sent
         return self.sent[source, times]
 
     def _by_row(self, node: fx.Node) -> bool:
@@ -104,9 +104,9 @@ class _Region:
             return False
         (factor,) = row[0]
         has_rows = [[i for i, dim in enumerate(dims) if factor in dim] for dims in (*pattern.inputs, *pattern.outputs)]
-        if any(found not in ([], [0]) for found in has_rows) or not at_row <= {i for i, f in enumerate(has_rows) if f}:
+        if any(dims not in ([], [0]) for dims in has_rows) or not at_row <= {i for i, f in enumerate(has_rows) if f}:
             return False
-        mine = {used: self._of_rows(node, used) for used, found in zip(sources, has_rows, strict=False) if found}
+        mine = {used: self._of_rows(node, used) for used, dims in zip(sources, has_rows, strict=False) if dims}
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: mine.get(used, used))
         self.own[node] = emit(self.graph, node, node.target, *args, **kwargs)
         return True
@@ -132,8 +132,8 @@ class _Region:
     def _return(self, node: fx.Node, used: fx.Node, times: int) -> fx.Node:
         if (used, times) not in self.back:
             back = autopart_ops.from_experts.default
-            made = emit(self.graph, node, back, self.own[used], self.experts, times, self.num_experts)
-            self.back[used, times] = made
+            returned = emit(self.graph, node, back, self.own[used], self.experts, times, self.num_experts)
+            self.back[used, times] = returned
         return self.back[used, times]
 
 

@@ -103,12 +103,12 @@ class _Formula:
 
     def parts(self, weight: Any, bias: Any, mean: Any = None, var: Any = None, momentum: float = 0.0) -> dict:
         """The outputs of the fused operator by position: result, mean, inverse deviation, new running statistics."""
-        found = {0: self.normalised(weight, bias), 1: self._flat(self.mean), 2: self._flat(self.scale)}
+        outputs = {0: self.normalised(weight, bias), 1: self._flat(self.mean), 2: self._flat(self.scale)}
         if mean is not None:
             unbiased = self.count / max(self.count - 1, 1)
-            found[3] = self._moved(mean, self.mean, momentum, 1.0)
-            found[4] = self._moved(var, self.var, momentum, unbiased)
-        return found
+            outputs[3] = self._moved(mean, self.mean, momentum, 1.0)
+            outputs[4] = self._moved(var, self.var, momentum, unbiased)
+        return outputs
 
     def _moved(self, running: fx.Node, batch: fx.Node, momentum: float, factor: float) -> fx.Node:
         """`(1 - momentum) * running + momentum * batch`, without gradient."""
@@ -131,9 +131,9 @@ class _Formula:
         return node if value(node).dtype == dtype else self._emit(aten.to.dtype, node, dtype)
 
     def _emit(self, target: Any, *args: Any) -> fx.Node:
-        made = emit(self.graph, self.node, target, *args)
-        facts(made)["written_for"] = BATCH_NORM
-        is_first = self.first and not is_cast(made)
-        facts(made)["named"] = BATCH_NORM if is_first else INNER
+        call = emit(self.graph, self.node, target, *args)
+        facts(call)["written_for"] = BATCH_NORM
+        is_first = self.first and not is_cast(call)
+        facts(call)["named"] = BATCH_NORM if is_first else INNER
         self.first = self.first and not is_first
-        return made
+        return call

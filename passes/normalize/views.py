@@ -45,7 +45,7 @@ def drop_no_ops(graph: fx.Graph) -> None:
 
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
     """The values through which a gradient can flow to a parameter or an input."""
-    found: set[fx.Node] = set()
+    with_gradient: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "get_attr":
             carries = value(node).requires_grad
@@ -53,12 +53,12 @@ def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
             carries = facts(node).get("input_grad", False)
         elif node.op == "call_function":
             stops = operator_name(node) == "aten::detach" or (is_tensor(node) and not is_floating(node))
-            carries = not stops and not found.isdisjoint(node.all_input_nodes)
+            carries = not stops and not with_gradient.isdisjoint(node.all_input_nodes)
         else:
             carries = False
         if carries:
-            found.add(node)
-    return found
+            with_gradient.add(node)
+    return with_gradient
 
 
 def positional_arguments(graph: fx.Graph) -> None:
@@ -119,10 +119,10 @@ def one_reshape(graph: fx.Graph, node: fx.Node) -> None:
     sizes = list(node.args[1] if is_open else shape(node))  # open: how many selected elements there are
     if node.target is not aten.reshape.default or list(node.args[1]) != sizes:
         with graph.inserting_before(node):
-            made = emit(graph, node, aten.reshape.default, node.args[0], sizes)
+            reshaped = emit(graph, node, aten.reshape.default, node.args[0], sizes)
             if "counted" in facts(node):
-                facts(made)["counted"] = is_counted(node)
-            replace(node, made)
+                facts(reshaped)["counted"] = is_counted(node)
+            replace(node, reshaped)
 
 
 @on_calls("aten::squeeze")
@@ -144,7 +144,7 @@ def explicit_repeats(graph: fx.Graph, node: fx.Node) -> None:
     pairs = [(1, size) for size in before]
     with graph.inserting_before(node):
         apart = emit(graph, node, aten.reshape.default, source, [size for pair in pairs for size in pair])
-        full = [size for time, own in zip(times, before, strict=True) for size in (time, own)]
+        full = [size for time, length in zip(times, before, strict=True) for size in (time, length)]
         wide = emit(graph, node, aten.expand.default, apart, full)
         replace(node, emit(graph, node, aten.reshape.default, wide, list(shape(node))))
 

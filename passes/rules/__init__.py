@@ -34,8 +34,8 @@ def pattern_for(node: fx.Node) -> Pattern | None:
             return shaped
     if name in LINES or name in REGISTERED:
         rules = REGISTERED[name] if name in REGISTERED else LINES[name]
-        found = (_by_line(rule, node) for rule in (rules if isinstance(rules, tuple) else (rules,)))
-        return next((pattern for pattern in found if pattern is not None), None)
+        patterns = (_by_line(rule, node) for rule in (rules if isinstance(rules, tuple) else (rules,)))
+        return next((pattern for pattern in patterns if pattern is not None), None)
     return pointwise(node) if name in POINTWISE or is_tagged_pointwise(node) else None
 
 

@@ -17,7 +17,7 @@ def ring(call: LocalCall) -> fx.Node | None:
     if not axis:
         return None
     query, key, value, *rest = call.args
-    given = call.kwargs.get("attn_mask", rest[0] if rest else None)
+    mask = call.kwargs.get("attn_mask", rest[0] if rest else None)
     sections = list(call.strategies[axis].inputs[0].sections)
     size, scale = shape(call.node.args[0])[-2], argument(call.node, "scale")
-    return call.emit(autopart_ops.ring_attention.default, query, axis, key, value, given, size, sections, scale)
+    return call.emit(autopart_ops.ring_attention.default, query, axis, key, value, mask, size, sections, scale)

@@ -29,8 +29,8 @@ def backward_is_linear(node: fx.Node) -> bool:
     True of every operator but Functions of a user, whose backward may clip or normalise. Of these it is read from the
     backward's trace: every operator that gradients reach must be linear in them.
     """
-    made = made_for(node)
-    backward = made.examined.backward if made is not None else None
+    user_function = made_for(node)
+    backward = user_function.examined.backward if user_function is not None else None
     if backward is None:
         return True
     placeholders = backward.graph.find_nodes(op="placeholder")

@@ -69,10 +69,10 @@ def index_write(node: fx.Node) -> Pattern | None:
         return None
     at = argument(node, "dim") % len(dims)
     dims, places, whole, tied = _along(node, dims, at, inputs[1])
-    given = [[places if i == at else d for i, d in enumerate(dims)] if shape(n) else [] for n in inputs[2:]]
+    value_dims = [[places if i == at else d for i, d in enumerate(dims)] if shape(n) else [] for n in inputs[2:]]
     linear = ((0, 2),) if len(inputs) == 3 else ()
     whole = [*whole, "places"] if places == ("places",) else whole
-    return pattern(node, [dims, [places], *given], [dims], whole, linear=linear, **tied)
+    return pattern(node, [dims, [places], *value_dims], [dims], whole, linear=linear, **tied)
 
 
 def _along(node: fx.Node, dims: list[Dim], at: int, index: fx.Node) -> tuple[list[Dim], Dim, list[str], dict[str, Any]]:
@@ -86,56 +86,59 @@ def _along(node: fx.Node, dims: list[Dim], at: int, index: fx.Node) -> tuple[lis
 
 def index(node: fx.Node) -> Pattern | None:
     """`x[i, :, j]`: the dims that are read at places stay whole; the places may be sharded, and all other dims."""
-    found = _places(node)
-    if found is None:
+    parts = _places(node)
+    if parts is None:
         return None
-    dims, places, read, whole, tied = found
+    dims, places, read, whole, tied = parts
     return pattern(node, [dims, *places], [read], whole, linear=UNARY_LINEAR, **tied)
 
 
 def index_put(node: fx.Node) -> Pattern | None:
     """`x[i, :, j] = y`: the dims that are written at places stay whole, and the places too."""
-    found = _places(node)
-    if found is None:
+    parts = _places(node)
+    if parts is None:
         return None
-    dims, places, written, whole, tied = found
+    dims, places, written, whole, tied = parts
     sizes = shape(tensor_inputs(node)[-1])
     full = _index_shape(node)
-    given = [
+    value_dims = [
         d if size == whole_size else ()
         for d, size, whole_size in zip(
             written[len(written) - len(sizes) :], sizes, full[len(full) - len(sizes) :], strict=True
         )
     ]
     if not tied:
-        whole += [d[0] for own in places for d in own if d]
+        whole += [d[0] for index_dims in places for d in index_dims if d]
     last = len(places) + 1
-    return pattern(node, [dims, *places, given], [dims], whole, linear=((0, last),), **tied)
+    return pattern(node, [dims, *places, value_dims], [dims], whole, linear=((0, last),), **tied)
 
 
 def _places(node: fx.Node) -> tuple[list[Dim], list[list[Dim]], list[Dim], list[str], dict[str, Any]] | None:
     """Factors of the indexed tensor, of every index, and of what is read, which stay whole, and options."""
     before = shape(node.args[0])
-    given = {i: n for i, n in enumerate(node.args[1]) if n is not None}
-    if not given or any(value(n).dtype in (torch.bool, torch.uint8) for n in given.values()):
+    indices = {i: n for i, n in enumerate(node.args[1]) if n is not None}
+    if not indices or any(value(n).dtype in (torch.bool, torch.uint8) for n in indices.values()):
         return None
     dims = names(len(before))
-    tied = tie(before, given)
-    common = torch.broadcast_shapes(*(shape(n) for n in given.values()))
+    tied = tie(before, indices)
+    common = torch.broadcast_shapes(*(shape(n) for n in indices.values()))
     shared = names(len(common), "at") if tied is None else [tied.selected]
     places = [
-        [d if size == full else () for d, size, full in zip(shared[-len(own) :], own, common[-len(own) :], strict=True)]
-        if (own := shape(n))
+        [
+            d if size == full else ()
+            for d, size, full in zip(shared[-len(sizes) :], sizes, common[-len(sizes) :], strict=True)
+        ]
+        if (sizes := shape(n))
         else []
-        for n in given.values()
+        for n in indices.values()
     ]
-    first, last = min(given), max(given)
-    rest = [d for i, d in enumerate(dims) if i not in given]
-    at = first if last - first + 1 == len(given) else 0  # places side by side stay where they are, else they come first
+    first, last = min(indices), max(indices)
+    rest = [d for i, d in enumerate(dims) if i not in indices]
+    at = first if last - first + 1 == len(indices) else 0  # places side by side stay where they are, else come first
     read = [*rest[:at], *shared, *rest[at:]]
     if tied is None:
-        return dims, places, read, [dims[i][0] for i in given], {}
-    whole = [dims[i][0] for i in given if i not in tied.dims]
+        return dims, places, read, [dims[i][0] for i in indices], {}
+    whole = [dims[i][0] for i in indices if i not in tied.dims]
     dims = [tied.dims.get(i, d) for i, d in enumerate(dims)]
     return dims, places, read, whole, {"tied": frozenset(range(1, len(places) + 1)), "known": tied.sizes}
 
@@ -144,8 +147,8 @@ def _index_shape(node: fx.Node) -> tuple[int, ...]:
     """The shape of what `index` with the arguments of this `index_put` would read."""
     dims, places, read, *_ = _places(node) or ([], [], [])
     sizes = dict(zip(dims, shape(node.args[0]), strict=True))
-    for own, n in zip(places, [n for n in node.args[1] if n is not None], strict=True):
-        sizes |= {d: size for d, size in zip(own, shape(n), strict=True) if d}
+    for index_dims, n in zip(places, [n for n in node.args[1] if n is not None], strict=True):
+        sizes |= {d: size for d, size in zip(index_dims, shape(n), strict=True) if d}
     return tuple(sizes.get(d, 1) for d in read)
 
 
@@ -154,12 +157,12 @@ def searchsorted(node: fx.Node) -> Pattern | None:
     inputs = tensor_inputs(node)
     if len(inputs) != 2:
         return None
-    table, own = (inputs[1], inputs[0]) if node.target._schema.name == "aten::bucketize" else (inputs[0], inputs[1])
-    dims = names(len(shape(own)))
+    table, values = (inputs[1], inputs[0]) if node.target._schema.name == "aten::bucketize" else (inputs[0], inputs[1])
+    dims = names(len(shape(values)))
     rows = [] if len(shape(table)) == 1 else dims[:-1]
     sorted_row = [*rows, ("row",)]
-    given = [dims, sorted_row] if table is inputs[1] else [sorted_row, dims]
-    return pattern(node, given, [dims], ["row"])
+    operands = [dims, sorted_row] if table is inputs[1] else [sorted_row, dims]
+    return pattern(node, operands, [dims], ["row"])
 
 
 def isin(node: fx.Node) -> Pattern | None:

@@ -50,24 +50,24 @@ def join(node: fx.Node) -> Pattern:
     at = argument(node, "dim") % len(dims)
     dims[at] = ("joined",)
     parts = tuple(shape(n)[at] for n in inputs)
-    found = pattern(node, [dims] * len(inputs), [dims], linear=(tuple(range(len(inputs))),), joined={"joined": parts})
-    return replace(found, sizes={**found.sizes, "joined": sum(parts)})
+    joined = pattern(node, [dims] * len(inputs), [dims], linear=(tuple(range(len(inputs))),), joined={"joined": parts})
+    return replace(joined, sizes={**joined.sizes, "joined": sum(parts)})
 
 
 def stack(node: fx.Node) -> Pattern:
     inputs = tensor_inputs(node)
     dims = names(len(shape(node)))
     at = argument(node, "dim") % len(dims)
-    given = [d for i, d in enumerate(dims) if i != at]
-    return pattern(node, [given] * len(inputs), [dims], [dims[at][0]], linear=(tuple(range(len(inputs))),))
+    part_dims = [d for i, d in enumerate(dims) if i != at]
+    return pattern(node, [part_dims] * len(inputs), [dims], [dims[at][0]], linear=(tuple(range(len(inputs))),))
 
 
 def overwrite(node: fx.Node) -> Pattern:
     """`slice_scatter`, `select_scatter`: a part of one dim is overwritten; that dim stays whole."""
     dims = names(len(shape(node.args[0])))
     at = argument(node, "dim") % len(dims)
-    given = [("part",) if i == at else d for i, d in enumerate(dims)]
+    part_dims = [("part",) if i == at else d for i, d in enumerate(dims)]
     if len(shape(node.args[1])) < len(dims):
-        del given[at]
-    whole = [dims[at][0], "part"] if ("part",) in given else [dims[at][0]]
-    return pattern(node, [dims, given], [dims], whole, linear=((0, 1),))
+        del part_dims[at]
+    whole = [dims[at][0], "part"] if ("part",) in part_dims else [dims[at][0]]
+    return pattern(node, [dims, part_dims], [dims], whole, linear=((0, 1),))

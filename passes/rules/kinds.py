@@ -39,12 +39,12 @@ class Kinds:
         kwargs = tuple([(name, self._argument(a, places)) for name, a in node.kwargs.items()])
         return node.target, args, kwargs, self.form(value(node))
 
-    def form(self, made: Any) -> Hashable:
+    def form(self, val: Any) -> Hashable:
         """What is read of a value. It has to live as long as this object."""
-        found = self._forms.get(id(made))
-        if found is None:
-            found = self._forms[id(made)] = _form(made)
-        return found
+        form = self._forms.get(id(val))
+        if form is None:
+            form = self._forms[id(val)] = _form(val)
+        return form
 
     def _argument(self, argument: Any, places: dict[fx.Node, int]) -> Hashable:
         if isinstance(argument, fx.Node):
@@ -58,9 +58,9 @@ class Kinds:
         return type(argument), argument
 
 
-def _form(made: Any) -> Hashable:
-    if isinstance(made, torch.Tensor):
-        return tuple(made.shape), made.stride(), made.dtype, made.requires_grad
-    if isinstance(made, (list, tuple)):
-        return tuple(map(_form, made))
-    return type(made), repr(made)
+def _form(val: Any) -> Hashable:
+    if isinstance(val, torch.Tensor):
+        return tuple(val.shape), val.stride(), val.dtype, val.requires_grad
+    if isinstance(val, (list, tuple)):
+        return tuple(map(_form, val))
+    return type(val), repr(val)

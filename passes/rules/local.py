@@ -106,8 +106,8 @@ def shape_argument(call: LocalCall) -> fx.Node:
     """The second argument names the output's shape: the local one."""
     layout, full = call.output_layout(), shape(call.node)
     local = local_shape(full, layout, call.sizes)
-    given, made_of = call.node.args[1], facts(call.node)["atoms"]
-    is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(given, made_of, strict=True)]
+    sizes, made_of = call.node.args[1], facts(call.node)["atoms"]
+    is_open = [size == -1 and bool(selections_in(atoms)) for size, atoms in zip(sizes, made_of, strict=True)]
     local = [-1 if of else size for of, size in zip(is_open, local, strict=True)]
     for place in layout.values():
         if place.is_routed:

@@ -27,7 +27,7 @@ def axes_routing(call: LocalCall) -> str:
     """The axis on whose ranks the rows of a call are by their experts, several joined in one; "" where there is
     none."""
     places = {axis: (*s.inputs, *s.outputs) for axis, s in call.strategies.items()}
-    return "_".join(axis for axis, found in places.items() if any(place.is_routed for place in found))
+    return "_".join(axis for axis, axis_places in places.items() if any(place.is_routed for place in axis_places))
 
 
 def _axes_cutting(call: LocalCall, factor: str) -> str:
@@ -43,8 +43,8 @@ def embedding(call: LocalCall) -> fx.Node | None:
     routed, axis = axes_routing(call), _axes_cutting(call, "v")
     if routed and routed == axis:
         table, experts = call.args[:2]
-        own = call.emit(aten.sub.Tensor, experts, call.first_row(routed, rows))
-        return call.emit(aten.embedding.default, table, own)
+        local_experts = call.emit(aten.sub.Tensor, experts, call.first_row(routed, rows))
+        return call.emit(aten.embedding.default, table, local_experts)
     if not axis:
         return None
     padding = call.node.args[2] if len(call.node.args) > 2 else -1
@@ -136,9 +136,9 @@ def _kept(call: LocalCall, way: _Way, x: fx.Node, rows: int) -> tuple[fx.Node, f
     owner, select = _owner(call, way.kept, expert), autopart_ops.to_experts.default
 
     def kept(of: fx.Node, times: int) -> fx.Node:
-        made = call.emit(select, of, owner, times, call.num_ranks(way.kept), call.index(way.kept), 1, rows)
-        made.meta["val"] = value(of).new_empty(rows, *value(of).shape[1:])
-        return made
+        selected = call.emit(select, of, owner, times, call.num_ranks(way.kept), call.index(way.kept), 1, rows)
+        selected.meta["val"] = value(of).new_empty(rows, *value(of).shape[1:])
+        return selected
 
     known = (user for user in owner.users if user.target is select and user.args[0] is expert)
     numbers = next(known, None) or kept(expert, 1)

@@ -15,8 +15,8 @@ def layer_norm(node: fx.Node) -> Pattern:
     """`layer_norm`, `rms_norm`: over the last dims, as many as `normalized_shape` has."""
     inputs = tensor_inputs(node)
     dims = names(len(shape(inputs[0])))
-    own = dims[len(dims) - len(node.args[1]) :]
-    return pattern(node, [dims, *([own] * (len(inputs) - 1))], [dims], [d[0] for d in own])
+    normalized = dims[len(dims) - len(node.args[1]) :]
+    return pattern(node, [dims, *([normalized] * (len(inputs) - 1))], [dims], [d[0] for d in normalized])
 
 
 def group_norm(node: fx.Node) -> Pattern:

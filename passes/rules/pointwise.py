@@ -81,11 +81,11 @@ def _linear_inputs(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     """`LINEAR` for this call, as positions among its tensor inputs."""
     if not is_floating(node) or node.kwargs.get("rounding_mode"):
         return ()
-    given = {i: argument for i, argument in enumerate(node.args) if isinstance(argument, fx.Node)}
-    input_of = {position: k for k, position in enumerate(given)}
+    tensors = {i: argument for i, argument in enumerate(node.args) if isinstance(argument, fx.Node)}
+    input_of = {position: k for k, position in enumerate(tensors)}
     sets = []
     for positions in LINEAR.get(operator_name(node), ()):
-        numbers = [node.args[i] for i in positions if i not in given]
+        numbers = [node.args[i] for i in positions if i not in tensors]
         if all(number == 0 for number in numbers) and len(numbers) < len(positions):
-            sets.append(tuple(input_of[i] for i in positions if i in given))
+            sets.append(tuple(input_of[i] for i in positions if i in tensors))
     return tuple(sets)

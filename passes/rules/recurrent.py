@@ -26,10 +26,10 @@ def recurrent(node: fx.Node) -> Pattern | None:
         return tuple(dims)
 
     at = 0 if argument(node, "batch_first") else 1
-    given = [factors(shape(inputs[0]), "x", at)]
-    given += [factors(shape(n), f"state{i}_", 1) for i, n in enumerate(inputs[1 : 1 + states])]
-    given += [factors(shape(n), f"w{i}_", None) for i, n in enumerate(inputs[1 + states :])]
-    made = [factors(tuple(v.shape), f"y{i}_", 1 if i else at) for i, v in enumerate(value(node))]
+    input_dims = [factors(shape(inputs[0]), "x", at)]
+    input_dims += [factors(shape(n), f"state{i}_", 1) for i, n in enumerate(inputs[1 : 1 + states])]
+    input_dims += [factors(shape(n), f"w{i}_", None) for i, n in enumerate(inputs[1 + states :])]
+    output_dims = [factors(tuple(v.shape), f"y{i}_", 1 if i else at) for i, v in enumerate(value(node))]
     steps = math.prod(shape(inputs[0])[:2])
     flops = sum(2 * steps * math.prod(shape(n)) for n in inputs[1 + states :] if len(shape(n)) == 2)
-    return Pattern(tuple(given), tuple(made), sizes, frozenset(sizes) - {"b"}, flops=flops)
+    return Pattern(tuple(input_dims), tuple(output_dims), sizes, frozenset(sizes) - {"b"}, flops=flops)

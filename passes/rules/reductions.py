@@ -31,11 +31,11 @@ def mean(node: fx.Node) -> Pattern:
 def _share_of_mean(call: LocalCall) -> fx.Node | None:
     """Each rank's mean over its part, over the number of parts; of unequal parts, each rank's sum over the size of the
     whole."""
-    source, made = shape(call.node.args[0]), shape(call.node)
+    source, output = shape(call.node.args[0]), shape(call.node)
     cuts = {axis: s for axis, s in call.strategies.items() if s.factor and s.outputs[0].kind == "P"}
     if any(p.is_shard and source[p.dim] % call.sizes[axis] for axis, s in cuts.items() for p in s.inputs):
         total = aten.sum.default if len(call.args) == 1 else aten.sum.dim_IntList
-        share = math.prod(made) / math.prod(source)
+        share = math.prod(output) / math.prod(source)
         return call.emit(aten.mul.Tensor, call.emit(total, *call.args, **call.kwargs), share)
     parts = math.prod(call.sizes[axis] for axis in cuts)
     return None if parts == 1 else call.emit(aten.mul.Tensor, call.as_traced(), 1.0 / parts)

@@ -23,23 +23,23 @@ def has_rule(name: str) -> bool:
 
 def contracted(rule: Rule) -> list[str]:
     """The factors that some output lacks and that may be sharded: sharding them leaves partial sums."""
-    found: dict[str, None] = {}
+    lacking: dict[str, None] = {}
     for text in (rule.text, *rule.also):
         left, right = parse(text)
         inside = {factor for operand in left for dim in operand for factor in dim}
         for operand in right:
             kept = {factor for dim in operand for factor in dim}
-            found |= dict.fromkeys(sorted(inside - kept - set(rule.whole.split())))
-    return list(found)
+            lacking |= dict.fromkeys(sorted(inside - kept - set(rule.whole.split())))
+    return list(lacking)
 
 
 def call_text(name: str, rule: Rule) -> str:
     """The call of `autopart.rule` that registers this rule."""
-    given = [f'"{text}"' for text in (name, rule.text, *rule.also)]
+    texts = [f'"{text}"' for text in (name, rule.text, *rule.also)]
     options = [f'{key}="{text}"' for key, text in (("sum", " ".join(contracted(rule))), ("whole", rule.whole)) if text]
     options += [f"linear={rule.linear}"] * bool(rule.linear)
     options += [f'flops="{factors}"' for factors in rule.matmul]
-    return f"autopart.rule({', '.join(given + options)})"
+    return f"autopart.rule({', '.join(texts + options)})"
 
 
 def as_data(rule: Rule) -> dict[str, Any]:

@@ -53,16 +53,16 @@ class Tie:
 
 def tie(source: Sequence[int], places: Mapping[int, fx.Node]) -> Tie | None:
     """The tie of a tensor of a shape that is indexed by `places`, {dim: index}; None without one."""
-    held = {at: found for at, index in places.items() if (found := positions_of(index)) is not None}
-    selections = {(found.selection, found.mask) for found in held.values()}
+    held = {at: position for at, index in places.items() if (position := positions_of(index)) is not None}
+    selections = {(one.selection, one.mask) for one in held.values()}
     if len(selections) != 1 or len(held) < len(places) or any(len(shape(index)) != 1 for index in places.values()):
         return None
     mask = held[min(held)].mask
     factors = [f"m{i}" for i in range(len(mask))]
     dims: dict[int, Dim] = {}
-    for at, found in held.items():
-        factor = (factors[found.dim],)
-        if source[at] == mask[found.dim] and factor not in dims.values():
+    for at, position in held.items():
+        factor = (factors[position.dim],)
+        if source[at] == mask[position.dim] and factor not in dims.values():
             dims[at] = factor
     sizes = {**dict(zip(factors, mask, strict=True)), SELECTED: 1}
     return Tie((*factors, SELECTED), dims, sizes) if dims else None

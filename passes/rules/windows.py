@@ -28,8 +28,8 @@ def convolution(node: fx.Node) -> Pattern | None:
     outer, inner = (x[-num_space - 1] // groups, weight[1]) if transposed else (weight[0] // groups, weight[1])
     sizes = {"g": groups, ("i" if transposed else "o"): outer, ("o" if transposed else "i"): inner}
     space, window, places = names(num_space, "x"), names(num_space, "k"), names(num_space, "y")
-    for dims, found in ((space, x[-num_space:]), (window, weight[-num_space:]), (places, y[-num_space:])):
-        sizes |= {dim[0]: size for dim, size in zip(dims, found, strict=True)}
+    for dims, extents in ((space, x[-num_space:]), (window, weight[-num_space:]), (places, y[-num_space:])):
+        sizes |= {dim[0]: size for dim, size in zip(dims, extents, strict=True)}
     sizes |= {"b": x[0]} if batch else {}
     first, second = ("i", "o") if transposed else ("o", "i")
     inputs = (

@@ -45,17 +45,17 @@ class Converter:
     ):  # fmt: skip
         self.trace, self.decisions, self.sizes, self.emitter, self.mark = trace, decisions, sizes, emitter, mark
 
-    def convert(self, made: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
+    def convert(self, written: fx.Node, node: fx.Node, source: Key, target: Key, stage: StageDraft) -> fx.Node:
         """Go from one layout to another, one axis after the other."""
         current = dict(source)
         for axis, place in self._steps(node, source, target):
             before, current[axis] = dict(current), place
             layout = tuple(current.items())
             if (node, layout) not in stage.made:
-                stage.made[node, layout] = self._convert_axis(made, node, before, axis, place, stage, {})
+                stage.made[node, layout] = self._convert_axis(written, node, before, axis, place, stage, {})
                 self.mark(stage.made[node, layout], node, layout)
-            made = stage.made[node, layout]
-        return made
+            written = stage.made[node, layout]
+        return written
 
     def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
         """The axes on which a value changes its place on the way from one layout to another, in order: a parameter is
@@ -71,7 +71,7 @@ class Converter:
 
     def _convert_axis(
         self,
-        made: fx.Node,
+        written: fx.Node,
         node: fx.Node,
         current: Mapping[str, Placement],
         axis: str,
@@ -82,22 +82,24 @@ class Converter:
         """The value with another place on one axis. `options`: of the operator, dtypes of a parameter."""
         source = current[axis]
         if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
-            return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, made, 1.0 / self.sizes[axis])
+            return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, written, 1.0 / self.sizes[axis])
         step, others = conversion(source, target), self._others(current, axis)
         source, place = inside(source, others), inside(target, others)
         if step is None or not is_direct(source, place, shape(node), self.sizes[axis]):
             between = R_GRAD_P if facts(node)["needs_grad"] else R
-            whole = self._convert_axis(made, node, current, axis, between, stage, options)
+            whole = self._convert_axis(written, node, current, axis, between, stage, options)
             return self._convert_axis(whole, node, {**current, axis: between}, axis, target, stage, options)
         operation = getattr(autopart_ops, step.operator).default
         emit = self.emitter(stage, node)
         if step.operator == "all_to_all":
-            return emit(operation, made, axis, source.dim, place.dim, *_zigzags(source, place), **options)
+            return emit(operation, written, axis, source.dim, place.dim, *_zigzags(source, place), **options)
         cut = source if source.is_shard else place
         if not cut.is_shard:
-            return emit(operation, made, axis, **options)
+            return emit(operation, written, axis, **options)
         assert not selections_in(facts(node)["atoms"][cut.dim]), f"{node.name} has another size on every rank"
-        return emit(operation, made, axis, cut.dim, self._size(node, current, axis, cut), list(cut.sections), **options)
+        return emit(
+            operation, written, axis, cut.dim, self._size(node, current, axis, cut), list(cut.sections), **options
+        )
 
     def _size(self, node: fx.Node, current: Mapping[str, Placement], axis: str, cut: Placement) -> int:
         """The size of a dim over one axis alone, of which other axes cut their parts."""
@@ -145,7 +147,7 @@ class Converter:
             stage.parameters[node.target] = None
             self.mark(read, node, produced, stored)
             stage.stored[node, produced] = read
-        made, current = stage.stored[node, produced], dict(produced)
+        written, current = stage.stored[node, produced], dict(produced)
         for axis, place in _gradient_first(current, self._steps(node, produced, layout)):
             gathers = current[axis].is_shard
             options: dict[str, Any] = {"dtype": computed} if gathers and dtype != computed else {}
@@ -155,10 +157,10 @@ class Converter:
             before, current[axis] = dict(current), place
             known, key = stage.made if dtype == computed else stage.stored, (node, tuple(current.items()))
             if key not in known:
-                known[key] = self._convert_axis(made, node, before, axis, place, stage, options)
+                known[key] = self._convert_axis(written, node, before, axis, place, stage, options)
                 self.mark(known[key], node, key[1], dtype)
-            made = known[key]
-        return made if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, made, computed)
+            written = known[key]
+        return written if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, written, computed)
 
 
 def _of_unequal_parts(node: fx.Node, dim: int, axis: str, beside: list[str]) -> LayoutError:
@@ -182,10 +184,10 @@ def _gradient_first(
 ) -> list[tuple[str, Placement]]:  # fmt: skip
     """Steps on the way from a layout, those of the gradient alone first, where nothing has to be brought together: on
     axes over which a parameter is gathered as one, it has no gradient before."""
-    found, joined = list(steps), {part for axis in source for part in parts_of(axis) if part != axis}
-    of_gradient = [(axis, place) for axis, place in found
+    all_steps, joined = list(steps), {part for axis in source for part in parts_of(axis) if part != axis}
+    of_gradient = [(axis, place) for axis, place in all_steps
                    if axis not in joined and source[axis].is_replicated and place.is_replicated]  # fmt: skip
-    return [*of_gradient, *(step for step in found if step not in of_gradient)]
+    return [*of_gradient, *(step for step in all_steps if step not in of_gradient)]
 
 
 def _brought_first(current: Layout, target: Layout, whole: Placement) -> Iterator[tuple[str, Placement]]:

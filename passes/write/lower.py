@@ -99,15 +99,15 @@ def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
 
 
 def _device_of(node: fx.Node) -> torch.device:
-    made = value(node)
-    return (made[0] if isinstance(made, (tuple, list)) else made).device
+    result = value(node)
+    return (result[0] if isinstance(result, (tuple, list)) else result).device
 
 
 def write_local(call: LocalCall) -> fx.Node:
     """Write a call for one rank: in its local form, if it has one, else as it was traced."""
     local = local_form(call.node)
-    made = local(call) if local is not None else None
-    return call.as_traced() if made is None else made
+    written = local(call) if local is not None else None
+    return call.as_traced() if written is None else written
 
 
 class _Writer:
@@ -188,10 +188,10 @@ class _Writer:
             stage.prologue_outputs.append(stage.seeds)
         return stage.seed
 
-    def mark(self, made: fx.Node, origin: fx.Node, layout: Key, dtype: torch.dtype | None = None) -> None:
+    def mark(self, written: fx.Node, origin: fx.Node, layout: Key, dtype: torch.dtype | None = None) -> None:
         """Note on a written node which traced value it holds, in which layout; `dtype`: in another than traced."""
-        made.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
-        made.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
+        written.meta.update(origin=origin.name, layout=dict(layout), needs_grad=facts(origin)["needs_grad"])
+        written.meta.update({name: known for name, known in origin.meta.items() if name in CARRIED})
         full = value(origin)
         if isinstance(full, torch.Tensor):
             local = local_shape(full.shape, dict(layout), self.converter.sizes, self.decisions.balance)
@@ -200,16 +200,16 @@ class _Writer:
             form = tuple(local), dtype or full.dtype
             if form not in self.empty:
                 self.empty[form] = torch.empty(local, dtype=form[1], device="meta")
-            made.meta["val"] = self.empty[form]
+            written.meta["val"] = self.empty[form]
 
     def write_in_block(self, node: fx.Node) -> None:
         """Write one operator, and note the block that it is in on all that is written for it."""
-        told = {name: known for name, known in node.meta.items() if name in ("block", "times")}
+        block_facts = {name: known for name, known in node.meta.items() if name in ("block", "times")}
         graph = self.stages[self.decisions.stage_of[node]].graph
         last = next(iter(reversed(graph.nodes)), None)
         self.write(node)
-        for made in takewhile(lambda one: one is not last, reversed(graph.nodes)) if told else ():
-            made.meta.update(told)
+        for written in takewhile(lambda one: one is not last, reversed(graph.nodes)) if block_facts else ():
+            written.meta.update(block_facts)
 
     def write(self, node: fx.Node, stage: StageDraft | None = None) -> None:
         """Write one operator on its stage, with its inputs converted to what it takes."""
@@ -233,15 +233,15 @@ class _Writer:
         seed, balance = partial(self.seed, stage), self.decisions.balance
         return write_local(LocalCall(node, args, kwargs, chosen, self.sizes, emit, seed, balance))
 
-    def _store(self, node: fx.Node, made: fx.Node, stage: StageDraft) -> None:
+    def _store(self, node: fx.Node, written: fx.Node, stage: StageDraft) -> None:
         if isinstance(value(node), torch.Tensor):
             layout = self.produced(node)
-            self.mark(made, node, layout)
-            stage.made[node, layout] = made
+            self.mark(written, node, layout)
+            stage.made[node, layout] = written
             return
         for user in node.users:  # a tuple: write its projections
             if user.target is operator.getitem:
-                part = stage.graph.call_function(operator.getitem, (made, user.args[1]))
+                part = stage.graph.call_function(operator.getitem, (written, user.args[1]))
                 layout = self.produced(user)
                 self.mark(part, user, layout)
                 stage.made[user, layout] = part
@@ -254,9 +254,9 @@ class _Writer:
             return stage.made[node, layout]
         role = facts(source_of(node)[0])["role"]
         if role in (INPUT, DATA):
-            made = self._from_inputs(node, layout, stage)
+            written = self._from_inputs(node, layout, stage)
         elif role == PARAMETER and self.converter.stored_dtype(node) is not None:
-            made = self.converter.read(node, self.produced(node), layout, stage)
+            written = self.converter.read(node, self.produced(node), layout, stage)
         else:
             produced = self.produced(node)
             if self._is_received(node, stage) and layout == self.converter.sent(node, produced):
@@ -264,16 +264,16 @@ class _Writer:
             source = self._at_home(node, produced, stage, role)
             if produced == layout:
                 return source
-            made = self.converter.convert(source, node, produced, layout, stage)
-        self.mark(made, node, layout)
-        stage.made[node, layout] = made
-        return made
+            written = self.converter.convert(source, node, produced, layout, stage)
+        self.mark(written, node, layout)
+        stage.made[node, layout] = written
+        return written
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
         """A layout that is made already and differs in that of the gradient alone, for those who give none."""
         values = tuple((axis, R if place.is_replicated else place) for axis, place in layout)
-        for made, key in stage.made:
-            if made is node and tuple((axis, R if place.is_replicated else place) for axis, place in key) == values:
+        for other, key in stage.made:
+            if other is node and tuple((axis, R if place.is_replicated else place) for axis, place in key) == values:
                 return key
         return layout
 
@@ -282,17 +282,17 @@ class _Writer:
         if (node, produced) in stage.made:
             return stage.made[node, produced]
         if role == PARAMETER:
-            made = stage.graph.create_node("get_attr", node.target, (), {}, node.name)
+            written = stage.graph.create_node("get_attr", node.target, (), {}, node.name)
             stage.parameters[node.target] = None
-            self.mark(made, node, produced)
-            stage.made[node, produced] = made
+            self.mark(written, node, produced)
+            stage.made[node, produced] = written
         elif role == WEIGHT:
             self.write(node, stage)
         elif node.op == "placeholder":
             self._check_input_gradient(node)
-            made = self._stage_input(node, None, stage)
-            self.mark(made, node, produced)
-            stage.made[node, produced] = made
+            written = self._stage_input(node, None, stage)
+            self.mark(written, node, produced)
+            stage.made[node, produced] = written
         else:
             self.converter.gather(self._receive(node, produced, stage), node, produced, stage)
         return stage.made[node, produced]
@@ -309,12 +309,12 @@ class _Writer:
         else:
             self._receive(node, produced, before)
         before.sends.append((node, sent))
-        made = stage.placeholder(node.name)
-        stage.received.append(made)
-        self.mark(made, node, sent)
-        stage.made[node, sent] = made
+        received = stage.placeholder(node.name)
+        stage.received.append(received)
+        self.mark(received, node, sent)
+        stage.made[node, sent] = received
         stage.receives.append((node, sent))
-        return made
+        return received
 
     def _is_received(self, node: fx.Node, stage: StageDraft) -> bool:
         """Whether an earlier stage makes a value."""
@@ -341,8 +341,8 @@ class _Writer:
             return self.converter.convert(self.get(node, before, stage), node, before, layout, stage)
         if not batch.is_shard:
             return self._stage_input(node, None, stage)
-        made = self._rows(node, batch, stage)
-        return made if made is not None else self._stage_input(node, batch, stage)
+        rows = self._rows(node, batch, stage)
+        return rows if rows is not None else self._stage_input(node, batch, stage)
 
     def _rows(self, node: fx.Node, batch: Placement, stage: StageDraft) -> fx.Node | None:
         """Compute only the rows asked for, where the operator's rule allows it."""
@@ -357,33 +357,33 @@ class _Writer:
             return self.get(used, self.key(used, dict.fromkeys(self.row_axes, next(positions))), stage)
 
         args, kwargs = fx.map_arg((source.args, source.kwargs), local)
-        made = self._write_local(source, args, kwargs, dict.fromkeys(self.row_axes, strategy), stage)
-        return made if source is node else self.emitter(stage, node)(operator.getitem, made, index)
+        written = self._write_local(source, args, kwargs, dict.fromkeys(self.row_axes, strategy), stage)
+        return written if source is node else self.emitter(stage, node)(operator.getitem, written, index)
 
     def _stage_input(self, node: fx.Node, batch: Placement | None, stage: StageDraft) -> fx.Node:
         """A keyword input of the stage graph, computed whole by its prologue and cut by the runtime."""
         rows = "" if batch is None or not self.row_axes else "_rows"
-        made = stage.placeholder(f"{node.name}_{stage.index}{rows}")
+        placeholder = stage.placeholder(f"{node.name}_{stage.index}{rows}")
         cut = (None, ()) if batch is None else (batch.dim, batch.sections)
-        stage.inputs.append(StageInput(made.target, *cut))
+        stage.inputs.append(StageInput(placeholder.target, *cut))
         stage.prologue_outputs.append(self._whole(node, stage))
-        return made
+        return placeholder
 
     def _whole(self, node: fx.Node, stage: StageDraft) -> fx.Node:
         """The global value in the stage's prologue."""
         if node not in stage.whole:
             if node.op == "get_attr":
-                made = stage.prologue.create_node("get_attr", node.target, (), {}, node.name)
-                made.meta = {"val": value(node)}
+                whole = stage.prologue.create_node("get_attr", node.target, (), {}, node.name)
+                whole.meta = {"val": value(node)}
                 stage.buffers[node.target] = None
                 if node.target in self.trace.buffer_updates:  # written after the forward, before the backward
-                    made = stage.prologue.call_function(torch.ops.aten.clone.default, (made,))
-                    made.meta = {"val": value(node)}
+                    whole = stage.prologue.call_function(torch.ops.aten.clone.default, (whole,))
+                    whole.meta = {"val": value(node)}
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._whole(n, stage))
-                made = stage.prologue.call_function(node.target, args, kwargs)
-                made.meta = {k: v for k, v in node.meta.items() if k in (*CARRIED, "val", "times")}
-            stage.whole[node] = made
+                whole = stage.prologue.call_function(node.target, args, kwargs)
+                whole.meta = {k: v for k, v in node.meta.items() if k in (*CARRIED, "val", "times")}
+            stage.whole[node] = whole
         return stage.whole[node]
 
     # Finishing
@@ -404,7 +404,7 @@ class _Writer:
             self._update(name, node)
         for stage in self.stages[:-1]:
             stage.output([stage.made[send] for send in stage.sends])
-        last.output([made for _, _, made in nodes])
+        last.output([written for _, _, written in nodes])
         last.sends = [(node, layout) for node, layout, _ in nodes]
         mark = region_marker(self.trace.graph, self.decisions.recompute)
         stages = tuple(stage.finish(self.trace, self.sizes, mark) for stage in self.stages)

@@ -45,16 +45,16 @@ class StageDraft:
 
     def placeholder(self, name: str) -> fx.Node:
         """A new argument of the graph; its name is changed where there is one of that name."""
-        made = self.graph.placeholder(name)
-        made.target = made.name
-        return made
+        placeholder = self.graph.placeholder(name)
+        placeholder.target = placeholder.name
+        return placeholder
 
     def output(self, values: Sequence[fx.Node]) -> None:
         """End the graphs: with `values`, what the prologue makes for the graph, and new values of buffers."""
-        made = {from_inputs: [n for update, n in self.updates if update.from_inputs is from_inputs] for from_inputs in
+        new = {from_inputs: [n for update, n in self.updates if update.from_inputs is from_inputs] for from_inputs in
                 (True, False)}  # fmt: skip
-        self.graph.output((*values, *made[False]))
-        self.prologue.output((*self.prologue_outputs, *made[True]))
+        self.graph.output((*values, *new[False]))
+        self.prologue.output((*self.prologue_outputs, *new[True]))
 
     def finish(self, trace: Trace, sizes: Mapping[str, int], mark: Callable[[fx.Graph], None]) -> Stage:
         """The stage, its graphs having their outputs; `sizes` are those of the mesh axes. `mark` may write on its graph

@@ -93,13 +93,13 @@ def check_alike(subjects: Mapping[str, str], group: dist.ProcessGroup) -> bool:
     everyones = gather_objects(mine, group)
     names = list(dict.fromkeys(name for theirs in everyones for name in theirs))
     differ = [name for name in names if len({theirs.get(name) for theirs in everyones}) > 1]
-    told = [name for name in differ if name != WEIGHTS]
-    if told:
-        texts = gather_objects({name: subjects.get(name, "") for name in told}, group)
-        lines = [_told(name, [theirs[name] for theirs in texts], group) for name in told[:3]]
-        more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+    unlike = [name for name in differ if name != WEIGHTS]
+    if unlike:
+        texts = gather_objects({name: subjects.get(name, "") for name in unlike}, group)
+        lines = [_told(name, [theirs[name] for theirs in texts], group) for name in unlike[:3]]
+        more = f"; and {len(unlike) - 3} more" if len(unlike) > 3 else ""
         raise RuntimeSetupError(
-            f"the ranks do not begin alike: they differ in {told[0]}",
+            f"the ranks do not begin alike: they differ in {unlike[0]}",
             why="\n         ".join(lines) + more,
             hint="run the same script, model, mesh, plan and version on every rank",
         )

@@ -105,9 +105,9 @@ class Comparison:
     """A comparison of how the ranks are called. It begins here; nothing that depends on it may be sent before
     `finish_comparison`, which all ranks call, so that it takes its time beside what each rank does alone."""
 
-    def __init__(self, given: Given, process: Process):
-        self.given, self.process = given, process
-        self._wait = None if process.host_group is None else begin_gather([process.rank, *given.numbers()], process)
+    def __init__(self, called: Given, process: Process):
+        self.given, self.process = called, process
+        self._wait = None if process.host_group is None else begin_gather([process.rank, *called.numbers()], process)
 
     def finish_comparison(self) -> None:
         """Raises InputError, the same on every rank, where the ranks are not called alike. Later calls do nothing."""
@@ -139,13 +139,13 @@ def _same_batch(rows: Sequence[Sequence[float]], slack: float) -> bool:
     return not exact and max(others) <= slack
 
 
-def _error(given: Given, groups: Sequence[Sequence[int]], process: Process) -> InputError:
+def _error(called: Given, groups: Sequence[Sequence[int]], process: Process) -> InputError:
     group = process.host_group
     assert group is not None
-    mine = (process.rank, given.name, given.number, given.text, given.whole_numbers, given.floats, given.num_rows)
+    mine = (process.rank, called.name, called.number, called.text, called.whole_numbers, called.floats, called.num_rows)
     everyones = gather_objects(mine, group)
     _, names, numbers, texts, _, _, num_rows = zip(*everyones, strict=True)
-    where, is_local = f"{names[0]} {numbers[0]}", given.own_rows is not None
+    where, is_local = f"{names[0]} {numbers[0]}", called.own_rows is not None
     if is_local and len(set(names)) == 1 and len(set(num_rows)) > 1:
         return InputError(
             "the ranks are given different numbers of rows", why=by_rank([f"{rows} rows" for rows in num_rows], group),
@@ -161,16 +161,16 @@ def _error(given: Given, groups: Sequence[Sequence[int]], process: Process) -> I
             "the ranks are not at the same step", why=by_rank(steps, group),
             hint="make the same calls on every rank, also where one rank skips a batch or catches an error",
         )  # fmt: skip
-    return _values_error(given, everyones, groups, where, process)
+    return _values_error(called, everyones, groups, where, process)
 
 
 def _values_error(
-    given: Given, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
+    called: Given, everyones: Sequence[tuple], groups: Sequence[Sequence[int]], where: str, process: Process
 ) -> InputError:
     """What is said where ranks are called alike and on other values; `everyones`: what `_error` has gathered."""
-    group, own_rows = process.host_group, given.own_rows or frozenset()
+    group, own_rows = process.host_group, called.own_rows or frozenset()
     assert group is not None
-    compared: list[tuple[Sequence[int], Set[str]]] = [(range(len(everyones)), given.inputs.keys() - own_rows)]
+    compared: list[tuple[Sequence[int], Set[str]]] = [(range(len(everyones)), called.inputs.keys() - own_rows)]
     compared += [(ranks, own_rows) for ranks in groups]
     differ: set[str] = set()
     unlike: dict[int, list[int]] = {}
@@ -181,15 +181,15 @@ def _values_error(
             differ |= others
             if others:
                 unlike.setdefault(first, []).append(index)
-    named = ["the seeds of dropout" if name == SEEDS else name for name in given.inputs if name in differ]
+    named = ["the seeds of dropout" if name == SEEDS else name for name in called.inputs if name in differ]
     pairs = [f"{ranks_text(who, group)} unlike {ranks_text([first], group)}" for first, who in unlike.items()]
     where += f": {', '.join(pairs)}" if pairs else ""
     why, hint = "every rank takes the whole batch, and computes its part of it", _SAME_BATCH
-    if given.own_rows is not None:
+    if called.own_rows is not None:
         why, hint = "it has no rows of its own for every rank", "the same values on every rank"
     if not own_rows.isdisjoint(differ):
         why, hint = "ranks with one data_rank compute parts of the same rows", _SAME_ROWS
-    what = f"the ranks are called with different values of {', '.join(named or given.floats)}"
+    what = f"the ranks are called with different values of {', '.join(named or called.floats)}"
     return InputError(what, why=why, where=where, hint=hint)
 
 

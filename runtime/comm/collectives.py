@@ -55,12 +55,12 @@ def in_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, conversion: Conversion, group_name: str, told: tuple[Any, ...], dtypes: Dtypes
+        ctx: Any, x: Tensor, conversion: Conversion, group_name: str, args: tuple[Any, ...], dtypes: Dtypes
     ) -> Tensor:
-        ctx.conversion, ctx.group_name, ctx.told = conversion, group_name, told
+        ctx.conversion, ctx.group_name, ctx.told = conversion, group_name, args
         ctx.dtypes = (x.dtype, dtypes[1])
         ctx.line = line_of_graph()
-        return PRIMITIVES[conversion.forward](in_dtype(x, dtypes[0]), group_name, *told)
+        return PRIMITIVES[conversion.forward](in_dtype(x, dtypes[0]), group_name, *args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -160,10 +160,10 @@ def _implement_operators() -> None:
             dtype: torch.dtype | None = None, grad_dtype: torch.dtype | None = None,
         ) -> Tensor:  # fmt: skip
             if conversion.operator in ROUTING:
-                told: tuple[Any, ...] = (Route.of(*arguments),)
+                args: tuple[Any, ...] = (Route.of(*arguments),)
             else:
-                told = conversion_cuts(conversion.operator, x, resolve_group(axis).size(), arguments)
-            return _Convert.apply(x, conversion, axis, told, (dtype, grad_dtype))
+                args = conversion_cuts(conversion.operator, x, resolve_group(axis).size(), arguments)
+            return _Convert.apply(x, conversion, axis, args, (dtype, grad_dtype))
 
         return convert
 

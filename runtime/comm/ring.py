@@ -43,10 +43,10 @@ class _Rotation:
         return [x.to(self.device) for x in self.received]
 
 
-def _around(group: dist.ProcessGroup, cut: Cut, own: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
+def _around(group: dist.ProcessGroup, cut: Cut, pair: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
     """(whose they are, how long those of the rank before are, keys and values) of every visit, from this rank's own on.
     They are on their way to the next rank while they are used here."""
-    ranks, there = group.size(), own
+    ranks, there = group.size(), pair
     for step in range(ranks):
         rank = (group.rank() - step) % ranks
         length = cut.length((rank - 1) % ranks)
@@ -64,25 +64,25 @@ class Ring(torch.autograd.Function):
         scale: float | None, runs: Sequence[Run],
     ) -> Tensor:  # fmt: skip
         group = resolve_group(group_name)
-        made, total = nothing_yet(query, value)
+        output, total = nothing_yet(query, value)
         for rank, _, (keys, values) in _around(group, cut, [key, value]):
-            visit(made, total, query, keys, values, Visit(cut, group.rank(), rank, mask, scale, runs))
-        made = made.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, made, total)
+            visit(output, total, query, keys, values, Visit(cut, group.rank(), rank, mask, scale, runs))
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, output, total)
         ctx.group, ctx.cut, ctx.scale, ctx.runs = group, cut, scale, runs
-        return made
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        query, key, value, mask, made, total = ctx.saved_tensors
+        query, key, value, mask, output, total = ctx.saved_tensors
         group, cut = ctx.group, ctx.cut
         of_query = torch.zeros_like(query)
         grads = [torch.zeros_like(key), torch.zeros_like(value)]
         for rank, length, (keys, values) in _around(group, cut, [key, value]):
             of = Visit(cut, group.rank(), rank, mask, ctx.scale, ctx.runs)
-            found = visit_backward(grad, made, total, query, keys, values, of)
-            of_query += found[0]
-            grads = [x + own for x, own in zip(grads, found[1:], strict=True)]
+            visit_grads = visit_backward(grad, output, total, query, keys, values, of)
+            of_query += visit_grads[0]
+            grads = [x + part for x, part in zip(grads, visit_grads[1:], strict=True)]
             grads = _Rotation(group, grads, length).arrive()
         return of_query, grads[0], grads[1], None, None, None, None, None
 
@@ -98,28 +98,30 @@ class RingOfLists(torch.autograd.Function):
         queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))
         ctx.masks, ctx.cut, ctx.scale, ctx.kept = masks, cut, scale, []
         for here in range(ranks):
-            made, total = nothing_yet(queries[here], values[here])
+            output, total = nothing_yet(queries[here], values[here])
             for step in range(ranks):
                 rank = (here - step) % ranks
-                visit(made, total, queries[here], keys[rank], values[rank], Visit(cut, here, rank, masks[here], scale))
-            ctx.kept.append((made.to(queries[here].dtype), total))
+                visit(
+                    output, total, queries[here], keys[rank], values[rank], Visit(cut, here, rank, masks[here], scale)
+                )
+            ctx.kept.append((output.to(queries[here].dtype), total))
         ctx.save_for_backward(*sides)
-        return tuple(made for made, _ in ctx.kept)
+        return tuple(result for result, _ in ctx.kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         sides, ranks = ctx.saved_tensors, len(grads)
         queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))
-        found = [torch.zeros_like(side) for side in sides]
+        side_grads = [torch.zeros_like(side) for side in sides]
         for here in range(ranks):
-            made, total = ctx.kept[here]
+            output, total = ctx.kept[here]
             for step in range(ranks):
                 rank = (here - step) % ranks
-                told = Visit(ctx.cut, here, rank, ctx.masks[here], ctx.scale)
-                own = visit_backward(grads[here], made, total, queries[here], keys[rank], values[rank], told)
-                for index, part in zip((here, ranks + rank, 2 * ranks + rank), own, strict=True):
-                    found[index] += part
-        return None, None, None, *found
+                of = Visit(ctx.cut, here, rank, ctx.masks[here], ctx.scale)
+                visit_grads = visit_backward(grads[here], output, total, queries[here], keys[rank], values[rank], of)
+                for index, part in zip((here, ranks + rank, 2 * ranks + rank), visit_grads, strict=True):
+                    side_grads[index] += part
+        return None, None, None, *side_grads
 
 
 def ring_attention(

@@ -83,8 +83,8 @@ def _ours(frames: list[tuple[FrameType, int]]) -> str:
 
 def _node_at(line: Line | None) -> str:
     """The node that a line of a graph's code computes: `all_reduce_12`."""
-    found = re.match(r"\s*(\w+)\s*=", linecache.getline(*line)) if line is not None else None
-    return found[1] if found is not None else ""
+    match = re.match(r"\s*(\w+)\s*=", linecache.getline(*line)) if line is not None else None
+    return match[1] if match is not None else ""
 
 
 def _source(module: object, name: str) -> str:

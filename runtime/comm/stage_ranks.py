@@ -43,8 +43,8 @@ def stage_ranks(program: Program, stage: int, stage_style: str) -> list[int]:
 def owners(program: Program, stored: StoredTensor, stage_style: str) -> list[int]:
     """The `pp` coordinates that hold a stored tensor, each once, first stage first."""
     num_stages, pp = len(program.stages), program.mesh.size("pp")
-    found = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
-    return list(dict.fromkeys(found))
+    coordinates = [stage_coordinate(stage, num_stages, pp, stage_style) for stage in stored.stages]
+    return list(dict.fromkeys(coordinates))
 
 
 def groups_along(mesh: Mesh, ranks: list[int], axis: str) -> list[list[int]]:

@@ -192,8 +192,8 @@ class Watch:
             hint = "the same calls on every rank; pm.pause_timeout() around long work of your own; timeout=600"
         else:
             what, hint = "the ranks are at different places", "the same calls on every rank; timeout=600 if one is slow"
-        said = {**dict.fromkeys(gone, "does not answer: killed, or frozen"), **records, self.rank: mine}
-        lines = [f"rank {rank}: {said[rank]}" for rank in sorted(said)]
+        states = {**dict.fromkeys(gone, "does not answer: killed, or frozen"), **records, self.rank: mine}
+        lines = [f"rank {rank}: {states[rank]}" for rank in sorted(states)]
         why = "\n         ".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
         return HangError(f"{what}: rank {self.rank} waited {waited_s:.1f} s {_in(mine)}", why=why, hint=hint)
 

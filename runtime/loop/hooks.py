@@ -54,11 +54,11 @@ def trained_names(model: nn.Module, program: Program, known: Collection[str], tr
     `trained` has those of the `known` parameters, which earlier programs read. Raises UsageError, the same on every
     rank, where the user's model was frozen or unfrozen since.
     """
-    found = {name for name in program.parameters if model.get_parameter(name).requires_grad}
+    trained_now = {name for name in program.parameters if model.get_parameter(name).requires_grad}
     for name in known:
-        if (name in found) != (name in trained):
-            _refuse_flag(name, "unfrozen" if name in found else "frozen")
-    return found
+        if (name in trained_now) != (name in trained):
+            _refuse_flag(name, "unfrozen" if name in trained_now else "frozen")
+    return trained_now
 
 
 def _refuse_flag(name: str, how: str) -> NoReturn:

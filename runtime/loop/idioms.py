@@ -109,9 +109,9 @@ class Branch(nn.Module):
         if isinstance(index, str) and index in names:
             return self._modules[index]  # type: ignore[return-value]
         if isinstance(index, int) and str(index % max(len(names), 1)) in names and -len(names) <= index:
-            found = self._modules.get(str(index if index >= 0 else index + len(names)))
-            if found is not None:
-                return found
+            module = self._modules.get(str(index if index >= 0 else index + len(names)))
+            if module is not None:
+                return module
         raise IndexError(f"this rank holds no parameters of {index!r}; it has {', '.join(names) or 'none'}")
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -197,12 +197,12 @@ def _refuse_ddp() -> NoReturn:
 def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> None:
     """Raises UsageError where `fn` gives another tensor for one of this dtype and device."""
     probe = torch.empty(0, dtype=dtype, device=device)
-    made = fn(probe)
-    if made is not probe:
+    converted = fn(probe)
+    if converted is not probe:
         raise UsageError(
             "a partitioned model keeps the dtype and device it was made with",
             why=f"its programs were traced for {str(dtype).removeprefix('torch.')} on {device.type}, not "
-            f"{str(made.dtype).removeprefix('torch.')} on {made.device.type}",
+            f"{str(converted.dtype).removeprefix('torch.')} on {converted.device.type}",
             hint=CONVERT,
         )
 

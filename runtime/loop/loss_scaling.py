@@ -107,12 +107,12 @@ def naming_operators() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        found = re.search(r"\"(\w+)\" not implemented for '(Half|BFloat16)'", str(error))
-        if found is None:
+        match = re.search(r"\"(\w+)\" not implemented for '(Half|BFloat16)'", str(error))
+        if match is None:
             raise
-        asked = {"Half": "fp16", "BFloat16": "bf16"}[found[2]]
+        asked = {"Half": "fp16", "BFloat16": "bf16"}[match[2]]
         raise RuntimeSetupError(
-            f"this device has no operator '{found[1]}' in {asked}",
+            f"this device has no operator '{match[1]}' in {asked}",
             why=f"the model computes it in what precision='{asked}' casts to",
             hint=f"precision='{'bf16' if asked == 'fp16' else 'fp32'}', a GPU, or x.float() before it in the model",
         ) from error  # fmt: skip

@@ -68,9 +68,9 @@ def norm_of(norms: Iterable[float], norm_type: float = 2.0) -> float:
 
 def norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """What torch gives the norm of tensors of these dtypes; float32 for none."""
-    found = [dtype.to_real() for dtype in dtypes]
-    result = found[0] if found else torch.float32
-    for dtype in found[1:]:
+    real_dtypes = [dtype.to_real() for dtype in dtypes]
+    result = real_dtypes[0] if real_dtypes else torch.float32
+    for dtype in real_dtypes[1:]:
         result = torch.promote_types(result, dtype)
     return result
 
@@ -233,21 +233,21 @@ def recognise_in_torch() -> None:
 
 
 def _clip_grad_norm(
-    own: Callable[..., Tensor],
+    original: Callable[..., Tensor],
     parameters: Any,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, where `own` is torch's."""
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    process = _process_among(given)
+    """`torch.nn.utils.clip_grad_norm_`, where `original` is torch's."""
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    process = _process_among(listed)
     if process is None:
-        again = (parameter for parameter in given) if isinstance(parameters, types.GeneratorType) else given
-        return own(again, max_norm, norm_type, error_if_nonfinite, foreach)
+        again = (parameter for parameter in listed) if isinstance(parameters, types.GeneratorType) else listed
+        return original(again, max_norm, norm_type, error_if_nonfinite, foreach)
     parts, others = [], []
-    for parameter in given:
+    for parameter in listed:
         home = home_of(parameter)
         if parameter.grad is not None and home is not None and home.process.groups:
             parts.append(NormPart(parameter.grad, home))
@@ -257,26 +257,26 @@ def _clip_grad_norm(
     with inside(process, "clip_grad_norm_"):
         total = _norm(parts, others, process, _checked(norm_type), of_one=isinstance(parameters, Tensor))
     check_finite(total, error_if_nonfinite)
-    torch.nn.utils.clip_grads_with_norm_(given, max_norm, total, foreach)
+    torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total, foreach)
     return total
 
 
 def _get_total_norm(
-    own: Callable[..., Tensor],
+    original: Callable[..., Tensor],
     tensors: Any,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.get_total_norm`, where `own` is torch's."""
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    """`torch.nn.utils.get_total_norm`, where `original` is torch's."""
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     homes = _homes_by_memory()
-    found = [(tensor, homes.get(_memory(tensor)) if homes else None) for tensor in given]
-    parts = [NormPart(tensor, home) for tensor, home in found if home is not None]
-    process = parts[0].home.process if parts else _process_among(given)
+    with_homes = [(tensor, homes.get(_memory(tensor)) if homes else None) for tensor in listed]
+    parts = [NormPart(tensor, home) for tensor, home in with_homes if home is not None]
+    process = parts[0].home.process if parts else _process_among(listed)
     if process is None:
-        return own(given, norm_type, error_if_nonfinite, foreach)
-    others = [tensor for tensor, home in found if home is None]
+        return original(listed, norm_type, error_if_nonfinite, foreach)
+    others = [tensor for tensor, home in with_homes if home is None]
     with inside(process, "get_total_norm"):
         total = _norm(parts, others, process, _checked(norm_type), of_one=isinstance(tensors, Tensor))
     check_finite(total, error_if_nonfinite)
@@ -306,8 +306,8 @@ def _process_among(tensors: Sequence[Tensor]) -> Process | None:
     An empty list is that of a rank none of whose parameters has a gradient: the other ranks wait for it, in the model
     that was made last. (Which older ones are alive can differ between ranks: Python frees them when it likes.)
     """
-    found = (process_of(tensor) for tensor in tensors)
-    process = next((process for process in found if process is not None and process.groups), None)
+    processes = (process_of(tensor) for tensor in tensors)
+    process = next((process for process in processes if process is not None and process.groups), None)
     if process is not None or tensors or not dist.is_initialized():
         return process
     over_many = [process for process in settled_processes() if process.groups]

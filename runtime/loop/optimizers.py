@@ -130,9 +130,9 @@ def _movements(optimizer: torch.optim.Optimizer, places: list[Tensor]) -> list[T
     if "lr" in options:
         options["lr"] = 0.01  # a schedule may begin with 0
     accepted = inspect.signature(type(optimizer).__init__).parameters
-    given = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    accepted_options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     kind: Any = type(optimizer)
-    another = kind([{**options, "params": [parameter]} for parameter in parameters], **given)
+    another = kind([{**options, "params": [parameter]} for parameter in parameters], **accepted_options)
     for step in range(3):
         for parameter, place in zip(parameters, places, strict=True):
             parameter.grad = (place * 0.7 + step).cos()
@@ -142,8 +142,8 @@ def _movements(optimizer: torch.optim.Optimizer, places: list[Tensor]) -> list[T
 
 def _reason(optimizer: torch.optim.Optimizer, reasons: dict[str, str]) -> str:
     names = [kind.__name__.lower().replace("_", "") for kind in type(optimizer).__mro__]
-    found = [why for pattern, why in reasons.items() for name in names if re.search(pattern, name)]
-    return found[0] if found else ""
+    matching = [why for pattern, why in reasons.items() for name in names if re.search(pattern, name)]
+    return matching[0] if matching else ""
 
 
 def _known_elementwise(optimizer: torch.optim.Optimizer) -> bool:

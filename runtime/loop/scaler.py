@@ -63,30 +63,30 @@ def share_infinities() -> None:
 
 
 def _unscale(
-    own: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any
+    original: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any
 ) -> dict[torch.device, Tensor]:
     """Divides an optimizer's gradients by the scale, and returns, by device, whether one was not finite: 1.0 or 0.0.
 
-    `own` is what torch does. A collective call where the optimizer has parameters of a partitioned model.
+    `original` is what torch does. A collective call where the optimizer has parameters of a partitioned model.
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     process = next((process for process in map(process_of, parameters) if process is not None), None)
     if process is not None:
         check_summed(process, "unscaling")
-    found = own(scaler, optimizer, *args)
+    by_device = original(scaler, optimizer, *args)
     if process is None or not process.groups:
-        return found
+        return by_device
     _check_scaled(process, scaler)
-    here = max((value.item() for value in found.values()), default=0.0)
-    shared = torch.tensor([here, len(found)])  # whether an infinity was found, and whether there is any gradient
+    here = max((value.item() for value in by_device.values()), default=0.0)
+    shared = torch.tensor([here, len(by_device)])  # whether an infinity was found, and whether there is any gradient
     with inside(process, "unscaling of gradients"):
         reduce_over_all(shared, dist.ReduceOp.MAX, process)
     infinite, any_gradient = shared.tolist()
-    if not found and any_gradient:  # other ranks have some
+    if not by_device and any_gradient:  # other ranks have some
         return {process.device: torch.tensor(infinite, device=process.device)}
-    for value in found.values():
+    for value in by_device.values():
         value.fill_(infinite)
-    return found
+    return by_device
 
 
 def _check_scaled(process: Process, scaler: torch.amp.GradScaler) -> None:

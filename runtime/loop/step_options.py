@@ -45,8 +45,8 @@ class StepOptions:
         outputs: bool = False,
     ) -> StepOptions:
         """The options as a user gives them, beside the model's inputs. Raises InputError for what cannot be meant."""
-        given = {"loss_scale": loss_scale, "num_tokens": num_tokens, "outputs": outputs or None}
-        _check_names(model, [name for name, value in given.items() if value is not None])
+        options = {"loss_scale": loss_scale, "num_tokens": num_tokens, "outputs": outputs or None}
+        _check_names(model, [name for name, value in options.items() if value is not None])
         if not isinstance(outputs, bool):
             raise InputError(f"outputs={outputs!r:.40} is neither True nor False", why="it asks step() for the outputs",
                              hint="step(..., outputs=True), which returns (loss, outputs)")  # fmt: skip
@@ -64,7 +64,7 @@ class StepOptions:
     def text(self) -> str:
         """What ranks must agree on, beside the inputs: `, loss_scale=1024.0`."""
         asked = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return "".join(f", {name}={given}" for name, given in asked)
+        return "".join(f", {name}={value}" for name, value in asked)
 
 
 def scaled(loss: Tensor, scale: float) -> Tensor:
@@ -85,12 +85,12 @@ class _Scaled(Function):
         return grad * ctx.scale, None
 
 
-def _number(name: str, given: float | Tensor) -> float:
-    number = given
-    if isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex():
-        number = given.item()
+def _number(name: str, value: float | Tensor) -> float:
+    number = value
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        number = value.item()
     if isinstance(number, (bool, Tensor)) or not isinstance(number, (int, float)):
-        shown = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
+        shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise InputError(f"{name}={shown} is not a number", hint="a number, or a tensor with one entry")
     if not math.isfinite(number):
         raise InputError(f"{name}={number} is not finite", why="every gradient would be zero, inf or nan",
@@ -98,10 +98,10 @@ def _number(name: str, given: float | Tensor) -> float:
     return number
 
 
-def _check_names(model: nn.Module, given: Sequence[str]) -> None:
+def _check_names(model: nn.Module, names: Sequence[str]) -> None:
     """Raises InputError where an option of `step` may be meant for an input of the model that has its name."""
-    inputs = inspect.signature(model.forward).parameters if given else ()
-    for name in [name for name in given if name in inputs]:
+    inputs = inspect.signature(model.forward).parameters if names else ()
+    for name in [name for name in names if name in inputs]:
         raise InputError(
             f"{name}= is an option of step(), and {type(model).__name__} has an input of that name",
             why="it is not clear which of the two is meant",

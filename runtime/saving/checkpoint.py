@@ -108,16 +108,16 @@ class Loading:
 
         Full tensors are cut, names of other stages are taken out, and where there are any, all of theirs must be.
         """
-        given = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
+        names = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
         elsewhere = self.shapes.keys() - self.parameters.keys() - self.buffers - extra.keys()
-        if given & elsewhere:
-            self.missing += [prefix + name for name in self.shapes if name in elsewhere - given]
-        for name in given & elsewhere:
+        if names & elsewhere:
+            self.missing += [prefix + name for name in self.shapes if name in elsewhere - names]
+        for name in names & elsewhere:
             self._check_shape(name, state_dict.pop(prefix + name))
-        for name in given & self.parameters.keys():
+        for name in names & self.parameters.keys():
             state_dict[prefix + name] = self._local(name, state_dict[prefix + name])
         for name in extra:
-            if name in given:
+            if name in names:
                 extra[name] = state_dict.pop(prefix + name)
             else:
                 self.missing.append(prefix + name)
@@ -149,9 +149,9 @@ def part_here(name: str, value: Tensor, parameter: Tensor, home: Home) -> Tensor
     Raises CheckpointError where it is neither, or another rank's.
     """
     place = place_of(home)
-    given = place_in_file(value)
-    if given is not None:
-        check_same_part(name, given, place)
+    saved_place = place_in_file(value)
+    if saved_place is not None:
+        check_same_part(name, saved_place, place)
     if value.shape == parameter.shape:
         return local_of(value)
     if tuple(value.shape) == place.shape:
@@ -167,13 +167,13 @@ def part_here(name: str, value: Tensor, parameter: Tensor, home: Home) -> Tensor
     )  # fmt: skip
 
 
-def check_same_part(name: str, given: ShardPlace, here: ShardPlace) -> None:
+def check_same_part(name: str, saved: ShardPlace, here: ShardPlace) -> None:
     """Raises CheckpointError where a shard is another part of the full tensor than this rank's."""
-    if given.spans is None or (given.shape, given.spans) == (here.shape, here.spans):
+    if saved.spans is None or (saved.shape, saved.spans) == (here.shape, here.spans):
         return
     raise CheckpointError(
         f"'{name}' in the state dict is not the part that this rank holds",
-        why=f"it is {_spoken(given)} of {given.shape}; here it is {_spoken(here)} of {here.shape}",
+        why=f"it is {_spoken(saved)} of {saved.shape}; here it is {_spoken(here)} of {here.shape}",
         hint="load the file that this rank saved on this mesh; torch.distributed.checkpoint or full_state_dict() "
         "bring weights to another mesh",
     )

@@ -55,15 +55,15 @@ def full_state(
         home = home_of(parameter)
         if home is not None and parameter in optimizer.state:
             local[home.name] = optimizer.state[parameter]
-    told = _told(optimizer, process)
+    entries = _told(optimizer, process)
     whole: dict[str, dict[str, Tensor]] = {}
-    for key in sorted({key for values in told.values() for key, value in values.items() if value == InParts()}):
-        names = {name for name, values in told.items() if values.get(key) == InParts()}
+    for key in sorted({key for values in entries.values() for key, value in values.items() if value == InParts()}):
+        names = {name for name, values in entries.items() if values.get(key) == InParts()}
         parts = {name: values[key] for name, values in local.items() if name in names}
         whole[key] = gather(parts, program, process, stage_style, names)
     state = {}
-    for name in sorted(told, key=lambda name: order[first[name]]):
-        values = told[name].items()
+    for name in sorted(entries, key=lambda name: order[first[name]]):
+        values = entries[name].items()
         state[first[name]] = {key: whole[key][name] if value == InParts() else value for key, value in values}
     return {
         "state": state,
@@ -101,8 +101,8 @@ def _written(group: ParameterGroup, order: Mapping[str, int] | None) -> dict[str
     rows = list(zip(group.names, group.given_names or group.names, strict=True))
     if order is not None:
         rows.sort(key=lambda row: order[row[0]])
-    given = {} if group.given_names is None else {GIVEN_NAMES: [label for _, label in rows]}
-    return {**group.options, **given, PARAMS: [name for name, _ in rows]}
+    labels = {} if group.given_names is None else {GIVEN_NAMES: [label for _, label in rows]}
+    return {**group.options, **labels, PARAMS: [name for name, _ in rows]}
 
 
 def load_full_state(optimizer: Optimizer, full: Mapping[str, Any], program: Program, model: nn.Module) -> None:
@@ -177,8 +177,8 @@ def _options(
         )
     number = numbers[0] if numbers else index if index < len(saved) else None
     source = group if number is None else saved[number]
-    own = {GIVEN_NAMES: group[GIVEN_NAMES]} if GIVEN_NAMES in group else {}
-    return {**{key: _own_copy(value) for key, value in source.items() if key not in (PARAMS, GIVEN_NAMES)}, **own}
+    labels = {GIVEN_NAMES: group[GIVEN_NAMES]} if GIVEN_NAMES in group else {}
+    return {**{key: _own_copy(value) for key, value in source.items() if key not in (PARAMS, GIVEN_NAMES)}, **labels}
 
 
 class SavesOptimizers:

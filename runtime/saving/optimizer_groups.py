@@ -26,7 +26,7 @@ class ParameterGroup:
 
 def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -> ParameterGroup:
     """A group of an optimizer on this rank. Raises CheckpointError for a parameter of another module."""
-    names, given = [], []
+    names, labels = [], []
     for index, parameter in enumerate(group[PARAMS]):
         home = home_of(parameter)
         if home is None and parameter.numel():
@@ -36,9 +36,9 @@ def group_of(group: Mapping[str, Any], first_name: Callable[[str], str] = str) -
             )
         if home is not None:
             names.append(first_name(home.name))
-            given.append(group[GIVEN_NAMES][index] if GIVEN_NAMES in group else "")
+            labels.append(group[GIVEN_NAMES][index] if GIVEN_NAMES in group else "")
     options = {key: _on_host(value) for key, value in group.items() if key not in (PARAMS, GIVEN_NAMES)}
-    return ParameterGroup(names, given if GIVEN_NAMES in group else None, options)
+    return ParameterGroup(names, labels if GIVEN_NAMES in group else None, options)
 
 
 def _on_host(value: Any) -> Any:
@@ -86,12 +86,12 @@ def _same_options(one: ParameterGroup, other: ParameterGroup) -> bool:
 
 def _joined(groups: Sequence[ParameterGroup]) -> ParameterGroup:
     """One group of several stages; what several hold (tied parameters) once."""
-    given: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for group in groups:
         for name, label in zip(group.names, group.given_names or [""] * len(group.names), strict=True):
-            given.setdefault(name, label)
+            labels.setdefault(name, label)
     return ParameterGroup(
-        list(given), None if groups[0].given_names is None else list(given.values()), groups[0].options
+        list(labels), None if groups[0].given_names is None else list(labels.values()), groups[0].options
     )
 
 

@@ -127,8 +127,8 @@ def _own_group(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
             why="its groups of the optimizer name other parameters",
             hint="save get_state_dict(pm, optimizer), called on every rank, as it is",
         )
-    own = [next((name for name in names if name in saved[PARAMS]), None) for names in keys]
-    params = list(saved[PARAMS]) if None in own else own
+    names_here = [next((name for name in names if name in saved[PARAMS]), None) for names in keys]
+    params = list(saved[PARAMS]) if None in names_here else names_here
     return {**(options or group), PARAMS: params}
 
 

@@ -33,13 +33,13 @@ def made_by(stage: Stage, program: Program, prologue: Sequence[Tensor], graph: S
 
 @torch.no_grad()
 def write_buffers(
-    buffers: Mapping[str, Tensor], made: Mapping[int, Made], program: Program, process: Process, stage_style: str
+    buffers: Mapping[str, Tensor], by_stage: Mapping[int, Made], program: Program, process: Process, stage_style: str
 ) -> None:
-    """Write the new values into this rank's `buffers`; `made` has those of the stages that run here, by stage."""
+    """Write the new values into this rank's `buffers`; `by_stage` has those of the stages that run here."""
     for stage in program.stages:
         if not stage.updates:
             continue
-        new = made.get(stage.index, {})
+        new = by_stage.get(stage.index, {})
         if "pp" in process.groups:
             owner = stage_coordinate(stage.index, len(program.stages), process.mesh.size("pp"), stage_style)
             new = _from_owner(buffers, new, stage.updates, owner, process)
@@ -48,7 +48,7 @@ def write_buffers(
 
 
 def _from_owner(
-    buffers: Mapping[str, Tensor], made: Made, updates: Sequence[BufferUpdate], owner: int, process: Process
+    buffers: Mapping[str, Tensor], values: Made, updates: Sequence[BufferUpdate], owner: int, process: Process
 ) -> Made:
     """The values that the stage at `pp` coordinate `owner` made, on every rank along `pp`."""
     by_dtype: dict[torch.dtype, list[str]] = {}
@@ -57,7 +57,7 @@ def _from_owner(
     new: dict[str, Tensor] = {}
     for names in by_dtype.values():
         like = [buffers[name] for name in names]
-        flat = flatten([made[name].to(process.device) for name in names] if owner == process.pp else like)
+        flat = flatten([values[name].to(process.device) for name in names] if owner == process.pp else like)
         dist.broadcast(flat, group=process.groups["pp"], group_src=owner)
         new.update(zip(names, unflatten(flat, like), strict=True))
     return new

@@ -111,8 +111,8 @@ class _Pieces:
         inside = [(position, self._numbered(self.calls[position])) for position in range(begin, end)]
         placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
         runs: defaultdict[str, list[Run]] = defaultdict(list)
-        for path, found in groupby(placed, key=itemgetter(0)):
-            positions = [position for _, position in found]
+        for path, calls in groupby(placed, key=itemgetter(0)):
+            positions = [position for _, position in calls]
             runs[path.rpartition(".")[0]].append((positions[0], positions[-1] + 1))
         return runs.values()
 
@@ -203,9 +203,9 @@ def _calling(module: fx.GraphModule, pieces: Sequence[tuple[str, Piece]]) -> fx.
         if kind not in kinds:
             kinds[kind] = f"piece_{len(kinds)}"
             module.add_submodule(kinds[kind], _compile(fx.GraphModule(module, part, class_name=kinds[kind])))
-        made = graph.call_module(kinds[kind], tuple(map(value, read)))
+        call = graph.call_module(kinds[kind], tuple(map(value, read)))
         for index, node in enumerate(_results(dict.fromkeys(piece))):
-            values[node] = graph.call_function(getitem, (made, index))
+            values[node] = graph.call_function(getitem, (call, index))
     graph.output(fx.map_arg(module.graph.output_node().args[0], value))
     return fx.GraphModule(module, graph, class_name=module.__class__.__name__)
 

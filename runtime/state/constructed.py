@@ -115,9 +115,9 @@ class Constructor:
             if not self._at_once:
                 with self._running(run.register), run:
                     model = self.build()
-                found = run.finish(model, wanted)
+                kept = run.finish(model, wanted)
                 self._note(model, run.registered)
-                return found
+                return kept
         except Exception:  # a constructor may raise its own in place of ours
             if not run.problem:
                 raise
@@ -132,13 +132,13 @@ class Constructor:
     def _survey(self, draws_matter: bool) -> bool:
         """Find the buffers and the order of parameters, with parameters that have no memory. Whether these are the
         buffers of a run with parameters: not where random numbers are drawn, or values of parameters are read."""
-        made: list[nn.Parameter] = []
+        parameters: list[nn.Parameter] = []
 
         def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
             if parameter is None or parameter.is_meta:
                 return None
-            made.append(_on_meta(parameter))
-            return made[-1]
+            parameters.append(_on_meta(parameter))
+            return parameters[-1]
 
         with self._running(register):
             try:
@@ -146,11 +146,11 @@ class Constructor:
             except Exception:  # whatever a user's constructor does with values
                 return False
             drew = not torch.equal(torch.get_rng_state(), self.random_state)
-        self._note(model, made)
+        self._note(model, parameters)
         return not (drew and draws_matter)
 
-    def _note(self, model: nn.Module, made: Sequence[nn.Parameter]) -> None:
-        self.order = _names(model, made)
+    def _note(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self.order = _names(model, parameters)
         self.buffers = held_tensors(model)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -221,18 +221,18 @@ class _OneAtATime(TorchDispatchMode):
         if self.problem:  # and the constructor went on
             raise ReadsEarlier
         named = dict(model.named_parameters(remove_duplicate=False))
-        found = {}
+        kept = {}
         for name in wanted:
             parameter = named[name]
             tracked = self._tracked.get(_storage(parameter))
             if tracked is None or _storage(parameter) in self._open:
-                found.update(self.shard([name], parameter))
+                kept.update(self.shard([name], parameter))
             elif name in tracked.kept and tracked.parameter.shape == parameter.shape:
-                found[name] = tracked.kept[name]
+                kept[name] = tracked.kept[name]
             else:
                 self.problem = f"its constructor gives '{name}' its values in a way that is not followed"
                 raise ReadsEarlier
-        return found
+        return kept
 
     def _use(self, keys: Sequence[int]) -> None:
         """Have memory for these, and give back that of others where there is too much."""
@@ -285,12 +285,12 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return twin
 
 
-def _names(model: nn.Module, made: Sequence[nn.Parameter]) -> list[tuple[str, ...]]:
+def _names(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[tuple[str, ...]]:
     """The names in the model of each of these parameters; none where it is not there."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [tuple(names.get(id(parameter), ())) for parameter in made]
+    return [tuple(names.get(id(parameter), ())) for parameter in parameters]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -261,8 +261,8 @@ class CastWeight(nn.Module):
     def forward(self, stored: Tensor) -> Tensor:
         cast = autopart_ops.cast(stored, self.dtype)
         if torch.is_grad_enabled() and not in_backward():
-            found = _Cast(self.name, stored.detach(), stored._version, cast.dtype)
-            self.blocks.weights[StorageWeakRef(cast.untyped_storage())] = found
+            record = _Cast(self.name, stored.detach(), stored._version, cast.dtype)
+            self.blocks.weights[StorageWeakRef(cast.untyped_storage())] = record
         return cast
 
 

@@ -163,8 +163,8 @@ def connect_sums(program: Program, process: Process) -> None:
 
 def connect_tied(program: Program, process: Process, stage_style: str) -> None:
     """Makes the process groups that tied parameters need. Every rank calls this with the same program."""
-    found = {tuple(sorted(owners(program, stored, stage_style))) for stored in program.parameters.values()}
-    for key in sorted(key for key in found if len(key) > 1):
+    keys = {tuple(sorted(owners(program, stored, stage_style))) for stored in program.parameters.values()}
+    for key in sorted(key for key in keys if len(key) > 1):
         process.connect_owners(key)
 
 

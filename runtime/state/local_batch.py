@@ -56,8 +56,8 @@ class LocalBatch:
         named = dict(zip(self.program.input_names, inputs, strict=True))
         names = [name for name in named if name in self.whole]
         whole = dict(zip(names, self._gathered([named[name] for name in names]), strict=True))
-        own = {name: OwnRows(named[name]) for name in self.own}
-        return [whole.get(name, own.get(name, value)) for name, value in named.items()]
+        own_rows = {name: OwnRows(named[name]) for name in self.own}
+        return [whole.get(name, own_rows.get(name, value)) for name, value in named.items()]
 
     def _gathered(self, parts: Sequence[Tensor]) -> list[Tensor]:
         if not parts:

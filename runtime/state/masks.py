@@ -28,12 +28,12 @@ def told_of_positions(
 ) -> tuple[Stage, frozenset[str]]:
     """The stage whose attention is told of the masks that are the same in every call, which it then makes no more; and
     the names of these masks, which need not be looked at again."""
-    found, inputs, graph = of_positions(stage)
-    names = frozenset(mask.name for mask in found)
-    if not found:
+    masks, inputs, graph = of_positions(stage)
+    names = frozenset(mask.name for mask in masks)
+    if not masks:
         return stage, names
-    if max(math.prod(scores_of(call)) for calls in map(masks_of(stage).__getitem__, found) for call in calls) > _LARGE:
-        return with_bands(stage, _without_masks(stage, program, process, found, inputs, graph), process.device), names
+    if max(math.prod(scores_of(call)) for calls in map(masks_of(stage).__getitem__, masks) for call in calls) > _LARGE:
+        return with_bands(stage, _without_masks(stage, program, process, masks, inputs, graph), process.device), names
     microbatches = stage_arguments(program, inputs, bind(graph)(), process.coordinates)
     others = {mask.name for mask in masks_of(stage)} - names
     bands = Masks(stage, bind, others).bands(microbatches)
@@ -41,24 +41,24 @@ def told_of_positions(
 
 
 def _without_masks(
-    stage: Stage, program: Program, process: Process, found: Sequence[fx.Node], inputs: Sequence[StageInput],
+    stage: Stage, program: Program, process: Process, masks: Sequence[fx.Node], inputs: Sequence[StageInput],
     graph: fx.GraphModule,
 ) -> dict[str, Told]:  # fmt: skip
     """What these masks are, which are too large to be made. `inputs`, `graph`: of the stage, and what makes them."""
     whole = Seen({}, process.device)
     (outputs,) = graph.graph.output_node().args
-    values = [whole.made(made) for made in outputs]
+    values = [whole.made(output) for output in outputs]
     (arguments, *_) = stage_arguments(program, inputs, values, process.coordinates)
-    made = mask_graph(stage, found)
-    given = {node: arguments[str(node.target)] for node in made.graph.find_nodes(op="placeholder")}
+    subgraph = mask_graph(stage, masks)
+    by_node = {node: arguments[str(node.target)] for node in subgraph.graph.find_nodes(op="placeholder")}
     sizes = {axis: (index, program.mesh.size(axis)) for axis, index in process.coordinates.items()}
-    seen = Seen(given, process.device, sizes)
-    told: dict[str, Told] = {}
-    for mask, node in zip(found, made.graph.output_node().args[0], strict=True):
+    seen = Seen(by_node, process.device, sizes)
+    bands: dict[str, Told] = {}
+    for mask, node in zip(masks, subgraph.graph.output_node().args[0], strict=True):
         intervals, scores = seen.of(node), {*map(scores_of, masks_of(stage)[mask])}
         if intervals is not None and len(scores) == 1 and (known := told_of(intervals, *scores.pop())) is not None:
-            told[mask.name] = known
-    return told
+            bands[mask.name] = known
+    return bands
 
 
 def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Told | None:
@@ -68,8 +68,8 @@ def _band(mask: Tensor, calls: Sequence[fx.Node]) -> Told | None:
         return None
     (queries, keys) = scores.pop()
     if mask.dtype == torch.bool and queries != keys == mask.size(-1):
-        found = intervals_of(mask)
-        return told_of(found, queries, keys) if found is not None else None
+        intervals = intervals_of(mask)
+        return told_of(intervals, queries, keys) if intervals is not None else None
     return band_of(mask, queries, keys)
 
 
@@ -85,23 +85,23 @@ class Masks:
     def bands(self, microbatches: Sequence[Mapping[str, Any]]) -> list[Bands]:
         """Those of every microbatch, from the arguments of the stage's graph; what all share is looked at once."""
         known: dict[tuple[int, ...], Bands] = {}
-        found = []
+        all_bands = []
         for arguments in microbatches:
             key = tuple(id(arguments[name]) for name in self.reads)
             if key not in known:
                 known[key] = self._bands(arguments)
-            found.append(known[key])
-        return found
+            all_bands.append(known[key])
+        return all_bands
 
     def _bands(self, arguments: Mapping[str, Any]) -> Bands:
         if self.make is None:
             return ()
-        made = self.make(**{name: arguments[name] for name in self.reads})
+        masks = self.make(**{name: arguments[name] for name in self.reads})
         known: dict[Any, Told | None] = {}
-        found = []
-        for (mask, calls), value in zip(self.calls.items(), made, strict=True):
+        pairs = []
+        for (mask, calls), value in zip(self.calls.items(), masks, strict=True):
             key = id(value), frozenset(map(scores_of, calls))
             if key not in known:
                 known[key] = _band(value, calls)
-            found.append((mask.name, known[key]))
-        return tuple((name, band) for name, band in found if band is not None)
+            pairs.append((mask.name, known[key]))
+        return tuple((name, band) for name, band in pairs if band is not None)

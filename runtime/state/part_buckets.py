@@ -133,8 +133,8 @@ class PartBucket:
         if not stored[0].sums:
             rank = self.group.rank()
             shards = [one.cut.padded(one.cut.take(grad, rank)) for one, grad in zip(stored, grads, strict=True)]
-            own = flatten(shards, dtype)
-            return lambda: own
+            part = flatten(shards, dtype)
+            return lambda: part
         if len(stored) == 1 and stored[0].cut.is_in_order:
             return begin_scatter(grads[0].contiguous().view(-1).to(dtype), self.group)
         return begin_scatter(_flat(stored, grads, self.group.size()), self.group)

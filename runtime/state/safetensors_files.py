@@ -105,10 +105,10 @@ class Files:
 class _Stored(Unread):
     """A tensor as it lies in a file."""
 
-    def __init__(self, files: Files, file: Path, name: str, found: Any):
+    def __init__(self, files: Files, file: Path, name: str, file_slice: Any):
         self.files, self.file, self.name = files, file, name
-        self.shape = tuple(found.get_shape())
-        self.dtype = found[0:0].dtype if self.shape else found[()].dtype
+        self.shape = tuple(file_slice.get_shape())
+        self.dtype = file_slice[0:0].dtype if self.shape else file_slice[()].dtype
 
     @property
     def size_bytes(self) -> int:
@@ -145,10 +145,10 @@ def _files_of(path: Path) -> dict[Path, list[str] | None]:
         return {path / SINGLE: None}
     if (path / INDEX).is_file():
         return _indexed(path / INDEX)
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
+    paths = sorted(path.glob("*.safetensors"))
+    if not paths:
         _nothing_in(path)
-    return dict.fromkeys(found)
+    return dict.fromkeys(paths)
 
 
 def _nothing_in(path: Path) -> NoReturn:

@@ -161,7 +161,7 @@ def names_with_gradient(
             present[index] = parameters[name].grad is not None
     if "pp" in process.groups:
         dist.all_reduce(present, dist.ReduceOp.MAX, group=process.groups["pp"])
-    return {name for name, found in zip(names, present.tolist(), strict=True) if found}
+    return {name for name, is_present in zip(names, present.tolist(), strict=True) if is_present}
 
 
 def join(

@@ -53,8 +53,8 @@ def matched(model: Any, tensors: Mapping[str, Unread]) -> tuple[dict[str, Unread
         if target not in wanted:
             extra.append(name)
             continue
-        made = loading.WeightRenaming(name, target) if pattern is None else deepcopy(converters[pattern])
-        transform = transforms.setdefault(target, made)
+        new = loading.WeightRenaming(name, target) if pattern is None else deepcopy(converters[pattern])
+        transform = transforms.setdefault(target, new)
         transform.add_tensor(target, name, name if pattern is None else pattern, tensors[name])
     return _converted(model, transforms), _meant(model, extra, "_keys_to_ignore_on_load_unexpected")
 
@@ -65,19 +65,19 @@ def may_not_be_missing(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, Unread]:
-    found: dict[str, Unread] = {}
+    unread: dict[str, Unread] = {}
     refused: dict[str, str] = {}
     for target, transform in transforms.items():
         sources = sorted(source for names in transform.layer_targets.values() for source in names)
         try:
-            made = transform.convert(target, model=model, config=model.config)
+            converted = transform.convert(target, model=model, config=model.config)
         except CannotFollow as error:
             refused[target] = f"{error} of '{sources[0]}'"
             continue
         except Exception as error:  # of the library's own functions, for tensors that do not fit together
             refused[target] = f"{type(error).__name__}: {error}, of '{sources[0]}'"
             continue
-        found.update({name: value[0] if isinstance(value, list) else value for name, value in made.items()})
+        unread.update({name: value[0] if isinstance(value, list) else value for name, value in converted.items()})
     if refused:
         shown = [f"'{name}' ({why})" for name, why in list(refused.items())[:8]]
         more = f" and {len(refused) - 8} more" if len(refused) > 8 else ""
@@ -87,7 +87,7 @@ def _converted(model: Any, transforms: Mapping[str, Any]) -> dict[str, Unread]:
             hint="from_pretrained(folder).save_pretrained(other, save_original_format=False), once where the model "
             "fits, and weights=other",
         )
-    return found
+    return unread
 
 
 def _meant(model: Any, names: Iterable[str], attribute: str) -> list[str]:

@@ -59,7 +59,7 @@ class Weights:
     the user's, and the error is raised once all ranks know whether they have the same one.
     """
 
-    def __init__(self, model: nn.Module, given: str | Path | Callable[[], nn.Module]):
+    def __init__(self, model: nn.Module, source: str | Path | Callable[[], nn.Module]):
         self.model = model
         self.problem: AutopartError | None = None
         self.subject: tuple[str, str] = (SUBJECT, "")
@@ -68,7 +68,7 @@ class Weights:
         self._users_own = {name: weakref.ref(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._dtypes = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
         try:
-            self._origin = _origin(model, given)
+            self._origin = _origin(model, source)
             self.model = _skeleton(model, self._origin.held())
             self.subject, self.notes = self._origin.subject, self._origin.notes
         except AutopartError as error:
@@ -105,9 +105,9 @@ class Weights:
             warnings.warn(note, stacklevel=2)
 
 
-def _origin(model: nn.Module, given: Any) -> Origin:
-    if given != INIT:
-        return Construction(model, given) if callable(given) else Checkpoint(model, given)
+def _origin(model: nn.Module, source: Any) -> Origin:
+    if source != INIT:
+        return Construction(model, source) if callable(source) else Checkpoint(model, source)
     build = constructor_of(model)
     if build is None:
         raise CheckpointError(
@@ -136,9 +136,9 @@ class Construction:
         return self._constructor.buffers
 
     def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
-        made = self._constructor.read(cuts)
-        for name in list(made):
-            yield name, made.pop(name)
+        tensors = self._constructor.read(cuts)
+        for name in list(tensors):
+            yield name, tensors.pop(name)
 
 
 class Checkpoint:
@@ -152,19 +152,21 @@ class Checkpoint:
         known = {**dict(model.named_parameters(remove_duplicate=False)), **held_tensors(model)}
         self._forms = {name: tensor.to("meta") for name, tensor in known.items()}
         self._have_values = {name for name, tensor in known.items() if not tensor.is_meta}
-        found, extra = self._found(model)
-        missing = self._take(model, found)
-        misfits = [text for name, tensor in sorted(found.items()) for text in _misfits(name, tensor, self._forms[name])]
+        tensors, extra = self._found(model)
+        missing = self._take(model, tensors)
+        misfits = [
+            text for name, tensor in sorted(tensors.items()) for text in _misfits(name, tensor, self._forms[name])
+        ]
         _check_fit(f"the checkpoint at {path}", model, missing, misfits, extra)
-        self.notes = [*_conversions(path, found, self._forms), *_left_out(path, model, extra)]
-        self._check_ties(path, model, found)
+        self.notes = [*_conversions(path, tensors, self._forms), *_left_out(path, model, extra)]
+        self._check_ties(path, model, tensors)
 
     def held(self) -> Mapping[str, Tensor]:
         held = dict(self.read({name: () for name in self._tensors if name not in self._parameters}))
         nowhere = self._forms.keys() - self._parameters - self._have_values - held.keys()
         if nowhere and self._build is not None:
-            made = Constructor(self._build, draws_matter=False).buffers
-            held |= {name: value for name, value in made.items() if name in nowhere}
+            buffers = Constructor(self._build, draws_matter=False).buffers
+            held |= {name: value for name, value in buffers.items() if name in nowhere}
         return held
 
     def read(self, cuts: Mapping[str, Cuts]) -> Iterator[tuple[str, Tensor]]:
@@ -181,30 +183,30 @@ class Checkpoint:
         """The tensors in the files by their names in the model, and the names of those that it has no place for."""
         if transformers_names.is_transformers(model):
             return transformers_names.matched(model, self._files.tensors)
-        found = {name: tensor for name, tensor in self._files.tensors.items() if name in self._forms}
-        return found, [name for name in self._files.tensors if name not in found]
+        tensors = {name: tensor for name, tensor in self._files.tensors.items() if name in self._forms}
+        return tensors, [name for name in self._files.tensors if name not in tensors]
 
-    def _take(self, model: nn.Module, found: Mapping[str, Unread]) -> list[str]:
+    def _take(self, model: nn.Module, tensors: Mapping[str, Unread]) -> list[str]:
         """Note where each tensor of the model is: a tied one under any of its names. Returns what is nowhere."""
-        self._tensors, missing = dict(found), []
+        self._tensors, missing = dict(tensors), []
         for names in _names_of_each(model):
-            stored = next((name for name in names if name in found), None)
+            stored = next((name for name in names if name in tensors), None)
             if stored is None:
                 missing.append(names[0])
             else:
-                self._tensors.update(dict.fromkeys(names, found[stored]))
+                self._tensors.update(dict.fromkeys(names, tensors[stored]))
         if transformers_names.is_transformers(model):
             asked_for = transformers_names.may_not_be_missing(model, missing)
             missing = [name for name in missing if name in self._parameters or name in asked_for]
         return missing
 
-    def _check_ties(self, path: str | Path, model: nn.Module, found: Mapping[str, Unread]) -> None:
+    def _check_ties(self, path: str | Path, model: nn.Module, tensors: Mapping[str, Unread]) -> None:
         """Raises CheckpointError where the files have other values for another name of a tensor."""
         for names in _names_of_each(model):
-            first, *others = [name for name in names if name in found] or [""]
+            first, *others = [name for name in names if name in tensors] or [""]
             for other in others:
                 with self._files:
-                    if not _are_equal(found[first], found[other]):
+                    if not _are_equal(tensors[first], tensors[other]):
                         raise CheckpointError(
                             f"'{first}' and '{other}' are one parameter of {type(model).__name__}, and two in the "
                             f"checkpoint at {path}", why="their values there differ",
@@ -237,12 +239,12 @@ def _are_equal(one: Unread, other: Unread) -> bool:
     return True
 
 
-def _misfits(name: str, tensor: Unread, own: Tensor) -> Iterator[str]:
+def _misfits(name: str, tensor: Unread, form: Tensor) -> Iterator[str]:
     """Why a tensor cannot be that of the model."""
-    if tensor.shape != tuple(own.shape):
-        yield f"'{name}' is {list(tensor.shape)}, in the model {list(own.shape)}"
-    elif tensor.dtype != own.dtype and not {tensor.dtype, own.dtype} <= FLOATS:
-        yield f"'{name}' is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, in the model {DTYPE_NAMES[own.dtype]}"
+    if tensor.shape != tuple(form.shape):
+        yield f"'{name}' is {list(tensor.shape)}, in the model {list(form.shape)}"
+    elif tensor.dtype != form.dtype and not {tensor.dtype, form.dtype} <= FLOATS:
+        yield f"'{name}' is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, in the model {DTYPE_NAMES[form.dtype]}"
 
 
 def _check_fit(
@@ -261,21 +263,21 @@ def _check_fit(
     )  # fmt: skip
 
 
-def _conversions(path: str | Path, found: Mapping[str, Unread], forms: Mapping[str, Tensor]) -> list[str]:
+def _conversions(path: str | Path, tensors: Mapping[str, Unread], forms: Mapping[str, Tensor]) -> list[str]:
     """A note of the tensors that are converted as they are read."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if tensor.dtype != forms[name].dtype:
             kinds.setdefault((tensor.dtype, forms[name].dtype), []).append(name)
-    texts = [f"{DTYPE_NAMES[stored]} to {DTYPE_NAMES[own]}{'' if _is_exact(stored, own) else ', rounded'} "
-             f"({listing(names)})" for (stored, own), names in kinds.items()]  # fmt: skip
+    texts = [f"{DTYPE_NAMES[stored]} to {DTYPE_NAMES[wanted]}{'' if _is_exact(stored, wanted) else ', rounded'} "
+             f"({listing(names)})" for (stored, wanted), names in kinds.items()]  # fmt: skip
     where = f"the weights in {path} are converted to the model's types as they are read"
     return [f"{where}: {'; '.join(texts)}."] if texts else []
 
 
-def _is_exact(stored: torch.dtype, own: torch.dtype) -> bool:
+def _is_exact(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether every value of one type is a value of the other."""
-    return torch.promote_types(stored, own) == own
+    return torch.promote_types(stored, wanted) == wanted
 
 
 def _left_out(path: str | Path, model: nn.Module, extra: Sequence[str]) -> list[str]:
