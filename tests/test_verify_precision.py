@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import autopart
 from autopart.ir.facts import facts
 from autopart.ir.graph import operators
-from autopart.proof.reference import NOT_DOUBLE
+from autopart.proof.reference import NOT_DOUBLE, NOT_FINITE_IN_DOUBLE
 from autopart.recipe import LIFTED, LIFTED_HALF, prepare
 
 WIDTH = 8
@@ -203,3 +203,25 @@ def test_operators_are_named_alike_in_any_precision(dtype):
     plan = autopart.plan(model, "tp2", example_kwargs={"x": x})
     assert "S(" in str(plan.parameters["inner.weight"])
     assert autopart.verify(model, "tp2", example_kwargs={"x": x}, plan=plan).ok
+
+
+class LeastNumbers(nn.Module):
+    """Attention written out, with a mask of the least number: of a row that sees nothing every key is seen alike. In
+    float64 the softmax, which is in float32, makes minus infinity of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        scores = self.query(x) @ x.transpose(-1, -2)
+        scores = scores + x.new_zeros(3, 3).masked_fill(~seen, torch.finfo(x.dtype).min)
+        return self.out(scores.softmax(-1, dtype=torch.float32).to(x.dtype) @ x).square().mean()
+
+
+@pytest.mark.parametrize(("dtype", "ok"), [(torch.float32, True), (torch.float64, False)])
+def test_numbers_that_are_finite_in_its_own_precision_are_compared(dtype, ok):
+    batch = {"x": torch.randn(4, 3, WIDTH, dtype=dtype), "seen": torch.ones(4, 3, 3, dtype=torch.bool).tril(-1)}
+    report = autopart.verify(LeastNumbers().to(dtype), "dp2,tp2", example_kwargs=batch)
+    assert report.ok == ok and report.max_error < 1e-12
+    assert (NOT_FINITE_IN_DOUBLE in report.notes) == ok and ("not finite: nothing is proven" in str(report)) != ok

@@ -50,6 +50,11 @@ from autopart.tracing.with_loss import WithLoss, call
 FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2
 """How far a model that computes in float32, or in half precision, may be from its trace in double precision."""
 NOT_DOUBLE = "the model does not run in float64: it runs in its own precision, its trace and the program in float64"
+NOT_FINITE_IN_DOUBLE = (
+    "the model makes numbers in float64 that are not finite: it runs in its own precision, its trace and the program "
+    "in float64"
+)
+"""Of finite weights: a mask that holds the least float64, which a softmax in float32 makes minus infinity."""
 NO_DROPOUT = "dropout is off: compared in eval mode"
 _DOUBLE = {False: torch.float64, True: torch.complex128}
 _SINGLE = {torch.float64: torch.float32, torch.complex128: torch.complex64}
@@ -76,15 +81,19 @@ class Reference:
         self.rng, self.loss_fn, self.training = rng, loss_fn, source.training
         try:
             with quiet_shapes():
-                self._use(in_double(copy_of(source, {})), arguments, is_double=True)
+                self._use(in_double(copy_of(source, {})), arguments)
         except PassError:
             raise
         except _CANNOT:
-            self._use(_in_single(copy_of(source, {})), arguments, is_double=False)
+            self._use(_in_single(copy_of(source, {})), arguments, NOT_DOUBLE)
+        else:
+            if not _is_double(source) and not_finite(self.subject, self.of_model):
+                self._use(_in_single(copy_of(source, {})), arguments, NOT_FINITE_IN_DOUBLE)
 
-    def _use(self, base: nn.Module, arguments: Mapping[str, Any], is_double: bool) -> None:
-        """Trace and run a copy. Raises what the model raises."""
-        self.base, self.is_double, self.notes = base, is_double, [] if is_double else [NOT_DOUBLE]
+    def _use(self, base: nn.Module, arguments: Mapping[str, Any], why_single: str = "") -> None:
+        """Trace and run a copy, which is in float64 or says why not. Raises what the model raises."""
+        is_double = not why_single
+        self.base, self.is_double, self.notes = base, is_double, [] if is_double else [why_single]
         self.model = base if self.loss_fn is None else WithLoss(base, self.loss_fn).train(self.training)
         self.arguments = self.converted(arguments)
         phase("tracing the model")
@@ -160,6 +169,11 @@ class Reference:
             results = subject.differentiate(flat, written, subject.traced.parameters)
         self.lost = changed - set(written)
         return results
+
+
+def _is_double(model: nn.Module) -> bool:
+    """Whether float64 is the model's own precision: that of all its weights."""
+    return all(parameter.dtype in _SINGLE for parameter in model.parameters())
 
 
 def in_double(model: nn.Module) -> nn.Module:
