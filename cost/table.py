@@ -20,6 +20,7 @@ import numpy as np
 from autopart.errors import StageError
 from autopart.ir.actions import Action, actions
 from autopart.ir.dp_sync import EXACT
+from autopart.ir.layout import parts_of
 from autopart.ir.schedules import versions_of
 from autopart.plans.plan import TIMING_PARTS
 
@@ -237,9 +238,11 @@ class Priced:
 
     def is_sent_whole(self, name: str) -> bool:
         """Whether a method is given the whole gradient of a parameter that a rank stores a part of (ZeRO 1)."""
-        has_method = self.setting.dp_sync.of(name) != EXACT
-        over = self.table.parameters[name].over
-        return has_method and self.setting.zero == 1 and self.is_cut(name) and self.mesh.along("rows")[0] in over
+        return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(parts_of(self._parts_over(name)))
+
+    def apart(self, name: str) -> tuple[str, ...]:
+        """The axis over which a method brings a gradient together; none where it is summed."""
+        return self.mesh.along("rows")[:1] if self.setting.dp_sync.of(name) != EXACT else ()
 
     def _parts_over(self, name: str) -> str:
         """The axes joined over which a rank stores a part of a parameter; "" where it has all of it."""
@@ -420,10 +423,9 @@ class Priced:
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
-            cut = parameter.over if self.is_cut(known) and not self.is_sent_whole(known) else ()
-            apart = mesh.along("rows")[:1] if self.setting.dp_sync.of(known) != EXACT else ()
+            cut = () if self.is_sent_whole(known) else parts_of(self._parts_over(known))
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
-                    if mesh.size(axis) > 1 and axis not in (*cut, *apart)]  # fmt: skip
+                    if mesh.size(axis) > 1 and axis not in (*cut, *self.apart(known))]  # fmt: skip
             owners = sum(name in names for names in everywhere)
             groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
             if groups and parameter.trained:

@@ -345,7 +345,7 @@ def test_replicas_that_nothing_brings_together_are_refused():
 
 def refused(what: str) -> str:
     given = batches()[0]
-    method = "local:2" if what in ("full_grads", "beside") else None
+    method = {"full_grads": "local:2", "beside": "local:2", "hook": "top_k:0.2"}.get(what)
     pm = autopart.parallelize(model(), "dp2", example_kwargs=given, dp_sync=method)
     with pytest.raises(autopart.errors.AutopartError) as caught:
         if what == "full_grads":
@@ -360,6 +360,10 @@ def refused(what: str) -> str:
             pm.register_comm_hook(None, optimizer_overlap_hooks._hook_then_optimizer)
         elif what == "other":
             pm.attach(torch.optim.SGD(copy.deepcopy(model()).parameters(), lr=0.1))
+        elif what == "hook":
+            pm.get_parameter("up.weight").register_post_accumulate_grad_hook(lambda parameter: None)
+            pm.step(**given)
+            pm(**given)
         elif what == "group":
             pm.process_group("tp")
     return str(caught.value)
@@ -369,7 +373,8 @@ def refused(what: str) -> str:
     ("what", "words"),
     [("full_grads", "every data rank has a model of its own"), ("beside", "both say what data-parallel ranks send"),
      ("arguments", "it is called with a state and a bucket"), ("ddp", "reaches into DistributedDataParallel"),
-     ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'")],
+     ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'"),
+     ("hook", "ranks bring gradients together when the backward has ended, and the hook would run before")],
 )  # fmt: skip
 def test_what_cannot_be_is_said(what: str, words: str):
     assert all(words in text for text in run_ranks(refused, 2, what))

@@ -116,6 +116,19 @@ class DataSync:
             raise UsageError(f"{asked} with dp_sync='{self.sync}'", why="every data rank has a model of its own, and "
                              "the gradient of its own rows", hint="p.grad of this rank's parameters")  # fmt: skip
 
+    def problem(self, in_step: bool) -> UsageError | None:
+        """Why hooks on gradients would see other ones; the same on every rank. `in_step`: they are held back."""
+        has_own_backward = not in_step and "pp" not in self.process.groups
+        for name in self.methods if has_own_backward else ():
+            if self.stored[name]._backward_hooks or self.stored[name]._post_accumulate_grad_hooks:
+                return UsageError(
+                    f"'{name}' has a hook on its gradient, with dp_sync='{self.sync}' and a backward of your own",
+                    why="ranks bring gradients together when the backward has ended, and the hook would run before",
+                    hint="pm.step(**batch), which gives hooks complete gradients; or change p.grad before "
+                    "optimizer.step()",
+                )
+        return None
+
     @torch.no_grad()
     def bring_together(self, loss_scale: float = 1.0) -> None:
         """Complete every `.grad` that holds this rank's part of a gradient times `loss_scale`. A collective call."""
