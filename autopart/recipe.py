@@ -32,6 +32,7 @@ from autopart.ir.mesh import Mesh, check_balance
 from autopart.ir.precision import Precision
 from autopart.ir.program import Rng
 from autopart.ir.schedules import MULTI_STAGE, check_schedule, schedule_for
+from autopart.ir.storing import check_sent_whole
 from autopart.options import Options
 from autopart.passes.choose.batch import choose_batch, mixed_rows
 from autopart.passes.choose.decide import around_cuts, cut_again, decide
@@ -258,6 +259,7 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     check_methods(traced, decisions)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
     whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng)
+    check_sent_whole(whole.program)
     decisions = replace(
         decisions, scatter_sends=scattering_pays(crossings(traced, whole.program), mesh, problem.hardware)
     )

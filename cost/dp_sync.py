@@ -162,16 +162,22 @@ def remembered_bytes(of: Carried, num_ranks: int) -> float:
     return size + of.factor_bytes if method.name == "powersgd" else times.get(method.name, 0.0) * size
 
 
-def break_even_bytes_per_s(of: Carried, mesh: Mesh, axis: str, hardware: Hardware) -> float | None:
+def exact_s(of: Carried, num_ranks: int, stride: int, hardware: Hardware, kind: str = "all_reduce") -> float:
+    """Seconds of a step in which gradients are summed by a collective of this kind instead."""
+    moved = Transfer(kind, of.size_bytes).seconds(num_ranks, hardware, stride)
+    return moved + passes(EXACT, num_ranks) * hardware.traffic_time_s(of.size_bytes)
+
+
+def break_even_bytes_per_s(
+    of: Carried, mesh: Mesh, axis: str, hardware: Hardware, kind: str = "all_reduce"
+) -> float | None:
     """From how slow a link on the method takes less than the sum of all gradients: bytes a second that a rank has
-    between nodes, or inside one where the ranks are in one. None: it never does, or always.
+    between nodes, or inside one where the ranks are in one. None: it never does, or always. `kind`: of the sum.
 
     (bytes_exact - bytes) / (passes + the difference of hops), in the model of `collectives`.
     """
     n, stride = mesh.size(axis), mesh.stride(axis)
-    exact = Carried(Method("all_reduce"), of.size_bytes, of.size_bytes)
-    sent = [sum(one.sent_bytes(n) for one in exchanges(each, n)) for each in (exact, of)]
-    if sent[1] >= sent[0]:
+    if sum(one.sent_bytes(n) for one in exchanges(of, n)) >= Transfer(kind, of.size_bytes).sent_bytes(n):
         return None
 
     _, nodes = levels(n, hardware.devices_per_node, stride)
@@ -180,7 +186,7 @@ def break_even_bytes_per_s(of: Carried, mesh: Mesh, axis: str, hardware: Hardwar
     def difference(bytes_per_s: float) -> float:
         changed: dict[str, Any] = {link: bytes_per_s, "collectives": {}}
         there = replace(hardware, **changed)
-        return sync_s(of, n, stride, there) - sync_s(exact, n, stride, there)
+        return sync_s(of, n, stride, there) - exact_s(of, n, stride, there, kind)
 
     low, high = _SLOWEST, _FASTEST
     if difference(low) >= 0 or difference(high) <= 0:

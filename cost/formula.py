@@ -251,7 +251,7 @@ class Formula:
             left = [self.of(size) * self._left(axis, cut) for cut, size in sizes.items()]
             over.setdefault(axis, sympy.Add(*left))
         axis, _ = self.over
-        over[axis] = over.get(axis, sympy.Integer(0)) * (1 - _exact(sum(one.size_bytes for one in self.methods)))
+        over[axis] = over.get(axis, sympy.Integer(0)) * (1 - _exact(self._methods_share))
         for axis, summed in over.items():
             several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
@@ -261,6 +261,8 @@ class Formula:
             gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[self.zero]
             beside = work * (m if self.zero == 3 else BACKWARD_SHARE * scatters)
             moved = {"all_gather": (gathers, self.totals.read), "reduce_scatter": (scatters, self.totals.summed)}
+            if self.zero == 1:  # methods are given what they bring together whole
+                moved["reduce_scatter"] = 1, self.totals.summed * (1 - self._methods_share)
             for kind, (times, share) in moved.items():
                 seconds = [
                     cut.number * self._collective(kind, "_".join(axes), self.of(cut.size) / cut.number * _exact(share))
@@ -268,6 +270,11 @@ class Formula:
                 ]
                 parts[f"{self._mesh.data_axis} {kind}"] = self._beside(times / pp * sympy.Add(*seconds), beside / 2)
         return parts
+
+    @property
+    def _methods_share(self) -> float:
+        """Of the bytes of trained parameters, the share that methods bring together."""
+        return float(sum(one.size_bytes for one in self.methods))
 
     def _methods(self) -> dict[str, sympy.Expr]:
         """What methods of data parallelism take, once a step."""
@@ -285,7 +292,9 @@ class Formula:
         """Of a gradient, the share that is summed over an axis once a step, where ZeRO cuts the parameter so."""
         if not self.zero or not cut:
             return sympy.Integer(1)
-        return sympy.Integer(0) if axis in cut else 1 / _joined(cut)
+        left = sympy.Integer(0) if axis in cut else 1 / _joined(cut)
+        share = _exact(self._methods_share if self.zero == 1 else 0)  # of what is summed whole for a method
+        return left * (1 - share) + share
 
     def _beside(self, moved: sympy.Expr, work: sympy.Expr) -> sympy.Expr:
         """What is left of seconds of communication of which all but the last bucket runs beside so many of work."""
@@ -325,8 +334,13 @@ class Formula:
             "activations": self.of(self.totals.kept) * flight, "temporary": self.of(self.totals.temporary),
             "buffers": sympy.Float(self.totals.buffers), "gathered": self._gathered() / pp,
             "communication": sympy.Piecewise((0, sympy.Eq(pp, 1)), (2 * self.versions * held * self._sent()[0], True))
-            + trained * _exact(sum(float(remembered_bytes(one, self.over[1])) for one in self.methods)),
+            + self.of(self.totals.trained) / pp * self._remembered,
         }  # fmt: skip
+
+    @property
+    def _remembered(self) -> sympy.Expr:
+        """What methods keep for each byte of trained parameters, which they are given whole."""
+        return _exact(sum(float(remembered_bytes(one, self.over[1])) for one in self.methods))
 
     def _gathered(self) -> sympy.Expr:
         """The wholes of parameters that live for a step, and with ZeRO 1 those of their gradients, beyond the parts."""

@@ -20,6 +20,7 @@ import numpy as np
 from autopart.errors import StageError
 from autopart.ir.actions import Action, actions
 from autopart.ir.dp_sync import EXACT
+from autopart.ir.layout import parts_of
 from autopart.ir.schedules import versions_of
 from autopart.plans.plan import TIMING_PARTS
 
@@ -235,6 +236,14 @@ class Priced:
         """Whether a rank stores a part of a parameter, by its name in the table."""
         return self.table.parameters[name].cut and self.setting.zero > 0
 
+    def is_sent_whole(self, name: str) -> bool:
+        """Whether a method is given the whole gradient of a parameter that a rank stores a part of (ZeRO 1)."""
+        return self.setting.zero == 1 and not set(self.apart(name)).isdisjoint(parts_of(self._parts_over(name)))
+
+    def apart(self, name: str) -> tuple[str, ...]:
+        """The axis over which a method brings a gradient together; none where it is summed."""
+        return self.mesh.along("rows")[:1] if self.setting.dp_sync.of(name) != EXACT else ()
+
     def _parts_over(self, name: str) -> str:
         """The axes joined over which a rank stores a part of a parameter; "" where it has all of it."""
         return self.mesh.joined(self.table.parameters[name].over) if self.is_cut(name) else ""
@@ -349,6 +358,10 @@ class Priced:
         """Of a rank's part of a parameter, by its name in the table."""
         return self._bytes_before_zero(name) / self.mesh.size(self._parts_over(name))
 
+    def sent_bytes(self, name: str) -> float:
+        """Of what a rank sums of a parameter's gradient once a step, or a method is given, in the parameter's dtype."""
+        return self._bytes_before_zero(name) if self.is_sent_whole(name) else self.local_bytes(name)
+
     def _bytes_before_zero(self, name: str) -> float:
         return float(self.table.parameters[name].size.at(self.times))
 
@@ -376,7 +389,8 @@ class Priced:
             stored_there = [known for known in held.values() if self._parts_over(known) == axis]
             ranks = ((axis, self.mesh.size(axis), self.mesh.stride(axis)),) if axis else ()
             if self.setting.zero == 1:
-                scattered = sum(self.summed_bytes(known) for known in stored_there if self.is_cut(known))
+                scattered = sum(self.summed_bytes(known) for known in stored_there
+                                if self.is_cut(known) and not self.is_sent_whole(known))  # fmt: skip
                 seconds += gradient_sum_s(scattered, ranks, self.hardware, "reduce_scatter")
             gathers_s += gradient_sum_s(sum(map(self.whole_bytes, stored_there)), ranks, self.hardware, "all_gather")
         gathers_s *= 1 - self.table.hidden_sums * self.hardware.overlap
@@ -399,7 +413,7 @@ class Priced:
         """What a rank sends data-parallel ranks in place of gradients, by method; none where it has its own sums."""
         if not self.mesh.along("rows"):
             return []
-        sizes = {known: self.local_bytes(known) for known in held.values()}
+        sizes = {known: self.sent_bytes(known) for known in held.values()}
         return by_method(self.table.parameters, sizes, held.values(), self.setting.dp_sync)
 
     def _sums(
@@ -409,14 +423,13 @@ class Priced:
         mesh, sizes = self.mesh, dict[Any, float]()
         for name, known in held.items():
             parameter = self.table.parameters[known]
-            cut = parameter.over if self.is_cut(known) else ()
-            apart = mesh.along("rows")[:1] if self.setting.dp_sync.of(known) != EXACT else ()
+            cut = () if self.is_sent_whole(known) else parts_of(self._parts_over(known))
             axes = [(axis, mesh.size(axis), mesh.stride(axis)) for axis in parameter.axes
-                    if mesh.size(axis) > 1 and axis not in (*cut, *apart)]  # fmt: skip
+                    if mesh.size(axis) > 1 and axis not in (*cut, *self.apart(known))]  # fmt: skip
             owners = sum(name in names for names in everywhere)
             groups = (*axes, *([("pp", owners, mesh.stride("pp"))] if owners > 1 else []))
             if groups and parameter.trained:
-                sizes[groups] = sizes.get(groups, 0.0) + self.local_bytes(known) * parameter.summed
+                sizes[groups] = sizes.get(groups, 0.0) + self.sent_bytes(known) * parameter.summed
         return sizes
 
     def gradient_bytes(self, name: str) -> float:
@@ -424,7 +437,9 @@ class Priced:
         return self.local_bytes(name) * self.table.parameters[name].trained
 
     def grown_bytes(self, name: str) -> float:
-        """Of a gradient at the end of a step: with ZeRO 1 it is whole."""
+        """Of a gradient at the end of a step: with ZeRO 1 it is whole, for a method in the parameter's dtype."""
+        if self.is_sent_whole(name):
+            return self.sent_bytes(name) * self.table.parameters[name].trained
         is_first = self.setting.schedule.microbatches == 1
         is_whole = self.setting.zero == 1 and self.table.parameters[name].trained
         whole = (self.whole_bytes(name) if is_first else self.summed_bytes(name) * self.is_cut(name)) * is_whole

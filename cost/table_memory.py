@@ -198,7 +198,8 @@ def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[TravelBuc
         parts = sum(priced.grown_bytes(one.known) for one in found)
         gathers.append(TravelBucket(*_ends(found), names, gathered, received, flat, again, parts))
     several = {known for known, parameter in parameters.items()
-               if parameter.trained and any(mesh.size(axis) > 1 for axis in parameter.axes)}  # fmt: skip
+               if parameter.trained
+               and any(mesh.size(axis) > 1 for axis in parameter.axes if axis not in priced.apart(known))}  # fmt: skip
     summed = {name: one for name, one in reads.items() if name not in cut and one.known in several}
     for names in bucketed({name: round(priced.grown_bytes(one.known)) for name, one in summed.items()}):
         found = [summed[name] for name in names]

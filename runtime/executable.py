@@ -64,7 +64,7 @@ class Executable:
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
         connect_sums(program, process)
-        self.wholes = Wholes(program, stages, process, self.parameters)
+        self.wholes = Wholes(program, stages, process, self.parameters, self.data_sync.wholes)
         reducers, self.shared_buckets = stage_reducers(
             program, stages, process, self.parameters, self.wholes, self.unsummed
         )
@@ -169,10 +169,11 @@ class Executable:
                     runs = [self._step_microbatch(index, loss_scale) for index in range(count)]
             comparison.finish_comparison()
             self._write_buffers()
+            grown = self.data_sync.with_wholes(self.parameters)
             if not leaves:
-                sync_gradients(self.parameters, self.program, self.process, self.stage_style, over_axes=False)
+                sync_gradients(grown, self.program, self.process, self.stage_style, over_axes=False)
             if scaling is not None:
-                scaling.unscale(self.parameters.values(), self.process)
+                scaling.unscale(grown.values(), self.process)
             if not leaves and not (scaling is not None and scaling.overflowed):
                 self.data_sync.bring_together(options.loss_scale)
             if not leaves:
@@ -295,6 +296,8 @@ class Executable:
             for parameter, earlier in before.items():
                 parameter.grad = earlier
             raise
+        finally:
+            self.data_sync.let_go()
         add_earlier(before)
 
 

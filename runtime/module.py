@@ -375,7 +375,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         problem = None
         if purpose == "step" or torch.is_grad_enabled():
             problem = problem_of(self, self._local_parameters, self._trained, purpose == "step")
-            problem = problem or self._unsummed.problem(program)
+            problem = problem or self._unsummed.problem(program) or self._data_sync.problem(purpose == "step")
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
         if self._process.watch is not None:

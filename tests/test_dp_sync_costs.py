@@ -111,6 +111,36 @@ def test_one_figure_from_every_way_of_asking(model, text):
     assert DpSync.parse(plan.dp_sync) == DpSync.parse(text)
 
 
+def test_parts_of_the_optimizer_beside_what_is_remembered(model):
+    """With zero=1: memory of the method as without, whole gradients, parts of all else; nothing is scattered."""
+    plans = {zero: autopart.plan(model[0], "dp4", example_kwargs=model[1], dp_sync="ef21:0.01", zero=zero)
+             for zero in (0, 1)}  # fmt: skip
+    whole, parts = (plan.memory[0] for plan in plans.values())
+    assert parts["communication"] == whole["communication"] == 2 * whole["gradients"]
+    assert parts["optimizer"] == whole["optimizer"] / 4
+    assert parts["gathered"] == 2 * whole["gradients"] - parts["gradients"]
+    sent = [[(row.backward, row.bytes) for row in plan.collectives if row.backward] for plan in plans.values()]
+    assert sent[0] == sent[1]
+    predicted = autopart.simulate(plans[1])
+    asked = [plans[1].cost.at(), autopart.simulate(Plan.from_json(plans[1].to_json()))]
+    assert [one.step_time_s for one in asked] == pytest.approx([predicted.step_time_s] * 2, rel=1e-9)
+    assert plans[1].cost.at().memory_bytes == pytest.approx(parts["total"], rel=1e-9)
+    assert autopart.verify(model[0], "dp4", example_kwargs=model[1], plan=plans[1]).ok
+
+
+@pytest.mark.parametrize("options", [{"zero": 1, "dp_sync": "ef21:0.01"}, {"dp_sync": "ef21:0.01"}], ids=str)
+def test_memory_on_twice_the_ranks(model, options):
+    two, four = (autopart.plan(model[0], mesh, example_kwargs=model[1], **options) for mesh in ("dp2", "dp4"))
+    assert two.cost.at(dp=4, b=2).memory_bytes == pytest.approx(four.memory[0]["total"], rel=0.02)
+
+
+def test_what_is_scattered_is_not_summed_again(model):
+    """Over `dp` all parameters of this model are cut: with zero=1 a reduce-scatter a step, else one a microbatch."""
+    once = {zero: autopart.plan(model[0], "dp4", example_kwargs=model[1], zero=zero).timing["ranks"][0]
+            for zero in (1, 2)}  # fmt: skip
+    assert once[1]["gradient_sum_s"] == pytest.approx(once[1]["gather_s"]) and once[2]["gradient_sum_s"] == 0.0
+
+
 def test_search_takes_what_it_is_offered_and_nothing_else(model):
     found = autopart.search(model[0], 2, example_kwargs=model[1])
     assert {row.dp_sync["strategy"] for row in found} == {"all_reduce"}

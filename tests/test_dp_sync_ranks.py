@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import zoo
 from dist import RankError, run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import autopart
+from autopart.ir.mesh import Mesh
 from autopart.runtime.saving.shard_tensor import ShardTensor
 from autopart.runtime.sync.gradients import Draws
 
@@ -53,9 +55,11 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Callable[[],
 }
 
 
-def train(mesh: str, method: Any, kind: str, own_loop: bool = False, **options: Any) -> dict[str, np.ndarray]:
+def train(
+    mesh: str, method: Any, kind: str, own_loop: bool = False, steps: int = STEPS, **options: Any
+) -> dict[str, np.ndarray]:
     """The parameters after training on a mesh."""
-    given = batches()
+    given = batches()[:steps]
     pm = autopart.parallelize(model(), mesh, example_kwargs=given[0], dp_sync=method, check_replicas=5, **options)
     optimizer = OPTIMIZERS[kind][0](pm.parameters())
     pm.attach(optimizer)
@@ -104,16 +108,16 @@ def gradient(at: nn.Module, params: list[np.ndarray], batch: Batch, rank: int, n
     return [parameter.grad.numpy() for parameter in at.parameters() if parameter.grad is not None]
 
 
-def expected(method: str, kind: str, num_ranks: int) -> dict[str, np.ndarray]:
+def expected(method: str, kind: str, num_ranks: int, steps: int = STEPS) -> dict[str, np.ndarray]:
     at = model()
     x = [parameter.detach().numpy().copy() for parameter in at.parameters()]
     if method in GRADIENTS:
         sync, optimizer = GRADIENTS[method](), OPTIMIZERS[kind][1]()
-        for batch in batches():
+        for batch in batches()[:steps]:
             x = optimizer.step(x, sync.step([gradient(at, x, batch, rank, num_ranks) for rank in range(num_ranks)]))
     else:
         models = MODELS[method]([x] * num_ranks, [OPTIMIZERS[kind][1]() for _ in range(num_ranks)], num_ranks)
-        for batch in batches():
+        for batch in batches()[:steps]:
             models.step([gradient(at, models.x[rank], batch, rank, num_ranks) for rank in range(num_ranks)])
         x = oracle.mean(models.x)
     return dict(zip((name for name, _ in at.named_parameters()), x, strict=True))
@@ -166,6 +170,97 @@ def test_first_steps_are_exact_and_names_choose():
     check(run_ranks(train, 2, "dp2", {"strategy": "sign", "from_step": STEPS}, "sgd"), exact)
     check(run_ranks(train, 2, "dp2", "norm.*=all_reduce,*.bias=all_reduce,*=top_k:0.2", "sgd"),
           expected("matrices", "sgd", 2))  # fmt: skip
+
+
+# --- Parts of parameters
+
+
+def with_parts(mesh: str, methods: list[str], steps: int) -> tuple[list[str], dict[str, dict[str, np.ndarray]]]:
+    """Which methods train otherwise with zero=1 than without, in any bit, the last in a loop of one's own too; and the
+    parameters of those with."""
+    found = {}
+    for method in methods:
+        for own_loop in (False, True) if "pp" not in mesh and method == methods[-1] else (False,):
+            options = {"own_loop": own_loop, "steps": steps}
+            whole = train(mesh, method, "adamw", **options)
+            found[method, own_loop] = whole, train(mesh, method, "adamw", zero=1, **options)
+    differ = [str(case) for case, (whole, parts) in found.items()
+              if any((whole[name] != value).any() for name, value in parts.items())]  # fmt: skip
+    return differ, {method: found[method, False][1] for method in methods}
+
+
+def test_parts_train_as_wholes():
+    """Every method on two ranks, with zero=1 as without, and as it is defined."""
+    methods = [*(method for method in GRADIENTS if method != "matrices"), "powersgd:2",
+               "norm.*=sign,*.bias=all_reduce,*=ef21:0.2"]  # fmt: skip
+    for differ, trained in run_ranks(with_parts, 2, "dp2", methods, 12):
+        assert not differ
+        for method in set(methods) & set(GRADIENTS):
+            check([trained[method]], expected(method, "adamw", 2, 12))
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("mesh", ["dp2,tp2", "dp4", "pp2,dp2"])
+def test_parts_train_as_wholes_on_larger_meshes(mesh: str):
+    for differ, _ in run_ranks(with_parts, 4, mesh, ["qsgd:4bit", "double_squeeze:top_k:0.2"], 4):
+        assert not differ
+
+
+def larger(build: str, mesh: str, method: str, options: dict[str, Any], zero: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The parameters after three steps, one of which adds up two batches, and the norm of the last gradient."""
+    given, batch = zoo.ZOO[build]()
+    given = given.float() if "precision" in options else given
+    pm = autopart.parallelize(given, mesh, example_kwargs=batch, dp_sync=method, zero=zero, **options)
+    pm.get_parameter(next(name for name, p in pm.named_parameters() if p.dim() == 1)).requires_grad_(False)
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        for _ in range(1 + step % 2):
+            pm.step(**batch)
+        norm = pm.clip_grad_norm_(1e3)
+        optimizer.step()
+    return pm.full_state_dict(), norm
+
+
+def larger_twice(*case: Any) -> bool:
+    (whole, norm), (parts, other) = (larger(*case, zero) for zero in (0, 1))
+    assert torch.allclose(norm, other, rtol=1e-6, atol=0)
+    return all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("build", "mesh", "method", "options"),
+    [("gpt2", "pp2,dp2", "top_k:0.1", {"microbatches": 2}),  # tied weights of two stages
+     ("llama", "dp2,tp2", "ef21:0.1", {"precision": "bf16", "microbatches": 2}),
+     ("llama", "dp2,cp2", "top_k:0.1", {}),  # parts over dp_cp, the sum over cp, the method over dp
+     ("llama", "dp2", "sign", {"precision": "fp16", "microbatches": 2}),
+     ("gpt2", "pp2,dp2", "neolithic:0.1,2", {"microbatches": 4, "schedule": "interleaved_1f1b"})],
+)  # fmt: skip
+def test_parts_of_larger_models_train_as_wholes(build: str, mesh: str, method: str, options: dict[str, Any]):
+    assert all(run_ranks(larger_twice, Mesh.parse(mesh).num_ranks, build, mesh, method, options))
+
+
+def odd_batches(zero: int) -> list[Tensor]:
+    """Gradients of batches that do not divide, of two calls in one backward, and of two backwards."""
+    first, second, third = batches()[:3]
+    pm = autopart.parallelize(model(), "dp2", example_kwargs=first, dp_sync="top_k:0.2", zero=zero)
+    found = []
+    for backward in (
+        lambda: pm.step(**{name: value[:3] for name, value in first.items()}),
+        lambda: (pm(**first) + pm(**second)).backward(),
+        lambda: [pm(**batch).backward() for batch in (second, third)],
+    ):
+        pm.zero_grad()
+        backward()
+        found += list(pm.full_grads().values())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:a batch of 3 rows")
+def test_parts_of_other_batches():
+    for whole, parts in zip(run_ranks(odd_batches, 2, 0), run_ranks(odd_batches, 2, 1), strict=True):
+        assert all(map(torch.equal, whole, parts)) and len(whole) == len(parts) == 18
 
 
 def accumulate(method: str) -> list[list[Tensor]]:
@@ -252,7 +347,7 @@ def test_replicas_that_nothing_brings_together_are_refused():
 
 def refused(what: str) -> str:
     given = batches()[0]
-    method = "local:2" if what in ("full_grads", "beside") else None
+    method = {"full_grads": "local:2", "beside": "local:2", "hook": "top_k:0.2"}.get(what)
     pm = autopart.parallelize(model(), "dp2", example_kwargs=given, dp_sync=method)
     with pytest.raises(autopart.errors.AutopartError) as caught:
         if what == "full_grads":
@@ -267,6 +362,10 @@ def refused(what: str) -> str:
             pm.register_comm_hook(None, optimizer_overlap_hooks._hook_then_optimizer)
         elif what == "other":
             pm.attach(torch.optim.SGD(copy.deepcopy(model()).parameters(), lr=0.1))
+        elif what == "hook":
+            pm.get_parameter("up.weight").register_post_accumulate_grad_hook(lambda parameter: None)
+            pm.step(**given)
+            pm(**given)
         elif what == "group":
             pm.process_group("tp")
     return str(caught.value)
@@ -276,7 +375,8 @@ def refused(what: str) -> str:
     ("what", "words"),
     [("full_grads", "every data rank has a model of its own"), ("beside", "both say what data-parallel ranks send"),
      ("arguments", "it is called with a state and a bucket"), ("ddp", "reaches into DistributedDataParallel"),
-     ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'")],
+     ("other", "none of this module's parameters"), ("group", "no process group of axis 'tp'"),
+     ("hook", "ranks bring gradients together when the backward has ended, and the hook would run before")],
 )  # fmt: skip
 def test_what_cannot_be_is_said(what: str, words: str):
     assert all(words in text for text in run_ranks(refused, 2, what))
@@ -285,11 +385,11 @@ def test_what_cannot_be_is_said(what: str, words: str):
 # --- Checkpoints
 
 
-def resumed(method: str, folder: str, save: bool) -> dict[str, Tensor]:
+def resumed(method: str, folder: str, save: bool, zero: int = 0) -> dict[str, Tensor]:
     """Train; after ten steps save, or load what was saved and go on. The parameters, and what was remembered then."""
     given = batches()[:20]
     pm = autopart.parallelize(
-        model(), f"dp{torch.distributed.get_world_size()}", example_kwargs=given[0], dp_sync=method
+        model(), f"dp{torch.distributed.get_world_size()}", example_kwargs=given[0], dp_sync=method, zero=zero
     )
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)
     pm.attach(optimizer)
@@ -319,10 +419,20 @@ def test_training_goes_on_in_bits_where_it_was_saved(method: str, tmp_path: Path
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.parametrize("method", ["top_k:0.2", "double_squeeze:sign", "ef21:0.2", "gossip:ring"])
-def test_other_numbers_of_ranks_take_the_mean(method: str, tmp_path: Path):
-    saved = run_ranks(resumed, 2, method, str(tmp_path), True)
-    loaded = run_ranks(resumed, 4, method, str(tmp_path), False)
+@pytest.mark.parametrize("method", ["double_squeeze:sign", "ef21_sgdm:0.2"])
+def test_what_is_remembered_is_the_same_with_parts(method: str, tmp_path: Path):
+    first = run_ranks(resumed, 2, method, str(tmp_path), True, 1)
+    again = run_ranks(resumed, 2, method, str(tmp_path), False, 0)
+    for one, other in zip(first, again, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize(("method", "zero"), [
+    ("top_k:0.2", 0), ("double_squeeze:sign", 1), ("ef21:0.2", 1), ("gossip:ring", 0),
+])  # fmt: skip
+def test_other_numbers_of_ranks_take_the_mean(method: str, zero: int, tmp_path: Path):
+    saved = run_ranks(resumed, 2, method, str(tmp_path), True, zero)
+    loaded = run_ranks(resumed, 4, method, str(tmp_path), False, zero)
     own = [name for name in saved[0] if name.startswith("held ") and name.endswith(("error", "tracked", "replica"))
            and "server" not in name]  # fmt: skip
     assert own

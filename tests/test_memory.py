@@ -122,6 +122,7 @@ PEAKS = [
 ZERO_PEAKS = [
     *(("llama", {"zero": zero}) for zero in (1, 2, 3)),
     *(("gpt2", {"zero": zero, "microbatches": 2}) for zero in (1, 2, 3)), ("llama", {"zero": 3, "recompute": "full"}),
+    ("gpt2", {"zero": 1, "microbatches": 2, "dp_sync": "parameter_server"}),
 ]  # fmt: skip
 HELD_BACK = 0.05  # of a step, by threads that communicate: what they have sent, for a moment that is not the same twice
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from pin_errors import pinned
-from torch import nn
+from torch import Tensor, nn
 from zoo import skip_mlp
 
 import autopart
@@ -29,6 +29,23 @@ def planned(mesh: str, **options: Any) -> Callable[[], Any]:
         return autopart.plan(model, mesh, example_kwargs=batch, **options)
 
     return case
+
+
+class ReadTwice(nn.Module):
+    """A weight of rows that multiplies what tp cuts, and what it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.rows = nn.Linear(8, 64), nn.Linear(64, 8), nn.Parameter(torch.ones(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down((self.up(x) * self.rows).relu()) * self.rows).square().mean()
+
+
+def read_twice() -> Any:
+    pins = {"up.weight": {"tp": "S(0)"}, "down.weight": {"tp": "S(1)"}}
+    return autopart.plan(ReadTwice(), "dp2,tp2", example_kwargs={"x": torch.ones(8, 8, 8)}, zero=1, precision="bf16",
+                         dp_sync="*.bias=all_reduce,*=top_k:0.1", pins=pins)  # fmt: skip
 
 
 def odd() -> Any:
@@ -86,6 +103,21 @@ ZERO_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         f"OptionError: zero=3 contradicts the plan, which cuts no parameters over dp{AGAIN}"),
     "zero: a plan with it": (followed(3, 0),
         f"OptionError: zero=0 contradicts the plan, which cuts parameters over dp{AGAIN}"),
+    # methods of dp_sync
+    **{f"zero: {how} with a method": (planned("dp2", dp_sync="top_k:0.1", **options),
+        f"OptionError: dp_sync='top_k:0.1' on parameters that are stored in parts ({how})\n  why    '{first}' is cut "
+        "over dp: its gradient is summed as it is cut, and no rank has all of it\n  try    zero=1, or a mesh with both "
+        "axes of data, 'dpr2,dp4': parts over dp, the method over dpr")
+       for how, first, options in (("zero=2", "head.bias", {"zero": 2}), ("zero=3", "head.weight", {"zero": 3}),
+                                   ("by a pin", "head.weight", {"pins": {"head.weight": {"dp": "S(0)"}}}))},
+    "zero: 1 with a method of models": (planned("dp2", zero=1, dp_sync="local:4"),
+        "OptionError: dp_sync='local:4' on parameters that are stored in parts (zero=1)\n  why    'head.bias' is cut "
+        "over dp: ranks have parts of one model, and no rank a model of its own\n  try    zero=0, or a mesh with both "
+        "axes of data, 'dpr2,dp4': parts over dp, the method over dpr"),
+    "zero: 1 with a method, read in two layouts": (read_twice,
+        "OptionError: dp_sync='*.bias=all_reduce,*=top_k:0.1' with zero=1 for 'rows'\n  why    it is read in more than "
+        "one layout, so its parts are gathered, and its gradient summed, at every use\n  try    zero=0, or its exact "
+        "sum: dp_sync='rows=all_reduce,*.bias=all_reduce,*=top_k:0.1'"),
     # plans edited by hand
     "zero: edited, cut by tp": (edited("head.weight", {"dp": "S(0)", "tp": "S(0)"}),
         "PlanError: the plan stores 'head.weight' as S(0) on dp\n  why    tp cuts dim 0 already\n  where  line 1\n  "

@@ -12,7 +12,8 @@ Methods of *gradients* change `.grad` alone: replicas of the model stay equal, b
 every data rank has its own parameters, which are brought closer after the optimizer's step (`pm.attach(optimizer)`).
 
 The axis is `dp`; on a mesh with `dpr` beside it, it is `dpr`, and over `dp` gradients are summed as they are: exact
-inside a node, the method between nodes (`across="node"` asks for that in words).
+inside a node, the method between nodes (`across="node"` asks for that in words). With `zero=1` methods of gradients are
+given whole gradients, and do what they do without.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from autopart.compat import LazyGraphModule, TreeSpec
 from autopart.ir.dp_sync import ALL_REDUCE, DpSync, Method
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers
-from autopart.ir.layout import Layout, Sections, format_layout
+from autopart.ir.layout import Layout, Sections, format_layout, parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
 
@@ -173,6 +173,16 @@ class StoredTensor:
         """The axes of several ranks over which its gradient is summed once a step."""
         apart = () if self.method is None else mesh.along("rows")[:1]
         return tuple(axis for axis in self.grad_axes if mesh.size(axis) > 1 and axis not in apart)
+
+    def whole_to_send(self, mesh: Mesh) -> StoredTensor | None:
+        """As it would be stored whole, where a method brings together its whole gradient over an axis that stores it in
+        parts (`zero=1`); None: the method is for what a rank stores."""
+        over = mesh.stored_over(self.layout)
+        if self.method is None or over is None or mesh.along("rows")[0] not in parts_of(over):
+            return None
+        layout = {axis: place for axis, place in self.layout.items() if axis != over}
+        partial = {*self.grad_axes, *parts_of(over)}
+        return replace(self, layout=layout, grad_axes=tuple(axis for axis in mesh.sizes if axis in partial))
 
     def differs_over(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes on whose ranks it is meant to have other values."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autopart.errors import OptionError
 from autopart.ir.buckets import block_runs
 from autopart.ir.facts import facts
 from autopart.ir.layout import Sections
@@ -65,6 +66,23 @@ def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
             way = way_of(user) if gathers_stored(user, axes) else None
             read.setdefault(str(node.target), set()).add(way)
     return {name: way for name, ways in read.items() if len(ways) == 1 and (way := next(iter(ways))) is not None}
+
+
+def check_sent_whole(program: Program) -> None:
+    """Raises OptionError for a parameter whose whole gradient data-parallel ranks bring together by a method, and whose
+    whole is not held for a step."""
+    graphs = [stage.graph.graph for stage in program.stages]
+    read = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
+    sent = [name for name, one in program.parameters.items() if name in read and one.whole_to_send(program.mesh)]
+    apart = [name for name in sent if name not in held_whole(program, program.stages)]
+    if apart:
+        sync = program.dp_sync
+        others = str(sync) if sync.only else f"*={sync}"
+        raise OptionError(
+            f"dp_sync='{sync}' with zero=1 for '{apart[0]}'",
+            why="it is read in more than one layout, so its parts are gathered, and its gradient summed, at every use",
+            hint=f"zero=0, or its exact sum: dp_sync='{apart[0]}=all_reduce,{others}'",
+        )
 
 
 def gathered_together(

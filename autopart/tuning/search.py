@@ -300,9 +300,8 @@ class Space:
         setting = Setting(candidate.mesh, candidate.schedule, self.rows, candidate.zero, dp_sync=candidate.dp_sync,
                           **self.assumed)  # fmt: skip
         step = predict(table, setting, self.hardware)
-        return replace(
-            candidate, step_time_s=step.step_time_s, memory_bytes=max(step.peak_memory_bytes), simulation=step
-        )
+        fullest_bytes = max(step.peak_memory_bytes)
+        return replace(candidate, step_time_s=step.step_time_s, memory_bytes=fullest_bytes, simulation=step)
 
     def rescheduled(self, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate under every other schedule that can run it, simulated."""
@@ -319,8 +318,9 @@ class Space:
                         continue
 
     def with_methods(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidate with every method that may be, simulated, where data-parallel ranks hold whole parameters."""
-        for method in self.methods if candidate.mesh.along("rows") and not candidate.zero else ():
+        """The candidate with every method that may be, simulated: ranks hold whole models, or whole gradients."""
+        able = [method for method in self.methods if candidate.zero <= (not method.changes_models)]
+        for method in able if candidate.mesh.along("rows") else ():
             yield self.simulated(replace(candidate, dp_sync=method))
 
     def best(self, devices: int, memory: float) -> list[Candidate]:

@@ -82,15 +82,17 @@ def _remembered_bytes(trace: Trace, program: Program, trained: Mapping[str, int]
 
 
 def _grown(trace: Trace, program: Program, name: str, size: int, wholes: Mapping[str, int], is_kept: bool) -> int:
-    """What the gradient of a parameter takes until a step ends: with ZeRO 1 it is whole."""
+    """What the gradient of a parameter takes until a step ends: with ZeRO 1 it is whole. One that a method is given has
+    the dtype of its parameter."""
     if name not in wholes or program.zero != 1:
         return size
-    if not is_kept:
-        return wholes[name]
     original = trace.originals[name]
+    is_sent = program.parameters[original].whole_to_send(program.mesh) is not None
+    if not is_kept and not is_sent:
+        return wholes[name]
     stored = trace.parameters[original].dtype
     read = program.parameters[original].compute_dtype or stored
-    return wholes[name] // read.itemsize * summed_dtype(stored, program).itemsize
+    return wholes[name] // read.itemsize * (stored if is_sent else summed_dtype(stored, program)).itemsize
 
 
 def _buffer_bytes(trace: Trace) -> int:

@@ -77,7 +77,7 @@ def traffic_of(
     stored = {name: program.parameters[trace.originals[name]] for name in order}
     sizes = {name: held[one.name] for name, one in stored.items()}
     dtypes = {name: trace.parameters[one.name].dtype for name, one in stored.items()}
-    axes = {name: one.summed_over(mesh) for name, one in stored.items()}
+    axes = {name: (one.whole_to_send(mesh) or one).summed_over(mesh) for name, one in stored.items()}
     sent: list[Sent] = []
     summed = [n for n in order if axes[n] and n not in whole and not over(stored[n].layout)]
     for names in kinds(summed, {n: (axes[n], dtypes[n]) for n in order}):
@@ -85,7 +85,8 @@ def traffic_of(
             copied = len(row) > 1 or summed_dtype(dtypes[row[0]], program) != dtypes[row[0]]
             flat = sum(sizes[name] for name in row) * _summed(dtypes[row[0]], program)
             sent.append(Sent(row, round(flat) if copied else 0))
-    together = {name: (over(one.layout), axes[name], dtypes[name]) for name, one in stored.items()}
+    together = {name: (over(one.layout), axes[name], dtypes[name], one.whole_to_send(mesh) is None)
+                for name, one in stored.items()}  # fmt: skip
     for names in kinds([n for n in order if n in whole], together):
         for row in bucketed({name: whole[name] for name in names}):
             size, parts = sum(whole[name] for name in row), sum(sizes[name] for name in row)
@@ -94,9 +95,15 @@ def traffic_of(
             alone = len(row) == 1 and is_in_order(way, mesh.size(way.axis))
             received = parts * computed.itemsize // dtypes[row[0]].itemsize
             received = sent_copy(received, len(row), dtypes[row[0]], computed) + (0 if alone else size)
+            whole_grads = parts * mesh.size(way.axis)
             is_kept = program.zero == 1 and program.microbatches > 1 and flat != size
-            sent.append(Sent(row, flat if not alone or flat != size else 0, parts, received, True,
-                             program.zero == 2, flat if is_kept else 0))  # fmt: skip
+            if stored[row[0]].whole_to_send(mesh) is None:
+                sent.append(Sent(row, flat if not alone or flat != size else 0, parts, received, True,
+                                 program.zero == 2, flat if is_kept else 0))  # fmt: skip
+            elif computed == dtypes[row[0]]:  # they stay as they are
+                sent.append(Sent(row, flat if axes[row[0]] else 0, 0, received))
+            else:
+                sent.append(Sent(row, flat if axes[row[0]] else 0, whole_grads, received, True))
     storing = storing_axes(program)
     nodes = [n for n in stage.graph.graph.nodes if gathers_stored(n, storing) and source_name(n) not in whole]
     found = gathered_together(nodes, lambda n: (trace.parameters[source_name(n)].dtype, axes.get(source_name(n), ())))
@@ -145,7 +152,7 @@ def carried_by(trace: Trace, program: Program, names: Iterable[str]) -> list[Car
     for name in names:
         stored, itemsize = program.parameters[name], trace.parameters[name].dtype.itemsize
         if stored.method is not None:
-            size = local_bytes(trace, program, stored)
+            size = local_bytes(trace, program, stored.whole_to_send(program.mesh) or stored)
             rows.setdefault(stored.method, []).append((size / itemsize, itemsize, stored.shape))
     return [carried(method, sizes) for method, sizes in rows.items()]
 

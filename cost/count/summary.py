@@ -150,7 +150,8 @@ def crossings(trace: Trace, program: Program) -> list[StageCrossing]:
 def _gradients(trace: Trace, program: Program) -> list[Collective]:
     rows = []
     sizes: dict[str, int] = defaultdict(int)
-    for name, stored in program.parameters.items():
+    for name, one in program.parameters.items():
+        stored = one.whole_to_send(program.mesh) or one
         parts = math.prod(program.mesh.size(axis) for axis, place in stored.layout.items() if place.is_shard)
         for axis in stored.summed_over(program.mesh):
             sizes[axis] += (
@@ -182,7 +183,8 @@ def _wholes(trace: Trace, program: Program) -> list[Collective]:
         parts = math.prod(mesh.size(a) for a, place in stored.layout.items() if place.is_shard and a != axis)
         elements = parameter.numel() // parts * trace.times_of(name)
         whole[axis] += elements * (stored.compute_dtype or parameter.dtype).itemsize
-        trained[axis] += elements * summed_dtype(parameter.dtype, program).itemsize * parameter.requires_grad
+        is_scattered = parameter.requires_grad and stored.whole_to_send(mesh) is None
+        trained[axis] += elements * summed_dtype(parameter.dtype, program).itemsize * is_scattered
     rows = [("parameters", axis, "all_gather", "", size) for axis, size in whole.items()]
     rows += [("gradients of parameters", axis, "", "reduce_scatter", size)
              for axis, size in trained.items() if program.zero == 1]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import fx
 
 from autopart.cost.collectives import levels
 from autopart.cost.count.sending import carried_by
-from autopart.cost.dp_sync import Carried, break_even_bytes_per_s, sync_s
+from autopart.cost.dp_sync import Carried, break_even_bytes_per_s, exact_s, sync_s
 from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.dp_sync import EXACT
@@ -110,14 +110,16 @@ class Reasons:
         stages = self.mesh.size("pp")
         parts = [Carried(one.method, *(size / stages for size in one[1:])) for one in carried]
         took_s = sum(sync_s(one, ranks, stride, hardware) for one in parts)
-        exact_s = sum(sync_s(one._replace(method=EXACT), ranks, stride, hardware) for one in parts)
-        pays = [break_even_bytes_per_s(one, self.mesh, axis, hardware) for one in parts]
+        is_scattered = any(stored.whole_to_send(self.mesh) for stored in self.program.parameters.values())
+        kind = "reduce_scatter" if is_scattered else "all_reduce"
+        summed_s = sum(exact_s(one, ranks, stride, hardware, kind) for one in parts)
+        pays = [break_even_bytes_per_s(one, self.mesh, axis, hardware, kind) for one in parts]
         where = "between nodes" if levels(ranks, hardware.devices_per_node, stride)[1] > 1 else "to the others"
         thresholds = [f"{one.method} pays where a rank has less than {quantity(rate, 'B/s')} {where}"
                 for one, rate in zip(parts, pays, strict=True) if rate is not None]  # fmt: skip
         reason = "; ".join([f"it was asked for: {quantity(took_s, 's')} a step on {axis}={ranks}", *thresholds])
-        other = f"{quantity(exact_s, 's')} a step, of which the backward hides all but the last bucket"
-        return Why("dp_sync", str(sync), reason, str(EXACT), exact_s - took_s, {str(EXACT): other})
+        other = f"{quantity(summed_s, 's')} a step, of which the backward hides all but the last bucket"
+        return Why("dp_sync", str(sync), reason, str(EXACT), summed_s - took_s, {str(EXACT): other})
 
     def _in_parts(self, node: fx.Node) -> tuple[str, str]:
         """Over which axes a weight is stored in parts, and why; empty where over none."""

@@ -109,6 +109,6 @@ def stored_tensors(
             name, tuple(parameter.shape), shown, tuple(sorted(readers.get(name, {0}))),
             tuple(partial) if parameter.requires_grad else (), trace.aliases.get(name, ()),
             trace.precision.computed(parameter.dtype) if trace.precision is not None else None,
-            method_for(name, decisions, partial) if parameter.requires_grad else None,
+            method_for(name, decisions, layout, partial) if parameter.requires_grad else None,
         )  # fmt: skip
     return stored

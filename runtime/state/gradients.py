@@ -150,9 +150,11 @@ def summed_names(tensors: Mapping[str, Tensor], program: Program, stage_style: s
 def connect_sums(program: Program, process: Process) -> None:
     """Makes the process groups in which gradients are summed beside the work of stages, and those along several axes
     as one. Every rank calls this with the same program."""
-    axes = {axis for stored in program.parameters.values() for axis in stored.summed_over(program.mesh)}
+    mesh = program.mesh
+    summed = [stored.whole_to_send(mesh) or stored for stored in program.parameters.values()]
+    axes = {axis for stored in summed for axis in stored.summed_over(mesh)}
     parts = storing_axes(program)
-    for axis in (axis for axis in program.mesh.sizes if axis in axes and axis not in parts):
+    for axis in (axis for axis in mesh.sizes if axis in axes and axis not in parts):
         process.beside(axis)
     for axis in parts:
         process.along(axis)

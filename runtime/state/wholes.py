@@ -4,7 +4,8 @@ The graphs of stages gather a parameter where they read it. With `zero=3` they d
 it is used. Here it is gathered once, in buckets, when a call begins; the graphs read it, and autograd adds to its
 gradient, as if it were stored whole. With `zero=1` that gradient is scattered once, when all microbatches have added to
 it; with `zero=2` after each one. What optimizers see are the parts. (Rajbhandari et al. 2020, arXiv:1910.02054,
-sections 5.1 and 5.2.)
+sections 5.1 and 5.2.) Where data-parallel ranks bring gradients together by a method (`dp_sync`), it is not scattered
+but handed to the method, whole (`runtime.sync.data_sync`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from autopart.ir.buckets import BUCKET_BYTES, in_order_of_use, kinds
 from autopart.ir.program import Program, Stage
-from autopart.ir.storing import Way, held_whole
+from autopart.ir.storing import Way, check_sent_whole, held_whole
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored, part_buckets
-from autopart.runtime.state.reducing import Bucket, Finish, Pending, Waits, added
+from autopart.runtime.state.reducing import Bucket, Finish, Pending, SumBucket, Waits, added
 
 GATHERED_AHEAD = 2
 """How many buckets are gathered at a time where a step begins: each takes its whole twice until it has come."""
@@ -31,11 +33,17 @@ class Wholes:
     """The whole parameters of a program's stages on this rank; between calls they have no memory.
 
     `parameters`: {name: the whole}, for graphs to read. `parts`: {name: this rank's part}. `buckets`: of each stage, in
-    the order of their use; `shared`: of parameters that several of the stages read.
+    the order of their use; `shared`: of parameters that several of the stages read. `sent`: {name: the tensor whose
+    gradient becomes the whole one}, of parameters whose gradients a method brings together.
     """
 
-    def __init__(self, program: Program, stages: Sequence[Stage], process: Process, parts: Mapping[str, Tensor]):
-        read = held_whole(program, stages)
+    def __init__(
+        self, program: Program, stages: Sequence[Stage], process: Process, parts: Mapping[str, Tensor],
+        sent: Mapping[str, Tensor] | None = None,
+    ):  # fmt: skip
+        check_sent_whole(program)
+        read, mesh = held_whole(program, stages), program.mesh
+        self.sent = sent or {}
         self.parts = {name: parts[name] for name in read}
         self.each_microbatch = program.zero == 2
         self.under_way: deque[Pending] = deque()
@@ -50,11 +58,15 @@ class Wholes:
         several = [name for name, count in uses.items() if count > 1]
         rows = [*([name for name in order if uses[name] == 1] for order in orders), several]
         for names, buckets in zip(rows, [*self.buckets, self.shared], strict=True):
-            axes = {name: (read[name].axis, *program.parameters[name].summed_over(program.mesh)) for name in names}
-            for same in kinds(names, axes):
+            whole = {name: program.parameters[name].whole_to_send(mesh) for name in names}
+            axes = {name: (read[name].axis, *(whole[name] or program.parameters[name]).summed_over(mesh))
+                    for name in names}  # fmt: skip
+            for same in kinds(names, {name: (axes[name], whole[name] is None) for name in names}):
                 group, *others = [process.beside(axis) for axis in axes[same[0]]]
                 stored = [self._stored(name, read[name], group.size()) for name in same]
-                buckets += [WholeBucket(self, one) for one in part_buckets(stored, group, BUCKET_BYTES, others)]
+                for one in part_buckets(stored, group, BUCKET_BYTES, others):
+                    buckets.append(WholeBucket(self, one) if whole[same[0]] is None else
+                                   SentBucket(self, one, program.reduce_dtype))  # fmt: skip
 
     @property
     def all_buckets(self) -> list[WholeBucket]:
@@ -64,6 +76,8 @@ class Wholes:
         """A parameter, whose whole is made, without memory."""
         part = self.parts[name]
         stored = Stored.of(name, part, way, ranks)
+        if name in self.sent:  # as without ZeRO, where autograd adds gradients up in the dtype of their parameters
+            stored = replace(stored, grad_dtype=part.dtype)
         empty = part.new_empty(stored.shape, dtype=stored.read_dtype)
         whole = self.parameters[name] = nn.Parameter(empty, requires_grad=part.requires_grad)
         whole.untyped_storage().resize_(0)
@@ -169,6 +183,37 @@ class WholeBucket(Bucket):
         if grad is None:
             return torch.zeros_like(whole) if kept is None else kept
         return grad if kept is None else kept.add_(grad)
+
+
+class SentBucket(WholeBucket):
+    """Parameters that are gathered in one collective, and whose whole gradients go to a method, summed over all other
+    axes."""
+
+    def __init__(self, wholes: Wholes, parts: PartBucket, reduce_dtype: torch.dtype | None):
+        super().__init__(wholes, parts)
+        self.sent = {name: wholes.sent[name] for name in self.names}
+        self.sums = None
+        if parts.others:
+            self.sums = SumBucket(self.sent, parts.others, wholes.under_way, reduce_dtype)
+
+    @torch.no_grad()
+    def begin(self, is_last: bool = True) -> Finish | None:
+        for one in self.parts.stored:
+            if self.wholes.parameters[one.name].grad is not None or one.name in self.kept:
+                self.sent[one.name].grad = self._share(one, self._taken(one.name))
+        return None if self.sums is None else self.sums.begin(is_last)
+
+    def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
+        stored = [self.parts.stored[i] for i in present]
+        shares = [self._share(one, grad) for one, grad in zip(stored, grads, strict=True)]
+        copies = [share.clone() for share in shares] if self.sums is None else []  # autograd may use them elsewhere
+        wait = self.sums.send(shares, present) if self.sums is not None else lambda: copies
+        return added(wait, [self.sent[one.name] for one in stored])
+
+    def _share(self, one: Stored, grad: Tensor) -> Tensor:
+        """This rank's term of the sum that a gradient is: where all ranks have the sum, the first one's is it."""
+        grad = grad.to(one.dtype)
+        return grad if one.sums or self.parts.group.rank() == 0 else torch.zeros_like(grad)
 
 
 def _taken_gradient(parameter: Tensor) -> Tensor | None:

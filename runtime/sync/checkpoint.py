@@ -8,6 +8,7 @@ all, which is what the proofs of these methods follow (a memory e: the mean of x
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,16 +109,20 @@ def _known(sync: DataSync, name: str, kind: str) -> Tensor:
 
 
 def _placed(sync: DataSync, name: str, value: Tensor) -> Tensor:
-    home = home_of(sync.parameters[name])
+    return ShardTensor(value.clone(), _place_of(sync, name))
+
+
+def _place_of(sync: DataSync, name: str) -> ShardPlace:
+    """Which part of the model's parameter a method has here."""
+    home = home_of(sync.stored[name])
     assert home is not None
-    return ShardTensor(value.clone(), place_of(home))
+    return place_of(replace(home, stored=sync.layouts[name]))
 
 
 def _of_ranks(sync: DataSync, name: str, value: Tensor, data_ranks: int | None) -> Tensor:
     """A value of this data rank among those of all; `data_ranks`: room for those of so many."""
-    home = home_of(sync.parameters[name])
-    assert home is not None and sync.wire is not None
-    place, ranks = place_of(home), sync.wire.num_ranks
+    assert sync.wire is not None
+    place, ranks = _place_of(sync, name), sync.wire.num_ranks
     assert place.spans is not None
     if data_ranks is not None and data_ranks != ranks:
         room = value.new_zeros(data_ranks, *value.shape)

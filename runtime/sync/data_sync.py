@@ -1,4 +1,8 @@
-"""What the data-parallel ranks of one module send each other in place of a sum of gradients, and what they remember."""
+"""What the data-parallel ranks of one module send each other in place of a sum of gradients, and what they remember.
+
+Where a rank stores parts of parameters (`zero=1`), a method is given the whole gradients, as without, and each rank
+keeps its parts of what comes of them: so all that methods remember and draw is the same for both.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopart.compat_training import at_end_of_backward
 from autopart.errors import UsageError
 from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.dp_sync import ALL_REDUCE, HOOK, Method
-from autopart.ir.program import Program
+from autopart.ir.mesh import Mesh
+from autopart.ir.pieces import Cut
+from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.gradients import add_earlier
 from autopart.runtime.state.state import stored_cuts
@@ -25,11 +31,22 @@ from autopart.runtime.sync.wires import Group
 
 class DataSync:
     """The methods of one module, on this rank. `steps`: how often gradients were brought together. `updates`: how many
-    steps the attached optimizer has made. `state`: what methods remember."""
+    steps the attached optimizer has made. `state`: what methods remember.
+
+    `stored`: {name: this rank's parameter}. `wholes`: {name: what stands for all of one that is stored in parts; it has
+    no memory, and between a step's backward and its end the whole gradient}. `parameters`: the stored ones, or their
+    wholes.
+    """
 
     def __init__(self, process: Process):
         self.process, self.sync = process, ALL_REDUCE
         self.parameters: Mapping[str, Tensor] = {}
+        self.stored: Mapping[str, Tensor] = {}
+        self.wholes: dict[str, Tensor] = {}
+        self.cuts: dict[str, tuple[Cut, int]] = {}
+        """{name: how its whole is cut, and which shard this rank stores}"""
+        self.layouts: dict[str, StoredTensor] = {}
+        """How parameters are stored, those of `wholes` as if each were whole."""
         self.methods: dict[str, Method] = {}
         self.parts: dict[str, str] = {}
         self.hook: tuple[Any, Hook] | None = None
@@ -42,15 +59,42 @@ class DataSync:
 
     def adopt(self, program: Program, parameters: Mapping[str, Tensor]) -> None:
         """Take the module's newest program, which has the parameters of all before it: {name: local parameter}."""
-        self.sync, self.parameters = program.dp_sync, parameters
-        stored = {name: program.parameters[name] for name in program.parameters if name in parameters}
-        self.methods = {name: one.method for name, one in stored.items() if one.method is not None}
+        self.sync, self.stored = program.dp_sync, parameters
+        layouts = {name: program.parameters[name] for name in program.parameters if name in parameters}
+        self.methods = {name: one.method for name, one in layouts.items() if one.method is not None}
+        for name in self.methods:
+            whole = layouts[name].whole_to_send(program.mesh)
+            if whole is not None:
+                self._stand_in(name, layouts[name], program.mesh)
+                layouts[name] = whole
+        self.layouts, self.parameters = layouts, self.with_wholes(parameters)
         here = self.process.coordinates
-        self.parts = {name: " ".join(f"{axis}{here[axis]}" for axis, _ in stored_cuts(stored[name], program.mesh))
+        self.parts = {name: " ".join(f"{axis}{here[axis]}" for axis, _ in stored_cuts(layouts[name], program.mesh))
                       for name in self.methods}  # fmt: skip
         if self.methods and self.wire is None:
             self.wire = Group(self.process.groups[program.mesh.along("rows")[0]])
         self.process.apart = program.mesh.along("rows")[:1] if self.changes_models else ()
+
+    def _stand_in(self, name: str, stored: StoredTensor, mesh: Mesh) -> None:
+        """What stands for the whole of a parameter that is stored in parts."""
+        over = mesh.stored_over(stored.layout)
+        cut, part = dict(stored_cuts(stored, mesh))[str(over)], self.stored[name]
+        self.cuts[name] = cut, mesh.index(self.process.coordinates, str(over))
+        if name not in self.wholes:
+            shape = (*part.shape[: cut.dim], cut.size, *part.shape[cut.dim + 1 :])
+            self.wholes[name] = nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
+            self.wholes[name].untyped_storage().resize_(0)
+
+    def with_wholes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """{name: parameter}, of those that are stored in parts what has the whole gradient."""
+        for name, whole in self.wholes.items():
+            whole.requires_grad_(self.stored[name].requires_grad)
+        return {name: self.wholes.get(name, parameter) for name, parameter in parameters.items()}
+
+    def let_go(self) -> None:
+        """Forget the whole gradients of a step that has ended."""
+        for whole in self.wholes.values():
+            whole.grad = None
 
     @property
     def changes_models(self) -> bool:
@@ -72,6 +116,19 @@ class DataSync:
             raise UsageError(f"{asked} with dp_sync='{self.sync}'", why="every data rank has a model of its own, and "
                              "the gradient of its own rows", hint="p.grad of this rank's parameters")  # fmt: skip
 
+    def problem(self, in_step: bool) -> UsageError | None:
+        """Why hooks on gradients would see other ones; the same on every rank. `in_step`: they are held back."""
+        has_own_backward = not in_step and "pp" not in self.process.groups
+        for name in self.methods if has_own_backward else ():
+            if self.stored[name]._backward_hooks or self.stored[name]._post_accumulate_grad_hooks:
+                return UsageError(
+                    f"'{name}' has a hook on its gradient, with dp_sync='{self.sync}' and a backward of your own",
+                    why="ranks bring gradients together when the backward has ended, and the hook would run before",
+                    hint="pm.step(**batch), which gives hooks complete gradients; or change p.grad before "
+                    "optimizer.step()",
+                )
+        return None
+
     @torch.no_grad()
     def bring_together(self, loss_scale: float = 1.0) -> None:
         """Complete every `.grad` that holds this rank's part of a gradient times `loss_scale`. A collective call."""
@@ -83,10 +140,19 @@ class DataSync:
                 parts = {name: part / loss_scale for name, part in parts.items()}
             made = self._made(method, parts)
             for name, value in made.items():
-                gradient = self.parameters[name].grad
-                assert gradient is not None
-                gradient.copy_(value if loss_scale == 1.0 else value * loss_scale)
+                self._hand_on(name, value if loss_scale == 1.0 else value * loss_scale)
         self.steps += 1
+
+    def _hand_on(self, name: str, value: Tensor) -> None:
+        """Put what a method has made of a gradient in its place."""
+        gradient = self.parameters[name].grad
+        assert gradient is not None
+        if name not in self.wholes:
+            gradient.copy_(value)
+            return
+        cut, index = self.cuts[name]
+        self.stored[name].grad = cut.take(value, index).clone()
+        self.wholes[name].grad = None
 
     def watched(self, outputs: Sequence[Any], leave: Callable[[], bool]) -> tuple[Any, ...]:
         """The outputs of a differentiable call, whose backward brings the gradients together that it makes, once.
@@ -100,7 +166,7 @@ class DataSync:
         if self.is_in_backward or leave():
             return
         self.is_in_backward = True
-        before = {self.parameters[name]: self.parameters[name].grad for name in self.methods}
+        before = {self.stored[name]: self.stored[name].grad for name in self.methods}
         for parameter in before:
             parameter.grad = None
 
