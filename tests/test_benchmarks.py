@@ -35,6 +35,13 @@ def test_bubble():
 
 
 @pytest.mark.large
+def test_curves():
+    curves = figures("curves.py")["losses"]
+    assert len(curves) == 6 and {len(curve) for curve in curves.values()} == {5}
+    assert curves["dp2,tp2, fp32"] == pytest.approx(curves["one process, fp32"], rel=1e-5)
+
+
+@pytest.mark.large
 def test_planning():
     (row,) = figures("planning.py")["cases"].values()
     times_s = row["time_s"]

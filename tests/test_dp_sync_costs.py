@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +15,10 @@ from autopart.cost.hardware import DEFAULT, Hardware
 from autopart.errors import OptionError
 from autopart.ir.dp_sync import METHODS, DpSync, Method, sent_bytes
 from autopart.ir.mesh import Mesh
+from autopart.passes.choose.codec import decode
 from autopart.plans.plan import Plan
+from autopart.recipe import prepare
+from autopart.tracing.trace import bind_call
 
 SIZE = 4e9
 EACH = [
@@ -126,6 +130,13 @@ def test_parts_of_the_optimizer_beside_what_is_remembered(model):
     assert [one.step_time_s for one in asked] == pytest.approx([predicted.step_time_s] * 2, rel=1e-9)
     assert plans[1].cost.at().memory_bytes == pytest.approx(parts["total"], rel=1e-9)
     assert autopart.verify(model[0], "dp4", example_kwargs=model[1], plan=plans[1]).ok
+
+
+def test_a_plan_that_was_edited_is_refused_as_the_option_is(model):
+    plan = autopart.plan(model[0], "dp4", example_kwargs=model[1], dp_sync="ef21:0.01", zero=1)
+    edited = Plan.from_json(json.dumps(json.loads(plan.to_json()) | {"zero": 2}))
+    with pytest.raises(OptionError, match=r"stored in parts \(zero=2\)(.|\n)*try    zero=1"):
+        decode(prepare(model[0], bind_call(model[0], (), model[1])), edited, Mesh.parse("dp4"))
 
 
 @pytest.mark.parametrize("options", [{"zero": 1, "dp_sync": "ef21:0.01"}, {"dp_sync": "ef21:0.01"}], ids=str)

@@ -25,6 +25,7 @@ from autopart.ir.mesh import Mesh
 from autopart.passes.choose.batch import Rows, batch_strategies, fit_rows
 from autopart.passes.choose.decide import stages_from_cuts
 from autopart.passes.choose.folding import mixtures, stacks_on
+from autopart.passes.choose.methods import check_methods
 from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.partition import crossing_bytes
 from autopart.passes.choose.pins import FREE, Pinned
@@ -164,7 +165,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
             parts = _read_stored(trace, plan, mesh, axis, stored)
             stored = with_places(stored, axis, {name: place for name, place in parts.items() if place.is_shard})
     strategies = {**over_rows(mesh, rows.microbatches, rows.strategies, rows.copied), **chosen}
-    return Decisions(
+    decisions = Decisions(
         mesh,
         rows.microbatches,
         strategies,
@@ -178,6 +179,8 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
         DpSync.parse(plan.dp_sync),
         plan.balance,
     )
+    check_methods(trace, decisions)
+    return decisions
 
 
 def is_plan_of(plan: Plan, trace: Trace) -> bool:
