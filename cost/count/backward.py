@@ -1,11 +1,7 @@
 """The most that the backward of a stage takes: gradients, what is still kept, and what is sent beside it.
 
-The gradient of a view is a view of the gradient, and that of what is summed the sum's, expanded. A further gradient of
-the same value is added out of place, when what made it is gone. A parameter's stays in the first backward of a step; in
-later ones it is added to the earlier, in place, when it is whole.
-
-`_Events` says what each operator's backward allocates and frees, `_Backward` follows these for all blocks of the model,
-with the buckets of gradients that are sent when they are whole.
+`_Events` says how many bytes each operator's backward allocates and frees (`steps.py`) and what is sent beside it,
+`_Backward` follows these for all blocks of the model, with the buckets of gradients that are sent when they are whole.
 """
 
 from __future__ import annotations
@@ -16,10 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
-from autopart.cost.count.footprint import Memory, Value, Walk, memories, rerun_bytes, saved_others
+from autopart.cost.count.footprint import Memory, Value, Walk, rerun_bytes
 from autopart.cost.count.sending import Sent, Traffic
+from autopart.cost.count.steps import Backward, backward_steps
 from autopart.ir.buckets import UNDER_WAY
-from autopart.ir.facts import cost_notes, facts, times
+from autopart.ir.facts import facts, times
 from autopart.ir.fold import Folds, later, unrolled
 
 
@@ -51,21 +48,22 @@ class _Step(NamedTuple):
 
 
 def backward_peaks(
-    walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic
-) -> tuple[int, int]:
+    walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic
+) -> tuple[int, int]:  # fmt: skip
     """The most that gradients and what is still kept take while the backward runs: the first of a step, and later
-    ones. Gradients that are summed once a step are sent in the last."""
-    kept = sum(memory.size_bytes * times(node) for node, pieces in saved.items() for memory in pieces)
-    kept += sum(saved_others(walk, node) * times(node) for node in saved)
-    folds = walk.trace.folds
-    made = list(_Events(walk, alive, saved, traffic).steps())
-    steps = list(unrolled(folds, made, lambda step: step.block, lambda step, i: step.later(folds, i)))
-    whole = {str(n.target): made.memory.size_bytes for n, made in walk.values.items() if n.op == "get_attr"}
+    ones. Gradients that are summed once a step are sent in the last.
 
-    count = walk.program.microbatches
+    Args:
+        kept: bytes that are held for the backward of each node.
+    """
+    folds = walk.trace.folds
+    counted = list(_Events(walk, alive, kept, traffic).steps())
+    steps = list(unrolled(folds, counted, lambda step: step.block, lambda step, i: step.later(folds, i)))
+    whole = {str(n.target): made.memory.size_bytes for n, made in walk.values.items() if n.op == "get_attr"}
+    begins, count = sum(size * times(node) for node, size in kept.items()), walk.program.microbatches
 
     def peaks(sends: bool, is_later: bool = False) -> tuple[int, int]:
-        return _Backward(kept, traffic, walk.trace.of_all(whole), sends, is_later, count).run(steps)
+        return _Backward(begins, traffic, walk.trace.of_all(whole), sends, is_later, count).run(steps)
 
     if count == 1 or not traffic.sent:
         return peaks(True)
@@ -77,69 +75,50 @@ def backward_peaks(
 class _Events:
     """What the backward of every operator of a stage does to a rank's memory, in its order."""
 
-    def __init__(
-        self, walk: Walk, alive: Set[fx.Node], saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic
-    ):  # fmt: skip
-        self.walk, self.alive, self.saved, self.traffic = walk, alive, saved, traffic
-        calls = [node for node in walk.values if node in alive and node.op == "call_function"]
-        self.inputs = {node: walk.towards(node) for node in reversed(calls)}
-        self.uses = Counter(_key(used) for towards in self.inputs.values() for used in towards)
-        self.regions, self.rerun = walk.regions(alive), rerun_bytes(walk, alive)
-        self.again = {node: size for sizes in self.rerun.values() for node, size in sizes.items()}
+    def __init__(self, walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic):
+        self.walk, self.alive, self.kept, self.traffic = walk, alive, kept, traffic
+        self.again = rerun_bytes(walk, alive)
         self.in_rows = {str(used.target) for row in traffic.rows for n in row.nodes for used in n.all_input_nodes}
-        self.entered: set[int] = set()
         self.opened: set[int] = set()
-        self.given: Counter[Any] = Counter()
-        self.grads: set[Memory] = set()
-        self.of: dict[Any, set[Memory]] = defaultdict(set)  # by what has made it; some are no longer in `grads`
+        self.parts_bytes: Counter[int] = Counter()
+        self.wholes_bytes: Counter[int] = Counter()
 
     def steps(self) -> Iterator[_Step]:
-        for node, towards in self.inputs.items():
-            block = facts(node).get("block", ("", 0))
-            yield _Step(f"{block[0]}.{block[1]}", tuple(self._backward(node, towards)))
+        for step in backward_steps(self.walk, self.alive):
+            block = facts(step.node).get("block", ("", 0))
+            yield _Step(f"{block[0]}.{block[1]}", tuple(self._backward(step)))
 
-    def _backward(self, node: fx.Node, towards: Sequence[fx.Node]) -> Iterator[_Event]:
-        walk, grads, row = self.walk, self.grads, self.traffic.row_of.get(node)
-        yield from self._before(node)
-        yield _Event("needs", walk.takes.get(node, (0, 0))[1] if row is None else 0)
-        is_view = cost_notes(node).gradient_is_view
-        made = [used for used in (node, *towards) if not (self.given[node] if used is node else is_view)]
-        made = made if row is None else []  # they are made where they are scattered
-        fresh = {m for used in made for m in memories(walk.values[used], lasting=True)} - grads
-        grads |= fresh
-        for memory in fresh:
-            self.of[memory.made_by].add(memory)
-        yield _Event("takes", sum(memory.size_bytes for memory in fresh))
-        further = sum(_size(walk.values[used]) for used in towards if self.given[_key(used)])
+    def _backward(self, step: Backward) -> Iterator[_Event]:
+        node, values = step.node, self.walk.values
+        made, done = _bytes(step.made), _bytes(step.done)
+        further = sum(_size(values[used]) for used in step.further)
+        yield from self._before(step)
+        row = self.traffic.row_of.get(node)
+        if row is None:
+            yield _Event("needs", self.walk.takes.get(node, (0, 0))[1])
+            yield _Event("takes", made)
+        else:  # gradients of parts are made where those of all wholes are there, which are sent
+            self.parts_bytes[row] += made
+            self.wholes_bytes[row] += done
+            made = done = 0
         yield _Event("needs", further)
-        self.given.update(map(_key, towards))
-        if row is not None and node is self.traffic.rows[row].nodes[0]:  # when the gradients of all of them are there
+        if row is not None and node is self.traffic.rows[row].nodes[0]:
             yield from self._scattered(row)
-            done = {m for other in self.traffic.rows[row].nodes for m in memories(walk.values[other])} & grads
-        else:
-            done = self.of.pop(node, set()) & grads if row is None else set[Memory]()
-        freed = sum(memory.size_bytes for memory in done) + saved_others(walk, node)
-        freed += sum(memory.size_bytes for memory in self.saved.get(node, ()))
-        yield _Event("takes", -freed - self.again.get(node, 0))
+            done = self.wholes_bytes[row]
+        yield _Event("takes", -done - self.kept.get(node, 0) - self.again.get(node, 0))
         yield _Event("peak", 2 * further)
-        for used in towards:
-            if used.op == "get_attr" and self.given[_key(used)] == self.uses[_key(used)]:
-                memory = walk.values[used].memory
-                is_added = memory in grads and memory not in done and str(used.target) not in self.in_rows
-                added = memory.size_bytes if is_added else 0
-                yield _Event("gives", added, name=str(used.target))
-        grads -= done
+        for name, memory in step.whole.items():
+            yield _Event("gives", memory.size_bytes if memory and name not in self.in_rows else 0, name=name)
 
-    def _before(self, node: fx.Node) -> Iterator[_Event]:
+    def _before(self, step: Backward) -> Iterator[_Event]:
         """What is run again, and gathered again, before the backward of a node."""
-        region, row_of = facts(node).get("region", -1), self.traffic.row_of
-        if region in self.rerun and region not in self.entered:
-            self.entered.add(region)
-            rows = {row_of[n] for n in self.regions[region] if n in row_of}
+        row_of = self.traffic.row_of
+        if step.rerun:
+            rows = {row_of[n] for n in step.rerun if n in row_of}
             yield from self._open(set(sorted(rows)[:1]))  # which it begins with
-            yield _Event("takes", sum(self.rerun[region].values()))
+            yield _Event("takes", sum(self.again.get(n, 0) for n in step.rerun))
             yield from self._open(rows)
-        yield from self._open({row_of[m.made_by] for m in self.walk.keeps.get(node, ())
+        yield from self._open({row_of[m.made_by] for m in self.walk.keeps.get(step.node, ())
                                if m.again and m.made_by in row_of})  # fmt: skip
 
     def _open(self, rows: set[int]) -> Iterator[_Event]:
@@ -162,10 +141,7 @@ class _Events:
         if row in self.opened:
             self.opened.discard(row)
             yield _Event("opens", -one.whole_bytes)
-        parts = {m for other in one.nodes for used in self.walk.towards(other)
-                 for m in memories(self.walk.values[used], lasting=True)} - self.grads  # fmt: skip
-        self.grads |= parts
-        yield _Event("sends", one.grad_bytes, sum(memory.size_bytes for memory in parts))
+        yield _Event("sends", one.grad_bytes, self.parts_bytes[row])
 
 
 class _Backward:
@@ -246,10 +222,9 @@ class _Backward:
         self._reach(self.now)
 
 
-def _key(node: fx.Node) -> Any:
-    """A value; a parameter wherever it is read."""
-    return str(node.target) if node.op == "get_attr" else node
+def _bytes(pieces: Set[Memory]) -> int:
+    return sum(memory.size_bytes for memory in pieces)
 
 
-def _size(found: Any) -> int:
-    return found.form.size_bytes if isinstance(found, Value) else 0
+def _size(value: Any) -> int:
+    return value.form.size_bytes if isinstance(value, Value) else 0

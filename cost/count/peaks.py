@@ -6,7 +6,6 @@ The walk of a stage (`footprint.py`) says whose memory every value is and until 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +16,7 @@ from torch import fx
 from autopart.cost.count.backward import backward_peaks
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, saved_memory, saved_others
 from autopart.cost.count.sending import Traffic, traffic_of
+from autopart.cost.count.steps import forward_steps
 from autopart.ir.actions import StageBytes
 from autopart.ir.facts import facts, times
 
@@ -69,7 +69,7 @@ def stage_memory(walk: Walk) -> StageMemory:
     lasting = sum(size for name, size in weights.items() if name not in scattered and name not in kept_apart)
     lasting += sum(sent.kept_bytes for sent in traffic.sent)
     is_split = not (regions := bool(walk.regions(alive)))
-    first_backward, backward = backward_peaks(walk, alive, saved, traffic)
+    first_backward, backward = backward_peaks(walk, alive, by_node, traffic)
     taken = StageBytes(
         held=kept + sum(_sent_bytes(value, held) for value in sends),
         delayed=_delayed_bytes(walk, alive) if stage.index and is_split else 0,
@@ -98,33 +98,23 @@ def _sent_bytes(sent: Any, held: set[Memory]) -> int:
 
 def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic) -> int:
     """The most that values, weights on their way and what is kept take while the forward runs."""
-    nodes = list(walk.values)
-    kept = {memory for pieces in saved.values() for memory in pieces}
-    last: dict[Memory, int] = {}
-    for index, node in enumerate(nodes):
-        for used in (node, *node.all_input_nodes):
-            last |= dict.fromkeys(memories(walk.values[used]), index)
-    ends: dict[int, int] = defaultdict(int)
-    for memory, index in last.items():
-        if memory not in kept:
-            ends[index] += memory.size_bytes
-    seen: set[Memory] = set()
+    done = list(forward_steps(walk, {memory for pieces in saved.values() for memory in pieces}))
+    made_bytes = {step.node: sum(memory.size_bytes for memory in step.made) for step in done}
     steps: list[tuple[fx.Node, int, int]] = []
     ahead = 0
-    for index, node in enumerate(nodes):
+    for node, _, ended in done:
         row = traffic.row_of.get(node)
-        made, needs = [node], 0
+        made, needs = made_bytes[node] if row is None else 0, 0
         if row is None:
             needs = ahead + walk.takes.get(node, (0, 0))[0]
         elif node is traffic.rows[row].nodes[0]:
-            made = list(traffic.rows[row].nodes)
+            made = sum(made_bytes[other] for other in traffic.rows[row].nodes)
             others = traffic.rows[row + 1 : row + traffic.prefetch]  # which are gathered while this one comes
             ahead = sum(r.received_bytes for r in traffic.rows[row + 1 : row + 1 + traffic.prefetch])
             needs = sum(r.received_bytes for r in others) + traffic.rows[row].opening_bytes
-        fresh = {memory for one in made for memory in memories(walk.values[one]) if memory not in seen}
-        seen |= fresh
-        taken = sum(memory.size_bytes for memory in fresh) + (saved_others(walk, node) if node in saved else 0)
-        steps.append((node, max(needs, taken + ahead), taken - ends[index]))
+        taken = made + (saved_others(walk, node) if node in saved else 0)
+        freed = sum(memory.size_bytes for memory in ended)
+        steps.append((node, max(needs, taken + ahead), taken - freed))
     return _highest(steps)
 
 

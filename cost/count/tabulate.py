@@ -281,11 +281,8 @@ class _Held:
             for node in walk.values
         }
         rerun = {
-            region: {
-                node: Size.sum([*map(self.size, memory), self._other(node, other)])
-                for node, (memory, other) in kept.items()
-            }
-            for region, kept in rerun_memory(walk, self.alive).items()
+            node: Size.sum([*map(self.size, memory), self._other(node, other)])
+            for node, (memory, other) in rerun_memory(walk, self.alive).items()
         }
         running = Alive(walk, growth, self.alive, self.saved, self.kept, others, rerun, self.size)
         self.gathers = running.gathers
