@@ -6,16 +6,30 @@ The same is counted value by value of a program that is written (`cost.count.pea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from autopart.ir.actions import StageBytes, most_at_once, most_held
-from autopart.ir.buckets import BUCKET_BYTES, block_runs, bucketed
+from autopart.ir.buckets import BUCKET_BYTES, block_runs
 
 from .dp_sync import remembered_bytes
 from .rows import named_in
+from .traffic import (
+    Event,
+    Row,
+    Traffic,
+    Weight,
+    backward_peaks,
+    forward_peak,
+    received_bytes,
+    scattered_buckets,
+    summed_buckets,
+)
 
 if TYPE_CHECKING:
     from .table import Priced
@@ -26,38 +40,32 @@ Order = Sequence[tuple[int, str, int]]
 
 class Reads(NamedTuple):
     """Of a parameter among operators: its name in the table, the first and last operator that reads it, and whether
-    these are run again in the backward; `kept`: whether their backward reads it; `uses`: how many give it a gradient,
-    but for what gathers it."""
+    these are run again in the backward; `kept`: whether their backward reads it."""
 
     known: str
     first: int
     last: int
     again: bool
     kept: bool
-    uses: int
 
 
-class TravelBucket(NamedTuple):
-    """Parameters that travel together, from the first to the last operator that reads one. `whole_bytes`: of weights
-    that are gathered, which `received_bytes` hold while they are, and `again` in the backward; `flat_bytes`: what their
-    gradients are sent from; `part_bytes`: what a rank's parts of them are received in."""
+class Levels(NamedTuple):
+    """What is there beside weights and their gradients in bytes, by operator in the order in which they run: `runs`:
+    while it does, and when all have; `kept`: what it and those before it in the forward keep."""
 
-    first: int
-    last: int
-    names: tuple[str, ...]
-    whole_bytes: float
-    received_bytes: float
-    flat_bytes: float
-    again: bool
-    part_bytes: float = 0.0
+    runs: list[float]
+    kept: list[float]
 
 
 class Beyond(NamedTuple):
-    """How far operators go beyond what they keep, in bytes: as `StageBytes` has them."""
+    """How far operators go beyond what they keep, in bytes: as `StageBytes` has them, with the gradients of their
+    weights. `traffic`: what is sent beside them."""
 
     forward: float
     backward: float
     first_backward: float
+    gradients: float
+    traffic: Traffic
 
 
 def rank_rows(priced: Priced) -> list[dict[str, Any]]:
@@ -65,7 +73,8 @@ def rank_rows(priced: Priced) -> list[dict[str, Any]]:
     setting, table = priced.setting, priced.table
     posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
     posted *= priced.versions
-    taken = _stages_bytes(priced)
+    beyond = [beyond_kept(priced, [table.order[i] for i in stage]) for stage in priced.stages]
+    taken = _stages_bytes(priced, beyond)
     sent = [row["receives_bytes"] for row in priced.timing["stages"]] + [0.0]
     rows = []
     for held, order in zip(priced.ranks_hold, priced.orders, strict=True):
@@ -87,7 +96,9 @@ def rank_rows(priced: Priced) -> list[dict[str, Any]]:
         }  # fmt: skip
         row["communication"] += sum(remembered_bytes(one, priced.data_ranks[0]) for one in priced.carried(held))
         lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
-        row["total"] = round(lasting + whole + max(most_at_once(order, stages, round(grown)), gradients + bucket))
+        received = received_bytes(beyond[i].traffic for i in stages)
+        passing = max(most_at_once(order, stages, round(grown)), received, gradients + bucket)
+        row["total"] = round(lasting + whole + passing)
         row["gathered"] = whole + grown - gradients
         row["communication"] += bucket
         rows.append(row | {"in_flight": [most.in_flight[i] for i in stages]})
@@ -104,7 +115,7 @@ def _tied_bucket_bytes(priced: Priced, held: Mapping[str, str]) -> float:
     return min(BUCKET_BYTES, sum(sizes)) if is_copied else 0.0
 
 
-def _stages_bytes(priced: Priced) -> list[StageBytes]:
+def _stages_bytes(priced: Priced, beyond: Sequence[Beyond]) -> list[StageBytes]:
     """What a microbatch of every stage takes: a stage holds what it sends too where none of its operators keeps it, and
     what it receives lies where it was received."""
     rows, positions, times = priced.table.rows, priced.table.positions, priced.times
@@ -113,13 +124,10 @@ def _stages_bytes(priced: Priced) -> list[StageBytes]:
     received = [0.0, *(float(row.kept_later.at(times)) for row in starts)]
     stages = []
     for i, stage in enumerate(priced.stages):
-        order = [priced.table.order[j] for j in stage]
-        beyond = beyond_kept(priced, order)
         gathered = priced.crossings[i].gathered_bytes(priced.mesh, priced.scatters)
         kept = float(priced.kept[positions[stage.start : stage.stop]].sum())
-        gradients = sum(priced.grown_bytes(one.known) for one in reads_of(priced, order).values())
         held = max(0.0, kept - received[i]) + unkept[i] + gathered
-        sizes = (held, 0.0, *beyond, gradients)
+        sizes = (held, 0.0, *beyond[i][:4])
         stages.append(StageBytes(*map(round, sizes)))
     return stages
 
@@ -134,9 +142,7 @@ def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
             kept = "input_backward" in row.works if gathers else priced.table.parameters[known].trained
             before = reads.get(name)
             kept = kept or (before is not None and before.kept)
-            is_use = "weight_backward" in row.works and known in (row.reads_also if gathers else row.parameters)
-            uses = is_use + (before.uses if before is not None else 0)
-            reads[name] = Reads(known, i if before is None else before.first, i, again, kept, uses)
+            reads[name] = Reads(known, i if before is None else before.first, i, again, kept)
     return reads
 
 
@@ -148,112 +154,106 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Be
         others_beside: there are others like them before and after, whose weights are gathered ahead.
     """
     if not order:
-        return Beyond(0.0, 0.0, 0.0)
+        return Beyond(0.0, 0.0, 0.0, 0.0, Traffic((), (), 0))
     positions, reads = np.array([position for position, _, _ in order]), reads_of(priced, order)
     kept = np.cumsum(priced.kept[positions])
-    forward, backward = kept + priced.in_forward[positions], kept + priced.in_backward[positions]
-    gathers, sums = _buckets(priced, reads)
-    on_the_way, opening = _weights(priced, gathers, len(order), others_beside)
-    backward = backward + on_the_way[1]
-    grown, added = np.zeros(len(order)), np.zeros(len(order))  # gradients that stay, and those that are added to others
-    scattered = {name: bucket.first for bucket in gathers for name in bucket.names}
+    traffic, beside = traffic_at(priced, reads), priced.setting.prefetch if others_beside else 0
+    if beside and traffic.rows:
+        rows = (traffic.rows[:1] * beside, traffic.rows, traffic.rows[-1:] * beside)
+        traffic = replace(traffic, rows=sum(rows, ()))
+    left = priced.crossing(priced.table.rows[positions[0]]).whole
+    in_forward = Levels([*(kept + priced.in_forward[positions]).tolist(), 0.0], kept.tolist())
+    in_backward = Levels([*(kept + priced.in_backward[positions])[::-1].tolist(), left], kept[::-1].tolist())
+    whole = {name: _gradient_bytes(priced, one.known) for name, one in reads.items()}
+    steps = [_backward(priced, reads, traffic, beside, in_backward)]
+    first, later = backward_peaks(steps, 0.0, traffic, whole, priced.setting.schedule.microbatches)
+    forward = forward_peak(_forward(priced, reads, traffic, beside, in_forward))
+    beyond = [max(0.0, most - float(kept[-1])) for most in (forward, later, first)]
+    gradients = sum(priced.grown_bytes(one.known) for one in reads.values())
+    return Beyond(beyond[0], beyond[1], beyond[2], gradients, traffic)
+
+
+def _forward(priced: Priced, reads: Mapping[str, Reads], traffic: Traffic, beside: int, levels: Levels) -> list[Event]:
+    """Weights that are gathered for the operators that read them."""
+    begins, ends = _Events(), _Events()
+    for row in range(beside, len(traffic.rows) - beside):
+        found = [reads[name] for name in traffic.rows[row].names]
+        (needed, ahead), first = traffic.opening_bytes(row), min(one.first for one in found)
+        begins[first] += (Event("ahead", 0), Event("peak", needed), Event("ahead", ahead))
+        for one in found:
+            begins[first].append(Event("takes", priced.read_bytes(one.known)))
+            ends[one.last].append(Event("takes", -priced.read_bytes(one.known)))
+    return _steps(levels, begins, ends)
+
+
+def _backward(priced: Priced, reads: Mapping[str, Reads], traffic: Traffic, beside: int, levels: Levels) -> list[Event]:
+    """Gradients of weights, and weights that are gathered again, from the last operator on."""
+    begins, ends, last = _Events(), _Events(), len(levels.kept) - 1
+    trained = {name: one for name, one in reads.items() if priced.table.parameters[one.known].trained}
+    for one in trained.values():
+        begins[last - one.last].append(Event("takes", _gradient_bytes(priced, one.known)))
+    for row in range(beside, len(traffic.rows) - beside):
+        names = traffic.rows[row].names
+        begin, end = (last - index for index in (max(reads[n].last for n in names), min(reads[n].first for n in names)))
+        grads = [trained.pop(name).known for name in names if name in trained]
+        if any(reads[name].kept for name in names):
+            begins[begin] += traffic.opens(row)
+            ends[end].append(Event("opens", -traffic.rows[row].whole_bytes))
+        if grads:
+            parts = sum(map(priced.gradient_bytes, grads))
+            ends[end].append(Event("sends", traffic.rows[row].grad_bytes, parts))
+            ends[end].append(Event("takes", -sum(_gradient_bytes(priced, known) for known in grads)))
+    for name, one in trained.items():
+        ends[last - one.first].append(Event("gives", _gradient_bytes(priced, one.known), name=name))
+    return _steps(levels, begins, ends)
+
+
+def _gradient_bytes(priced: Priced, known: str) -> float:
+    """Of a gradient while it comes into being: of what is read of the parameter."""
+    return priced.read_bytes(known) if priced.is_cut(known) else priced.local_bytes(known)
+
+
+_Events = partial(defaultdict[int, list[Event]], list)
+
+
+def _steps(levels: Levels, begins: Mapping[int, list[Event]], ends: Mapping[int, list[Event]]) -> list[Event]:
+    """What happens before operators, when what is kept is there, and after them, when there is no more than in them and
+    in the next."""
+    events, start, runs = list[Event](), 0, levels.runs
+    for i in sorted({*begins, *ends}):
+        if start < i:
+            events.append(Event("peak", max(runs[start:i])))
+        after = min(runs[i], runs[i + 1])
+        events += (Event("takes", levels.kept[i]), *begins.get(i, ()), Event("takes", -levels.kept[i]))
+        events.append(Event("peak", runs[i]))
+        events += (Event("takes", after), *ends.get(i, ()), Event("takes", -after))
+        start = i + 1
+    events.append(Event("peak", max(runs[start:])))
+    return events
+
+
+def traffic_at(priced: Priced, reads: Mapping[str, Reads]) -> Traffic:
+    """What is sent beside operators: which parameters are gathered, and gradients summed, together."""
+    setting, mesh, parameters = priced.setting, priced.mesh, priced.table.parameters
+    summed, scattered, gathered = dict[str, Weight](), dict[str, Weight](), dict[str, Weight]()
     for name, one in reads.items():
-        grown[: scattered.get(name, one.last) + 1] += priced.grown_bytes(one.known)
-        if name not in scattered:
-            added[one.first : one.last + 1] += priced.grown_bytes(one.known)
-            continue
-        if priced.setting.zero == 3:
-            forward[scattered[name] : one.last + 1] += priced.read_bytes(one.known)
-        if priced.table.parameters[one.known].trained:
-            backward[scattered[name] : one.last + 1] += priced.read_bytes(one.known)  # its whole gradient
-            if one.uses > 1:  # and the sum of two of them
-                backward[one.first] += priced.read_bytes(one.known)
-    once = priced.setting.schedule.microbatches == 1
-    first = _flats([*gathers, *sums] if once else gathers, len(order))
-    # After the first microbatch of a step parts are received beside those that are there.
-    later = np.maximum(_flats(gathers, len(order), True), _flats([*gathers, *sums], len(order), True))
-    if priced.setting.zero == 2 and not once and gathers:  # from the microbatch before
-        later[max(bucket.first for bucket in gathers) :] += min(gathers).flat_bytes
-    peaks = (
-        np.maximum(forward + on_the_way[0], kept + opening[0]).max(),
-        (np.maximum(backward + later, kept + opening[1]) + added).max(),
-        (np.maximum(backward + first, kept + opening[1]) + grown).max(),
-    )
-    return Beyond(*(max(0.0, float(peak - kept[-1])) for peak in peaks))
+        parameter, is_cut = parameters[one.known], priced.is_cut(one.known)
+        axes = tuple(axis for axis in parameter.axes if mesh.size(axis) > 1) if parameter.trained else ()
+        weight = Weight(priced.local_bytes(one.known), priced.read_bytes(one.known), parameter.read, parameter.summed,
+                        (axes, parameter.over if is_cut else ()), True)  # fmt: skip
+        if is_cut and setting.zero == 3:
+            gathered[name] = weight
+        elif parameter.trained and (axes or is_cut):
+            (scattered if is_cut else summed)[name] = weight
+    rows = [Row.of({name: gathered[name] for name in names}) for names in _gathered_together(gathered, reads)]
+    sent = *summed_buckets(summed), *scattered_buckets(scattered, setting.zero, setting.schedule.microbatches)
+    return Traffic(sent, tuple(rows), setting.prefetch)
 
 
-def _buckets(priced: Priced, reads: Mapping[str, Reads]) -> tuple[list[TravelBucket], list[TravelBucket]]:
-    """What is gathered and scattered together, and what is summed together once a step, in order."""
-    setting, parameters, mesh = priced.setting, priced.table.parameters, priced.mesh
-    cut = {name: one for name, one in reads.items() if setting.zero > 1 and priced.is_cut(one.known)}
-    gathers, sums = [], []
-    for names in _gathered_together(cut):
-        found = [cut[name] for name in names]
-        whole = sum(priced.read_bytes(one.known) for one in found)
-        part = sum(priced.local_bytes(one.known) * parameters[one.known].read for one in found)
-        flat = sum(priced.summed_bytes(one.known) for one in found)
-        gathered = whole if setting.zero == 3 else 0.0
-        received = (whole + part * (len(found) > 1)) * (setting.zero == 3)
-        again = setting.zero == 3 and any(one.kept for one in found)
-        parts = sum(priced.grown_bytes(one.known) for one in found)
-        gathers.append(TravelBucket(*_ends(found), names, gathered, received, flat, again, parts))
-    several = {known for known, parameter in parameters.items()
-               if parameter.trained and any(mesh.size(axis) > 1 for axis in parameter.axes)}  # fmt: skip
-    summed = {name: one for name, one in reads.items() if name not in cut and one.known in several}
-    for names in bucketed({name: round(priced.grown_bytes(one.known)) for name, one in summed.items()}):
-        found = [summed[name] for name in names]
-        flat = sum(priced.grown_bytes(one.known) * parameters[one.known].summed for one in found)
-        is_copied = len(found) > 1 or parameters[found[0].known].summed != 1
-        sums.append(TravelBucket(*_ends(found), names, 0.0, 0.0, flat * is_copied, False))
-    return gathers, sums
-
-
-def _gathered_together(cut: Mapping[str, Reads]) -> list[tuple[str, ...]]:
-    """Parameters that are gathered in one collective, as in `ir.storing`: consecutive ones of a block, apart those that
-    are read again."""
-    rows: dict[tuple[int, bool], list[str]] = {}
-    for (name, one), number in zip(cut.items(), block_runs(cut), strict=True):
-        rows.setdefault((number, one.again), []).append(name)
-    return sorted(map(tuple, rows.values()), key=lambda names: cut[names[0]].first)
-
-
-def _ends(found: Iterable[Reads]) -> tuple[int, int]:
-    reads = list(found)
-    return min(one.first for one in reads), max(one.last for one in reads)
-
-
-def _weights(
-    priced: Priced, gathers: Sequence[TravelBucket], count: int, others_beside: bool
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Of weights: what is gathered ahead while the forward of each operator runs, that and what is gathered whole while
-    its backward does; and what there is right before its forward and its backward, while they are gathered."""
-    forward, backward, before, again = (np.zeros(count) for _ in range(4))
-    prefetch = priced.setting.prefetch
-    for i, one in enumerate(gathers):
-        later, earlier = gathers[i + 1 : i + 1 + prefetch], gathers[max(0, i - prefetch) : i]
-        ahead, behind = (sum(bucket.received_bytes for bucket in buckets) for buckets in (later, earlier))
-        if others_beside and prefetch:
-            ahead, behind = ahead or one.received_bytes, behind or one.received_bytes
-        until = gathers[i + 1].first if i + 1 < len(gathers) else count
-        forward[one.first : until] += ahead
-        if one.again:
-            backward[one.first : one.last + 1] += one.whole_bytes
-            until = max((bucket.last + 1 for bucket in gathers if bucket.again and bucket.last < one.last), default=0)
-            backward[until : one.last + 1] += behind
-            on_the_way = sum(bucket.received_bytes for bucket in earlier[1:])
-            again[one.last] = one.whole_bytes + one.received_bytes + on_the_way
-        before[one.first] = one.whole_bytes + one.received_bytes + ahead
-    return (forward, backward), (before, again)
-
-
-def _flats(buckets: Sequence[TravelBucket], count: int, with_parts: bool = False) -> np.ndarray:
-    """What gradients are sent from while the backward of each operator runs: of the last bucket that was complete, and
-    of the one before where another is. What was gathered is gone when its gradients are sent."""
-    flats = np.zeros(count)
-    ordered = sorted(buckets, key=lambda bucket: -bucket.first)
-    for bucket, next_first in zip(ordered, [*(bucket.first for bucket in ordered[1:]), 0], strict=False):
-        size = bucket.flat_bytes + bucket.part_bytes * with_parts
-        flats[next_first : bucket.first] += size
-        if not bucket.again:
-            flats[bucket.first] = max(flats[bucket.first], size)
-    return flats
+def _gathered_together(gathered: Mapping[str, Weight], reads: Mapping[str, Reads]) -> list[list[str]]:
+    """Parameters that are gathered in one collective, as in `ir.storing`: consecutive ones of a block and kind, apart
+    those that are read again."""
+    rows: dict[Any, list[str]] = {}
+    for (name, one), number in zip(gathered.items(), block_runs(gathered), strict=True):
+        rows.setdefault((number, reads[name].again, one.kind), []).append(name)
+    return sorted(rows.values(), key=lambda names: reads[names[0]].first)

@@ -142,11 +142,11 @@ MUTANTS = [
     # memory and cost
     Mutant("autopart/ir/actions.py", "size += min(gradients, sum(stages[s].gradients for s in begun))", "size += 0",
            "memory schedules"),
-    Mutant("cost/count/backward.py", "        self.now += flat_bytes + part_bytes\n",
+    Mutant("cost/traffic.py", "        self.now += flat_bytes + part_bytes\n",
            "        self.now += part_bytes\n", "memory"),
     Mutant("cost/count/peaks.py", "(size := sum(memory.size_bytes for memory in pieces) + saved_others(walk, node))",
            "(size := sum(memory.size_bytes for memory in pieces))", "memory golden one_prediction"),
-    Mutant("cost/count/backward.py", 'yield _Event("peak", 2 * further)', 'yield _Event("peak", 0)',
+    Mutant("cost/count/backward.py", 'yield Event("peak", 2 * further)', 'yield Event("peak", 0)',
            "memory golden one_prediction"),
     Mutant("cost/count/rank_memory.py", "total += program.microbatches * _bytes(stage.receives)",
            "total += _bytes(stage.receives)", "memory golden"),

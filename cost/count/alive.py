@@ -95,11 +95,9 @@ class Alive:
         return memory.made_by.op == "get_attr" or memory.made_by in self.gathers
 
     def _value(self, node: fx.Node) -> Size:
-        """A value by its own shape; nothing of a weight."""
-        made, is_weight = self.walk.values[node], node.op == "get_attr" or node in self.gathers
-        if is_weight or not isinstance(made, Value):
-            return NOTHING
-        return Size.of(made.form.size_bytes, self.growth.of(node))
+        """A value by its own shape."""
+        made = self.walk.values[node]
+        return Size.of(made.form.size_bytes, self.growth.of(node)) if isinstance(made, Value) else NOTHING
 
 
 def _largest(*sizes: Size) -> Size:

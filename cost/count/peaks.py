@@ -15,7 +15,7 @@ from torch import fx
 
 from autopart.cost.count.backward import backward_peaks
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, saved_memory, saved_others
-from autopart.cost.count.sending import Traffic, traffic_of
+from autopart.cost.count.sending import StageTraffic, traffic_of
 from autopart.cost.count.steps import forward_steps
 from autopart.ir.actions import StageBytes
 from autopart.ir.facts import facts, times
@@ -37,7 +37,7 @@ class StageMemory:
     trained: frozenset[str]
     whole: Mapping[str, int]
     whole_backward: bool
-    traffic: Traffic
+    traffic: StageTraffic
 
     @property
     def saved_bytes(self) -> int:
@@ -74,8 +74,8 @@ def stage_memory(walk: Walk) -> StageMemory:
         held=kept + sum(_sent_bytes(value, held) for value in sends),
         delayed=_delayed_bytes(walk, alive) if stage.index and is_split else 0,
         forward=max(0, _forward_peak(walk, saved, traffic) - kept),
-        backward=max(0, backward - kept),
-        first_backward=max(0, first_backward - kept),
+        backward=max(0, round(backward) - kept),
+        first_backward=max(0, round(first_backward) - kept),
         gradients=lasting + sum(sent.part_bytes for sent in set(scattered.values())),
     )  # fmt: skip
     return StageMemory(by_node, taken, walk.input_bytes, frozenset(weights), whole, regions, traffic)
@@ -96,7 +96,7 @@ def _sent_bytes(sent: Any, held: set[Memory]) -> int:
     return sent.memory.size_bytes if sent.form.is_contiguous else sent.form.size_bytes
 
 
-def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic) -> int:
+def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: StageTraffic) -> int:
     """The most that values, weights on their way and what is kept take while the forward runs."""
     done = list(forward_steps(walk, {memory for pieces in saved.values() for memory in pieces}))
     made_bytes = {step.node: sum(memory.size_bytes for memory in step.made) for step in done}
@@ -107,11 +107,9 @@ def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic
         made, needs = made_bytes[node] if row is None else 0, 0
         if row is None:
             needs = ahead + walk.takes.get(node, (0, 0))[0]
-        elif node is traffic.rows[row].nodes[0]:
-            made = sum(made_bytes[other] for other in traffic.rows[row].nodes)
-            others = traffic.rows[row + 1 : row + traffic.prefetch]  # which are gathered while this one comes
-            ahead = sum(r.received_bytes for r in traffic.rows[row + 1 : row + 1 + traffic.prefetch])
-            needs = sum(r.received_bytes for r in others) + traffic.rows[row].opening_bytes
+        elif node is traffic.first_of[row]:
+            made = sum(made_bytes[other] for other, at in traffic.row_of.items() if at == row)
+            needs, ahead = traffic.opening_bytes(row)
         taken = made + (saved_others(walk, node) if node in saved else 0)
         freed = sum(memory.size_bytes for memory in ended)
         steps.append((node, max(needs, taken + ahead), taken - freed))
