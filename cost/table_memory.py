@@ -40,32 +40,15 @@ Order = Sequence[tuple[int, str, int]]
 
 class Reads(NamedTuple):
     """Of a parameter among operators: its name in the table, the first and last operator that reads it, and whether
-    these are run again in the backward; `kept`: whether their backward reads it."""
+    these are run again in the backward; `kept`: whether their backward reads it; `trained`: whether it gets a
+    gradient."""
 
     known: str
     first: int
     last: int
     again: bool
     kept: bool
-
-
-class Levels(NamedTuple):
-    """What is there beside weights and their gradients in bytes, by operator in the order in which they run: `runs`:
-    while it does, and when all have; `kept`: what it and those before it in the forward keep."""
-
-    runs: list[float]
-    kept: list[float]
-
-
-class Beyond(NamedTuple):
-    """How far operators go beyond what they keep, in bytes: as `StageBytes` has them, with the gradients of their
-    weights. `traffic`: what is sent beside them."""
-
-    forward: float
-    backward: float
-    first_backward: float
-    gradients: float
-    traffic: Traffic
+    trained: bool
 
 
 def rank_rows(priced: Priced) -> list[dict[str, Any]]:
@@ -73,8 +56,7 @@ def rank_rows(priced: Priced) -> list[dict[str, Any]]:
     setting, table = priced.setting, priced.table
     posted = setting.schedule.microbatches if setting.receives_held is None else setting.receives_held
     posted *= priced.versions
-    beyond = [beyond_kept(priced, [table.order[i] for i in stage]) for stage in priced.stages]
-    taken = _stages_bytes(priced, beyond)
+    taken, traffic = _stages_bytes(priced)
     sent = [row["receives_bytes"] for row in priced.timing["stages"]] + [0.0]
     rows = []
     for held, order in zip(priced.ranks_hold, priced.orders, strict=True):
@@ -96,7 +78,7 @@ def rank_rows(priced: Priced) -> list[dict[str, Any]]:
         }  # fmt: skip
         row["communication"] += sum(remembered_bytes(one, priced.data_ranks[0]) for one in priced.carried(held))
         lasting = sum(row[kind] for kind in ("parameters", "optimizer", "buffers", "inputs", "communication"))
-        received = received_bytes(beyond[i].traffic for i in stages)
+        received = received_bytes(traffic[i] for i in stages)
         passing = max(most_at_once(order, stages, round(grown)), received, gradients + bucket)
         row["total"] = round(lasting + whole + passing)
         row["gathered"] = whole + grown - gradients
@@ -115,21 +97,21 @@ def _tied_bucket_bytes(priced: Priced, held: Mapping[str, str]) -> float:
     return min(BUCKET_BYTES, sum(sizes)) if is_copied else 0.0
 
 
-def _stages_bytes(priced: Priced, beyond: Sequence[Beyond]) -> list[StageBytes]:
-    """What a microbatch of every stage takes: a stage holds what it sends too where none of its operators keeps it, and
-    what it receives lies where it was received."""
+def _stages_bytes(priced: Priced) -> tuple[list[StageBytes], list[Traffic]]:
+    """What a microbatch of every stage takes, and what is sent beside it: a stage holds what it sends too where none of
+    its operators keeps it, and what it receives lies where it was received."""
     rows, positions, times = priced.table.rows, priced.table.positions, priced.times
     starts = [rows[positions[stage.start]] for stage in priced.stages[1:]]
     unkept = [*(float(row.unkept.at(times)) for row in starts), 0.0]
     received = [0.0, *(float(row.kept_later.at(times)) for row in starts)]
-    stages = []
+    stages, traffic = list[StageBytes](), list[Traffic]()
     for i, stage in enumerate(priced.stages):
+        beyond, sent = beyond_kept(priced, [priced.table.order[j] for j in stage])
         gathered = priced.crossings[i].gathered_bytes(priced.mesh, priced.scatters)
         kept = float(priced.kept[positions[stage.start : stage.stop]].sum())
-        held = max(0.0, kept - received[i]) + unkept[i] + gathered
-        sizes = (held, 0.0, *beyond[i][:4])
-        stages.append(StageBytes(*map(round, sizes)))
-    return stages
+        stages.append(beyond._replace(held=round(max(0.0, kept - received[i]) + unkept[i] + gathered)))
+        traffic.append(sent)
+    return stages, traffic
 
 
 def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
@@ -139,121 +121,116 @@ def reads_of(priced: Priced, order: Order) -> dict[str, Reads]:
         row = priced.table.rows[position]
         for known in (*row.parameters, *row.reads_also):
             name, again = named_in(known, path, number), "recompute" in row.works
-            kept = "input_backward" in row.works if gathers else priced.table.parameters[known].trained
+            trained = priced.table.parameters[known].trained
+            kept = "input_backward" in row.works if gathers else trained
             before = reads.get(name)
             kept = kept or (before is not None and before.kept)
-            reads[name] = Reads(known, i if before is None else before.first, i, again, kept)
+            reads[name] = Reads(known, i if before is None else before.first, i, again, kept, trained)
     return reads
 
 
-def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> Beyond:
+def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> tuple[StageBytes, Traffic]:
     """How far operators, which follow each other on a rank, go beyond what they keep: at each operator those after it
-    keep nothing, and have made the gradients of the weights that they read.
+    keep nothing, and have made the gradients of the weights that they read. Also what is sent beside them.
 
     Args:
         others_beside: there are others like them before and after, whose weights are gathered ahead.
     """
     if not order:
-        return Beyond(0.0, 0.0, 0.0, 0.0, Traffic((), (), 0))
+        return StageBytes(0, 0, 0, 0, 0, 0), Traffic()
     positions, reads = np.array([position for position, _, _ in order]), reads_of(priced, order)
-    kept = np.cumsum(priced.kept[positions])
-    traffic, beside = traffic_at(priced, reads), priced.setting.prefetch if others_beside else 0
-    if beside and traffic.rows:
-        rows = (traffic.rows[:1] * beside, traffic.rows, traffic.rows[-1:] * beside)
-        traffic = replace(traffic, rows=sum(rows, ()))
+    weights = {name: _weight(priced, one.known) for name, one in reads.items()}
+    traffic, kept = _traffic(priced, reads, weights), np.cumsum(priced.kept[positions])
+    if others_beside:
+        beside = ([row._replace(names=())] * traffic.prefetch for row in (*traffic.rows[:1], *traffic.rows[-1:]))
+        traffic = replace(traffic, rows=(*next(beside, ()), *traffic.rows, *next(beside, ())))
     left = priced.crossing(priced.table.rows[positions[0]]).whole
-    in_forward = Levels([*(kept + priced.in_forward[positions]).tolist(), 0.0], kept.tolist())
-    in_backward = Levels([*(kept + priced.in_backward[positions])[::-1].tolist(), left], kept[::-1].tolist())
-    whole = {name: _gradient_bytes(priced, one.known) for name, one in reads.items()}
-    steps = [_backward(priced, reads, traffic, beside, in_backward)]
-    first, later = backward_peaks(steps, 0.0, traffic, whole, priced.setting.schedule.microbatches)
-    forward = forward_peak(_forward(priced, reads, traffic, beside, in_forward))
-    beyond = [max(0.0, most - float(kept[-1])) for most in (forward, later, first)]
+    forward = [*(kept + priced.in_forward[positions]).tolist(), 0.0]
+    backward = [*(kept + priced.in_backward[positions])[::-1].tolist(), left]
+    steps = _steps(backward, kept[::-1].tolist(), *_backward(reads, weights, traffic, len(order) - 1))
+    whole, microbatches = {name: one.whole_bytes for name, one in weights.items()}, priced.setting.schedule.microbatches
+    first, later = backward_peaks([steps], 0.0, traffic, whole, microbatches)
+    most = forward_peak(_steps(forward, kept.tolist(), *_forward(reads, weights, traffic)))
     gradients = sum(priced.grown_bytes(one.known) for one in reads.values())
-    return Beyond(beyond[0], beyond[1], beyond[2], gradients, traffic)
+    beyond = (max(0.0, peak - float(kept[-1])) for peak in (most, later, first))
+    return StageBytes(0, 0, *map(round, (*beyond, gradients))), traffic
 
 
-def _forward(priced: Priced, reads: Mapping[str, Reads], traffic: Traffic, beside: int, levels: Levels) -> list[Event]:
-    """Weights that are gathered for the operators that read them."""
-    begins, ends = _Events(), _Events()
-    for row in range(beside, len(traffic.rows) - beside):
-        found = [reads[name] for name in traffic.rows[row].names]
-        (needed, ahead), first = traffic.opening_bytes(row), min(one.first for one in found)
-        begins[first] += (Event("ahead", 0), Event("peak", needed), Event("ahead", ahead))
-        for one in found:
-            begins[first].append(Event("takes", priced.read_bytes(one.known)))
-            ends[one.last].append(Event("takes", -priced.read_bytes(one.known)))
-    return _steps(levels, begins, ends)
+def _forward(reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic: Traffic) -> tuple[Events, Events]:
+    """Weights that are gathered: what happens before and after each operator."""
+    begins, ends = _none(), _none()
+    for i, row in enumerate(traffic.rows):
+        (needed, ahead), found = traffic.opening_bytes(i), [reads[name] for name in row.names]
+        if found:
+            size = sum(weights[name].whole_bytes for name in row.names)
+            opening = (Event("ahead", 0), Event("peak", needed), Event("ahead", ahead), Event("takes", size))
+            begins[min(one.first for one in found)] += opening
+        for name in row.names:
+            ends[reads[name].last].append(Event("takes", -weights[name].whole_bytes))
+    return begins, ends
 
 
-def _backward(priced: Priced, reads: Mapping[str, Reads], traffic: Traffic, beside: int, levels: Levels) -> list[Event]:
-    """Gradients of weights, and weights that are gathered again, from the last operator on."""
-    begins, ends, last = _Events(), _Events(), len(levels.kept) - 1
-    trained = {name: one for name, one in reads.items() if priced.table.parameters[one.known].trained}
-    for one in trained.values():
-        begins[last - one.last].append(Event("takes", _gradient_bytes(priced, one.known)))
-    for row in range(beside, len(traffic.rows) - beside):
-        names = traffic.rows[row].names
-        begin, end = (last - index for index in (max(reads[n].last for n in names), min(reads[n].first for n in names)))
-        grads = [trained.pop(name).known for name in names if name in trained]
-        if any(reads[name].kept for name in names):
-            begins[begin] += traffic.opens(row)
-            ends[end].append(Event("opens", -traffic.rows[row].whole_bytes))
+def _backward(
+    reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic: Traffic, last: int
+) -> tuple[Events, Events]:
+    """Weights that are gathered again, and gradients of weights: the same, from the `last` operator on."""
+    begins, ends = _none(), _none()
+    trained = {name: weight for name, weight in weights.items() if reads[name].trained}
+    for name, weight in trained.items():
+        begins[last - reads[name].last].append(Event("takes", weight.whole_bytes))
+    for i, row in enumerate(traffic.rows):
+        found, grads = [reads[name] for name in row.names], [trained.pop(n) for n in row.names if n in trained]
+        end = last - min((one.first for one in found), default=0)
+        if any(one.kept for one in found):
+            begins[last - max(one.last for one in found)] += traffic.opens(i)
+            ends[end].append(Event("takes", -row.whole_bytes))
         if grads:
-            parts = sum(map(priced.gradient_bytes, grads))
-            ends[end].append(Event("sends", traffic.rows[row].grad_bytes, parts))
-            ends[end].append(Event("takes", -sum(_gradient_bytes(priced, known) for known in grads)))
-    for name, one in trained.items():
-        ends[last - one.first].append(Event("gives", _gradient_bytes(priced, one.known), name=name))
-    return _steps(levels, begins, ends)
+            ends[end].append(Event("sends", row.grad_bytes, sum(weight.part_bytes for weight in grads)))
+            ends[end].append(Event("takes", -sum(weight.whole_bytes for weight in grads)))
+    for name, weight in trained.items():
+        ends[last - reads[name].first].append(Event("gives", weight.whole_bytes, name=name))
+    return begins, ends
 
 
-def _gradient_bytes(priced: Priced, known: str) -> float:
-    """Of a gradient while it comes into being: of what is read of the parameter."""
-    return priced.read_bytes(known) if priced.is_cut(known) else priced.local_bytes(known)
+Events = Mapping[int, Sequence[Event]]
+_none = partial(defaultdict[int, list[Event]], list)
 
 
-_Events = partial(defaultdict[int, list[Event]], list)
+def _steps(runs: Sequence[float], kept: Sequence[float], begins: Events, ends: Events) -> list[Event]:
+    """All that happens, operator by operator.
 
-
-def _steps(levels: Levels, begins: Mapping[int, list[Event]], ends: Mapping[int, list[Event]]) -> list[Event]:
-    """What happens before operators, when what is kept is there, and after them, when there is no more than in them and
-    in the next."""
-    events, start, runs = list[Event](), 0, levels.runs
+    Args:
+        runs: what is there beside weights and their gradients while each runs, and when all have.
+        kept: of that, what is there before. After each there is no more than in it and in the next.
+    """
+    events, start = list[Event](), 0
     for i in sorted({*begins, *ends}):
-        if start < i:
-            events.append(Event("peak", max(runs[start:i])))
         after = min(runs[i], runs[i + 1])
-        events += (Event("takes", levels.kept[i]), *begins.get(i, ()), Event("takes", -levels.kept[i]))
+        events.append(Event("peak", max(runs[start:i], default=0.0)))
+        events += (Event("takes", kept[i]), *begins.get(i, ()), Event("takes", -kept[i]))
         events.append(Event("peak", runs[i]))
         events += (Event("takes", after), *ends.get(i, ()), Event("takes", -after))
         start = i + 1
-    events.append(Event("peak", max(runs[start:])))
-    return events
+    return [*events, Event("peak", max(runs[start:]))]
 
 
-def traffic_at(priced: Priced, reads: Mapping[str, Reads]) -> Traffic:
-    """What is sent beside operators: which parameters are gathered, and gradients summed, together."""
-    setting, mesh, parameters = priced.setting, priced.mesh, priced.table.parameters
-    summed, scattered, gathered = dict[str, Weight](), dict[str, Weight](), dict[str, Weight]()
-    for name, one in reads.items():
-        parameter, is_cut = parameters[one.known], priced.is_cut(one.known)
-        axes = tuple(axis for axis in parameter.axes if mesh.size(axis) > 1) if parameter.trained else ()
-        weight = Weight(priced.local_bytes(one.known), priced.read_bytes(one.known), parameter.read, parameter.summed,
-                        (axes, parameter.over if is_cut else ()), True)  # fmt: skip
-        if is_cut and setting.zero == 3:
-            gathered[name] = weight
-        elif parameter.trained and (axes or is_cut):
-            (scattered if is_cut else summed)[name] = weight
-    rows = [Row.of({name: gathered[name] for name in names}) for names in _gathered_together(gathered, reads)]
-    sent = *summed_buckets(summed), *scattered_buckets(scattered, setting.zero, setting.schedule.microbatches)
-    return Traffic(sent, tuple(rows), setting.prefetch)
+def _traffic(priced: Priced, reads: Mapping[str, Reads], weights: Mapping[str, Weight]) -> Traffic:
+    """What is sent beside operators."""
+    zero, cut = priced.setting.zero, {name for name, one in reads.items() if priced.is_cut(one.known)}
+    gathered = {name: one for name, one in weights.items() if name in cut and zero == 3}
+    trained = {name: one for name, one in weights.items() if reads[name].trained and name not in gathered}
+    scattered = {name: one for name, one in trained.items() if name in cut}
+    summed = {name: one for name, one in trained.items() if name not in cut and any(one.kind)}
+    rows: dict[Any, dict[str, Weight]] = {}  # as in `ir.storing`: of a block, apart those that are read again
+    for (name, one), run in zip(gathered.items(), block_runs(gathered), strict=True):
+        rows.setdefault((run, reads[name].again, one.kind), {})[name] = one
+    sent = *summed_buckets(summed), *scattered_buckets(scattered, zero, priced.setting.schedule.microbatches)
+    return Traffic(sent, tuple(map(Row.of, rows.values())), priced.setting.prefetch)
 
 
-def _gathered_together(gathered: Mapping[str, Weight], reads: Mapping[str, Reads]) -> list[list[str]]:
-    """Parameters that are gathered in one collective, as in `ir.storing`: consecutive ones of a block and kind, apart
-    those that are read again."""
-    rows: dict[Any, list[str]] = {}
-    for (name, one), number in zip(gathered.items(), block_runs(gathered), strict=True):
-        rows.setdefault((number, reads[name].again, one.kind), []).append(name)
-    return sorted(rows.values(), key=lambda names: reads[names[0]].first)
+def _weight(priced: Priced, known: str) -> Weight:
+    """A parameter as it travels, by its name in the table."""
+    parameter, is_cut, part = priced.table.parameters[known], priced.is_cut(known), priced.local_bytes(known)
+    axes = tuple(axis for axis in parameter.axes if priced.mesh.size(axis) > 1) if parameter.trained else ()
+    whole, kind = priced.read_bytes(known) if is_cut else part, (axes, parameter.over if is_cut else ())
+    return Weight(part, whole, parameter.read, parameter.summed, kind, True)

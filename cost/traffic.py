@@ -7,11 +7,11 @@ Read by what counts a plan's memory operator by operator (`cost.count`) and by w
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from autopart.ir.buckets import UNDER_WAY, bucketed, kinds
 
@@ -25,7 +25,7 @@ class Weight(NamedTuple):
     whole_bytes: float
     read: float
     summed: float
-    kind: object
+    kind: tuple[Any, ...]
     in_order: bool
 
     @property
@@ -51,22 +51,24 @@ class Sent(NamedTuple):
 
 class Row(NamedTuple):
     """Weights that are gathered together. `received_bytes`: what they are received in, and sent from; `opening_bytes`:
-    with the wholes that are made of it; `grad_bytes`: what their gradients are sent from."""
+    with the wholes that are made of it; `grad_bytes`: what their gradients are sent from. `first`: the node that reads
+    them first, of a stage graph."""
 
     names: tuple[str, ...]
+    first: Any
     whole_bytes: int
     received_bytes: int
     opening_bytes: int
     grad_bytes: int
 
     @staticmethod
-    def of(weights: Mapping[str, Weight]) -> Row:
+    def of(weights: Mapping[str, Weight], first: Any = None) -> Row:
         found = list(weights.values())
         in_order = len(found) == 1 and found[0].in_order
         whole, flat = sum(one.whole_bytes for one in found), sum(one.sum_bytes for one in found)
         received = whole + _sent_copy(found)
         sizes = whole, received, received + (0 if in_order else whole), 0 if in_order and flat == whole else flat
-        return Row(tuple(weights), *map(round, sizes))
+        return Row(tuple(weights), first, *map(round, sizes))
 
 
 def summed_buckets(weights: Mapping[str, Weight]) -> Iterator[Sent]:
@@ -99,11 +101,11 @@ def _sent_copy(weights: Sequence[Weight]) -> float:
 
 class Event(NamedTuple):
     """`takes`: bytes more (or less). `needs`: so many beyond what is there, before other events; `peak`: the same now.
-    `ahead`: what weights that are gathered ahead take from now on. `opens`: so many bytes more (or less) of gathered
-    weights. `sends`: a copy of gradients, for `part` bytes of a rank's part of them. `gives`: the whole gradient of the
-    parameter `name`, so many bytes where nothing gives it a gradient again."""
+    `ahead`: what weights that are gathered ahead take from now on. `sends`: a copy of gradients, for `part` bytes of a
+    rank's part of them. `gives`: the whole gradient of the parameter `name`, so many bytes where nothing gives it a
+    gradient again."""
 
-    kind: Literal["takes", "needs", "peak", "ahead", "opens", "sends", "gives"]
+    kind: Literal["takes", "needs", "peak", "ahead", "sends", "gives"]
     size: float
     part: float = 0
     name: str = ""
@@ -111,11 +113,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of a stage: its buckets of gradients, and the rows of weights in their order."""
+    """Of a stage: its buckets of gradients, and the rows of weights in their order; of a stage graph `row_of`: the row
+    that each node gathers."""
 
-    sent: tuple[Sent, ...]
-    rows: tuple[Row, ...]
-    prefetch: int
+    sent: tuple[Sent, ...] = ()
+    rows: tuple[Row, ...] = ()
+    prefetch: int = 0
+    row_of: Mapping[Any, int] = field(default_factory=dict)
 
     def opening_bytes(self, row: int) -> tuple[int, int]:
         """When the forward reads a row of weights: what is needed beyond what is there, with those after it that are
@@ -129,7 +133,7 @@ class Traffic:
         yield Event("ahead", self._received_bytes(first + 1, row))
         yield Event("peak", self.rows[row].opening_bytes)
         yield Event("ahead", self._received_bytes(first, row))
-        yield Event("opens", self.rows[row].whole_bytes)
+        yield Event("takes", self.rows[row].whole_bytes)
         yield Event("peak", 0)
 
     def _received_bytes(self, start: int, stop: int) -> int:
@@ -144,7 +148,7 @@ def received_bytes(stages: Iterable[Traffic]) -> int:
 
 def forward_peak(events: Sequence[Event]) -> float:
     """The most there is while the forward runs."""
-    return _Backward(0.0, Traffic((), (), 0), {}, False, False, 1).run([events])[0]
+    return _Backward(0.0, Traffic(), {}, False, False, 1).run([events])[0]
 
 
 def backward_peaks(
@@ -176,7 +180,7 @@ class _Backward:
     ):  # fmt: skip
         self.now = self.most = self.most_later = kept
         self.whole, self.sends = whole, sends
-        self.added_bytes = self.opened_bytes = self.ahead = 0.0
+        self.added_bytes = self.ahead = 0.0
         # What is sent after every microbatch may be under way when the next backward begins.
         # Of each what it is sent from, and what it is received in if that is added to what is there.
         is_second = microbatches == 2  # where nothing is there to add it to
@@ -186,10 +190,7 @@ class _Backward:
         self.now += sum(map(sum, self.flats))
         self.sent = traffic.sent
         self.missing = [set(sent.names) for sent in traffic.sent]
-        self.buckets_of: dict[str, list[int]] = defaultdict(list)
-        for number, sent in enumerate(traffic.sent):
-            for name in sent.names:
-                self.buckets_of[name].append(number)
+        self.bucket_of = {name: number for number, sent in enumerate(traffic.sent) for name in sent.names}
         self.apart = {name for sent in traffic.sent if sent.scatters and (sent.each or sent.kept_bytes)
                       for name in sent.names}  # fmt: skip
 
@@ -209,24 +210,23 @@ class _Backward:
                     self._complete(name, size)
                 elif kind == "ahead":
                     self.ahead = size
-                elif kind == "opens":
-                    self.opened_bytes += size
                 else:
                     self._send(size, part, True)
         return self.most, self.most_later
 
     def _reach(self, peak: float) -> None:
-        peak += self.ahead + self.opened_bytes
+        peak += self.ahead
         self.most, self.most_later = max(self.most, peak), max(self.most_later, peak - self.added_bytes)
 
     def _complete(self, name: str, added_bytes: float) -> None:
         """The gradient of a parameter is whole."""
         if name not in self.apart:
             self.added_bytes += added_bytes
-        for number in self.buckets_of.get(name, ()):
-            self.missing[number].discard(name)
-            if not self.missing[number] and (self.sent[number].each or self.sends):
-                self._sum(self.sent[number])
+        if name in self.bucket_of:
+            sent, missing = self.sent[self.bucket_of[name]], self.missing[self.bucket_of[name]]
+            missing.discard(name)
+            if not missing and (sent.each or self.sends):
+                self._sum(sent)
 
     def _sum(self, sent: Sent) -> None:
         grads = sum(self.whole[name] for name in sent.names) if sent.scatters else 0

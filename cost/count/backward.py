@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from autopart.cost.count.footprint import Memory, Value, Walk, rerun_bytes
-from autopart.cost.count.sending import StageTraffic
+from autopart.cost.count.footprint import Memory, Value, Walk, rerun_memory
 from autopart.cost.count.steps import Backward, backward_steps
-from autopart.cost.traffic import Event
+from autopart.cost.traffic import Event, Traffic
 from autopart.cost.traffic import backward_peaks as peaks
 from autopart.ir.facts import facts, times
 from autopart.ir.fold import Folds, later, unrolled
@@ -37,7 +36,7 @@ class _Step(NamedTuple):
 
 
 def backward_peaks(
-    walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: StageTraffic
+    walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic
 ) -> tuple[float, float]:  # fmt: skip
     """The most that gradients and what is still kept take while the backward runs: the first of a step, and later
     ones.
@@ -56,9 +55,9 @@ def backward_peaks(
 class _Events:
     """What the backward of every operator of a stage does to a rank's memory, in its order."""
 
-    def __init__(self, walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: StageTraffic):
+    def __init__(self, walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic):
         self.walk, self.alive, self.kept, self.traffic = walk, alive, kept, traffic
-        self.again = rerun_bytes(walk, alive)
+        self.again = {node: _bytes(memory) + others for node, (memory, others) in rerun_memory(walk, alive).items()}
         self.in_rows = {name for row in traffic.rows for name in row.names}
         self.opened: set[int] = set()
         self.parts_bytes: Counter[int] = Counter()
@@ -83,8 +82,11 @@ class _Events:
             self.wholes_bytes[row] += done
             made = done = 0
         yield Event("needs", further)
-        if row is not None and node is self.traffic.first_of[row]:
-            yield from self._scattered(row)
+        if row is not None and node is self.traffic.rows[row].first:
+            if row in self.opened:
+                self.opened.discard(row)
+                yield Event("takes", -self.traffic.rows[row].whole_bytes)
+            yield Event("sends", self.traffic.rows[row].grad_bytes, self.parts_bytes[row])
             done = self.wholes_bytes[row]
         yield Event("takes", -done - self.kept.get(node, 0) - self.again.get(node, 0))
         yield Event("peak", 2 * further)
@@ -106,14 +108,6 @@ class _Events:
         for row in sorted(rows - self.opened, reverse=True):
             self.opened.add(row)
             yield from self.traffic.opens(row)
-
-    def _scattered(self, row: int) -> Iterator[Event]:
-        """The gradients of the weights of a row, which go when all of them are there."""
-        one = self.traffic.rows[row]
-        if row in self.opened:
-            self.opened.discard(row)
-            yield Event("opens", -one.whole_bytes)
-        yield Event("sends", one.grad_bytes, self.parts_bytes[row])
 
 
 def _bytes(pieces: Set[Memory]) -> int:

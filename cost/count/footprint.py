@@ -88,12 +88,6 @@ def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[Mem
     return again
 
 
-def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, int]:
-    """Bytes of that."""
-    again = rerun_memory(walk, alive)
-    return {node: sum(m.size_bytes for m in memory) + others for node, (memory, others) in again.items()}
-
-
 def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
     """The values of a stage's nodes on its heaviest rank, for one microbatch."""
     held = held_whole(program, program.stages)

@@ -15,8 +15,9 @@ from torch import fx
 
 from autopart.cost.count.backward import backward_peaks
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, saved_memory, saved_others
-from autopart.cost.count.sending import StageTraffic, traffic_of
+from autopart.cost.count.sending import traffic_of
 from autopart.cost.count.steps import forward_steps
+from autopart.cost.traffic import Traffic
 from autopart.ir.actions import StageBytes
 from autopart.ir.facts import facts, times
 
@@ -37,7 +38,7 @@ class StageMemory:
     trained: frozenset[str]
     whole: Mapping[str, int]
     whole_backward: bool
-    traffic: StageTraffic
+    traffic: Traffic
 
     @property
     def saved_bytes(self) -> int:
@@ -96,7 +97,7 @@ def _sent_bytes(sent: Any, held: set[Memory]) -> int:
     return sent.memory.size_bytes if sent.form.is_contiguous else sent.form.size_bytes
 
 
-def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: StageTraffic) -> int:
+def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic) -> int:
     """The most that values, weights on their way and what is kept take while the forward runs."""
     done = list(forward_steps(walk, {memory for pieces in saved.values() for memory in pieces}))
     made_bytes = {step.node: sum(memory.size_bytes for memory in step.made) for step in done}
@@ -107,7 +108,7 @@ def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic
         made, needs = made_bytes[node] if row is None else 0, 0
         if row is None:
             needs = ahead + walk.takes.get(node, (0, 0))[0]
-        elif node is traffic.first_of[row]:
+        elif node is traffic.rows[row].first:
             made = sum(made_bytes[other] for other, at in traffic.row_of.items() if at == row)
             needs, ahead = traffic.opening_bytes(row)
         taken = made + (saved_others(walk, node) if node in saved else 0)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import torch
-from torch import fx
 
 from autopart.cost.dp_sync import Carried, carried
 from autopart.cost.traffic import Row, Traffic, Weight, scattered_buckets, summed_buckets
@@ -23,20 +21,9 @@ from autopart.ir.storing import Way, gathered_together, gathers_stored, source_n
 from autopart.tracing.trace import Trace
 
 
-@dataclass(frozen=True)
-class StageTraffic(Traffic):
-    """Of a stage graph. `row_of`: the row that each node gathers; `first_of`: the first node of each row."""
-
-    row_of: Mapping[fx.Node, int] = field(default_factory=dict)
-
-    @cached_property
-    def first_of(self) -> dict[int, fx.Node]:
-        return {self.row_of[node]: node for node in reversed([*self.row_of])}
-
-
 def traffic_of(
     trace: Trace, program: Program, stage: Stage, whole: Mapping[str, int], ways: Mapping[str, Way]
-) -> StageTraffic:
+) -> Traffic:
     """What is sent beside the work of a stage.
 
     Args:
@@ -59,8 +46,8 @@ def traffic_of(
     together = gathered_together(nodes, lambda node: gathered[node].kind)
     if any(len({times(node) for node in row}) > 1 for row in together):
         raise NotFoldable("weights of a block that stands for others are gathered with those of another")
-    rows = tuple(Row.of({source_name(node): gathered[node] for node in row}) for row in together)
-    return StageTraffic(sent, rows, program.prefetch, {node: i for i, row in enumerate(together) for node in row})
+    rows = tuple(Row.of({source_name(node): gathered[node] for node in row}, row[0]) for row in together)
+    return Traffic(sent, rows, program.prefetch, {node: i for i, row in enumerate(together) for node in row})
 
 
 def _weight(
