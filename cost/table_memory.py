@@ -1,7 +1,8 @@
 """The memory of every rank from a table's rows, at any setting: what is stored, what is kept for backwards, and how far
 a forward or backward goes beyond that, with weights on their way and gradients as they come and go.
 
-The same is counted value by value of a program that is written (`cost.count.peaks`, `cost.count.rank_memory`).
+The same is counted value by value of a program that is written (`cost.count.peaks`, `cost.count.rank_memory`); what
+travels is followed for both in `traffic.py`.
 """
 
 from __future__ import annotations
@@ -141,16 +142,16 @@ def beyond_kept(priced: Priced, order: Order, others_beside: bool = False) -> tu
     positions, reads = np.array([position for position, _, _ in order]), reads_of(priced, order)
     weights = {name: _weight(priced, one.known) for name, one in reads.items()}
     traffic, kept = _traffic(priced, reads, weights), np.cumsum(priced.kept[positions])
-    if others_beside:
-        beside = ([row._replace(names=())] * traffic.prefetch for row in (*traffic.rows[:1], *traffic.rows[-1:]))
-        traffic = replace(traffic, rows=(*next(beside, ()), *traffic.rows, *next(beside, ())))
+    if others_beside and traffic.rows:
+        before, after = ([row._replace(names=())] * traffic.prefetch for row in (traffic.rows[0], traffic.rows[-1]))
+        traffic = replace(traffic, rows=(*before, *traffic.rows, *after))
     left = priced.crossing(priced.table.rows[positions[0]]).whole
     forward = [*(kept + priced.in_forward[positions]).tolist(), 0.0]
     backward = [*(kept + priced.in_backward[positions])[::-1].tolist(), left]
     steps = _steps(backward, kept[::-1].tolist(), *_backward(reads, weights, traffic, len(order) - 1))
     whole, microbatches = {name: one.whole_bytes for name, one in weights.items()}, priced.setting.schedule.microbatches
     first, later = backward_peaks([steps], 0.0, traffic, whole, microbatches)
-    most = forward_peak(_steps(forward, kept.tolist(), *_forward(reads, weights, traffic)))
+    most = forward_peak([_steps(forward, kept.tolist(), *_forward(reads, weights, traffic))])
     gradients = sum(priced.grown_bytes(one.known) for one in reads.values())
     beyond = (max(0.0, peak - float(kept[-1])) for peak in (most, later, first))
     return StageBytes(0, 0, *map(round, (*beyond, gradients))), traffic
@@ -160,11 +161,8 @@ def _forward(reads: Mapping[str, Reads], weights: Mapping[str, Weight], traffic:
     """Weights that are gathered: what happens before and after each operator."""
     begins, ends = _none(), _none()
     for i, row in enumerate(traffic.rows):
-        (needed, ahead), found = traffic.opening_bytes(i), [reads[name] for name in row.names]
-        if found:
-            size = sum(weights[name].whole_bytes for name in row.names)
-            opening = (Event("ahead", 0), Event("peak", needed), Event("ahead", ahead), Event("takes", size))
-            begins[min(one.first for one in found)] += opening
+        for name in row.names[:1]:  # which is read first
+            begins[reads[name].first] += (*traffic.gathers(i), Event("takes", row.whole_bytes))
         for name in row.names:
             ends[reads[name].last].append(Event("takes", -weights[name].whole_bytes))
     return begins, ends

@@ -121,11 +121,11 @@ class Traffic:
     prefetch: int = 0
     row_of: Mapping[Any, int] = field(default_factory=dict)
 
-    def opening_bytes(self, row: int) -> tuple[int, int]:
-        """When the forward reads a row of weights: what is needed beyond what is there, with those after it that are
-        gathered meanwhile, and what those take that are gathered ahead from then on."""
-        needed = self._received_bytes(row + 1, row + self.prefetch) + self.rows[row].opening_bytes
-        return needed, self._received_bytes(row + 1, row + 1 + self.prefetch)
+    def gathers(self, row: int) -> Iterator[Event]:
+        """The forward reads a row of weights: they are gathered, and those of the rows after begin to be."""
+        yield Event("ahead", self._received_bytes(row + 1, row + self.prefetch))
+        yield Event("peak", self.rows[row].opening_bytes)
+        yield Event("ahead", self._received_bytes(row + 1, row + 1 + self.prefetch))
 
     def opens(self, row: int) -> Iterator[Event]:
         """The backward reads a row of weights: they are gathered, and those of the rows before begin to be."""
@@ -146,9 +146,9 @@ def received_bytes(stages: Iterable[Traffic]) -> int:
     return max(map(sum, pairwise([0, *(sent.gather_bytes for stage in stages for sent in stage.sent)])), default=0)
 
 
-def forward_peak(events: Sequence[Event]) -> float:
+def forward_peak(steps: Sequence[Sequence[Event]]) -> float:
     """The most there is while the forward runs."""
-    return _Backward(0.0, Traffic(), {}, False, False, 1).run([events])[0]
+    return _Running(0.0, Traffic(), {}, False, False, 1).run(steps)[0]
 
 
 def backward_peaks(
@@ -163,7 +163,7 @@ def backward_peaks(
     """
 
     def peaks(sends: bool, is_later: bool = False) -> tuple[float, float]:
-        return _Backward(kept, traffic, whole, sends, is_later, microbatches).run(steps)
+        return _Running(kept, traffic, whole, sends, is_later, microbatches).run(steps)
 
     if microbatches == 1 or not traffic.sent:
         return peaks(True)
@@ -172,8 +172,9 @@ def backward_peaks(
     return first, max(later if microbatches > 2 else 0, last)
 
 
-class _Backward:
-    """A rank's memory during the backward of a microbatch, in which the gradients of a step are sent, or not."""
+class _Running:
+    """A rank's memory during the forward or backward of a microbatch, in which the gradients of a step are sent, or
+    not."""
 
     def __init__(
         self, kept: float, traffic: Traffic, whole: Mapping[str, float], sends: bool, is_later: bool, microbatches: int

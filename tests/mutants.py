@@ -146,7 +146,7 @@ MUTANTS = [
            "        self.now += part_bytes\n", "memory"),
     Mutant("cost/count/peaks.py", "(size := sum(memory.size_bytes for memory in pieces) + saved_others(walk, node))",
            "(size := sum(memory.size_bytes for memory in pieces))", "memory golden one_prediction"),
-    Mutant("cost/count/backward.py", 'yield Event("peak", 2 * further)', 'yield Event("peak", 0)',
+    Mutant("cost/count/events.py", 'yield Event("peak", 2 * further)', 'yield Event("peak", 0)',
            "memory golden one_prediction"),
     Mutant("cost/count/rank_memory.py", "total += program.microbatches * _bytes(stage.receives)",
            "total += _bytes(stage.receives)", "memory golden"),

@@ -1,7 +1,7 @@
 """What a stage's operators hold in memory, as `Size`, so that a table knows it at other sizes: what each keeps for the
-backward, what a cut before it sends, and what is there while it runs, which `peaks.py` and `backward.py` count of the
-same steps in bytes. Weights on their way and gradients of weights are no part of it: `cost.table_memory` knows when
-those come and go.
+backward, what a cut before it sends, and what is there while it runs, which `events.py` counts of the same steps in
+bytes. Weights on their way and gradients of weights are no part of it: `cost.table_memory` knows when those come and
+go.
 """
 
 from __future__ import annotations

@@ -6,20 +6,18 @@ The walk of a stage (`footprint.py`) says whose memory every value is and until 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from torch import fx
 
-from autopart.cost.count.backward import backward_peaks
+from autopart.cost.count.events import backward_bytes, forward_bytes
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, saved_memory, saved_others
 from autopart.cost.count.sending import traffic_of
-from autopart.cost.count.steps import forward_steps
 from autopart.cost.traffic import Traffic
 from autopart.ir.actions import StageBytes
-from autopart.ir.facts import facts, times
+from autopart.ir.facts import times
 
 
 @dataclass
@@ -70,11 +68,12 @@ def stage_memory(walk: Walk) -> StageMemory:
     lasting = sum(size for name, size in weights.items() if name not in scattered and name not in kept_apart)
     lasting += sum(sent.kept_bytes for sent in traffic.sent)
     is_split = not (regions := bool(walk.regions(alive)))
-    first_backward, backward = backward_peaks(walk, alive, by_node, traffic)
+    forward = forward_bytes(walk, saved, traffic)
+    first_backward, backward = backward_bytes(walk, alive, by_node, traffic)
     taken = StageBytes(
         held=kept + sum(_sent_bytes(value, held) for value in sends),
         delayed=_delayed_bytes(walk, alive) if stage.index and is_split else 0,
-        forward=max(0, _forward_peak(walk, saved, traffic) - kept),
+        forward=max(0, round(forward) - kept),
         backward=max(0, round(backward) - kept),
         first_backward=max(0, round(first_backward) - kept),
         gradients=lasting + sum(sent.part_bytes for sent in set(scattered.values())),
@@ -95,36 +94,3 @@ def _sent_bytes(sent: Any, held: set[Memory]) -> int:
     if not isinstance(sent, Value) or sent.memory.lives or (sent.form.is_contiguous and sent.memory in held):
         return 0
     return sent.memory.size_bytes if sent.form.is_contiguous else sent.form.size_bytes
-
-
-def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic) -> int:
-    """The most that values, weights on their way and what is kept take while the forward runs."""
-    done = list(forward_steps(walk, {memory for pieces in saved.values() for memory in pieces}))
-    made_bytes = {step.node: sum(memory.size_bytes for memory in step.made) for step in done}
-    steps: list[tuple[fx.Node, int, int]] = []
-    ahead = 0
-    for node, _, ended in done:
-        row = traffic.row_of.get(node)
-        made, needs = made_bytes[node] if row is None else 0, 0
-        if row is None:
-            needs = ahead + walk.takes.get(node, (0, 0))[0]
-        elif node is traffic.rows[row].first:
-            made = sum(made_bytes[other] for other, at in traffic.row_of.items() if at == row)
-            needs, ahead = traffic.opening_bytes(row)
-        taken = made + (saved_others(walk, node) if node in saved else 0)
-        freed = sum(memory.size_bytes for memory in ended)
-        steps.append((node, max(needs, taken + ahead), taken - freed))
-    return _highest(steps)
-
-
-def _highest(steps: Sequence[tuple[fx.Node, int, int]]) -> int:
-    """The most bytes there are, of `(node, bytes beyond those before it, bytes more after it)`; of a block that stands
-    for others, in the first or the last of them."""
-    now = most = 0
-    for _, block in groupby(steps, key=lambda step: facts(step[0]).get("block")):
-        start, inside, number = now, 0, 1
-        for node, needs, takes in block:
-            inside, now, number = max(inside, now + needs), now + takes, times(node)
-        later = (number - 1) * (now - start)
-        most, now = max(most, inside, inside + later), now + later
-    return most

@@ -1,7 +1,7 @@
 """What comes into being and goes while a stage's operators run, forward and backward, in their order.
 
-Read by what counts a plan's memory in bytes (`peaks.py`, `backward.py`) and by what says the same at other sizes
-(`held.py`): pieces of memory here, which each measures.
+Here it is pieces of memory: `events.py` measures them in bytes, for a plan's memory, and `held.py` as `Size`, for what
+a table says of other sizes.
 
 The gradient of a view is a view of the gradient, and that of what is summed the sum's, expanded. A further gradient of
 the same value is added out of place, when what made it is gone. A parameter's stays in the first backward of a step; in

@@ -1,30 +1,32 @@
-"""The most that the backward of a stage takes: gradients, what is still kept, and what is sent beside it.
-
-Here is how many bytes each operator's backward allocates and frees (`steps.py`) and what is sent beside it;
-`cost/traffic.py` follows these for all blocks of the model.
+"""What a stage's operators do to a rank's memory, in bytes: what each allocates and frees (`steps.py`), and what is
+sent beside it. `cost/traffic.py` follows that for all blocks of the model.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import fx
 
-from autopart.cost.count.footprint import Memory, Value, Walk, rerun_memory
-from autopart.cost.count.steps import Backward, backward_steps
-from autopart.cost.traffic import Event, Traffic
-from autopart.cost.traffic import backward_peaks as peaks
+from autopart.cost.count.footprint import Memory, Value, Walk, rerun_memory, saved_others
+from autopart.cost.count.steps import Backward, backward_steps, forward_steps
+from autopart.cost.traffic import Event, Traffic, backward_peaks, forward_peak
 from autopart.ir.facts import facts, times
 from autopart.ir.fold import Folds, later, unrolled
 
 
 class _Step(NamedTuple):
-    """The backward of one operator; `block` that it is in."""
+    """What one operator does."""
 
-    block: str
+    node: fx.Node
     events: tuple[Event, ...]
+
+    @property
+    def block(self) -> str:
+        path, number = facts(self.node).get("block", ("", 0))
+        return f"{path}.{number}"
 
     def later(self, folds: Folds, blocks: int) -> _Step:
         """The same, so many blocks later."""
@@ -35,7 +37,37 @@ class _Step(NamedTuple):
         )
 
 
-def backward_peaks(
+def _of_all(folds: Folds, steps: Iterable[_Step]) -> list[tuple[Event, ...]]:
+    """Those of all blocks of the model."""
+    return [
+        step.events for step in unrolled(folds, list(steps), lambda one: one.block, lambda one, i: one.later(folds, i))
+    ]
+
+
+def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic) -> float:
+    """The most that values, weights on their way and what is kept take while the forward runs."""
+    steps = list(forward_steps(walk, {memory for pieces in saved.values() for memory in pieces}))
+    made_bytes = {step.node: _bytes(step.made) for step in steps}
+
+    def events(node: fx.Node, ended: Set[Memory]) -> Iterator[Event]:
+        row, made = traffic.row_of.get(node), made_bytes[node]
+        if row is None:
+            yield Event("needs", walk.takes.get(node, (0, 0))[0])
+        elif node is traffic.rows[row].first:
+            yield from traffic.gathers(row)
+            made = sum(made_bytes[other] for other, at in traffic.row_of.items() if at == row)
+        else:
+            made = 0
+        yield Event("takes", made + (saved_others(walk, node) if node in saved else 0))
+        yield Event("peak", 0)
+        yield Event("takes", -_bytes(ended))
+
+    return forward_peak(_of_all(walk.trace.folds, (
+        _Step(step.node, tuple(events(step.node, step.ended))) for step in steps if step.node.op == "call_function"
+    )))  # fmt: skip
+
+
+def backward_bytes(
     walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic
 ) -> tuple[float, float]:  # fmt: skip
     """The most that gradients and what is still kept take while the backward runs: the first of a step, and later
@@ -44,16 +76,14 @@ def backward_peaks(
     Args:
         kept: bytes that are held for the backward of each node.
     """
-    folds = walk.trace.folds
-    counted = list(_Events(walk, alive, kept, traffic).steps())
-    steps = unrolled(folds, counted, lambda step: step.block, lambda step, i: step.later(folds, i))
+    steps = _of_all(walk.trace.folds, _Backward(walk, alive, kept, traffic).steps())
     whole = {str(n.target): read.memory.size_bytes for n, read in walk.values.items() if n.op == "get_attr"}
     begins = sum(size * times(node) for node, size in kept.items())
-    return peaks([step.events for step in steps], begins, traffic, walk.trace.of_all(whole), walk.program.microbatches)
+    return backward_peaks(steps, begins, traffic, walk.trace.of_all(whole), walk.program.microbatches)
 
 
-class _Events:
-    """What the backward of every operator of a stage does to a rank's memory, in its order."""
+class _Backward:
+    """What the backward of every operator does."""
 
     def __init__(self, walk: Walk, alive: Set[fx.Node], kept: Mapping[fx.Node, int], traffic: Traffic):
         self.walk, self.alive, self.kept, self.traffic = walk, alive, kept, traffic
@@ -65,10 +95,9 @@ class _Events:
 
     def steps(self) -> Iterator[_Step]:
         for step in backward_steps(self.walk, self.alive):
-            block = facts(step.node).get("block", ("", 0))
-            yield _Step(f"{block[0]}.{block[1]}", tuple(self._backward(step)))
+            yield _Step(step.node, tuple(self._events(step)))
 
-    def _backward(self, step: Backward) -> Iterator[Event]:
+    def _events(self, step: Backward) -> Iterator[Event]:
         node, values = step.node, self.walk.values
         made, done = _bytes(step.made), _bytes(step.done)
         further = sum(_size(values[used]) for used in step.further)
