@@ -268,7 +268,7 @@ class Blocks:
         once = priced.once(held, [set(names) for names in (others or [held])])
         once["gradient_sum_s"] *= 1 - priced.hidden_sums
         states = priced.state_bytes(held)
-        beyond = beyond_kept(priced, order, others_beside=True)
+        beyond, _ = beyond_kept(priced, order, others_beside=True)
         temporary = max(beyond.forward, beyond.backward)
         return time + sum(once.values()) / schedule.microbatches, states, float(priced.kept[rows].sum()), temporary
 

@@ -142,14 +142,14 @@ def test_what_is_searched_is_what_is_simulated_and_planned(space, mesh, schedule
     if schedule != "gpipe":  # its slowest forward and its slowest backward may be of two stages
         assert problem.step_time_s(choice) >= simulated.step_time_s * 0.995
     held = problem.stage_bytes(choice) / np.array(simulated.peak_memory_bytes)
-    assert (held > 0.99).all() and (held < 1.25).all()  # as if every block had others beside it
+    assert (held > 0.99).all() and (held < 1.2).all()  # as if every block had others beside it
     ids = torch.zeros(32, 64, dtype=torch.long, device="meta")
     plan = autopart.plan(
         space.model, mesh, example_kwargs={"input_ids": ids, "labels": ids.clone()}, **options_of(blocks, choice)
     )
     real = autopart.simulate(plan)
     assert simulated.step_time_s == pytest.approx(real.step_time_s, rel=0.02)
-    assert simulated.peak_memory_bytes == pytest.approx(real.peak_memory_bytes, rel=0.07)
+    assert simulated.peak_memory_bytes == pytest.approx(real.peak_memory_bytes, rel=0.02)
 
 
 @pytest.mark.large

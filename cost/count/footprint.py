@@ -75,26 +75,17 @@ def saved_others(walk: Walk, node: fx.Node) -> int:
     return 0 if "region" in facts(node) else walk.others.get(node, 0)
 
 
-def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[int, dict[fx.Node, tuple[set[Memory], int]]]:
+def rerun_memory(walk: Walk, alive: Set[fx.Node]) -> dict[fx.Node, tuple[set[Memory], int]]:
     """What each region keeps when its backward begins, beside what is kept anyway, by the node that keeps it first:
     memory, and bytes of what is no value. With that node's backward it goes."""
     regions = walk.regions(alive)
     kept = {memory for pieces in saved_memory(walk, alive).values() for memory in pieces} if regions else set()
-    again: dict[int, dict[fx.Node, tuple[set[Memory], int]]] = {region: {} for region in regions}
-    for region, nodes in regions.items():
-        for node in (n for n in nodes if n in alive):
-            fresh = {m for m in walk.keeps.get(node, ()) if not m.lives and not m.again} - kept
-            kept |= fresh
-            again[region][node] = fresh, walk.others.get(node, 0)
+    again: dict[fx.Node, tuple[set[Memory], int]] = {}
+    for node in (n for nodes in regions.values() for n in nodes if n in alive):
+        fresh = {m for m in walk.keeps.get(node, ()) if not m.lives and not m.again} - kept
+        kept |= fresh
+        again[node] = fresh, walk.others.get(node, 0)
     return again
-
-
-def rerun_bytes(walk: Walk, alive: Set[fx.Node]) -> dict[int, dict[fx.Node, int]]:
-    """Bytes of that."""
-    return {
-        region: {node: sum(m.size_bytes for m in memory) + others for node, (memory, others) in kept.items()}
-        for region, kept in rerun_memory(walk, alive).items()
-    }
 
 
 def walked(trace: Trace, program: Program, stage: Stage) -> Walk:

@@ -6,19 +6,18 @@ The walk of a stage (`footprint.py`) says whose memory every value is and until 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from torch import fx
 
-from autopart.cost.count.backward import backward_peaks
+from autopart.cost.count.events import backward_bytes, forward_bytes
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, saved_memory, saved_others
-from autopart.cost.count.sending import Traffic, traffic_of
+from autopart.cost.count.sending import traffic_of
+from autopart.cost.traffic import Traffic
 from autopart.ir.actions import StageBytes
-from autopart.ir.facts import facts, times
+from autopart.ir.facts import times
 
 
 @dataclass
@@ -69,13 +68,14 @@ def stage_memory(walk: Walk) -> StageMemory:
     lasting = sum(size for name, size in weights.items() if name not in scattered and name not in kept_apart)
     lasting += sum(sent.kept_bytes for sent in traffic.sent)
     is_split = not (regions := bool(walk.regions(alive)))
-    first_backward, backward = backward_peaks(walk, alive, saved, traffic)
+    forward = forward_bytes(walk, saved, traffic)
+    first_backward, backward = backward_bytes(walk, alive, by_node, traffic)
     taken = StageBytes(
         held=kept + sum(_sent_bytes(value, held) for value in sends),
         delayed=_delayed_bytes(walk, alive) if stage.index and is_split else 0,
-        forward=max(0, _forward_peak(walk, saved, traffic) - kept),
-        backward=max(0, backward - kept),
-        first_backward=max(0, first_backward - kept),
+        forward=max(0, round(forward) - kept),
+        backward=max(0, round(backward) - kept),
+        first_backward=max(0, round(first_backward) - kept),
         gradients=lasting + sum(sent.part_bytes for sent in set(scattered.values())),
     )  # fmt: skip
     return StageMemory(by_node, taken, walk.input_bytes, frozenset(weights), whole, regions, traffic)
@@ -94,48 +94,3 @@ def _sent_bytes(sent: Any, held: set[Memory]) -> int:
     if not isinstance(sent, Value) or sent.memory.lives or (sent.form.is_contiguous and sent.memory in held):
         return 0
     return sent.memory.size_bytes if sent.form.is_contiguous else sent.form.size_bytes
-
-
-def _forward_peak(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic: Traffic) -> int:
-    """The most that values, weights on their way and what is kept take while the forward runs."""
-    nodes = list(walk.values)
-    kept = {memory for pieces in saved.values() for memory in pieces}
-    last: dict[Memory, int] = {}
-    for index, node in enumerate(nodes):
-        for used in (node, *node.all_input_nodes):
-            last |= dict.fromkeys(memories(walk.values[used]), index)
-    ends: dict[int, int] = defaultdict(int)
-    for memory, index in last.items():
-        if memory not in kept:
-            ends[index] += memory.size_bytes
-    seen: set[Memory] = set()
-    steps: list[tuple[fx.Node, int, int]] = []
-    ahead = 0
-    for index, node in enumerate(nodes):
-        row = traffic.row_of.get(node)
-        made, needs = [node], 0
-        if row is None:
-            needs = ahead + walk.takes.get(node, (0, 0))[0]
-        elif node is traffic.rows[row].nodes[0]:
-            made = list(traffic.rows[row].nodes)
-            others = traffic.rows[row + 1 : row + traffic.prefetch]  # which are gathered while this one comes
-            ahead = sum(r.received_bytes for r in traffic.rows[row + 1 : row + 1 + traffic.prefetch])
-            needs = sum(r.received_bytes for r in others) + traffic.rows[row].opening_bytes
-        fresh = {memory for one in made for memory in memories(walk.values[one]) if memory not in seen}
-        seen |= fresh
-        taken = sum(memory.size_bytes for memory in fresh) + (saved_others(walk, node) if node in saved else 0)
-        steps.append((node, max(needs, taken + ahead), taken - ends[index]))
-    return _highest(steps)
-
-
-def _highest(steps: Sequence[tuple[fx.Node, int, int]]) -> int:
-    """The most bytes there are, of `(node, bytes beyond those before it, bytes more after it)`; of a block that stands
-    for others, in the first or the last of them."""
-    now = most = 0
-    for _, block in groupby(steps, key=lambda step: facts(step[0]).get("block")):
-        start, inside, number = now, 0, 1
-        for node, needs, takes in block:
-            inside, now, number = max(inside, now + needs), now + takes, times(node)
-        later = (number - 1) * (now - start)
-        most, now = max(most, inside, inside + later), now + later
-    return most

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -15,6 +14,7 @@ from autopart.cost.count.peaks import StageMemory, stage_memory
 from autopart.cost.count.sending import carried_by, local_bytes, summed_dtype
 from autopart.cost.dp_sync import remembered_bytes
 from autopart.cost.memory import OPTIMIZER_VALUES, RankMemory
+from autopart.cost.traffic import received_bytes
 from autopart.ir.actions import Action, actions, most_at_once, most_held
 from autopart.ir.buckets import BUCKET_BYTES
 from autopart.ir.facts import facts, times
@@ -55,8 +55,7 @@ def _rank_memory(
     gradients, pipeline = sum(trained.values()), versions * _pipeline_bytes(program, mine, home, order)
     bucket = _bucket_bytes(trace, trained, program, home)
     wholes = {name: size for stage in mine for name, size in memories[stage].whole.items()}
-    gathers = [sent.gather_bytes for stage in mine for sent in memories[stage].traffic.sent]
-    received = max(map(sum, pairwise([0, *gathers])), default=0)  # `GATHERED_AHEAD` in runtime.state.wholes
+    received = received_bytes(memories[stage].traffic for stage in mine)
     kept = {name for stage in mine for sent in memories[stage].traffic.sent if sent.kept_bytes for name in sent.names}
     grown = sum(_grown(trace, program, name, size, wholes, name in kept) for name, size in trained.items())
     optimizer = {f"optimizer state of {name}": OPTIMIZER_VALUES * size for name, size in trained.items()}

@@ -4,50 +4,39 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 from torch import fx
 
 from autopart.compat import stored_bytes
-from autopart.cost.count.alive import Alive
 from autopart.cost.count.counting import Counted, counted
 from autopart.cost.count.divided import divided
 from autopart.cost.count.footprint import (
-    Memory,
-    Value,
     Walk,
-    memories,
-    needs_grad,
-    rerun_memory,
-    saved_memory,
-    saved_others,
 )
 from autopart.cost.count.growth import Growth, tokens
+from autopart.cost.count.held import Held
 from autopart.cost.count.sending import local_bytes
 from autopart.cost.flops import matrix_work, work
-from autopart.cost.rows import Parameter, Row
+from autopart.cost.rows import Parameter
 from autopart.cost.table import Table
 from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, chosen_ranks
 from autopart.ir.blocks import blocks as repeated_blocks
 from autopart.ir.buckets import bucketed, in_order_of_use
 from autopart.ir.facts import facts, times
 from autopart.ir.fold import later, unrolled
-from autopart.ir.graph import active_operators, source_of, tensor_inputs
+from autopart.ir.graph import active_operators, source_of
 from autopart.ir.layout import MIN_DIMS, P, parts_of
 from autopart.ir.mesh import Mesh
-from autopart.ir.operators import is_cast, stored_source
 from autopart.ir.program import Program, StoredTensor
-from autopart.ir.scattering import in_parts
-from autopart.ir.storing import source_name, storing_axes
+from autopart.ir.storing import storing_axes
 from autopart.tracing.trace import Trace, batch_size
 
 Blocks = Mapping[str, Sequence[int]]
 """{path of a container: for every block of the model, which block of the traced copy it is like}."""
-
-PARTS = ("forward", "recompute", "input_backward", "weight_backward", "accumulate")
 
 
 class BlocksApart(Exception):
@@ -70,9 +59,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     """
     growth, mesh = Growth(trace, program), program.mesh
     stages = counted(trace, program, walks, fused)
-    held = list[_Held]()
+    held = list[Held]()
     for walk in walks:
-        held.append(_Held(walk, growth, held[-1].sends_kept if held else set()))
+        held.append(Held(walk, growth, held[-1].sends_kept if held else set()))
     nodes = [each.node for found in stages for each in found]
     places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
     places |= {found[0].node for found in stages[1:]}  # maybe a conversion of what is received
@@ -256,117 +245,3 @@ def _order(at: Sequence[_At | None], blocks: Blocks) -> Iterator[tuple[int, str,
             for number in range(like.index(block.number), ends):
                 same = _At(block.path, like[number])
                 yield from ((row, block.path, number) for row, other in enumerate(at) if other == same)
-
-
-class _Held:
-    """What a stage's operators hold in memory. `kept_before`: which of the values that it receives, by number, the
-    stages before keep."""
-
-    def __init__(self, walk: Walk, growth: Growth, kept_before: Set[int]):
-        self.walk, self.growth, self.sizes = walk, growth, dict[Memory, Size]()
-        self.traced = {node.name: node for node in walk.trace.graph.nodes}
-        self.scattered: dict[fx.Node, bool] = {}
-        self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
-        received = [walk.values[node].memory for node in self.received]
-        before = {received[number] for number in kept_before}
-        self.saved = saved_memory(walk, self.alive, {*received} - before)
-        index = {node: i for i, node in enumerate(walk.values)}
-        keeper = {m: index[node] for node, pieces in self.saved.items() for m in pieces}
-        self.index, self.keeper = index, keeper | dict.fromkeys(before, -1)
-        sent = [walk.values[node].memory for node in walk.outputs[: len(walk.stage.sends)]]
-        self.sends_kept = {number for number, memory in enumerate(sent) if memory in self.keeper}
-        others = {node: self._other(node, saved_others(walk, node)) for node in walk.others if node in self.alive}
-        self.kept = {
-            node: Size.sum([others.get(node, NOTHING), *map(self.size, self.saved.get(node, ()))])
-            for node in walk.values
-        }
-        rerun = {
-            region: {
-                node: Size.sum([*map(self.size, memory), self._other(node, other)])
-                for node, (memory, other) in kept.items()
-            }
-            for region, kept in rerun_memory(walk, self.alive).items()
-        }
-        running = Alive(walk, growth, self.alive, self.saved, self.kept, others, rerun, self.size)
-        self.gathers = running.gathers
-        self.in_forward, self.in_backward = running.in_forward(), running.in_backward()
-        self.trained = {str(node.target) for node in self.alive if node.op == "get_attr"}
-        casts = {memory.made_by for kept in walk.keeps.values() for memory in kept if memory.again}
-        read = (stored_source(n) for n in casts if is_cast(n) or n.kwargs.get("dtype"))
-        self.cast_again = {str(node.target) for node in read if node is not None}
-
-    def row(self, one: Counted, is_place: bool, load: Size) -> Row:
-        """`is_place`: whether a stage may begin there. `load`: as the row has it."""
-        works = {part: found for part in PARTS if (found := getattr(one, part))}
-        names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
-        values = [self.walk.values[n] for n in one.node.all_input_nodes]
-        made_by = {memory.made_by for value in values for memory in memories(value, lasting=True)}
-        also = {source_name(n) if n in self.gathers else str(n.target) for n in made_by
-                if n in self.gathers or n.op == "get_attr"}  # fmt: skip
-        travelling = self.crossing[one.node]
-        crossing = None if None in travelling.values() or not is_place else Size.sum(filter(None, travelling.values()))
-        return Row(
-            works, self.kept[one.node], self.in_forward[one.node], self.in_backward.get(one.node, NOTHING),
-            crossing, load, tuple(sorted(names & self.parameters)), tuple(sorted((also & self.parameters) - names)),
-            *((NOTHING,) * 3 if crossing is None else self._cut_before(one.node, travelling)),
-        )  # fmt: skip
-
-    def _cut_before(self, node: fx.Node, travelling: Mapping[fx.Node, Size | None]) -> tuple[Size, Size, Size]:
-        """Of what a cut before a node sends: what ranks have alike, what no operator before keeps, and of that
-        what one behind does."""
-        alike = Size.sum(size for sent, size in travelling.items() if size is not None and self._in_parts(sent))
-        pieces = {memory for sent in travelling for memory in memories(self.walk.values[sent], lasting=True)}
-        after = [memory for memory in pieces if self.keeper.get(memory, -1) >= self.index[node]]
-        alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
-        return alike, Size.sum(map(self.size, alone)), Size.sum(map(self.size, after))
-
-    def _in_parts(self, node: fx.Node) -> bool:
-        """Whether a value of the stage can be sent in parts."""
-        if node not in self.scattered:
-            origin = self.traced.get(facts(node).get("origin", ""))
-            layout = facts(node).get("layout", {})
-            mesh = self.walk.program.mesh
-            self.scattered[node] = origin is not None and in_parts(origin, layout, mesh) is not None
-        return self.scattered[node]
-
-    def size(self, memory: Memory) -> Size:
-        if memory not in self.sizes:
-            self.sizes[memory] = Size.of(memory.size_bytes, self.growth.of(memory.made_by))
-        return self.sizes[memory]
-
-    def _other(self, node: fx.Node, size_bytes: int) -> Size:
-        """What an operator keeps that is neither its input nor its output: copies of inputs, by their size, or else
-        something that grows as what it makes."""
-        values = [(n, self.walk.values[n]) for n in tensor_inputs(node)]
-        read = [Size.of(v.form.size_bytes, self.growth.of(n)) for n, v in values if isinstance(v, Value)]
-        options = [Size.sum(read), *read]
-        return next((o for o in options if o.value == size_bytes), Size.of(size_bytes, self.growth.of(node)))
-
-    @property
-    def received(self) -> list[fx.Node]:
-        """What the stage before sends."""
-        return [n for n in self.walk.values if n.op == "placeholder" and str(n.target) not in self.walk.inputs]
-
-    @cached_property
-    def crossing(self) -> dict[fx.Node, dict[fx.Node, Size | None]]:
-        """What a stage that begins at a node would receive: None of a value without gradient, which cannot travel."""
-        nodes = list(self.walk.values)
-        last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
-        last |= dict.fromkeys(self.walk.outputs[: len(self.walk.stage.sends)], len(nodes))
-        data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
-        received, travelling = set(self.received), dict[fx.Node, Size | None]()
-        found: dict[fx.Node, dict[fx.Node, Size | None]] = {}
-        for i, node in enumerate(nodes):
-            travelling = {made: size for made, size in travelling.items() if last[made] >= i}
-            found[node] = dict(travelling)
-            reads, value = node.all_input_nodes, self.walk.values[node]
-            if node in received:
-                travelling[node] = self.size(value.memory)
-            elif node.op == "placeholder" or (node.op == "call_function" and data.issuperset(reads)):
-                data.add(node)
-            elif node.op == "get_attr" or weights.issuperset(reads):
-                weights.add(node)
-            elif last.get(node, i) > i:
-                single = isinstance(value, Value) and needs_grad(value)
-                travelling[node] = Size.of(value.form.size_bytes, self.growth.of(node)) if single else None
-        return found
