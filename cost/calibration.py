@@ -25,7 +25,7 @@ _LINK_UNITS = "B/s per device and direction", "s per hop"
 Entry = dict[str, Any]
 
 
-def profile(name: str, device: Device, found: Sequence[Measured], date: str, base: Hardware) -> Entry:
+def profile(name: str, device: Device, measurements: Sequence[Measured], date: str, base: Hardware) -> Entry:
     """A hardware profile, as its file holds it, of what was measured.
 
     Args:
@@ -35,7 +35,7 @@ def profile(name: str, device: Device, found: Sequence[Measured], date: str, bas
     ranks = f"{device.num_ranks} processes at once" if device.num_ranks > 1 else "one process"
     source = f"measured on {device.name}, {device.software}, {ranks}, {date}"
     by_kind = defaultdict(list)
-    for row in found:
+    for row in measurements:
         by_kind[row.kind].append(row)
     launch_s = min(row.time_s for row in by_kind["launch"])
     (in_place,) = by_kind["memory in place"]
@@ -58,14 +58,14 @@ def profile(name: str, device: Device, found: Sequence[Measured], date: str, bas
         "overlap": _entry(*_overlap(device, base)),
         "causal_block": _entry(base.causal_block, "queries", f"not measured: from profile {base.name}"),
     }  # fmt: skip
-    own: defaultdict[str, Entry] = defaultdict(dict)
+    by_collective: defaultdict[str, Entry] = defaultdict(dict)
     for link in LINKS:
-        rows = [row for row in found if row.link == link]
+        rows = [row for row in measurements if row.link == link]
         entries |= _link(link, rows, source) if rows else _not_measured(link, base)
         for kind in dict.fromkeys(row.kind for row in rows):
-            own[kind] |= _link(link, [row for row in rows if row.kind == kind], source)
-    if own:
-        entries["collectives"] = dict(own)
+            by_collective[kind] |= _link(link, [row for row in rows if row.kind == kind], source)
+    if by_collective:
+        entries["collectives"] = dict(by_collective)
     return {"name": name, **entries}
 
 

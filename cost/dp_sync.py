@@ -66,12 +66,12 @@ class Carried(NamedTuple):
 
 def carried(method: Method, sizes: Iterable[tuple[float, int, tuple[int, ...]]]) -> Carried:
     """Of parameters: (elements of a rank's part, bytes of one, shape)."""
-    total = made = factors = 0.0
+    total = sent = factors = 0.0
     for elements, itemsize, shape in sizes:
         total += elements * itemsize
-        made += sent_bytes(method, round(elements), itemsize)
+        sent += sent_bytes(method, round(elements), itemsize)
         factors += _factor_bytes(method, elements, itemsize, shape)
-    return Carried(method, total, made, factors)
+    return Carried(method, total, sent, factors)
 
 
 def by_method(
@@ -80,10 +80,10 @@ def by_method(
     """Of the trained ones among parameters of so many bytes, by their names in a table, that are not summed exactly."""
     rows: dict[Method, list[tuple[float, int, tuple[int, ...]]]] = {}
     for name in names:
-        found, method = parameters[name], dp_sync.of(name)
-        if found.trained and method != EXACT:
-            shape = (found.rows, 1) if found.rows else ()
-            rows.setdefault(method, []).append((sizes[name] / found.itemsize, found.itemsize, shape))
+        parameter, method = parameters[name], dp_sync.of(name)
+        if parameter.trained and method != EXACT:
+            shape = (parameter.rows, 1) if parameter.rows else ()
+            rows.setdefault(method, []).append((sizes[name] / parameter.itemsize, parameter.itemsize, shape))
     return [carried(method, each) for method, each in rows.items()]
 
 
@@ -91,8 +91,8 @@ def shares(table: Table, dp_sync: DpSync) -> tuple[Carried, ...]:
     """What data-parallel ranks send each other in place of gradients, for each byte of trained parameters."""
     sizes = {name: float(parameter.size.value) for name, parameter in table.parameters.items()}
     total = math.fsum(sizes[name] for name in table.held.values() if table.parameters[name].trained)
-    found = by_method(table.parameters, sizes, table.held.values(), dp_sync)
-    return tuple(Carried(one.method, *(float(size) / total for size in one[1:])) for one in found)
+    of_methods = by_method(table.parameters, sizes, table.held.values(), dp_sync)
+    return tuple(Carried(one.method, *(float(size) / total for size in one[1:])) for one in of_methods)
 
 
 def _factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
@@ -106,13 +106,13 @@ def _factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[i
 
 def exchanges(of: Carried, num_ranks: Any, several: int | None = None) -> list[Transfer]:
     """What is sent in a step; all but `several`, so many ranks for the neighbours on a graph, may be expressions."""
-    method, size, made = of.method, of.size_bytes, of.made_bytes
+    method, size, sent = of.method, of.size_bytes, of.made_bytes
     if num_ranks == 1:
         return []
     if method.name == "parameter_server":
         return [Transfer("send", size, 2 * (num_ranks - 1))]
     if method.name in ("double_squeeze", "neolithic"):
-        return [Transfer("all_to_all", num_ranks * made), Transfer("all_gather", made)]
+        return [Transfer("all_to_all", num_ranks * sent), Transfer("all_gather", sent)]
     if method.name == "powersgd":
         return [Transfer("all_reduce", of.factor_bytes / 3)] * 3
     if method.name in ("local", "diloco"):
@@ -126,7 +126,7 @@ def exchanges(of: Carried, num_ranks: Any, several: int | None = None) -> list[T
         return [*gossip, Transfer("all_reduce", size, 1 / every)] if every else gossip
     if method.name == "all_reduce":
         return [Transfer("all_reduce", size)]
-    return [Transfer("all_gather", num_ranks * made)]
+    return [Transfer("all_gather", num_ranks * sent)]
 
 
 def passes(method: Method, num_ranks: int) -> float:

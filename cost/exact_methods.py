@@ -46,9 +46,9 @@ def dynamic_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[
     return BlockChoice(tuple(options), tuple(begins[1:])), fill.count, 0.0
 
 
-def _undominated(found: list[tuple[float, float, int, int]]) -> list[tuple[float, float, int, int]]:
+def _undominated(points: list[tuple[float, float, int, int]]) -> list[tuple[float, float, int, int]]:
     front: list[tuple[float, float, int, int]] = []
-    for one in sorted(found):
+    for one in sorted(points):
         if not front or one[1] < front[-1][1]:
             front.append(one)
     return front
@@ -65,7 +65,7 @@ class _Fill:
     def times(self, stage: int) -> np.ndarray:
         """[start, stop] seconds of the stage with these blocks, infinite where they do not fit."""
         size = self.problem.num_blocks + 1
-        found = np.full((size, size), np.inf)
+        least_s = np.full((size, size), np.inf)
         for extra in self.extras:
             room, quanta, seconds = self._under(stage, extra)
             if room < 0:
@@ -81,8 +81,8 @@ class _Fill:
                     before = known[key]
                     if not np.isfinite(before[-1]):
                         break
-                    found[start, block + 1] = min(found[start, block + 1], before[-1])
-        return found + self.problem.base_time_s[stage]
+                    least_s[start, block + 1] = min(least_s[start, block + 1], before[-1])
+        return least_s + self.problem.base_time_s[stage]
 
     def options(self, stage: int, start: int, stop: int) -> list[int]:
         """The options of the fastest."""
@@ -96,11 +96,11 @@ class _Fill:
                 value, option = _added(value, quanta[block], seconds[block])
                 chosen.append(option)
             if value[-1] < best[0]:
-                found, left = list[int](), room
+                from_last, left = list[int](), room
                 for block, option in zip(reversed(range(start, stop)), reversed(chosen), strict=True):
-                    found.append(int(option[left]))
-                    left -= quanta[block, found[-1]]
-                best = value[-1], found[::-1]
+                    from_last.append(int(option[left]))
+                    left -= quanta[block, from_last[-1]]
+                best = value[-1], from_last[::-1]
         return best[1]
 
     def _under(self, stage: int, extra: float) -> tuple[int, np.ndarray, np.ndarray]:
@@ -130,13 +130,13 @@ def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[
     not told apart, so that nothing is tried in every order. The lower bound is HiGHS's."""
     counts, bound_s, nodes = _Counts(problem), 0.0, 0
     for limit in (1.0, 1 - 1e-6, 1 - 1e-5):  # the solver's own tolerance may exceed the first
-        found = counts.solved(limit, budget)
-        nodes += int(found.mip_node_count or 0)
+        solution = counts.solved(limit, budget)
+        nodes += int(solution.mip_node_count or 0)
         if limit == 1.0:
-            bound_s = float(found.mip_dual_bound or 0.0) * problem.time_s.max()
-        if found.x is None:
+            bound_s = float(solution.mip_dual_bound or 0.0) * problem.time_s.max()
+        if solution.x is None:
             return None, nodes, bound_s
-        choice = counts.choice(found.x)
+        choice = counts.choice(solution.x)
         if problem.fits(choice):
             return choice, nodes, bound_s
     return None, nodes, bound_s
@@ -176,14 +176,14 @@ class _Counts:
         matrix = csr_array((values, (at, columns)), shape=(len(rows), self.size))
         whole = np.ones(self.size)
         whole[[*self.extra, self.slowest]] = 0
-        found = milp(
+        solution = milp(
             cost, integrality=whole, bounds=Bounds(0, upper),
             constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
             options={"mip_rel_gap": 1e-6, "node_limit": nodes},
         )  # fmt: skip
-        if found.mip_dual_bound is not None:
-            found.mip_dual_bound += problem.base_time_s.sum() / longest
-        return found
+        if solution.mip_dual_bound is not None:
+            solution.mip_dual_bound += problem.base_time_s.sum() / longest
+        return solution
 
     def _rows(
         self, limit: float, seconds: np.ndarray, base_s: np.ndarray

@@ -51,21 +51,21 @@ def fullest(ranks: Sequence[RankMemory]) -> RankMemory:
 
 def does_not_fit(
     ranks: Sequence[RankMemory], limit: int, mesh: Mesh, schedule: Schedule, rows: int, estimate: Estimate,
-    given: Mapping[str, Any],
+    plan_options: Mapping[str, Any],
 ) -> MemoryLimitError:  # fmt: skip
     """The error for a plan whose fullest rank needs more than `limit` bytes: what takes it, and what would take less.
 
     Args:
         rows: of the global batch.
-        given: the options asked for, by name.
+        plan_options: the options asked for, by name.
     """
     rank = fullest(ranks)
-    rows_found = list(_tried(ways(mesh, schedule, rows, given), rank.total, estimate))
-    rows_found.sort(key=lambda found: (found[1] > limit, found[0].more_ranks, found[1]))
+    remedies = list(_tried(ways(mesh, schedule, rows, plan_options), rank.total, estimate))
+    remedies.sort(key=lambda pair: (pair[1] > limit, pair[0].more_ranks, pair[1]))
     lines = [
         f"{way.text}: {quantity(total, 'B')}, {quantity(rank.total - total, 'B')} less"
         f"{'' if total <= limit else ', still too much'}"
-        for way, total in rows_found
+        for way, total in remedies
     ]
     largest = ", ".join(f"{name} {quantity(size, 'B')}" for name, size in list(rank.largest.items())[:4])
     stages = f"stage {', '.join(map(str, rank.stages))} of {mesh}"
@@ -86,23 +86,23 @@ def told(rank: RankMemory) -> str:
     )
 
 
-def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) -> Iterator[Remedy]:
+def ways(mesh: Mesh, schedule: Schedule, rows: int, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
     """What there is to change, on the same ranks first."""
     if schedule.name is not None:
         same = SINGLE_STAGE if schedule.name in SINGLE_STAGE else MULTI_STAGE
         for name in (name for name in same if name in FLUSHING and name != schedule.name):
-            if not (given.get("compile") and name in SPLIT_BACKWARD):
+            if not (plan_options.get("compile") and name in SPLIT_BACKWARD):
                 options = {"schedule": name, "microbatches": schedule.microbatches}
                 yield Remedy(f"schedule='{name}'", mesh, {**options, "virtual_stages": schedule.virtual_stages})
-    if mesh.storing_axis is not None and not given.get("zero") and not given.get("compile"):
+    if mesh.storing_axis is not None and not plan_options.get("zero") and not plan_options.get("compile"):
         yield Remedy("zero=3", mesh, {"zero": 3})
     most = rows // mesh.row_ranks
     for microbatches in dict.fromkeys((2 * schedule.microbatches, 4 * schedule.microbatches, most)):
         if schedule.microbatches < microbatches <= most and most % microbatches == 0:
             yield Remedy(f"microbatches={microbatches}", mesh, {"microbatches": microbatches})
-    if mesh.size("tp") > 1 and given.get("sequence_parallel") is not True:
+    if mesh.size("tp") > 1 and plan_options.get("sequence_parallel") is not True:
         yield Remedy("sequence_parallel=True", mesh, {"sequence_parallel": True})
-    if given.get("recompute") in (None, "none"):
+    if plan_options.get("recompute") in (None, "none"):
         for recompute in ("selective", "full"):
             yield Remedy(f"recompute='{recompute}'", mesh, {"recompute": recompute})
     for axis in ("tp", "pp", "dp"):
@@ -110,13 +110,13 @@ def ways(mesh: Mesh, schedule: Schedule, rows: int, given: Mapping[str, Any]) ->
         yield Remedy(f"mesh='{larger}' ({larger.num_ranks} ranks)", larger, {}, more_ranks=True)
 
 
-def quick_ways(mesh: Mesh, given: Mapping[str, Any]) -> Iterator[Remedy]:
+def quick_ways(mesh: Mesh, plan_options: Mapping[str, Any]) -> Iterator[Remedy]:
     """The few changes that take the most away: one by one on the same ranks, then together, there and on twice to eight
     times as many."""
     changes: list[tuple[str, dict[str, Any]]] = []
-    if mesh.storing_axis is not None and not given.get("zero") and not given.get("compile"):
+    if mesh.storing_axis is not None and not plan_options.get("zero") and not plan_options.get("compile"):
         changes.append(("zero=3", {"zero": 3}))
-    if given.get("recompute") in (None, "none"):
+    if plan_options.get("recompute") in (None, "none"):
         changes.append(("recompute='full'", {"recompute": "full"}))
     for text, options in changes:
         yield Remedy(text, mesh, options)
@@ -131,11 +131,11 @@ def quick_ways(mesh: Mesh, given: Mapping[str, Any]) -> Iterator[Remedy]:
         yield Remedy(f"{text}, {on}" if text else on, larger, together, more_ranks=True)
 
 
-def what_helps(found: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
+def what_helps(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Estimate) -> list[str]:
     """Of the ways that take less than `needed` bytes a text each, the first that fits the last. At most `TRIES` are
     estimated: a count and not a time, so that all processes say the same."""
     lines = []
-    for way in islice(found, TRIES):
+    for way in islice(remedies, TRIES):
         try:
             total = fullest(estimate(way.mesh, way.options)).total
         except AutopartError:  # it cannot be cut so
@@ -147,10 +147,10 @@ def what_helps(found: Iterator[Remedy], needed: int, limit: int, estimate: Estim
     return lines
 
 
-def _tried(found: Iterator[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
+def _tried(remedies: Iterator[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
     """The ways that take less, with what they take."""
     end_s = time.process_time() + SEARCH_S
-    for way in found:
+    for way in remedies:
         if time.process_time() > end_s:
             return
         try:

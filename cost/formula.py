@@ -281,8 +281,8 @@ class Formula:
         axis, several = self.over
         ranks, trained, terms = ranks_of(axis), self.of(self.totals.trained) / pp, list[sympy.Expr]()
         for one in self.methods:
-            size, made, factors = (_exact(float(share)) * trained for share in one[1:])
-            here = Carried(one.method, size, made, factors)
+            size, sent, factors = (_exact(float(share)) * trained for share in one[1:])
+            here = Carried(one.method, size, sent, factors)
             moved = [each.often * self._collective(each.kind, axis, each.size_bytes)
                      for each in exchanges(here, ranks, several)]  # fmt: skip
             terms += [*moved, _exact(passes(one.method, several)) * size / M]

@@ -77,10 +77,10 @@ class Hardware:
         if not path.exists():
             raise OptionError(f"there is no hardware profile '{profile}'", why=f"the profiles are {', '.join(names())}",
                               hint="a name of these, or the path of a JSON file of the same form")  # fmt: skip
-        found = _File(str(path)).read()
+        hardware = _File(str(path)).read()
         if path.parent != _PROFILES:
-            _OWN[found.name] = found
-        return found
+            _OWN[hardware.name] = hardware
+        return hardware
 
     @staticmethod
     def parse(data: Mapping[str, Any], where: str = "") -> Hardware:
@@ -124,8 +124,8 @@ class Hardware:
     def _said(self, dtype: str, others: Collection[str] = ()) -> str:
         """A dtype in words. `others`: those that take its peak for want of their own."""
         tensor_cores = any(name in self.flops_per_s for name in USUAL_DTYPES[:2])
-        said = f"{dtype} without TF32" if dtype == "float32" and tensor_cores else dtype
-        return f"{said}, as there is none for {', '.join(sorted(others))}" if others else said
+        words = f"{dtype} without TF32" if dtype == "float32" and tensor_cores else dtype
+        return f"{words}, as there is none for {', '.join(sorted(others))}" if others else words
 
     def efficiency(self, flops: float) -> float:
         """The share of the peak that one matrix product of so many FLOPs reaches."""
@@ -145,8 +145,8 @@ class Hardware:
 
     def links(self, kind: str) -> tuple[float, float, float, float]:
         """Bytes/s and latency inside a node, and between nodes, as collectives of a kind see them."""
-        own = self.collectives.get(kind, {})
-        rates = [own.get(name, getattr(self, name)) for name in LINK_NUMBERS]
+        of_kind = self.collectives.get(kind, {})
+        rates = [of_kind.get(name, getattr(self, name)) for name in LINK_NUMBERS]
         return rates[0], rates[1], rates[2], rates[3]
 
     def matmul_time_s(self, flops: float, size_bytes: float, dtype: str | torch.dtype, depth: float = 0.0) -> float:

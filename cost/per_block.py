@@ -159,8 +159,8 @@ class BlockProblem:
                 if worth[block, option] <= 0:
                     return None
                 options[mine[block]] = option
-        found = replace(choice, options=tuple(map(int, options)))
-        return found if self.fits(found) else None
+        changed = replace(choice, options=tuple(map(int, options)))
+        return changed if self.fits(changed) else None
 
 
 class Blocks:
@@ -210,8 +210,8 @@ class Blocks:
         flight = np.minimum(schedule.microbatches, np.inf if schedule.name == "gpipe" else pp - np.arange(pp))
         flight = np.broadcast_to(flight, pp)
         crossing = self.priced.crossing(self._all.rows[self._order(self.options[0], len(self.blocks) - 1)[0][0]])
-        given, on = self.setting.scatter_sends, (self.setting.mesh, self.hardware)
-        scatters = scattering_pays([crossing], *on) if given is None else given
+        scatter_sends, on = self.setting.scatter_sends, (self.setting.mesh, self.hardware)
+        scatters = scattering_pays([crossing], *on) if scatter_sends is None else scatter_sends
         sent = crossing.sent_bytes(self.setting.mesh, scatters) if pp > 1 else 0.0
         neighbours = np.array([(i > 0) + (i < pp - 1) for i in range(pp)])
         posted = schedule.microbatches if self.setting.receives_held is None else self.setting.receives_held
@@ -245,10 +245,8 @@ class Blocks:
         return [name for name in table.parameters if name in read and table.parameters[name].cut]
 
     def _order(self, option: BlockOption, block: int) -> list[tuple[int, str, int]]:
-        found, first = self.found[option.recompute][block], self._first[option]
-        return [
-            (first + row, path, n) for row, path, n in self.tables[option.recompute].order[found.start : found.stop]
-        ]
+        run, first = self.found[option.recompute][block], self._first[option]
+        return [(first + row, path, n) for row, path, n in self.tables[option.recompute].order[run.start : run.stop]]
 
     def _outside(self) -> list[list[tuple[int, str, int]]]:
         """What is before the first block, after each, and after the last."""
@@ -286,12 +284,12 @@ class Blocks:
 
 def _blocks(table: Table) -> list[Block]:
     """The runs of operators in one repeated block."""
-    found, start = list[Block](), 0
+    blocks, start = list[Block](), 0
     for (path, number), run in groupby(table.order, key=lambda at: at[1:]):
         stop = start + len(list(run))
-        found += [Block(path, number, start, stop)] * bool(path)
+        blocks += [Block(path, number, start, stop)] * bool(path)
         start = stop
-    return found
+    return blocks
 
 
 def _joined(tables: Mapping[Word, Table]) -> tuple[Table, dict[BlockOption, int]]:

@@ -33,8 +33,8 @@ class Best:
         for i in cost.argsort()[: len(cost) if self.choice is None else 1]:
             begins = np.searchsorted(stage_of[i], np.arange(1, problem.num_stages))
             choice = problem.repaired(BlockChoice(tuple(options[i].tolist()), tuple(begins.tolist())))
-            if choice is not None and (found := problem.step_time_s(choice)) < self.step_time_s:
-                self.choice, self.step_time_s = choice, found
+            if choice is not None and (time_s := problem.step_time_s(choice)) < self.step_time_s:
+                self.choice, self.step_time_s = choice, time_s
         return cost
 
 

@@ -211,14 +211,18 @@ class Cost(dict[str, Any]):
 
     def _notes(self, mesh: Mesh, sizes: Mapping[str, float]) -> tuple[str, ...]:
         """Whether layouts would be chosen anew, which are by the ranks and by the sizes of what these hold."""
-        plan, own = self._plan, self._plan.mesh_object()
-        at_own = {"b": self.table.b, "s": self.table.s, "m": plan.schedule.microbatches}
-        ranks = {axis: mesh.size(axis) for axis in (*own.chosen, *mesh.chosen) if mesh.size(axis) != own.size(axis)}
-        others = {name: sizes[name] for name in at_own if sizes.get(name, at_own[name]) != at_own[name]}
+        plan, plan_mesh = self._plan, self._plan.mesh_object()
+        plan_sizes = {"b": self.table.b, "s": self.table.s, "m": plan.schedule.microbatches}
+        ranks = {
+            axis: mesh.size(axis)
+            for axis in (*plan_mesh.chosen, *mesh.chosen)
+            if mesh.size(axis) != plan_mesh.size(axis)
+        }
+        others = {name: sizes[name] for name in plan_sizes if sizes.get(name, plan_sizes[name]) != plan_sizes[name]}
         if not ranks and not (others and mesh.chosen):
             return ()
         changed = ", ".join(f"{name}={size:g}" for name, size in (ranks | others).items())
-        return (f"layouts are those of the plan on {own}; a plan made for {changed} may have others",)
+        return (f"layouts are those of the plan on {plan_mesh}; a plan made for {changed} may have others",)
 
     def on(self, hardware: Hardware) -> Figures:
         """The figures on other hardware, all else being the plan's."""
@@ -265,9 +269,9 @@ class Cost(dict[str, Any]):
 
     def _mesh(self, sizes: Mapping[str, float]) -> Mesh:
         """The plan's with other sizes of axes."""
-        own = self._plan.mesh_object()
-        every = {axis.name: int(sizes.get(axis.name, own.size(axis.name))) for axis in own.axes}
-        return Mesh({axis: size for axis, size in every.items() if size > 1}, own.axes)
+        plan_mesh = self._plan.mesh_object()
+        every = {axis.name: int(sizes.get(axis.name, plan_mesh.size(axis.name))) for axis in plan_mesh.axes}
+        return Mesh({axis: size for axis, size in every.items() if size > 1}, plan_mesh.axes)
 
     def _values(self, sizes: Mapping[str, float]) -> dict[sympy.Symbol, Any]:
         """What the symbols are."""

@@ -101,7 +101,7 @@ class Table:
         cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
         return Totals(
             self.counts, Size.sum(parameter.size for parameter in held.values()),
-            Size.sum(parameter.size for parameter in trained), {over: _cut(found) for over, found in cut.items()},
+            Size.sum(parameter.size for parameter in trained), {over: _cut(group) for over, group in cut.items()},
             self.gathers, cast_bytes(p for p in held.values() if not p.cut),
             mean_share((p.size.value, p.read) for p in held.values()),
             mean_share((p.size.value, p.summed) for p in held.values()),

@@ -108,10 +108,10 @@ def _at_first(names: tuple[str, ...], parameters: Mapping[str, Parameter]) -> tu
 
 def as_data(table: Table) -> dict[str, Any]:
     """For a plan."""
-    works = list(dict.fromkeys(work for row in table.rows for found in row.works.values() for work in found))
+    works = list(dict.fromkeys(work for row in table.rows for part_works in row.works.values() for work in part_works))
     index = {work: i for i, work in enumerate(works)}
     rows = [
-        {"works": {part: [index[work] for work in found] for part, found in row.works.items()},
+        {"works": {part: [index[work] for work in part_works] for part, part_works in row.works.items()},
          **{name: _listed(size) for name in _BYTES if (size := getattr(row, name)) is not None},
          **{name: list(names) for name in _NAMES if (names := getattr(row, name))},
          **{name: _listed(size) for name in _OF_CROSSING if (size := getattr(row, name)).terms}}
@@ -146,7 +146,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
         for row in data["works"]
     ]  # fmt: skip
     rows = tuple(
-        Row({part: tuple(works[i] for i in found) for part, found in row["works"].items()},
+        Row({part: tuple(works[i] for i in indices) for part, indices in row["works"].items()},
             _read(row["kept"]), _read(row["in_forward"]), _read(row["in_backward"]),
             _read(row["crossing"]) if "crossing" in row else None, _read(row["load"]), tuple(row.get("parameters", ())),
             tuple(row.get("reads_also", ())), **{name: _read(row.get(name, ())) for name in _OF_CROSSING})
@@ -216,14 +216,14 @@ _NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers
 
 
 def _cast_data(parameter: Parameter) -> dict[str, Any]:
-    return {name: given for name, usual in _CASTS.items() if (given := getattr(parameter, name)) != usual}
+    return {name: value for name, usual in _CASTS.items() if (value := getattr(parameter, name)) != usual}
 
 
 def _work_data(work: Work) -> dict[str, Any]:
     return {
         "kind": work.kind, "bytes": _listed(work.size),
         **{name: _listed(size) for name in _MORE_SIZES if (size := getattr(work, name)).terms},
-        **{name: given for name in ("dtype", "axis", "in_place") if (given := getattr(work, name))},
+        **{name: value for name in ("dtype", "axis", "in_place") if (value := getattr(work, name))},
         **({"times": work.times} if work.times != 1 else {}),
     }  # fmt: skip
 

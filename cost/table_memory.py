@@ -177,10 +177,10 @@ def _backward(
     for name, weight in trained.items():
         begins[last - reads[name].last].append(Event("takes", weight.whole_bytes))
     for i, row in enumerate(traffic.rows):
-        found, grads = [reads[name] for name in row.names], [trained.pop(n) for n in row.names if n in trained]
-        end = last - min((one.first for one in found), default=0)
-        if any(one.kept for one in found):
-            begins[last - max(one.last for one in found)] += traffic.opens(i)
+        row_reads, grads = [reads[name] for name in row.names], [trained.pop(n) for n in row.names if n in trained]
+        end = last - min((one.first for one in row_reads), default=0)
+        if any(one.kept for one in row_reads):
+            begins[last - max(one.last for one in row_reads)] += traffic.opens(i)
             ends[end].append(Event("takes", -row.whole_bytes))
         if grads:
             ends[end].append(Event("sends", row.grad_bytes, sum(weight.part_bytes for weight in grads)))

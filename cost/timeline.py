@@ -233,9 +233,9 @@ def _one_of_many(pp: int, microbatches: int, durations: Durations, overlap_sends
     ]  # fmt: skip
     ran = _Run(orders, durations, overlap_sends, once).to_the_end()
     updates = [[index for index, span in enumerate(spans) if span.kind == "U"] for spans in ran]
-    ends = [max(spans[found[k]].end_s for spans, found in zip(ran, updates, strict=True))
+    ends = [max(spans[rank_updates[k]].end_s for spans, rank_updates in zip(ran, updates, strict=True))
             for k in (_FILLING - 1, _FILLING + _COUNTED - 1)]  # fmt: skip
-    places = [found[_FILLING - 1 : _FILLING + 1] for found in updates]
+    places = [rank_updates[_FILLING - 1 : _FILLING + 1] for rank_updates in updates]
     start_s = min(spans[before].end_s for spans, (before, _) in zip(ran, places, strict=True))
     step = tuple(
         tuple(span._replace(start_s=span.start_s - start_s, end_s=span.end_s - start_s,
@@ -342,8 +342,8 @@ class _Run:
             unsent.append(action)
             if joined and self._receiver(action) != rank:
                 continue
-            for made in unsent:
-                woken += self._send(made, rank, clock)
+            for finished in unsent:
+                woken += self._send(finished, rank, clock)
             unsent.clear()
         return woken
 
@@ -356,9 +356,9 @@ class _Run:
 
     def _missing(self, action: Action, received: _Result | None) -> _Result | None:
         if action.kind != "F":
-            own = (action.stage, _OWN[action.kind], action.microbatch)
-            if own not in self.done:
-                return own
+            needed = (action.stage, _OWN[action.kind], action.microbatch)
+            if needed not in self.done:
+                return needed
             for result in self._together(action) if action.kind == "U" else ():
                 if result not in self.done:
                     return result

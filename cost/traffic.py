@@ -66,10 +66,10 @@ class Row(NamedTuple):
 
     @staticmethod
     def of(weights: Mapping[str, Weight], first: Any = None) -> Row:
-        found = list(weights.values())
-        in_order = len(found) == 1 and found[0].in_order
-        whole, flat = sum(one.whole_bytes for one in found), sum(one.sum_bytes for one in found)
-        received = whole + _sent_copy(found)
+        members = list(weights.values())
+        in_order = len(members) == 1 and members[0].in_order
+        whole, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
+        received = whole + _sent_copy(members)
         sizes = whole, received, received + (0 if in_order else whole), 0 if in_order and flat == whole else flat
         return Row(tuple(weights), first, *map(round, sizes))
 
@@ -87,13 +87,13 @@ def scattered_buckets(weights: Mapping[str, Weight], zero: int, microbatches: in
     """Gradients of weights that are held whole for a step, in the order of their use."""
     for names in kinds(list(weights), {name: one.kind for name, one in weights.items()}):
         for bucket in bucketed({name: round(weights[name].whole_bytes) for name in names}):
-            found = [weights[name] for name in bucket]
-            size, flat = sum(one.whole_bytes for one in found), sum(one.sum_bytes for one in found)
-            alone = len(found) == 1 and found[0].in_order
-            parts, received = sum(one.part_bytes for one in found), _sent_copy(found) + (0 if alone else size)
-            if found[0].stays_whole:  # in the dtype of its parts
-                own_dtype, copied = found[0].read == 1, flat if found[0].is_summed else 0
-                grads = 0 if own_dtype else size / found[0].read
+            members = [weights[name] for name in bucket]
+            size, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
+            alone = len(members) == 1 and members[0].in_order
+            parts, received = sum(one.part_bytes for one in members), _sent_copy(members) + (0 if alone else size)
+            if members[0].stays_whole:  # in the dtype of its parts
+                own_dtype, copied = members[0].read == 1, flat if members[0].is_summed else 0
+                grads = 0 if own_dtype else size / members[0].read
                 yield Sent(bucket, round(copied), round(grads), round(received), not own_dtype)
                 continue
             copied, is_kept = 0 if alone and flat == size else flat, zero == 1 and microbatches > 1 and flat != size

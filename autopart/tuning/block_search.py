@@ -133,13 +133,13 @@ def search_blocks(
         hardware, global_batch, memory, example_kwargs, precision, reduce_dtype: as `search`.
         method, seed, budget: one of `autopart.cost.methods`, which says what the budget is.
     Returns:
-        The choice: `autopart.plan(model, mesh, example_kwargs=..., **found.options)` is its plan.
+        The choice: `autopart.plan(model, mesh, example_kwargs=..., **choice.options)` is its plan.
     Raises:
         MemoryLimitError where nothing fits, OptionError where there are fewer blocks than stages, or as `search`.
 
     Example:
-        >>> found = autopart.search_blocks(model, "pp4,tp8", memory="80GB")    # doctest: +SKIP
-        >>> plan = autopart.plan(model, "pp4,tp8", example_kwargs=batch, **found.options)    # doctest: +SKIP
+        >>> choice = autopart.search_blocks(model, "pp4,tp8", memory="80GB")    # doctest: +SKIP
+        >>> plan = autopart.plan(model, "pp4,tp8", example_kwargs=batch, **choice.options)    # doctest: +SKIP
     """
     asked = Options(precision=precision, reduce_dtype=reduce_dtype)
     computed = Precision.parse(asked.precision, asked.reduce_dtype)

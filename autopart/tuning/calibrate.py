@@ -96,7 +96,7 @@ def calibrate(
     Raises OptionError where there can be no such file, before anything is measured.
 
     Example:
-        >>> found = autopart.calibrate("here.json")                                          # doctest: +SKIP
+        >>> report = autopart.calibrate("here.json")                                         # doctest: +SKIP
         >>> autopart.plan(model, "tp2", example_kwargs=batch, hardware="here.json")          # doctest: +SKIP
     """
     if path is not None:

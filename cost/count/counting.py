@@ -73,7 +73,7 @@ class _Counter:
         """All operators."""
         rerun = rerun_nodes(self.walk, self.alive)
         added: set[fx.Node] = set()
-        found = []
+        operators = []
         for node in self.walk.values:
             if node.op != "call_function":
                 continue
@@ -81,13 +81,13 @@ class _Counter:
             trained = [n for n in node.all_input_nodes if n.op == "get_attr" and n in self.alive and n not in added]
             added.update(trained)
             sums = tuple(Work("other", self.size(weight) * _SUMMED, in_place=True) for weight in trained)
-            found.append(one._replace(recompute=one.forward if node in rerun else (), accumulate=sums))
-        return found
+            operators.append(one._replace(recompute=one.forward if node in rerun else (), accumulate=sums))
+        return operators
 
-    def fused(self, found: Sequence[Counted]) -> list[Counted]:
+    def fused(self, operators: Sequence[Counted]) -> list[Counted]:
         """With the works of every chain of operators that are priced by their memory traffic as one."""
         fused, chain = [], list[Counted]()
-        ends: tuple[Counted | None, ...] = (*found, None)
+        ends: tuple[Counted | None, ...] = (*operators, None)
         for one in ends:
             if one is not None and all(work.kind == "other" for works in one[1:4] for work in works):
                 chain.append(one)
@@ -101,7 +101,7 @@ class _Counter:
         nodes = {one.node for one in chain if not is_cast(one.node)}
         works = [one.node for one in chain if one.forward]
         ends = [node for node in nodes if not nodes.issuperset(node.users)]
-        made = {m for node in ends for m in memories(self.walk.values[node]) if m.made_by in nodes}
+        written = {m for node in ends for m in memories(self.walk.values[node]) if m.made_by in nodes}
         sources = [used for node in works for used in tensor_inputs(node)]
         read = {m for used in sources for m in memories(self.walk.values[used], lasting=True) if m.made_by not in nodes}
         tables = {m for node in works if cost_notes(node).looks_up
@@ -110,9 +110,9 @@ class _Counter:
         kept = {memory for node in nodes for memory in self.walk.keeps.get(node, ())}
         grads = {m for used in sources if needs_grad(value := self.walk.values[used])
                  for m in memories(value, lasting=True) if m in read}  # fmt: skip
-        forward = (Work("other", Size.sum((rows, self._bytes(read - tables), self._bytes(made)))),)
-        again = self._bytes(kept & (read | made))
-        backward = Work("other", Size.sum((self._bytes(made), again, self._bytes(grads))))
+        forward = (Work("other", Size.sum((rows, self._bytes(read - tables), self._bytes(written)))),)
+        again = self._bytes(kept & (read | written))
+        backward = Work("other", Size.sum((self._bytes(written), again, self._bytes(grads))))
         back = () if self.alive.isdisjoint(nodes) else (backward,)
         of_inputs = any(one.input_backward for one in chain)
         last = chain[-1]._replace(
@@ -125,8 +125,8 @@ class _Counter:
         return Size.sum(Size.of(memory.size_bytes, self.growth.of(memory.made_by)) for memory in pieces)
 
     def size(self, node: fx.Node) -> Size:
-        found = self.walk.values[node]
-        return Size.of(found.form.size_bytes, self.growth.of(node)) if isinstance(found, Value) else NOTHING
+        result = self.walk.values[node]
+        return Size.of(result.form.size_bytes, self.growth.of(node)) if isinstance(result, Value) else NOTHING
 
     def _one(self, node: fx.Node) -> Counted:
         name = operator_name(node).removeprefix("autopart::")
@@ -154,16 +154,16 @@ class _Counter:
         sides = (node, node.args[0]) if backward else (node,)
         forms = {n: self.walk.values[n].form for n in sides}
         whole = max(forms, key=lambda n: math.prod(forms[n].shape))  # one side of it
-        made, own = forms[node].dtype, forms[whole].dtype
+        out_dtype, whole_dtype = forms[node].dtype, forms[whole].dtype
 
         def sent(dtype: torch.dtype) -> Size:
             size = self.size(whole) if forward != "all_to_all" else self._on_all_ranks(self.size(whole), axis)
-            return size if dtype == own else size * (dtype.itemsize / own.itemsize)
+            return size if dtype == whole_dtype else size * (dtype.itemsize / whole_dtype.itemsize)
 
-        moved = self._moved(axis, forward, sent(made))
+        moved = self._moved(axis, forward, sent(out_dtype))
         if node not in self.alive:
             return Counted(node, moved)
-        back = self._moved(axis, backward, sent(node.kwargs.get("grad_dtype") or made))
+        back = self._moved(axis, backward, sent(node.kwargs.get("grad_dtype") or out_dtype))
         towards, others = (back, ()) if node in self.weights else ((), back)
         if self.walk.values[node].memory in self.again:  # a weight that the backward reads is gathered again
             others += moved
@@ -171,11 +171,11 @@ class _Counter:
 
     def _rotation(self, node: fx.Node) -> Counted:
         """Attention whose keys and values go around: its products with the keys of all ranks, and what is sent on."""
-        query, axis, key, made = node.args[0], str(node.args[1]), node.args[2], node.args[3]
+        query, axis, key, value = node.args[0], str(node.args[1]), node.args[2], node.args[3]
         ranks = self.walk.program.mesh.size(axis)
         (rows, heads, queries, width), out = self.walk.values[query].form.shape, self.walk.values[node].form.shape[-1]
         flops = facts(node).get("counted_flops", 2 * rows * heads * queries * int(node.args[5]) * (width + out))
-        traffic, moving = Size.sum(self.size(n) for n in (query, key, made, node)), self.size(key) + self.size(made)
+        traffic, moving = Size.sum(self.size(n) for n in (query, key, value, node)), self.size(key) + self.size(value)
         dtype = str(self.walk.values[node].form.dtype).removeprefix("torch.")
         counted = Size.of(float(flops), self.growth.of_product(node))
         one = Work("attention", traffic, counted, dtype)
@@ -198,22 +198,22 @@ class _Counter:
         return (Work(kind, size, axis=axis),) if moves else ()
 
     def _call(self, node: fx.Node, read: Sequence[Any], of_weights: Sequence[bool]) -> Counted:
-        made, alive = self._made(node), node in self.alive
-        if not made.terms:
+        written, alive = self._made(node), node in self.alive
+        if not written.terms:
             return Counted(node, ())
         sizes = [self.size(n) for n in tensor_inputs(node)]
         flops = _flops(node)
         if flops:
-            return self._product(node, flops, Size.sum((*sizes, made)), read, of_weights)
-        size_in = made if cost_notes(node).looks_up else Size.sum(sizes)
-        forward = (Work("other", size_in + made),)
+            return self._product(node, flops, Size.sum((*sizes, written)), read, of_weights)
+        size_in = written if cost_notes(node).looks_up else Size.sum(sizes)
+        forward = (Work("other", size_in + written),)
         if not alive:
             return Counted(node, forward)
         kept = [Size.of(m.size_bytes, self.growth.of(m.made_by)) for m in set(self.walk.keeps.get(node, ()))]
         grads = [
             (weight, size) for weight, size, v in zip(of_weights, sizes, read, strict=True) if needs_grad(v)
         ]  # fmt: skip
-        backward = (Work("other", Size.sum((made, *kept, *(size for _, size in grads)))),)
+        backward = (Work("other", Size.sum((written, *kept, *(size for _, size in grads)))),)
         return Counted(node, forward, (), backward) if all(w for w, _ in grads) else Counted(node, forward, backward)
 
     def _product(
@@ -250,22 +250,22 @@ class _Counter:
         grown = Powers(s=min(1, self.growth.of_product(node).s))
         return work._replace(flops=work.flops * 2.0, causal=Size.of(float(keys), grown))
 
-    def _depth(self, made: fx.Node, flops: Size) -> Size:
+    def _depth(self, product: fx.Node, flops: Size) -> Size:
         """How many features each element of a product's result is the sum over; nothing for sums over rows and
         positions, as in the gradient of a weight."""
-        if not isinstance(self.walk.values[made], Value):  # a recurrent layer's several
+        if not isinstance(self.walk.values[product], Value):  # a recurrent layer's several
             return NOTHING
-        elements = math.prod(self.walk.values[made].form.shape)
-        (powers, number), other = flops.terms[0], self.growth.of(made)
+        elements = math.prod(self.walk.values[product].form.shape)
+        (powers, number), other = flops.terms[0], self.growth.of(product)
         less = Powers(*(mine - theirs for mine, theirs in zip(powers, other, strict=True)))
         return NOTHING if less.b or less.s else Size.of(number / (2 * max(1, elements)), less)
 
     def _made(self, node: fx.Node) -> Size:
         """Bytes of new memory that a call writes."""
-        found = self.walk.values[node]
-        values = found if isinstance(found, tuple) else (found,)
-        own = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
-        return Size.of(sum(memory.size_bytes for memory in own), self.growth.of(node))
+        result = self.walk.values[node]
+        values = result if isinstance(result, tuple) else (result,)
+        written = {v.memory for v in values if isinstance(v, Value) and v.memory.made_by is node}
+        return Size.of(sum(memory.size_bytes for memory in written), self.growth.of(node))
 
 
 def rerun_nodes(walk: Walk, alive: Set[fx.Node]) -> set[fx.Node]:

@@ -20,7 +20,7 @@ makes are divided over it, and the first such product."""
 
 def divided(trace: Trace, program: Program) -> Divided:
     """What the products of a program divide over the axes that features and experts lie on."""
-    mesh, found = program.mesh, Divided()
+    mesh, counts = program.mesh, Divided()
     axes = {name: mesh.innermost(cuts) for name, cuts in CHOSEN.items() if cuts != "positions"}
     traced = {node.name: node for node in trace.graph.nodes}
     for stage in program.stages:
@@ -31,8 +31,8 @@ def divided(trace: Trace, program: Program) -> Divided:
                 continue
             for name, axis in axes.items():
                 for count in _counts(traced, node, axis) if mesh.size(axis) > 1 else ():
-                    found.setdefault(name, {}).setdefault(count, pattern_of(facts(origin)["key"]))
-    return found
+                    counts.setdefault(name, {}).setdefault(count, pattern_of(facts(origin)["key"]))
+    return counts
 
 
 def _counts(traced: dict[str, fx.Node], node: fx.Node, axis: str) -> Iterator[int]:

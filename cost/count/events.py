@@ -50,15 +50,15 @@ def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic
     made_bytes = {step.node: _bytes(step.made) for step in steps}
 
     def events(node: fx.Node, ended: Set[Memory]) -> Iterator[Event]:
-        row, made = traffic.row_of.get(node), made_bytes[node]
+        row, new_bytes = traffic.row_of.get(node), made_bytes[node]
         if row is None:
             yield Event("needs", walk.takes.get(node, (0, 0))[0])
         elif node is traffic.rows[row].first:
             yield from traffic.gathers(row)
-            made = sum(made_bytes[other] for other, at in traffic.row_of.items() if at == row)
+            new_bytes = sum(made_bytes[other] for other, at in traffic.row_of.items() if at == row)
         else:
-            made = 0
-        yield Event("takes", made + (saved_others(walk, node) if node in saved else 0))
+            new_bytes = 0
+        yield Event("takes", new_bytes + (saved_others(walk, node) if node in saved else 0))
         yield Event("peak", 0)
         yield Event("takes", -_bytes(ended))
 
@@ -99,17 +99,17 @@ class _Backward:
 
     def _events(self, step: Backward) -> Iterator[Event]:
         node, values = step.node, self.walk.values
-        made, done = _bytes(step.made), _bytes(step.done)
+        new_bytes, done = _bytes(step.made), _bytes(step.done)
         further = sum(_size(values[used]) for used in step.further)
         yield from self._before(step)
         row = self.traffic.row_of.get(node)
         if row is None:
             yield Event("needs", self.walk.takes.get(node, (0, 0))[1])
-            yield Event("takes", made)
+            yield Event("takes", new_bytes)
         else:  # gradients of parts are made where those of all wholes are there, which are sent
-            self.parts_bytes[row] += made
+            self.parts_bytes[row] += new_bytes
             self.wholes_bytes[row] += done
-            made = done = 0
+            new_bytes = done = 0
         yield Event("needs", further)
         if row is not None and node is self.traffic.rows[row].first:
             if row in self.opened:

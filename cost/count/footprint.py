@@ -96,11 +96,11 @@ def walked(trace: Trace, program: Program, stage: Stage) -> Walk:
     return walk
 
 
-def memories(found: Any, lasting: bool = False) -> set[Memory]:
+def memories(result: Any, lasting: bool = False) -> set[Memory]:
     """The memory of a value, or of a tuple of them; `lasting`: also what lives on."""
-    if isinstance(found, tuple):
-        return {memory for item in found for memory in memories(item, lasting)}
-    return {found.memory} if isinstance(found, Value) and (lasting or not found.memory.lives) else set()
+    if isinstance(result, tuple):
+        return {memory for item in result for memory in memories(item, lasting)}
+    return {result.memory} if isinstance(result, Value) and (lasting or not result.memory.lives) else set()
 
 
 @dataclass
@@ -125,11 +125,11 @@ class Walk:
         received, attributes = iter(self.stage.receives), dict[str, Value]()
         for node in self.stage.graph.graph.nodes:
             if node.op == "placeholder":
-                made = self.inputs.get(str(node.target))
-                self.values[node] = made if made is not None else _received(next(received), node)
+                stage_input = self.inputs.get(str(node.target))
+                self.values[node] = stage_input if stage_input is not None else _received(next(received), node)
             elif node.op == "get_attr":
-                found = attributes.setdefault(str(node.target), self._read(node))
-                self.values[node] = found
+                attribute = attributes.setdefault(str(node.target), self._read(node))
+                self.values[node] = attribute
             elif node.op == "output":
                 self.outputs = tuple(node.args[0])
             elif node.target is operator.getitem:
@@ -139,12 +139,12 @@ class Walk:
 
     def _read(self, node: fx.Node) -> Value:
         """An attribute; the whole of a parameter that is held whole."""
-        found = _attribute(self.trace, node)
+        attribute = _attribute(self.trace, node)
         if str(node.target) not in self.held:
-            return found
+            return attribute
         way = self.held[str(node.target)]
-        shape = (*found.form.shape[: way.dim], way.size, *found.form.shape[way.dim + 1 :])
-        form = Form.contiguous(shape, way.dtype or found.form.dtype, found.form.needs_grad)
+        shape = (*attribute.form.shape[: way.dim], way.size, *attribute.form.shape[way.dim + 1 :])
+        form = Form.contiguous(shape, way.dtype or attribute.form.dtype, attribute.form.needs_grad)
         return Value(form, Memory(form.size_bytes, True, node))
 
     def gathers_held(self, node: fx.Node) -> bool:
@@ -159,45 +159,45 @@ class Walk:
         if self.gathers_held(node):
             return self.values[node.args[0]]
         if name in DIRECTIONS:
-            made = self._convert(node, DIRECTIONS[name][0])
-            if name in ROUTING and made.form.needs_grad:
+            result = self._convert(node, DIRECTIONS[name][0])
+            if name in ROUTING and result.form.needs_grad:
                 self.others[node] = self.values[node.args[2]].form.size_bytes  # the order of the rows
-            self.takes[node] = self._conversion_bytes(node, made.form, self.values[node.args[0]].form)
-            return made
+            self.takes[node] = self._conversion_bytes(node, result.form, self.values[node.args[0]].form)
+            return result
         if name in ROTATING:
             return self._rotate(node)
-        made = call(node, self.values, self.keeps, self.others, self.takes)
+        result = call(node, self.values, self.keeps, self.others, self.takes)
         if is_cast(node):
-            made.memory.again = True
-        return made
+            result.memory.again = True
+        return result
 
     def _rotate(self, node: fx.Node) -> Value:
         """Attention whose keys and values go around: it keeps its operands, its output and a number for every query,
         and has room for two ranks' keys and values, in the backward for their gradients too."""
-        found = value(node)
+        traced = value(node)
         sides: list[Value] = [self.values[used] for used in tensor_inputs(node)]
-        form = Form.contiguous(found.shape, found.dtype, any(side.form.needs_grad for side in sides))
-        made = Value(form, Memory(form.size_bytes, False, node))
-        totals = form.size_bytes // found.shape[-1]
+        form = Form.contiguous(traced.shape, traced.dtype, any(side.form.needs_grad for side in sides))
+        output = Value(form, Memory(form.size_bytes, False, node))
+        totals = form.size_bytes // traced.shape[-1]
         if form.needs_grad:
-            self.keeps[node] = [*(side.memory for side in sides), made.memory]
+            self.keeps[node] = [*(side.memory for side in sides), output.memory]
             self.others[node] = totals
         moving = sum(side.form.size_bytes for side in sides[1:3])
         self.takes[node] = (form.size_bytes + totals + moving, 4 * moving + 2 * sides[0].form.size_bytes)
-        return made
+        return output
 
-    def _conversion_bytes(self, node: fx.Node, made: Form, source: Form) -> tuple[int, int]:
+    def _conversion_bytes(self, node: fx.Node, result: Form, source: Form) -> tuple[int, int]:
         """The most new memory in a conversion and in its backward, with the copies in the dtype that is sent."""
         name = operator_name(node).removeprefix("autopart::")
         in_order = len(node.args) < 4 or (node.args[2] == 0 and len(node.args) == 4)
-        numbers = [form.size_bytes // form.dtype.itemsize for form in (made, source)]
-        sent = made.dtype, node.kwargs.get("grad_dtype") or made.dtype
+        numbers = [form.size_bytes // form.dtype.itemsize for form in (result, source)]
+        sent = result.dtype, node.kwargs.get("grad_dtype") or result.dtype
         forward, backward = (
             _moving_bytes(kind, max(numbers) * dtype.itemsize, min(numbers) * dtype.itemsize, in_order)
             for kind, dtype in zip(DIRECTIONS[name], sent, strict=True)
         )
         forward += numbers[1] * sent[0].itemsize * (source.dtype != sent[0])
-        backward += numbers[0] * sent[1].itemsize * (made.dtype != sent[1])
+        backward += numbers[0] * sent[1].itemsize * (result.dtype != sent[1])
         return forward, backward + source.size_bytes * (source.dtype != sent[1])
 
     def _convert(self, node: fx.Node, primitive: str) -> Any:
@@ -220,12 +220,12 @@ class Walk:
             cut_before, cut_after = node.args[2:4]
             shape[cut_before] *= parts
             shape[cut_after] = shard_sizes(shape[cut_after], parts)[0]
-        made = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
-        if in_order and Form(made.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
-            return Value(made, owner)
+        result_form = Form.contiguous(shape, form.dtype, form.needs_grad and node.target.__name__ != "all_reduce_max")
+        if in_order and Form(result_form.shape, form.stride, form.dtype).is_contiguous:  # a view of the first rows
+            return Value(result_form, owner)
         stores = self.program.mesh.stores(node.args[1])
         again = primitive == "all_gather" and stores and stored_source(node) is not None
-        return Value(made, Memory(made.size_bytes, False, node, again))
+        return Value(result_form, Memory(result_form.size_bytes, False, node, again))
 
     def reached(self) -> set[fx.Node]:
         """The nodes that a gradient of the outputs passes."""
@@ -240,11 +240,11 @@ class Walk:
 
     def regions(self, alive: Set[fx.Node]) -> dict[int, list[fx.Node]]:
         """The operators of every region that is run again in the backward (`Facts.region`)."""
-        found: dict[int, list[fx.Node]] = {}
+        by_region: dict[int, list[fx.Node]] = {}
         for node in self.values:
             if "region" in facts(node) and node.op == "call_function":
-                found.setdefault(facts(node)["region"], []).append(node)
-        return {region: nodes for region, nodes in found.items() if any(node in alive for node in nodes)}
+                by_region.setdefault(facts(node)["region"], []).append(node)
+        return {region: nodes for region, nodes in by_region.items() if any(node in alive for node in nodes)}
 
     def towards(self, node: fx.Node) -> list[fx.Node]:
         """The inputs that its backward makes gradients of."""
@@ -252,8 +252,8 @@ class Walk:
 
     def read_by(self, nodes: Sequence[fx.Node]) -> list[Memory]:
         """The memory that operators read and do not make."""
-        own = set(nodes)
-        read = [used for node in nodes for used in node.all_input_nodes if used not in own]
+        inside = set(nodes)
+        read = [used for node in nodes for used in node.all_input_nodes if used not in inside]
         return [memory for used in dict.fromkeys(read) for memory in memories(self.values[used])]
 
     def of_weights(self, alive: Set[fx.Node]) -> set[fx.Node]:
@@ -282,15 +282,15 @@ def call(
 ) -> Any:  # fmt: skip
     """What a call makes, with its memory; what it keeps and takes is noted."""
     assert callable(node.target)
-    found = [values[used] for used in tensor_inputs(node)]
-    read = [v for v in found if isinstance(v, Value)]
+    inputs = [values[used] for used in tensor_inputs(node)]
+    read = [v for v in inputs if isinstance(v, Value)]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _form(values[n]))
     try:
         effect = KNOWN.effect(node.target, args, kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # it needs values: as if it kept all
         effect = _unknown(node, read)
     pieces = [Memory(size, False, node) for size in effect.pieces]
-    owners = [read[own].memory if own >= 0 else pieces[-1 - own] for own in effect.memory]
+    owners = [read[index].memory if index >= 0 else pieces[-1 - index] for index in effect.memory]
     keeps[node] = [read[i].memory for i in effect.kept.inputs] + [owners[i] for i in effect.kept.outputs]
     takes[node] = effect.forward_bytes, effect.backward_bytes
     if effect.kept.other_bytes:
@@ -299,33 +299,33 @@ def call(
     return map_tuple(effect.made, lambda leaf: tensors[leaf.number] if isinstance(leaf, MadeTensor) else leaf)
 
 
-def map_tuple(made: Any, function: Any) -> Any:
-    if not isinstance(made, tuple):
-        return function(made)
-    return tuple(map_tuple(item, function) for item in made)
+def map_tuple(nested: Any, function: Any) -> Any:
+    if not isinstance(nested, tuple):
+        return function(nested)
+    return tuple(map_tuple(item, function) for item in nested)
 
 
-def _form(found: Any) -> Any:
-    return found.form if isinstance(found, Value) else found
+def _form(result: Any) -> Any:
+    return result.form if isinstance(result, Value) else result
 
 
 def _unknown(node: fx.Node, read: Sequence[Value]) -> Effect:
-    made = value(node)
-    if made is None:
+    traced = value(node)
+    if traced is None:
         return Effect(None, (), (), (), Kept((), (), 0))
-    tensors = [t for t in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in (traced if isinstance(traced, (tuple, list)) else [traced]) if isinstance(t, torch.Tensor)]
     grad = any(v.form.needs_grad for v in read)
     forms = tuple(Form.contiguous(tuple(t.shape), t.dtype, grad) for t in tensors)
     memory = tuple(-1 - i for i in range(len(forms)))
-    shown = tuple(MadeTensor(i) for i in range(len(forms))) if isinstance(made, (tuple, list)) else MadeTensor(0)
+    shown = tuple(MadeTensor(i) for i in range(len(forms))) if isinstance(traced, (tuple, list)) else MadeTensor(0)
     kept = Kept(tuple(range(len(read))) if grad else (), tuple(range(len(forms))) if grad else (), 0)
     return Effect(shown, forms, memory, tuple(f.size_bytes for f in forms), kept)
 
 
-def needs_grad(found: Any) -> bool:
-    if isinstance(found, tuple):
-        return any(map(needs_grad, found))
-    return isinstance(found, Value) and found.form.needs_grad
+def needs_grad(result: Any) -> bool:
+    if isinstance(result, tuple):
+        return any(map(needs_grad, result))
+    return isinstance(result, Value) and result.form.needs_grad
 
 
 def _received(boundary: Boundary, node: fx.Node) -> Value:
@@ -335,8 +335,8 @@ def _received(boundary: Boundary, node: fx.Node) -> Value:
 
 def _attribute(trace: Trace, node: fx.Node) -> Value:
     parameter = trace.parameters.get(str(node.target))
-    made = value(node)
-    form = Form.contiguous(tuple(made.shape), made.dtype, parameter is not None and parameter.requires_grad)
+    traced = value(node)
+    form = Form.contiguous(tuple(traced.shape), traced.dtype, parameter is not None and parameter.requires_grad)
     return Value(form, Memory(form.size_bytes, True, node))
 
 
@@ -346,33 +346,33 @@ def _stage_inputs(trace: Trace, program: Program, stage: Stage) -> tuple[dict[st
     forms = [Form.of(t, t.requires_grad) for t in trace.call.tensors]
     if program.input_names[-1:] == (SEEDS,):
         forms.append(Form.contiguous((program.row_ranks * program.microbatches,), torch.int64))
-    given = iter(forms)
-    made: tuple[Any, ...] = ()
+    call_forms = iter(forms)
+    outputs: tuple[Any, ...] = ()
     for node in stage.prologue.graph.nodes:
         if node.op == "placeholder":
-            form = next(given)
+            form = next(call_forms)
             values[node] = Value(form, Memory(form.size_bytes, True, node))
         elif node.op == "get_attr":
             values[node] = _attribute(trace, node)
         elif node.op == "output":
-            made = tuple(map_aggregate(node.args[0], lambda a: values[a] if isinstance(a, fx.Node) else a))
+            outputs = tuple(map_aggregate(node.args[0], lambda a: values[a] if isinstance(a, fx.Node) else a))
         elif node.target is operator.getitem:
             values[node] = values[node.args[0]][node.args[1]]
         else:
             values[node] = call(node, values, {}, {}, {})
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     sizes: dict[Memory, int] = {}
     read = {str(node.target): node for node in stage.graph.graph.find_nodes(op="placeholder")}
-    for stage_input, whole in zip(stage.inputs, made, strict=False):
+    for stage_input, whole in zip(stage.inputs, outputs, strict=False):
         if not isinstance(whole, Value):
-            found[stage_input.name] = whole
+            inputs[stage_input.name] = whole
             continue
         rows, memory = _rows(program, stage_input.batch_dim, whole)
         is_copied = memory is not whole.memory  # the rows of every microbatch
         number = program.microbatches * times(read[stage_input.name]) if is_copied else times(memory.made_by)
         sizes[memory] = memory.size_bytes * number
-        found[stage_input.name] = Value(rows, Memory(rows.size_bytes, True, memory.made_by))
-    return found, sum(size for memory, size in sizes.items() if not memory.lives)
+        inputs[stage_input.name] = Value(rows, Memory(rows.size_bytes, True, memory.made_by))
+    return inputs, sum(size for memory, size in sizes.items() if not memory.lives)
 
 
 def _rows(program: Program, dim: int | None, whole: Value) -> tuple[Form, Memory]:

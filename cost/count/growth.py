@@ -51,15 +51,15 @@ class Growth:
         origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         if origin is None:  # one step of several towards a traced value, or a tuple of them
             parts = [self.of(user) for user in node.users if "origin" in facts(user) and user.args[0] is node]
-            found = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
+            powers = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
             whole = {} if parts else {name: 0 for name, axis in self._axes.items() if self._cut(node, axis) is None}
-            return found._replace(**whole)
+            return powers._replace(**whole)
         if origin not in self._traced_of:
             self._traced_of[origin] = self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
-        found = self._traced_of[origin]
+        powers = self._traced_of[origin]
         cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
         over = {name: int(axis in layout and layout[axis].is_divided) for name, axis in self._axes.items()}
-        return Powers(found.b * cut, found.s, **over)
+        return Powers(powers.b * cut, powers.s, **over)
 
     def _cut(self, node: fx.Node, axis: str) -> int | None:
         """The dim of a written value that is cut over an axis: of one of several steps, where an input has it too."""
@@ -72,12 +72,12 @@ class Growth:
             placement = facts(node).get("layout", {}).get(axis)
             return placement.dim if placement is not None and placement.is_divided else None
         for used in tensor_inputs(node):
-            dim, made, read = self._cut(used, axis), value(node), value(used)
+            dim, written, read = self._cut(used, axis), value(node), value(used)
             if dim is None:
                 continue
-            if not isinstance(made, Tensor) or not isinstance(read, Tensor) or made.numel() == read.numel():
+            if not isinstance(written, Tensor) or not isinstance(read, Tensor) or written.numel() == read.numel():
                 return dim
-            if made.shape[: dim + 1] == read.shape[: dim + 1]:
+            if written.shape[: dim + 1] == read.shape[: dim + 1]:
                 return dim
         return None
 
@@ -92,9 +92,9 @@ class Growth:
         return largest._replace(s=factors.s)
 
     def _count(self, atoms: Iterable[Atom]) -> Powers:
-        found = list(atoms)
-        rows = any(atom.kind == BATCH for atom in found)
-        counted = [a for a in found if a.kind == DATA_DIM and self._tokens > 1 and a.size % self._tokens == 0]
+        all_atoms = list(atoms)
+        rows = any(atom.kind == BATCH for atom in all_atoms)
+        counted = [a for a in all_atoms if a.kind == DATA_DIM and self._tokens > 1 and a.size % self._tokens == 0]
         return Powers(int(rows), len(counted))
 
 

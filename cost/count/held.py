@@ -85,7 +85,7 @@ class Held:
 
     def row(self, one: Counted, is_place: bool, load: Size) -> Row:
         """`is_place`: whether a stage may begin there. `load`: as the row has it."""
-        works = {part: found for part in PARTS if (found := getattr(one, part))}
+        works = {part: part_works for part in PARTS if (part_works := getattr(one, part))}
         names = {str(n.target) for n in one.node.all_input_nodes if n.op == "get_attr"}
         values = [self.walk.values[n] for n in one.node.all_input_nodes]
         made_by = {memory.made_by for value in values for memory in memories(value, lasting=True)}
@@ -162,8 +162,8 @@ class Held:
 
     def _value(self, node: fx.Node) -> Size:
         """A value by its own shape."""
-        made = self.walk.values[node]
-        return Size.of(made.form.size_bytes, self.growth.of(node)) if isinstance(made, Value) else NOTHING
+        result = self.walk.values[node]
+        return Size.of(result.form.size_bytes, self.growth.of(node)) if isinstance(result, Value) else NOTHING
 
     def size(self, memory: Memory) -> Size:
         if memory not in self.sizes:
@@ -191,10 +191,10 @@ class Held:
         last |= dict.fromkeys(self.walk.outputs[: len(self.walk.stage.sends)], len(nodes))
         data, weights = set[fx.Node](), set[fx.Node]()  # made from inputs, from weights alone: made where they are read
         received, travelling = set(self.received), dict[fx.Node, Size | None]()
-        found: dict[fx.Node, dict[fx.Node, Size | None]] = {}
+        crossings: dict[fx.Node, dict[fx.Node, Size | None]] = {}
         for i, node in enumerate(nodes):
-            travelling = {made: size for made, size in travelling.items() if last[made] >= i}
-            found[node] = dict(travelling)
+            travelling = {source: size for source, size in travelling.items() if last[source] >= i}
+            crossings[node] = dict(travelling)
             reads, value = node.all_input_nodes, self.walk.values[node]
             if node in received:
                 travelling[node] = self.size(value.memory)
@@ -205,7 +205,7 @@ class Held:
             elif last.get(node, i) > i:
                 single = isinstance(value, Value) and needs_grad(value)
                 travelling[node] = Size.of(value.form.size_bytes, self.growth.of(node)) if single else None
-        return found
+        return crossings
 
 
 def _largest(*sizes: Size) -> Size:

@@ -139,8 +139,8 @@ def kept(node: fx.Node) -> Kept:
 
 
 def _form_of(node: fx.Node) -> Any:
-    made = value(node)
-    return Form.of(made, facts(node).get("needs_grad", False)) if isinstance(made, Tensor) else made
+    traced = value(node)
+    return Form.of(traced, facts(node).get("needs_grad", False)) if isinstance(traced, Tensor) else traced
 
 
 def _hashable(argument: Any) -> Hashable:
@@ -165,9 +165,9 @@ def _run(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
     def fake(argument: Any) -> Any:
         if isinstance(argument, Form):
-            made = torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device=device)
-            inputs.append(made.requires_grad_(argument.needs_grad))
-            return made
+            tensor = torch.empty_strided(argument.shape, argument.stride, dtype=argument.dtype, device=device)
+            inputs.append(tensor.requires_grad_(argument.needs_grad))
+            return tensor
         if isinstance(argument, Mapping):
             return {name: fake(item) for name, item in argument.items()}
         if isinstance(argument, (list, tuple)) and not isinstance(argument, torch.Size):
@@ -180,8 +180,8 @@ def _run(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         with saved_tensors_hooks(keep, lambda held: held.tensor), Allocated() as forward:
             result = target(*args, **kwargs)
         alive = [held.tensor for reference in saved if (held := reference()) is not None]
-        found = _effect(result, inputs, alive)
-        return replace(found, forward_bytes=forward.most, backward_bytes=_backward_bytes(result, inputs))
+        effect = _effect(result, inputs, alive)
+        return replace(effect, forward_bytes=forward.most, backward_bytes=_backward_bytes(result, inputs))
 
 
 def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
@@ -190,7 +190,7 @@ def _backward_bytes(result: Any, inputs: Sequence[Tensor]) -> int:
     towards = [tensor for tensor in inputs if tensor.requires_grad]
     if not outputs or not towards:
         return 0
-    grads = [torch.empty(made.shape, dtype=made.dtype, device=made.device) for made in outputs]
+    grads = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
     with Allocated() as backward:
         try:
             torch.autograd.grad(outputs, towards, grads, allow_unused=True)
@@ -210,19 +210,19 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):
-            if (given := StorageWeakRef(storage)).cdata not in self.made:
-                self.given[given.cdata] = given
+            if (input_ref := StorageWeakRef(storage)).cdata not in self.made:
+                self.given[input_ref.cdata] = input_ref
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            if (made := StorageWeakRef(storage)).cdata not in self.given:
-                self.made[made.cdata] = made, storage.nbytes()
+            if (output_ref := StorageWeakRef(storage)).cdata not in self.given:
+                self.made[output_ref.cdata] = output_ref, storage.nbytes()
         self.made = {key: entry for key, entry in self.made.items() if not entry[0].expired()}
         self.most = max(self.most, sum(size for _, size in self.made.values()))
         return result
 
 
-def _storages(found: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 class _Saved:
@@ -236,20 +236,20 @@ def _effect(result: Any, inputs: Sequence[Tensor], saved: Sequence[Tensor]) -> E
     owner = {_memory(tensor): index for index, tensor in reversed(list(enumerate(inputs)))}
     forms, memory, pieces = [], [], []
     leaves = tree_flatten(result)[0]
-    for made in (leaf for leaf in leaves if isinstance(leaf, Tensor)):
-        key = _memory(made)
+    for output in (leaf for leaf in leaves if isinstance(leaf, Tensor)):
+        key = _memory(output)
         if key not in owner:
-            pieces.append(made.untyped_storage().nbytes())
+            pieces.append(output.untyped_storage().nbytes())
             owner[key] = -len(pieces)
-        forms.append(Form.of(made, made.requires_grad))
+        forms.append(Form.of(output, output.requires_grad))
         memory.append(owner[key])
     owners = {owner[_memory(tensor)] for tensor in saved if _memory(tensor) in owner}
     others = {_memory(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _memory(tensor) not in owner}
-    found = Kept(
+    keeps = Kept(
         tuple(sorted(index for index in owners if index >= 0)),
-        tuple(index for index, own in enumerate(memory) if own < 0 and own in owners), sum(others.values()),
+        tuple(index for index, place in enumerate(memory) if place < 0 and place in owners), sum(others.values()),
     )  # fmt: skip
-    return Effect(_numbered(result, iter(range(len(forms)))), tuple(forms), tuple(memory), tuple(pieces), found)
+    return Effect(_numbered(result, iter(range(len(forms)))), tuple(forms), tuple(memory), tuple(pieces), keeps)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -132,21 +132,21 @@ def _bucket_bytes(trace: Trace, trained: Mapping[str, int], program: Program, ho
         owners = tuple(sorted({home[stage] for stage in stored.stages}))
         if len(owners) > 1:
             buckets[owners, dtype].append(size)
-    found = [0]
+    copies = [0]
     for (_, dtype), sizes in buckets.items():
         sent = summed_dtype(dtype, program)
         if len(sizes) > 1 or sent != dtype:
-            found.append(min(sum(sizes), BUCKET_BYTES) * sent.itemsize // dtype.itemsize)
-    return max(found)
+            copies.append(min(sum(sizes), BUCKET_BYTES) * sent.itemsize // dtype.itemsize)
+    return max(copies)
 
 
 def _largest_activations(memories: Sequence[StageMemory], in_flight: Mapping[int, int]) -> dict[str, int]:
     """What the operators of each pattern keep, all microbatches and blocks together."""
-    found: dict[str, int] = defaultdict(int)
+    activations: dict[str, int] = defaultdict(int)
     for stage, count in in_flight.items():
         for node, size in memories[stage].saved.items():
-            found[f"activations of {_named(node)}"] += size * count * times(node)
-    return found
+            activations[f"activations of {_named(node)}"] += size * count * times(node)
+    return activations
 
 
 def _named(node: fx.Node) -> str:

@@ -54,9 +54,9 @@ def forward_steps(walk: Walk, kept: Set[Memory]) -> Iterator[Forward]:
             ended[node].add(memory)
     seen: set[Memory] = set()
     for node in walk.values:
-        made = memories(walk.values[node]) - seen
-        seen |= made
-        yield Forward(node, made, ended[node])
+        new = memories(walk.values[node]) - seen
+        seen |= new
+        yield Forward(node, new, ended[node])
 
 
 def backward_steps(walk: Walk, alive: Set[fx.Node]) -> Iterator[Backward]:
@@ -64,22 +64,22 @@ def backward_steps(walk: Walk, alive: Set[fx.Node]) -> Iterator[Backward]:
     calls = [node for node in walk.values if node in alive and node.op == "call_function"]
     inputs = {node: walk.towards(node) for node in reversed(calls)}
     uses = Counter(_key(used) for towards in inputs.values() for used in towards)
-    regions, given = walk.regions(alive), Counter[Any]()
+    regions, received = walk.regions(alive), Counter[Any]()
     grads, made_by = set[Memory](), defaultdict[fx.Node, set[Memory]](set)
     for node, towards in inputs.items():
         is_view = cost_notes(node).gradient_is_view
-        begins = [used for used in (node, *towards) if not (given[node] if used is node else is_view)]
-        made = {memory for used in begins for memory in memories(walk.values[used], lasting=True)} - grads
-        grads |= made
-        for memory in made:
+        begins = [used for used in (node, *towards) if not (received[node] if used is node else is_view)]
+        new = {memory for used in begins for memory in memories(walk.values[used], lasting=True)} - grads
+        grads |= new
+        for memory in new:
             made_by[memory.made_by].add(memory)
-        further = [used for used in towards if given[_key(used)]]
-        given.update(map(_key, towards))
+        further = [used for used in towards if received[_key(used)]]
+        received.update(map(_key, towards))
         done = made_by.pop(node, set())
         grads -= done
         whole = {str(used.target): memory if (memory := walk.values[used].memory) in grads else None
-                 for used in towards if used.op == "get_attr" and given[_key(used)] == uses[_key(used)]}  # fmt: skip
-        yield Backward(node, regions.pop(facts(node).get("region", -1), ()), made, further, done, whole)
+                 for used in towards if used.op == "get_attr" and received[_key(used)] == uses[_key(used)]}  # fmt: skip
+        yield Backward(node, regions.pop(facts(node).get("region", -1), ()), new, further, done, whole)
 
 
 def _key(node: fx.Node) -> Any:

@@ -42,12 +42,12 @@ _MOVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 def collectives(trace: Trace, program: Program) -> tuple[Collective, ...]:
     """Every collective and send of a program, the same ones of repeated blocks together."""
-    found: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    totals: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for move in _moves(program):
-        entry = found[pattern_of(move.path) or "model", move.axis, move.forward, move.backward]
+        entry = totals[pattern_of(move.path) or "model", move.axis, move.forward, move.backward]
         entry[0] += move.times
         entry[1] += move.bytes * move.times
-    rows = [Collective(*key, count, moved) for key, (count, moved) in found.items()]
+    rows = [Collective(*key, count, moved) for key, (count, moved) in totals.items()]
     return (*rows, *_sends(program), *_gradients(trace, program), *_wholes(trace, program))
 
 
@@ -83,8 +83,10 @@ def _moves(program: Program) -> Iterator[_Move]:
             sides = (node, node.args[0]) if backward else (node,)
             size = summed = max(size_bytes(n) for n in sides)  # the whole array is on one side of it
             if node.kwargs:  # of a parameter in mixed precision
-                elements, made = max(value(n).numel() for n in sides), value(node).dtype
-                size, summed = (elements * dtype.itemsize for dtype in (made, node.kwargs.get("grad_dtype") or made))
+                elements, out_dtype = max(value(n).numel() for n in sides), value(node).dtype
+                size, summed = (
+                    elements * dtype.itemsize for dtype in (out_dtype, node.kwargs.get("grad_dtype") or out_dtype)
+                )
             if forward == "all_to_all":  # but then every rank has a shard on either side
                 size, summed = (one * program.mesh.size(axis) for one in (size, summed))
             grad = facts(node).get("needs_grad", True)
@@ -248,8 +250,8 @@ def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: Folds) -> list[
                 tally = counts[block][direction]
                 tally[f"{move.axis} {kind}"] = tally.get(f"{move.axis} {kind}", 0) + move.times
     rows = []
-    for block, found in paths.items():
-        modules = [name for path in found for name in names_of(folds, path)]
+    for block, block_paths in paths.items():
+        modules = [name for path in block_paths for name in names_of(folds, path)]
         layers = sorted({number for path in modules if (number := layer_of(path)) is not None})
         row: dict[str, Any] = {
             "block": block, "layers": _ranges(layers), "modules": len(modules) if len(modules) > len(layers) > 0 else 0,

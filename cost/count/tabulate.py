@@ -62,12 +62,12 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     held = list[Held]()
     for walk in walks:
         held.append(Held(walk, growth, held[-1].sends_kept if held else set()))
-    nodes = [each.node for found in stages for each in found]
+    nodes = [each.node for operators in stages for each in operators]
     places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
-    places |= {found[0].node for found in stages[1:]}  # maybe a conversion of what is received
+    places |= {operators[0].node for operators in stages[1:]}  # maybe a conversion of what is received
     rows = [
         one.row(each, each.node in places, loads.get(each.node, NOTHING))
-        for one, found in zip(held, stages, strict=True) for each in found
+        for one, operators in zip(held, stages, strict=True) for each in operators
     ]  # fmt: skip
     starts = tuple(accumulate(map(len, stages)))[:-1]
     trained = frozenset().union(*(one.trained for one in held))
@@ -80,9 +80,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
             _cut_over(mesh, stored, is_stored), *_shares(trace, name), name in again, *_form(trace, program, name),
         ) for name, stored in program.parameters.items()
     }  # fmt: skip
-    order = _order(_blocks_of([one for found in stages for one in found], blocks), blocks)
+    order = _order(_blocks_of([one for operators in stages for one in operators], blocks), blocks)
     if trace.folds:
-        nodes = [one.node for found in stages for one in found]
+        nodes = [one.node for operators in stages for one in operators]
         order = ((row, *facts(node).get("block", ("", 0))) for row, node in enumerate(nodes))
     active = active_operators(trace.graph)
     flops = sum(matrix_work(n) * _copies(facts(n).get("key", ""), blocks) * times(n) for n in active)
@@ -189,12 +189,12 @@ def _shares(trace: Trace, name: str) -> tuple[float, float]:
 
 def each_block(trace: Trace) -> dict[str, tuple[int, ...]]:
     """Every repeated block that has a name as one like itself alone."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name in repeated_blocks(trace.graph).values():
         path, _, number = name.rpartition(".")
         if path:
-            found[path] = max(found.get(path, 0), int(number) + 1)
-    return {path: tuple(range(number)) for path, number in found.items()}
+            counts[path] = max(counts.get(path, 0), int(number) + 1)
+    return {path: tuple(range(number)) for path, number in counts.items()}
 
 
 def _block_of(name: str, blocks: Blocks) -> _At | None:
@@ -211,9 +211,9 @@ def _copies(name: str, blocks: Blocks) -> int:
     return 1 if at is None else list(blocks[at.path]).count(at.number)
 
 
-def _blocks_of(found: Sequence[Counted], blocks: Blocks) -> list[_At | None]:
+def _blocks_of(operators: Sequence[Counted], blocks: Blocks) -> list[_At | None]:
     """The block of every operator; what lies between two of a block is in it."""
-    at = [_block_of(_name(one.node), blocks) for one in found]
+    at = [_block_of(_name(one.node), blocks) for one in operators]
     last: dict[_At, int] = {block: i for i, block in enumerate(at) if block is not None}
     inside: _At | None = None
     for i, block in enumerate(at):

@@ -140,14 +140,14 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [i for i, grad in enumerate(grads) if grad is not None]
-        given = [grad for grad in grads if grad is not None]
+        present_grads = [grad for grad in grads if grad is not None]
         if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
-            ctx.pending.sums = given
+            ctx.pending.sums = present_grads
         elif present:
             under_way = ctx.crossing.under_way
             while len(under_way) >= UNDER_WAY:
                 under_way.popleft().advance()
-            ctx.pending.wait = ctx.crossing.send(given, present)
+            ctx.pending.wait = ctx.crossing.send(present_grads, present)
             under_way.append(ctx.pending)
         return None, None, *(ctx.forms[i] if i in present else None for i in range(len(grads)))
 

@@ -40,7 +40,7 @@ COUNTS = ("steps", "updates", "data_ranks")
 def state_of(sync: DataSync, data_ranks: int | None = None) -> dict[str, Any]:
     """What `ParallelModule.dp_sync_state_dict` gives."""
     ranks = sync.wire.num_ranks if sync.wire is not None else 1
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "steps": sync.steps, "updates": sync.updates, "data_ranks": ranks, "begun": bool(sync.state)
     }  # fmt: skip
     served = sync.served()
@@ -48,45 +48,45 @@ def state_of(sync: DataSync, data_ranks: int | None = None) -> dict[str, Any]:
         parameter = sync.parameters[name]
         for kind in OWN.get(method.name, ()):
             value = parameter.detach() if kind == "replica" else _known(sync, name, kind) * _units(method, ranks)
-            found[f"{name}.{kind}"] = _of_ranks(sync, name, value.view(parameter.shape), data_ranks)
+            entries[f"{name}.{kind}"] = _of_ranks(sync, name, value.view(parameter.shape), data_ranks)
         for kind in (*ALIKE.get(method.name, ()), *(SERVED.get(method.name, ()) if name in served else ())):
-            found[f"{name}.{kind}"] = _placed(sync, name, _known(sync, name, kind).view(parameter.shape))
+            entries[f"{name}.{kind}"] = _placed(sync, name, _known(sync, name, kind).view(parameter.shape))
     here = sync.process.rank
-    found |= {f"powersgd.{rank}.of_rank_{here}": state for rank, state in sync.powersgd.items()}
-    return found
+    entries |= {f"powersgd.{rank}.of_rank_{here}": state for rank, state in sync.powersgd.items()}
+    return entries
 
 
-def load_state(sync: DataSync, given: Mapping[str, Any]) -> None:
+def load_state(sync: DataSync, saved: Mapping[str, Any]) -> None:
     """What `ParallelModule.load_dp_sync_state_dict` does."""
     ranks = sync.wire.num_ranks if sync.wire is not None else 1
     expected = state_of(sync)
-    missing = [key for key in expected if key not in given and not key.startswith("powersgd.")]
+    missing = [key for key in expected if key not in saved and not key.startswith("powersgd.")]
     if missing:
         raise CheckpointError(
             f"dp_sync's state has no '{missing[0]}'", why=f"the methods here remember it (dp_sync='{sync.sync}')",
             hint="the state of a run with the same dp_sync; without any state training goes on with none",
         )  # fmt: skip
-    sync.steps, sync.updates = int(given["steps"]), int(given["updates"])
+    sync.steps, sync.updates = int(saved["steps"]), int(saved["updates"])
     sync.state = {}
     for name, method in sync.methods.items():
         parameter = sync.parameters[name]
         for kind in OWN.get(method.name, ()):
-            value = _own_of(given[f"{name}.{kind}"], f"{name}.{kind}", parameter)
+            value = _own_of(saved[f"{name}.{kind}"], f"{name}.{kind}", parameter)
             if kind == "replica":
                 with torch.no_grad():
                     parameter.copy_(value)
-            elif given["begun"]:
+            elif saved["begun"]:
                 sync.state.setdefault(name, {})[kind] = (value / _units(method, ranks)).reshape(-1).clone()
         for kind in (*ALIKE.get(method.name, ()), *SERVED.get(method.name, ())):
-            if given["begun"] and f"{name}.{kind}" in expected:
-                value = local_of(given[f"{name}.{kind}"])
+            if saved["begun"] and f"{name}.{kind}" in expected:
+                value = local_of(saved[f"{name}.{kind}"])
                 sync.state.setdefault(name, {})[kind] = value.to(parameter.device).reshape(-1).clone()
-    _load_powersgd(sync, given, int(given["data_ranks"]))
+    _load_powersgd(sync, saved, int(saved["data_ranks"]))
 
 
-def _load_powersgd(sync: DataSync, given: Mapping[str, Any], saved_ranks: int) -> None:
+def _load_powersgd(sync: DataSync, saved: Mapping[str, Any], saved_ranks: int) -> None:
     """torch's own state, which knows its buckets alone: on the mesh that it was saved on."""
-    for name, state in given.items():
+    for name, state in saved.items():
         if name.startswith("powersgd.") and name.endswith(f".of_rank_{sync.process.rank}"):
             assert sync.wire is not None
             if saved_ranks != sync.wire.num_ranks:
@@ -131,9 +131,9 @@ def _of_ranks(sync: DataSync, name: str, value: Tensor, data_ranks: int | None) 
     return ShardTensor(value.clone().unsqueeze(0), ShardPlace(name, (ranks, *place.shape), spans))
 
 
-def _own_of(given: Any, key: str, parameter: Tensor) -> Tensor:
-    """This data rank's own of what is given: its own, or of other ranks' all, the mean."""
-    value = local_of(given)
+def _own_of(saved: Any, key: str, parameter: Tensor) -> Tensor:
+    """This data rank's own of what was saved: its own, or of other ranks' all, the mean."""
+    value = local_of(saved)
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[1:] != parameter.shape:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise CheckpointError(f"'{key}' of dp_sync's state is {shape}", why="this rank's is [data ranks, "

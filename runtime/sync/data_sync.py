@@ -138,8 +138,8 @@ class DataSync:
             parts = {name: self._part(name) for name in names}
             if loss_scale != 1.0:
                 parts = {name: part / loss_scale for name, part in parts.items()}
-            made = self._made(method, parts)
-            for name, value in made.items():
+            gradients = self._made(method, parts)
+            for name, value in gradients.items():
                 self._hand_on(name, value if loss_scale == 1.0 else value * loss_scale)
         self.steps += 1
 
@@ -212,12 +212,12 @@ class DataSync:
         for name, method in self.methods.items():
             if self.parameters[name].grad is not None or name in self.state:
                 rows.setdefault((method, self.parameters[name].dtype), []).append(name)
-        found = []
+        buckets = []
         for (method, _), names in rows.items():
             is_hook = method == HOOK or method.name == "powersgd"
             chunks = [names[::-1]] if is_hook else _chunks({name: self.parameters[name].nbytes for name in names})
-            found += [(method, chunk) for chunk in chunks]
-        return found
+            buckets += [(method, chunk) for chunk in chunks]
+        return buckets
 
     def _part(self, name: str) -> Tensor:
         parameter = self.parameters[name]
@@ -232,12 +232,12 @@ class DataSync:
         rows: dict[tuple[Method, torch.dtype], dict[str, Tensor]] = {}
         for name, method in self.methods.items():
             rows.setdefault((method, self.parameters[name].dtype), {})[name] = self.parameters[name]
-        found = set()
+        names = set()
         for (method, _), row in rows.items():
             for chunk in _chunks({name: parameter.nbytes for name, parameter in row.items()}):
                 home = servers(method, {name: row[name].numel() for name in chunk}, self.wire.num_ranks)
-                found |= {name for name in chunk if home[name] == self.wire.here[0]}
-        return found
+                names |= {name for name in chunk if home[name] == self.wire.here[0]}
+        return names
 
     # --- Models
 
@@ -285,8 +285,8 @@ class DataSync:
         for name in self.methods:  # in the same order on every rank
             if name in values:
                 apart[values[name].dtype][name] = values[name].detach()
-        made = [means([row], self.wire)[0] for row in apart.values()]
-        return {**values, **{name: value for row in made for name, value in row.items()}}
+        dtype_means = [means([row], self.wire)[0] for row in apart.values()]
+        return {**values, **{name: value for row in dtype_means for name, value in row.items()}}
 
     def register_hook(self, state: Any, hook: Hook) -> None:
         """Take the user's hook; the program's parameters have `HOOK` for their method."""

@@ -52,15 +52,15 @@ def synchronised(
     """What every rank hands to its optimizer, of the ranks that are here; `states` are changed."""
     flat = [{name: gradient.reshape(-1) for name, gradient in of.items()} for of in gradients]
     if method.name in ("double_squeeze", "neolithic", "parameter_server"):
-        made = _through_servers(method, flat, states, wire, draws)
+        sums = _through_servers(method, flat, states, wire, draws)
     elif method.name in ("ef21", "ef21_sgdm"):
-        made = _tracked(method, flat, states, wire, draws)
+        sums = _tracked(method, flat, states, wire, draws)
     elif method.name == "all_reduce":
-        made = summed(flat, wire)
+        sums = summed(flat, wire)
     else:
-        made = _compressed(method, flat, states, wire, draws)
+        sums = _compressed(method, flat, states, wire, draws)
     return [{name: value.view(of[name].shape) for name, value in rank.items()}
-            for rank, of in zip(made, gradients, strict=True)]  # fmt: skip
+            for rank, of in zip(sums, gradients, strict=True)]  # fmt: skip
 
 
 def summed(vectors: Sequence[Mapping[str, Tensor]], wire: Wire) -> list[dict[str, Tensor]]:
@@ -81,10 +81,10 @@ def _compressed(
         parts = []
         for name, gradient in of.items():
             error = state.get(name, {}).get("error") if remembers else None
-            given = gradient if error is None else gradient + error
-            parts.append(compressor.encode(given, draws.of(name, rank)))
+            corrected = gradient if error is None else gradient + error
+            parts.append(compressor.encode(corrected, draws.of(name, rank)))
             if remembers:
-                left = given - compressor.decode(parts[-1], gradient)
+                left = corrected - compressor.decode(parts[-1], gradient)
                 state.setdefault(name, {})["error"] = left
         sent.append(parts)
     return _sums_of(sent, gradients, compressor, wire)
@@ -96,7 +96,7 @@ def _sums_of(
     """On every rank the sum, in the order of ranks, of what all sent of every parameter."""
     received = wire.to_all([torch.cat(list(parts)) for parts in sent])
     known: dict[int, dict[str, Tensor]] = {}
-    made = []
+    sums = []
     for rows, of in zip(received, like, strict=True):
         if id(rows) not in known:  # lists give all ranks the same
             sizes = [compressor.size_bytes(gradient) for gradient in of.values()]
@@ -105,8 +105,8 @@ def _sums_of(
                 name: torch.stack([compressor.decode(parts[index], gradient) for parts in split]).sum(0)
                 for index, (name, gradient) in enumerate(of.items())
             }
-        made.append(known[id(rows)])
-    return made
+        sums.append(known[id(rows)])
+    return sums
 
 
 def _tracked(
@@ -134,12 +134,12 @@ def _tracked(
             parts.append(compressor.encode(followed - known["tracked"], draws.of(name, rank)))
             known["tracked"] = known["tracked"] + compressor.decode(parts[-1], gradient)
         sent.append(parts)
-    made = []
+    sums = []
     for changes, state in zip(_sums_of(sent, gradients, compressor, wire), states, strict=True):
         for name, change in changes.items():
             state[name]["sum"] = state[name]["sum"] + change
-        made.append({name: state[name]["sum"] for name in changes})
-    return made
+        sums.append({name: state[name]["sum"] for name in changes})
+    return sums
 
 
 def servers(method: Method, sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
@@ -147,11 +147,11 @@ def servers(method: Method, sizes: Mapping[str, int], num_ranks: int) -> dict[st
     `"parameter_server"` the first rank is that of all."""
     if method.name == "parameter_server":
         return dict.fromkeys(sizes, 0)
-    load, found = [0] * num_ranks, {}
+    load, home = [0] * num_ranks, {}
     for name, size in sizes.items():
-        found[name] = load.index(min(load))
-        load[found[name]] += size
-    return found
+        home[name] = load.index(min(load))
+        load[home[name]] += size
+    return home
 
 
 def _through_servers(
@@ -167,10 +167,10 @@ def _through_servers(
         parts: list[list[Tensor]] = [[] for _ in range(wire.num_ranks)]
         for name, gradient in of.items():
             known = state.setdefault(name, {}) if is_lossy else {}
-            given = gradient + known["error"] if "error" in known else gradient
-            parts[home[name]].append(code := compressor.encode(given, draws.of(name, rank)))
+            corrected = gradient + known["error"] if "error" in known else gradient
+            parts[home[name]].append(code := compressor.encode(corrected, draws.of(name, rank)))
             if is_lossy:
-                known["error"] = given - compressor.decode(code, gradient)
+                known["error"] = corrected - compressor.decode(code, gradient)
         sent.append(parts)
     arrived = wire.to_each([[_joined(part, of) for part in parts] for parts, of in zip(sent, gradients, strict=True)])
     answers = []
@@ -196,21 +196,21 @@ def _answered(
     """What all servers answer, on every rank: padded to the longest, which is about as long as each."""
     names = [[name for name in gradients[0] if home[name] == server] for server in range(wire.num_ranks)]
     like = gradients[0]
-    lengths = [sum(compressor.size_bytes(like[name]) for name in own) for own in names]
+    lengths = [sum(compressor.size_bytes(like[name]) for name in of_server) for of_server in names]
     padded = [torch.nn.functional.pad(answer, (0, max(lengths) - answer.numel())) for answer in answers]
     if method.name == "parameter_server":
         received = [[row, *[row[:0]] * (wire.num_ranks - 1)] for row in wire.from_first(padded)]
     else:
         received = wire.to_all(padded)
-    made = []
+    sums = []
     for rows, of in zip(received, gradients, strict=True):
-        found: dict[str, Tensor] = {}
-        for row, own, length in zip(rows, names, lengths, strict=True):
-            sizes = [compressor.size_bytes(of[name]) for name in own]
-            parts = row[:length].split(sizes) if own else ()
-            found |= {name: compressor.decode(part, of[name]) for name, part in zip(own, parts, strict=True)}
-        made.append({name: found[name] for name in of})
-    return made
+        decoded: dict[str, Tensor] = {}
+        for row, served, length in zip(rows, names, lengths, strict=True):
+            sizes = [compressor.size_bytes(of[name]) for name in served]
+            parts = row[:length].split(sizes) if served else ()
+            decoded |= {name: compressor.decode(part, of[name]) for name, part in zip(served, parts, strict=True)}
+        sums.append({name: decoded[name] for name in of})
+    return sums
 
 
 def _joined(parts: Sequence[Tensor], of: Gradients) -> Tensor:

@@ -86,13 +86,17 @@ def run_hook(
 ) -> dict[str, Tensor]:
     """{name: its new gradient} of buckets of {name: this rank's part of it}. A hook divides by the number of ranks, and
     is given so many times the part. One bucket waits for another: on gloo ranks would mix them up."""
-    made: dict[str, Tensor] = {}
+    new_gradients: dict[str, Tensor] = {}
     for index, bucket in enumerate(buckets):
         owners = [parameters[name] for name in bucket]
-        given = Bucket(index, index == len(buckets) - 1, owners, [gradient * num_ranks for gradient in bucket.values()])
-        future = hook(state, given)
+        hook_bucket = Bucket(
+            index, index == len(buckets) - 1, owners, [gradient * num_ranks for gradient in bucket.values()]
+        )
+        future = hook(state, hook_bucket)
         values = future.wait() if hasattr(future, "wait") else future
         values = values[0] if isinstance(values, (list, tuple)) else values
         pieces = unflatten(values.view(-1), owners)
-        made |= {name: piece.to(owner.dtype) for name, piece, owner in zip(bucket, pieces, owners, strict=True)}
-    return made
+        new_gradients |= {
+            name: piece.to(owner.dtype) for name, piece, owner in zip(bucket, pieces, owners, strict=True)
+        }
+    return new_gradients

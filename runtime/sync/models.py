@@ -27,13 +27,13 @@ def before_step(
     if method.name == "gradient_tracking":
         _track(method, parameters, states, wire)
     elif method.name == "exact_diffusion":
-        for own, state in zip(parameters, states, strict=True):
-            for name, parameter in own.items():
+        for replica, state in zip(parameters, states, strict=True):
+            for name, parameter in replica.items():
                 known = state.setdefault(name, {})
                 known["ahead"] = _copy(parameter) - known.get("adapted", _copy(parameter))
     elif method.name == "diloco":
-        for own, state in zip(parameters, states, strict=True):
-            for name, parameter in own.items():
+        for replica, state in zip(parameters, states, strict=True):
+            for name, parameter in replica.items():
                 if name not in state:
                     state[name] = {"anchor": _copy(parameter), "velocity": torch.zeros_like(parameter).view(-1)}
 
@@ -52,8 +52,8 @@ def after_step(
         if (step + 1) % method.every == 0:
             _outer_step(method, parameters, states, wire)
     elif method.name in ("exact_diffusion", "gradient_tracking"):
-        for own, state in zip(parameters, states, strict=True):
-            for name, parameter in own.items():
+        for replica, state in zip(parameters, states, strict=True):
+            for name, parameter in replica.items():
                 known = state[name]
                 if method.name == "exact_diffusion":
                     known["adapted"] = _copy(parameter)
@@ -64,14 +64,14 @@ def after_step(
 
 def means(values: Sequence[Mapping[str, Tensor]], wire: Wire) -> list[dict[str, Tensor]]:
     """The means over all replicas, on every rank."""
-    flat = wire.sum([_flat(list(own.values())) for own in values])
-    return [_named(total / wire.num_ranks, own) for total, own in zip(flat, values, strict=True)]
+    flat = wire.sum([_flat(list(replica.values())) for replica in values])
+    return [_named(total / wire.num_ranks, replica) for total, replica in zip(flat, values, strict=True)]
 
 
 def _mix(graph: str, parameters: Sequence[Parameters], wire: Wire, step: int, halfway: bool = False) -> None:
     """x_i = sum_j w_ij x_j; `halfway`: with (I + W) / 2."""
-    for own, mixed in zip(parameters, _mixed(graph, parameters, wire, step), strict=True):
-        for name, parameter in own.items():
+    for replica, mixed in zip(parameters, _mixed(graph, parameters, wire, step), strict=True):
+        for name, parameter in replica.items():
             parameter.copy_((parameter + mixed[name]) / 2 if halfway else mixed[name])
 
 
@@ -81,21 +81,23 @@ def _mixed(graph: str, values: Sequence[Mapping[str, Tensor]], wire: Wire, step:
         return means(values, wire)
     rows = mixing(graph, wire.num_ranks, step)
     to = receivers(rows)
-    flat = [_flat(list(own.values())) for own in values]
-    made = wire.exchange(flat, [rows[rank] for rank in wire.here], [to[rank] for rank in wire.here])
-    return [_named(one, own) for one, own in zip(made, values, strict=True)]
+    flat = [_flat(list(replica.values())) for replica in values]
+    mixed = wire.exchange(flat, [rows[rank] for rank in wire.here], [to[rank] for rank in wire.here])
+    return [_named(one, replica) for one, replica in zip(mixed, values, strict=True)]
 
 
 def _track(method: Method, parameters: Sequence[Parameters], states: Sequence[State], wire: Wire) -> None:
     """x = W x - step(q) with q = W q + g - g of the step before, and q = g at first: an optimizer is given q in place
     of g, and W x - x is added after its step. Parameters and q are sent in one message."""
     sent: list[dict[str, Tensor]] = []
-    for own, state in zip(parameters, states, strict=True):
-        tracked = {name: state.get(name, {}).get("tracked") for name in own}
-        values = {name: parameter.detach() for name, parameter in own.items()}
-        sent.append({**values, **{f"{name}.": t.view(own[name].shape) for name, t in tracked.items() if t is not None}})
-    for own, state, mixed in zip(parameters, states, _mixed(method.graph, sent, wire, 0), strict=True):
-        for name, parameter in own.items():
+    for replica, state in zip(parameters, states, strict=True):
+        tracked = {name: state.get(name, {}).get("tracked") for name in replica}
+        values = {name: parameter.detach() for name, parameter in replica.items()}
+        sent.append(
+            {**values, **{f"{name}.": t.view(replica[name].shape) for name, t in tracked.items() if t is not None}}
+        )
+    for replica, state, mixed in zip(parameters, states, _mixed(method.graph, sent, wire, 0), strict=True):
+        for name, parameter in replica.items():
             gradient = _copy(parameter.grad)
             known, followed = state.setdefault(name, {}), gradient
             if f"{name}." in mixed:
@@ -109,11 +111,11 @@ def _outer_step(method: Method, parameters: Sequence[Parameters], states: Sequen
     """The mean of what replicas have moved from the anchor is the gradient of an outer SGD with Nesterov's momentum;
     all begin anew where it leads."""
     moved = [
-        {name: state[name]["anchor"].view(parameter.shape) - parameter for name, parameter in own.items()}
-        for own, state in zip(parameters, states, strict=True)
+        {name: state[name]["anchor"].view(parameter.shape) - parameter for name, parameter in model.items()}
+        for model, state in zip(parameters, states, strict=True)
     ]
-    for own, state, mean in zip(parameters, states, means(moved, wire), strict=True):
-        for name, parameter in own.items():
+    for replica, state, mean in zip(parameters, states, means(moved, wire), strict=True):
+        for name, parameter in replica.items():
             known, gradient = state[name], mean[name].reshape(-1)
             known["velocity"] = method.outer_momentum * known["velocity"] + gradient
             ahead = gradient + method.outer_momentum * known["velocity"]

@@ -87,12 +87,14 @@ class Group:
 
     def to_each(self, sent: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         (mine,) = sent
-        device, own = mine[0].device, mine[self.here[0]].numel()
+        device, elements = mine[0].device, mine[self.here[0]].numel()
         flat = self._on_wire(torch.cat(list(mine)))
-        received = flat.new_empty(self.num_ranks * own)
+        received = flat.new_empty(self.num_ranks * elements)
         with watching(self.group.group_name):
-            dist.all_to_all_single(received, flat, [own] * self.num_ranks, [one.numel() for one in mine], self.group)
-        return [list(received.to(device).split(own)) if own else [received.to(device)] * self.num_ranks]
+            dist.all_to_all_single(
+                received, flat, [elements] * self.num_ranks, [one.numel() for one in mine], self.group
+            )
+        return [list(received.to(device).split(elements)) if elements else [received.to(device)] * self.num_ranks]
 
     def from_first(self, sent: Sequence[Tensor]) -> list[Tensor]:
         (mine,) = sent
