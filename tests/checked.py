@@ -63,8 +63,20 @@ def asserts_in_the_graph(h: Tensor) -> None:
     torch._assert_async(h.isfinite().all())
 
 
+def asserts_a_number(h: Tensor) -> None:
+    assert h.max().item() <= 1e9
+    assert h.numel() >= (h > 0).sum().item() and h.min().item() != 2
+
+
+def raises_by_a_number(h: Tensor) -> None:
+    if h.min().item() < -1e9:
+        raise ValueError
+
+
 CHECKS = (
     asserts,
+    asserts_a_number,
+    raises_by_a_number,
     asserts_with_text,
     asserts_several,
     asserts_a_name,

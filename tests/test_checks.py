@@ -41,6 +41,10 @@ def decides(h: Tensor) -> Tensor:
     return h if h.max() > 0 else -h
 
 
+def decides_by_a_number(h: Tensor) -> Tensor:
+    return h if h.max().item() > 0 else -h
+
+
 def decides_by_an_error(h: Tensor) -> bool:
     try:
         if h.max() > 0:
@@ -57,7 +61,7 @@ def counts(h: Tensor) -> int:
     return number
 
 
-@pytest.mark.parametrize("check", [decides, decides_by_an_error, counts])
+@pytest.mark.parametrize("check", [decides, decides_by_a_number, decides_by_an_error, counts])
 def test_a_decision_is_no_check(check):
     with pytest.raises(TraceError, match="decides what to run by the values in a tensor"):
         autopart.plan(Checked(check), "tp2", example_args=(torch.randn(4, 8),))

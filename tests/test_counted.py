@@ -312,6 +312,10 @@ REFUSED = {
         lambda m, x, ids: m.a(x)[:, : ids.max().item()].sum(),
         "'end' of slice is a number that the model computes",
     ),
+    "parts": (
+        lambda m, x, ids: m.a(x).split(ids.flatten()[:2].tolist())[0].sum(),
+        "'split_sizes' of split_with_sizes is a number that the model computes",
+    ),
     "unique": (
         lambda m, x, ids: m.a(x).sum() * ids.unique().numel(),
         "a size that depends on values is used as a number",

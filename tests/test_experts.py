@@ -46,7 +46,7 @@ class Mixture(nn.Module):
         x = self.embed(ids)
         rows = x.reshape(-1, WIDTH)
         probabilities = (self.router(rows) + self.towards).softmax(-1)
-        gates, chosen = probabilities.topk(TIMES)
+        gates, chosen = self.choose(probabilities, ids.flatten())
         experts = chosen.reshape(-1)
         each = rows.unsqueeze(1).expand(-1, TIMES, -1).reshape(-1, WIDTH)
         if self.form == "looked up":
@@ -60,6 +60,17 @@ class Mixture(nn.Module):
         x = x + mixed.view_as(x) + self.shared(x)
         balance = (probabilities.mean(0) ** 2).sum()  # an auxiliary loss, of means over the whole batch
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.1 * balance
+
+    def choose(self, probabilities, ids):
+        return probabilities.topk(TIMES)
+
+
+class ByToken(Mixture):
+    """Which experts a row goes to follows from the number of its token: from the inputs alone."""
+
+    def choose(self, probabilities, ids):
+        chosen = torch.stack([(ids + i) % EXPERTS for i in range(TIMES)], 1)
+        return probabilities.gather(1, chosen), chosen
 
 
 def mixture(**options):
@@ -139,6 +150,14 @@ def test_one_written_by_hand(form, options):
     assert [plan.parameters[name]["ep"] for name in ("up", "up_bias", "down")] == ["S(0)"] * 3
     assert plan.parameters["router.weight"]["ep"] == "R(grad P)"
     report = autopart.verify(model, mesh, example_kwargs=batch, **options)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("mesh", ["ep2", "dp2,ep2", "ep2,tp2"])
+def test_experts_that_the_inputs_choose(mesh):
+    _, batch = mixture()
+    torch.manual_seed(0)
+    report = autopart.verify(ByToken().double(), mesh, example_kwargs=batch)
     assert report.ok, report
 
 

@@ -23,18 +23,38 @@ _ASKING = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 _CHECKING = frozenset({"_assert", "_assert_async"})
 """Functions of torch that check one, and give nothing."""
 
-Place = tuple[int | None, int | None]
-"""Where an expression ends: line, and byte in that line."""
+Place = tuple[int | None, int | None] | tuple[int | None, int | None, str]
+"""Where an expression ends: line, and byte in that line; with "item", of a number that is compared there."""
 
 
-def passing_answer(func: Callable[..., Any], tensors: Sequence[Tensor], frame: FrameType | None) -> bool | None:
-    """What a call that gives Python one truth value of tensors must give so that nothing is raised.
+class Passing(float):
+    """A number of which a check asks how it compares with another: as the check wants it."""
+
+    def __new__(cls, wanted: bool) -> Passing:
+        number = super().__new__(cls)
+        number.wanted = wanted
+        return number
+
+    wanted: bool
+
+    def compared(self, other: object) -> bool:
+        return self.wanted
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = compared
+    __hash__ = float.__hash__
+
+
+def passing_answer(
+    func: Callable[..., Any], tensors: Sequence[Tensor], frame: FrameType | None
+) -> bool | Passing | None:  # fmt: skip
+    """What a call that gives Python one truth value of tensors, or a number that a check compares, must give so that
+    nothing is raised.
 
     None where more hangs on the answer than whether an error is raised, where the source cannot be read, and for other
     calls. `frame`: of the code that calls, or of a mode that is called on its behalf.
     """
     name = getattr(func, "__name__", "")
-    if not tensors or not (name in _ASKING | _CHECKING or (name == "item" and tensors[0].dtype == torch.bool)):
+    if not tensors or name not in _ASKING | _CHECKING | {"item"}:
         return None
     if name in _CHECKING:
         return True
@@ -43,6 +63,9 @@ def passing_answer(func: Callable[..., Any], tensors: Sequence[Tensor], frame: F
         return None
     line, byte = _end_of_question(frame)
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    if name == "item" and tensors[0].dtype != torch.bool:
+        wanted = _wanted(source).get((line, byte, "item"))
+        return None if wanted is None else Passing(wanted)
     return _wanted(source).get((line, byte))
 
 
@@ -105,3 +128,6 @@ def _parts(test: ast.expr, want: bool) -> Iterator[tuple[Place, bool]]:
             yield from _parts(part, want)
     else:
         yield (test.end_lineno, test.end_col_offset), want
+        if isinstance(test, ast.Compare) and len(test.comparators) == 1:
+            for side in (one for one in (test.left, *test.comparators) if isinstance(one, ast.Call)):
+                yield (side.end_lineno, side.end_col_offset, "item"), want

@@ -84,7 +84,10 @@ class Numbers:
             call = self._in_dtype(node, target, arguments)
             if call is not None:
                 return call
-        where = next(name for name, argument in arguments.items() if _is_number(argument))
+        where = next(
+            name for name, argument in arguments.items()
+            if any(map(_is_number, argument if isinstance(argument, (list, tuple)) else (argument,)))
+        )  # fmt: skip
         raise TraceError(
             f"'{where}' of {short_name(node)} is a number that the model computes", refusal=Refusal.SIZE,
             why=f"it is known when the program runs, and {short_name(node)} takes no tensor there",
@@ -95,6 +98,8 @@ class Numbers:
         """A call in a form that takes tensors; None where it gives something else. A number never changes the dtype of
         a result, as a tensor of another kind would."""
         wanted = value(node)
+        if not isinstance(wanted, Tensor):  # several, as many or as large as a number says
+            return None
         declared = target._schema.arguments
         args: list[Any] = []
         kwargs: dict[str, Any] = {}

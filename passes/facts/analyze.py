@@ -42,7 +42,7 @@ from autopart.ir.pattern import SELECTED, Pattern
 from autopart.ir.selection import is_counted, is_selection, positions_of
 from autopart.passes.facts.blocks import BlockPosition, places
 from autopart.passes.pipeline import driven
-from autopart.passes.rules import pattern_for
+from autopart.passes.rules import pattern_for, sends_rows
 from autopart.passes.rules.functions import backward_is_linear
 from autopart.passes.rules.kinds import Kinds
 from autopart.passes.rules.local import takes_shape
@@ -211,7 +211,7 @@ def _role(node: fx.Node, trace: Trace) -> str:
         return PARAMETER if node.target in trace.parameters else DATA
     roles = {facts(n)["role"] for n in node.all_input_nodes}
     if roles <= {INPUT, DATA}:
-        return DATA
+        return ACTIVE if sends_rows(node) else DATA
     of_weights = roles <= {PARAMETER, WEIGHT, DATA} and roles & {PARAMETER, WEIGHT}
     return WEIGHT if of_weights and operator_name(node) in KEEPING_WEIGHTS else ACTIVE
 

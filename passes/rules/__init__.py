@@ -17,7 +17,7 @@ from .pointwise import POINTWISE, is_tagged_pointwise, pointwise
 from .registered import REGISTERED, has_rule
 from .tables import LINES, OF_SPARSE, SHAPED, WITHOUT_RULE
 
-__all__ = ["Rule", "has_rule", "local_form", "pattern_for"]
+__all__ = ["Rule", "has_rule", "local_form", "pattern_for", "sends_rows"]
 
 
 def pattern_for(node: fx.Node) -> Pattern | None:
@@ -37,6 +37,13 @@ def pattern_for(node: fx.Node) -> Pattern | None:
         patterns = (_by_line(rule, node) for rule in (rules if isinstance(rules, tuple) else (rules,)))
         return next((pattern for pattern in patterns if pattern is not None), None)
     return pointwise(node) if name in POINTWISE or is_tagged_pointwise(node) else None
+
+
+def sends_rows(node: fx.Node) -> bool:
+    """Whether a call sends rows to their experts: then it is a stage's work, also where it sends values of the inputs
+    alone (experts chosen by the number of a token)."""
+    rule = LINES.get(operator_name(node)) if node.op == "call_function" else None
+    return isinstance(rule, Rule) and rule.routes == "out"
 
 
 def local_form(node: fx.Node) -> LocalForm | None:
