@@ -11,7 +11,7 @@ from autopart.cost.count.tabulate import tabulate
 from autopart.cost.memory import RankMemory
 from autopart.cost.simulate import simulated
 from autopart.cost.table import Priced
-from autopart.cost.table_data import as_data, folded, own_setting
+from autopart.cost.table_data import as_data, of_few_rows, own_setting
 from autopart.ir.decisions import Decisions
 from autopart.ir.program import Program
 from autopart.passes.choose.codec import encode
@@ -79,7 +79,7 @@ def plan_of(
     }
     counted = whole if whole is not None else Written(program, walks)
     table = tabulate(traced, counted.program, counted.walks, {}, options.compile)
-    table = folded(table, decisions.scatter_sends, traced.folds)
+    table = of_few_rows(table, decisions.scatter_sends, traced.folds)
     held = tuple(rank.as_row() for rank in memory)
     chosen = decisions.zero, decisions.prefetch, decisions.scatter_sends, decisions.dp_sync
     took = {

@@ -1,4 +1,4 @@
-"""The `Table` of a plan as data: folded, so that operators that do the same are there once."""
+"""The `Table` of a plan as data, of few rows: operators that do the same are there once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def own_setting(
     )  # fmt: skip
 
 
-def folded(table: Table, scatter_sends: bool = False, folds: Folds = ()) -> Table:
+def of_few_rows(table: Table, scatter_sends: bool = False, folds: Folds = ()) -> Table:
     """The table with a row for all operators that do the same, also with the parameters of another block; without what
     may be sent in parts, where nothing is.
 

@@ -18,7 +18,7 @@ from transformers import (
 import autopart
 from autopart import recipe
 from autopart.cost.count.tabulate import tabulate
-from autopart.cost.table_data import folded as order_of_whole
+from autopart.cost.table_data import of_few_rows as order_of_whole
 from autopart.errors import AutopartError
 from autopart.ir.facts import facts
 from autopart.ir.fold import Fold, NotFoldable, later, names_of, original, unrolled

@@ -55,7 +55,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     every stage.
 
     Raises BlocksApart where the operators of such a block do not lie together. Of a folded trace the order has the
-    blocks that are there; `folded` puts in those left out.
+    blocks that are there; `of_few_rows` puts in those left out.
     """
     growth, mesh = Growth(trace, program), program.mesh
     stages = counted(trace, program, walks, fused)

@@ -24,7 +24,7 @@ from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, 
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.batch import Rows, batch_strategies, fit_rows
 from autopart.passes.choose.decide import stages_from_cuts
-from autopart.passes.choose.folding import mixtures, stacks_on
+from autopart.passes.choose.expert_axes import mixtures, stacks_on
 from autopart.passes.choose.methods import check_methods
 from autopart.passes.choose.notes import decision_notes
 from autopart.passes.choose.partition import crossing_bytes

@@ -26,7 +26,7 @@ from autopart.ir.layout import Layout, Placement, R, cannot_store, shard
 from autopart.ir.mesh import Context, Cuts, Mesh
 from autopart.ir.pattern import is_innermost
 from autopart.passes.choose.again import Taken, cut_inside, positions_divide
-from autopart.passes.choose.folding import (
+from autopart.passes.choose.expert_axes import (
     Mixture,
     Stacks,
     cuts_alike,
@@ -59,7 +59,7 @@ class Pinned:
     `variants`: the pins in every repeated block (by `Place.block`), so that only blocks with the same pins share their
     choices. `factors`, `dims`: those of an operator's rule, with how axes solved before cut them, and of a parameter,
     with into how many parts. `ranks`: of this axis. `context`: what is asked of attention on it. `stacks`: the mixtures
-    whose experts it may cut (`passes/choose/folding.py`), also where other axes cut them. `before`: what an operator
+    whose experts it may cut (`expert_axes.py`), also where other axes cut them. `before`: what an operator
     does on other axes, with their ranks.
     """
 

@@ -13,7 +13,7 @@ from autopart.cost.hardware import Hardware
 from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.mesh import Context, Mesh
 from autopart.ir.recomputation import Recompute
-from autopart.passes.choose.folding import check_folding, mixtures
+from autopart.passes.choose.expert_axes import check_expert_axes, mixtures
 from autopart.passes.choose.pins import Pinned, pinned_layouts, pinned_parts
 from autopart.passes.choose.shard import SequenceParallel
 from autopart.passes.choose.storage import Storage
@@ -59,7 +59,7 @@ class Problem:
         axes = self.mesh.solving_order
         by_axis = {axis: pinned_layouts(self.trace, self.mesh, self.pins, axis) for axis in axes or ("",)}
         asked = {axis: by_axis[axis].stacks for axis in self.mesh.chosen}
-        check_folding(self.mesh, mixtures(self.trace), asked)
+        check_expert_axes(self.mesh, mixtures(self.trace), asked)
         return by_axis if axes else {}
 
     @property

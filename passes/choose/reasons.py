@@ -20,7 +20,7 @@ from autopart.ir.facts import ACTIVE, WEIGHT, facts
 from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
 from autopart.ir.layout import DIRECTIONS, Placement, R
 from autopart.ir.program import Program
-from autopart.passes.choose.folding import Stacks, check_folding, mixtures
+from autopart.passes.choose.expert_axes import Stacks, check_expert_axes, mixtures
 from autopart.passes.choose.pairs import NoSolution
 from autopart.passes.choose.pins import near_names, pinned_layouts, pinned_parts, solve_pinned
 from autopart.passes.choose.prices import Price, Step, stored_parts, summed_share
@@ -146,7 +146,7 @@ class Reasons:
         pins = Pins((*self.pins.layouts, *asked.layouts))
         try:
             pinned, stacks = pinned_layouts(self.trace, self.mesh, pins, axis), self._stacks()
-            check_folding(self.mesh, mixtures(self.trace), {**stacks, axis: pinned.stacks})
+            check_expert_axes(self.mesh, mixtures(self.trace), {**stacks, axis: pinned.stacks})
             if axis not in self.solved:
                 return Why(name, wanted, "it is so in the plan")
             problem, chosen = self.solved[axis]

@@ -62,34 +62,34 @@ def strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions:
     return known[key]
 
 
-def ways(node: fx.Node, num_shards: int, cuts: Cuts, folds: bool = False) -> tuple[Strategy, ...]:
-    """All that an operator may do on a chosen axis of so many ranks, which cuts this (`Axis.cuts`). `folds`: it is of a
-    mixture whose experts may be cut over the axis too, whatever else that cuts."""
-    folds = folds or cuts == "experts"
-    if cuts == "features" and not folds:
+def ways(node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False) -> tuple[Strategy, ...]:
+    """All that an operator may do on a chosen axis of so many ranks, which cuts this (`Axis.cuts`). `cuts_experts`: it
+    is of a mixture whose experts may be cut over the axis too, whatever else that cuts."""
+    cuts_experts = cuts_experts or cuts == "experts"
+    if cuts == "features" and not cuts_experts:
         return strategies(node, num_shards, ALL_TENSOR_KINDS)
     known, zigzag = facts(node)["strategies"], facts(node).get("zigzag", False)
     others = facts(node).get("other_positions", frozenset()) if cuts == "positions" else frozenset()
-    key = num_shards, cuts, zigzag, others, folds
+    key = num_shards, cuts, zigzag, others, cuts_experts
     if key not in known:
         positions = ("zigzag" if zigzag else "in order") if cuts == "positions" else ""
         plain = strategies(node, num_shards, _KINDS[cuts], positions)
-        routed = _routed(node, num_shards, plain) if folds and facts(node).get("routed") else ()
-        kept = [s for s in plain if _keeps_weights(node, s, cuts, folds) and s.factor not in others]
+        routed = _routed(node, num_shards, plain) if cuts_experts and facts(node).get("routed") else ()
+        kept = [s for s in plain if _keeps_weights(node, s, cuts, cuts_experts) and s.factor not in others]
         rings = _rings(node, kept) if cuts == "positions" and is_attention(node) else ()
         known[key] = (*kept, *routed, *rings)
     return known[key]
 
 
 def ways_without_cuts_of_values(
-    node: fx.Node, num_shards: int, cuts: Cuts, folds: bool = False
+    node: fx.Node, num_shards: int, cuts: Cuts, cuts_experts: bool = False
 ) -> tuple[Strategy, ...]:  # fmt: skip
     """Those of `ways` that cut nothing but what comes from weights, or lies by expert."""
     plain = strategies(node, num_shards, TENSOR_KINDS)
-    if not folds:
+    if not cuts_experts:
         return plain if cuts == "features" else tuple([s for s in plain if _keeps_weights(node, s, cuts)])
     routed = _routed(node, num_shards, plain) if facts(node).get("routed") else ()
-    return (*[s for s in plain if _keeps_weights(node, s, cuts, folds)], *routed)
+    return (*[s for s in plain if _keeps_weights(node, s, cuts, cuts_experts)], *routed)
 
 
 def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[Strategy, ...]:
@@ -156,14 +156,14 @@ def _at_experts(
     return (Strategy(tuple(inputs), (place,) * len(pattern.outputs), row),)
 
 
-def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, folds: bool = False) -> bool:
+def _keeps_weights(node: fx.Node, strategy: Strategy, cuts: Cuts, cuts_experts: bool = False) -> bool:
     """Whether an operator takes weights whole, or cuts them as values that it takes beside them (a table of positions
     that is added to them), or as experts: a dim of the weights that the rows choose from, or one that all have."""
     if cuts == "features":
         return True
     weights = [facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node)]
     if facts(node)["role"] == WEIGHT:
-        return cuts == "experts" or folds or not strategy.is_sharded
+        return cuts == "experts" or cuts_experts or not strategy.is_sharded
     if not any(place.is_shard and weight for place, weight in zip(strategy.inputs, weights, strict=True)):
         return True
     pattern = facts(node)["pattern"]

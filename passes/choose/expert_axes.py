@@ -141,7 +141,7 @@ def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], r
     return not again
 
 
-def check_folding(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mapping[str, Stacks]) -> None:
+def check_expert_axes(mesh: Mesh, all_mixtures: Sequence[Mixture], asked: Mapping[str, Stacks]) -> None:
     """Raises LayoutError where experts do not divide over the axes that are to cut them. `asked`: {axis: `stacks_on`
     it}."""
     for mixture in all_mixtures:
