@@ -102,6 +102,32 @@ def test_every_level_is_exact(build, mesh, options):
     dist.run_ranks(trains, Mesh.parse(mesh).num_ranks, build, mesh, given, timeout_s=400 if options["compile"] else 120)
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_over_two_data_axes(zero):
+    """Which are scattered and then summed, or summed twice; with zero=2 parts of earlier microbatches are added."""
+    dist.run_ranks(
+        trains, 4, "skip_mlp", "dpr2,dp2", {"zero": zero, "microbatches": 2, "compile": False}, timeout_s=120
+    )
+
+
+def trains_by_its_own_loop() -> None:
+    model, batch = zoo.llama()
+    pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch, zero=3)
+    ours, theirs = torch.optim.SGD(pm.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for module, optimizer in ((pm, ours), (model, theirs)):
+            optimizer.zero_grad()
+            module(**batch).loss.backward()
+            optimizer.step()
+    state = pm.full_state_dict()
+    for name, weight in model.state_dict().items():
+        zoo.assert_close_outputs(state[name], weight, where=name)
+
+
+def test_every_backward_gathers_the_weights_of_its_own_step():
+    dist.run_ranks(trains_by_its_own_loop, 2, timeout_s=120)
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("mesh", ["dp2", "dpr2,dp2", "dp2,tp2", "pp2,dp2"])
