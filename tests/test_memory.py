@@ -15,6 +15,7 @@ from zoo import ZOO
 import autopart
 from autopart.cost.count.kept import kept
 from autopart.cost.memory import parse_size
+from autopart.cost.traffic import Event, Sent, Traffic, backward_peaks
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.actions import StageBytes, actions, most_at_once, most_held
 from autopart.ir.facts import facts
@@ -398,3 +399,14 @@ def test_verify_judges_the_model_in_its_own_dtype():
     assert autopart.verify(model, "tp2", **options, memory=need).ok
     with pytest.raises(MemoryLimitError):
         autopart.verify(model, "tp2", **options, memory=need - 1)
+
+
+def test_a_copy_of_gradients_is_there_while_it_is_sent():
+    """100 bytes of gradients, copied together when the second is whole; what follows is beside the copy."""
+    traffic = Traffic((Sent(("a", "b"), flat_bytes=100),))
+    steps = [
+        [Event("takes", 60), Event("gives", 0, name="a"), Event("peak", 5)],
+        [Event("takes", 40), Event("gives", 0, name="b"), Event("peak", 7)],
+    ]
+    assert backward_peaks(steps, 0.0, traffic, {"a": 60, "b": 40}, 1) == (207, 207)
+    assert backward_peaks(steps, 0.0, Traffic(), {}, 1) == (107, 107)
