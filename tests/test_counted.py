@@ -312,6 +312,10 @@ REFUSED = {
         lambda m, x, ids: m.a(x)[:, : ids.max().item()].sum(),
         "'end' of slice is a number that the model computes",
     ),
+    "sizes": (
+        lambda m, x, ids: torch.nn.functional.interpolate(m.a(x)[None], (ids.flatten()[0].item(), 4)).sum(),
+        "'output_size' of upsample_nearest2d is a number that the model computes",
+    ),
     "parts": (
         lambda m, x, ids: m.a(x).split(ids.flatten()[:2].tolist())[0].sum(),
         "'split_sizes' of split_with_sizes is a number that the model computes",

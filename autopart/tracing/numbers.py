@@ -107,6 +107,8 @@ class Numbers:
             if argument.name not in arguments:
                 continue
             passed = arguments[argument.name]
+            if isinstance(passed, (list, tuple)) and any(map(_is_number, passed)):  # sizes are numbers
+                return None
             if _takes_tensor(argument) and _is_plain(passed):
                 passed = self._constant(passed, node)
             elif _is_number(passed):
