@@ -225,3 +225,23 @@ def test_numbers_that_are_finite_in_its_own_precision_are_compared(dtype, ok):
     report = autopart.verify(LeastNumbers().to(dtype), "dp2,tp2", example_kwargs=batch)
     assert report.ok == ok and report.max_error < 1e-12
     assert (NOT_FINITE_IN_DOUBLE in report.notes) == ok and ("not finite: nothing is proven" in str(report)) != ok
+
+
+class Normalised(nn.Module):
+    """Begins with a norm in float32, as blocks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return x + self.inner((wide * wide.square().mean(-1, keepdim=True).rsqrt()).to(x.dtype))
+
+
+def test_stages_may_begin_with_a_cast():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Normalised() for _ in range(4)]).bfloat16()
+    call = {"example_args": (rows().bfloat16(),), "microbatches": 2}
+    plan = autopart.plan(model, "pp2", pins={"stages": {"cut_before": ["3/cast"]}}, **call)
+    assert plan.cuts == ("3/cast",)
+    assert autopart.verify(model, "pp2", plan=plan, **call).ok
