@@ -38,7 +38,7 @@ PHASES = {
     "write": (("recipe", "lower"),),
     "walk": (("recipe", "walked"),),
     "memory": (("recipe", "memory_of"),),
-    "timing": (("plan_figures", "tabulate"), ("plan_figures", "folded"), ("plan_figures", "simulated")),
+    "timing": (("plan_figures", "tabulate"), ("plan_figures", "of_few_rows"), ("plan_figures", "simulated")),
     "explain": (("recipe", "plan_of"),),
 }
 """{phase: the functions, each with the module that calls it}; time inside of two counts for the inner one."""
