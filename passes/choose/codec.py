@@ -397,7 +397,7 @@ def _read_cuts(trace: Trace, plan: Plan, num_stages: int, same_trace: bool, orde
         if at is None and cut in order:
             at = next((position[key] for key in order[order.index(cut) :] if key in position), None)
         if at is None and (not same_trace or _is_cast(cut)) and len(plan.stages) == num_stages:
-            # An operator of another mode or precision of the model: the stage begins behind the last operator of the one before.
+            # Of another mode or precision of the model: the stage begins behind the last operator of the one before.
             at = position.get(plan.stages[stage - 1]["last"], -2) + 1
         if at is None or at < 0:
             near = [k for k in position if k.rsplit("/", 1)[0] == cut.rsplit("/", 1)[0]] or list(position)
