@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
+
+from _svg import line, text, write
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 460, 70, 30, 30, 50
 COLORS = ("#4c78a8", "#f58518", "#54a24b")
@@ -24,32 +25,21 @@ def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:
     def y(tokens: float) -> float:
         return TOP + (high - math.log10(tokens)) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
+    parts = list[str]()
     for length in lengths:
-        parts.append(_line([(x(length), TOP), (x(length), HEIGHT - BOTTOM)], "#ddd"))
-        parts.append(_text(x(length), HEIGHT - BOTTOM + 18, f"{length // 1024}K", "middle"))
+        parts.append(line([(x(length), TOP), (x(length), HEIGHT - BOTTOM)], "#ddd"))
+        parts.append(text(x(length), HEIGHT - BOTTOM + 18, f"{length // 1024}K", "middle"))
     for tokens in (10**power for power in range(low, high + 1)):
-        parts.append(_line([(LEFT, y(tokens)), (WIDTH - RIGHT, y(tokens))], "#ddd"))
-        parts.append(_text(LEFT - 8, y(tokens) + 4, f"{tokens:,}", "end"))
+        parts.append(line([(LEFT, y(tokens)), (WIDTH - RIGHT, y(tokens))], "#ddd"))
+        parts.append(text(LEFT - 8, y(tokens) + 4, f"{tokens:,}", "end"))
     for color, model in zip(COLORS, dict.fromkeys(row["model"] for row in rows), strict=False):
         of_model = [row for row in rows if row["model"] == model]
-        parts.append(_line([(x(row["positions"]), y(row["tokens_per_s"])) for row in of_model], color))
+        parts.append(line([(x(row["positions"]), y(row["tokens_per_s"])) for row in of_model], color))
         for row in of_model:
             at, tokens = x(row["positions"]), row["tokens_per_s"]
             parts.append(f'<circle cx="{at:.1f}" cy="{y(tokens):.1f}" r="4" fill="{color}"/>')
             said = f"{model}: {tokens:,.0f}, {row['mesh'].partition(', zero')[0]}"
-            parts.append(_text(at + 6, y(tokens) - 8, said, "start", color))
-    parts.append(_text(LEFT, TOP - 10, "predicted tokens/s a GPU", "start"))
-    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 12, "positions of a sequence", "middle"))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">'
-    with open(path, "w") as file:
-        file.write("\n".join([head, *parts, "</svg>"]) + "\n")
-
-
-def _line(points: Sequence[tuple[float, float]], color: str) -> str:
-    way = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return f'<path d="M{way}" stroke="{color}" fill="none"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str, color: str = "#333") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
+            parts.append(text(at + 6, y(tokens) - 8, said, "start", color))
+    parts.append(text(LEFT, TOP - 10, "predicted tokens/s a GPU", "start"))
+    parts.append(text((LEFT + WIDTH) / 2, HEIGHT - 12, "positions of a sequence", "middle"))
+    write(path, WIDTH, HEIGHT, parts)

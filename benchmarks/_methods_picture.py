@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any
-from xml.sax.saxutils import escape
+
+from _svg import line, text, write
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 560, 70, 20, 20, 60
 LINK = 10
@@ -28,29 +29,19 @@ def draw(rows: Mapping[str, Mapping[str, Any]], path: str) -> None:
     def y(loss: float) -> float:
         return TOP + (high - loss) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
+    parts = list[str]()
     for ms in (ms for ms in MARKS_MS if first < math.log10(ms) < last):
-        parts.append(_line(x(ms), TOP, x(ms), HEIGHT - BOTTOM, "#ddd"))
-        parts.append(_text(x(ms), HEIGHT - BOTTOM + 18, str(ms), "middle"))
+        parts.append(line([(x(ms), TOP), (x(ms), HEIGHT - BOTTOM)], "#ddd"))
+        parts.append(text(x(ms), HEIGHT - BOTTOM + 18, str(ms), "middle"))
     for loss in (tenth / 5 for tenth in range(math.ceil(low * 5), math.floor(high * 5) + 1)):
-        parts.append(_line(LEFT, y(loss), WIDTH - RIGHT, y(loss), "#ddd"))
-        parts.append(_text(LEFT - 8, y(loss) + 4, f"{loss:.1f}", "end"))
+        parts.append(line([(LEFT, y(loss)), (WIDTH - RIGHT, y(loss))], "#ddd"))
+        parts.append(text(LEFT - 8, y(loss) + 4, f"{loss:.1f}", "end"))
     for name, row in rows.items():
         (mean, off), at, color = row["loss"], x(milliseconds[name]), FAMILIES.get(name.partition(":")[0], OTHER)
-        parts.append(_line(at, y(mean - off), at, y(mean + off), color))
+        parts.append(line([(at, y(mean - off)), (at, y(mean + off))], color))
         parts.append(f'<circle cx="{at:.1f}" cy="{y(mean):.1f}" r="4" fill="{color}"/>')
         side, anchor = (-7, "end") if name == "all_reduce" else (7, "start")
-        parts.append(_text(at + side, y(mean) + 4, name, anchor, color))
-    parts.append(_text((LEFT + WIDTH) / 2, HEIGHT - 16, "predicted ms of a step: GPT-2 small, dp16, 10 Gb/s", "middle"))
-    parts.append(_text(LEFT, TOP - 6, "loss on unseen text after 300 steps of a small GPT-2 on dp4", "start"))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">'
-    with open(path, "w") as file:
-        file.write("\n".join([head, *parts, "</svg>"]) + "\n")
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
-    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{color}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str, color: str = "#333") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
+        parts.append(text(at + side, y(mean) + 4, name, anchor, color))
+    parts.append(text((LEFT + WIDTH) / 2, HEIGHT - 16, "predicted ms of a step: GPT-2 small, dp16, 10 Gb/s", "middle"))
+    parts.append(text(LEFT, TOP - 6, "loss on unseen text after 300 steps of a small GPT-2 on dp4", "start"))
+    write(path, WIDTH, HEIGHT, parts)

@@ -70,7 +70,7 @@ def is_floating(node: fx.Node) -> bool:
     return is_tensor(node) and (value(node).is_floating_point() or value(node).is_complex())
 
 
-def is_cast(node: fx.Node) -> bool:
+def changes_precision(node: fx.Node) -> bool:
     """Whether a call gives its floating-point numbers in another precision."""
     return operator_name(node) in ("aten::to", "aten::_to_copy") and is_floating(node) and is_floating(node.args[0])
 
@@ -203,7 +203,7 @@ def assign_keys(graph: fx.Graph) -> None:
     """
     counts: Counter[str] = Counter()
     for node in operators(graph):
-        name = CAST if is_cast(node) else facts(node).get("named") or short_name(node)
+        name = CAST if changes_precision(node) else facts(node).get("named") or short_name(node)
         base = f"{module_path(node)}/{name}"
         facts(node)["key"] = f"{base}#{counts[base]}" if counts[base] else base
         counts[base] += 1

@@ -71,10 +71,12 @@ def held_whole(program: Program, stages: Sequence[Stage]) -> dict[str, Way]:
 def check_sent_whole(program: Program) -> None:
     """Raises OptionError for a parameter whose whole gradient data-parallel ranks bring together by a method, and whose
     whole is not held for a step."""
-    graphs = [stage.graph.graph for stage in program.stages]
+    sent = [name for name, one in program.parameters.items() if one.whole_to_send(program.mesh)]
+    if not sent:
+        return
+    graphs, held = [stage.graph.graph for stage in program.stages], held_whole(program, program.stages)
     read = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "get_attr"}
-    sent = [name for name, one in program.parameters.items() if name in read and one.whole_to_send(program.mesh)]
-    apart = [name for name in sent if name not in held_whole(program, program.stages)]
+    apart = [name for name in sent if name in read and name not in held]
     if apart:
         sync = program.dp_sync
         others = str(sync) if sync.only else f"*={sync}"

@@ -71,6 +71,7 @@ class Reference:
     `model`: the copy, with the loss function behind it; `base`: without. `arguments`: of the call, in the precision of
     the copy. `traced`: its trace, whose graph, weights, buffers and inputs are float64. `is_double`: so is the copy;
     then the trace has its weights and buffers. `lost`: the buffers that the model changes unseen by the trace.
+    `infinite`: what it computes that is not finite, as `not_finite` says it.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Reference:
         except _CANNOT:
             self._use(_in_single(copy_of(source, {})), arguments, NOT_DOUBLE)
         else:
-            if not _is_double(source) and not_finite(self.subject, self.of_model):
+            if self.infinite and not _is_double(source):
                 self._use(_in_single(copy_of(source, {})), arguments, NOT_FINITE_IN_DOUBLE)
 
     def _use(self, base: nn.Module, arguments: Mapping[str, Any], why_single: str = "") -> None:
@@ -107,6 +108,7 @@ class Reference:
         self.of_model = self._of_model(Subject(traced, find_loss(traced)))
         self.traced = traced if is_double else _doubled(traced)
         self.subject = Subject(self.traced, find_loss(self.traced))
+        self.infinite = not_finite(self.subject, self.of_model)
 
     def converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call, in the precision that the copy takes."""
@@ -154,8 +156,7 @@ class Reference:
     @cached_property
     def not_finite(self) -> NotFinite | None:
         """What of the model is infinite, or not a number."""
-        values = not_finite(self.subject, self.of_model)
-        return explain(self.subject, values) if values else None
+        return explain(self.subject, self.infinite) if self.infinite else None
 
     def _of_model(self, subject: Subject) -> Results:
         """What the copy itself computes, its gradients too."""

@@ -84,10 +84,7 @@ class Numbers:
             call = self._in_dtype(node, target, arguments)
             if call is not None:
                 return call
-        where = next(
-            name for name, argument in arguments.items()
-            if any(map(_is_number, argument if isinstance(argument, (list, tuple)) else (argument,)))
-        )  # fmt: skip
+        where = next(name for name, argument in arguments.items() if _holds_number(argument))
         raise TraceError(
             f"'{where}' of {short_name(node)} is a number that the model computes", refusal=Refusal.SIZE,
             why=f"it is known when the program runs, and {short_name(node)} takes no tensor there",
@@ -98,8 +95,6 @@ class Numbers:
         """A call in a form that takes tensors; None where it gives something else. A number never changes the dtype of
         a result, as a tensor of another kind would."""
         wanted = value(node)
-        if not isinstance(wanted, Tensor):  # several, as many or as large as a number says
-            return None
         declared = target._schema.arguments
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -107,8 +102,6 @@ class Numbers:
             if argument.name not in arguments:
                 continue
             passed = arguments[argument.name]
-            if isinstance(passed, (list, tuple)) and any(map(_is_number, passed)):  # sizes are numbers
-                return None
             if _takes_tensor(argument) and _is_plain(passed):
                 passed = self._constant(passed, node)
             elif _is_number(passed):
@@ -186,6 +179,11 @@ def _is_number(argument: Any) -> bool:
     return isinstance(argument, fx.Node) and is_number(argument)
 
 
+def _holds_number(argument: Any) -> bool:
+    """Whether it is a number, or a list with one (sizes)."""
+    return any(map(_is_number, argument)) if isinstance(argument, (list, tuple)) else _is_number(argument)
+
+
 def _is_plain(argument: Any) -> bool:
     return isinstance(argument, (bool, int, float))
 
@@ -215,5 +213,5 @@ def _fits(form: Any, arguments: Mapping[str, Any]) -> bool:
     return not missing and all(
         _takes_tensor(declared[name])
         for name, passed in arguments.items()
-        if _is_number(passed) or isinstance(passed, fx.Node)
+        if _holds_number(passed) or isinstance(passed, fx.Node)
     )

@@ -319,9 +319,9 @@ class Space:
 
     def with_methods(self, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate with every method that may be, simulated: ranks hold whole models, or whole gradients."""
-        able = [method for method in self.methods if candidate.zero <= (not method.changes_models)]
-        for method in able if candidate.mesh.along("rows") else ():
-            yield self.simulated(replace(candidate, dp_sync=method))
+        for method in self.methods if candidate.mesh.along("rows") else ():
+            if candidate.zero == 0 or (candidate.zero == 1 and not method.changes_models):
+                yield self.simulated(replace(candidate, dp_sync=method))
 
     def best(self, devices: int, memory: float) -> list[Candidate]:
         """The candidates that fit, simulated, each faster than all that take less memory; the fastest first.

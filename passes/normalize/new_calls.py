@@ -10,7 +10,7 @@ from torch import fx
 
 from autopart.compat import tree_flatten
 from autopart.ir.facts import facts
-from autopart.ir.graph import is_cast, short_name, value
+from autopart.ir.graph import changes_precision, short_name, value
 from autopart.passes.pipeline import same_calls
 
 
@@ -56,7 +56,7 @@ def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
     call, first = before.next, True
     while call is not node:
         if call.target is not operator.getitem:
-            is_first = first and not is_cast(call)
+            is_first = first and not changes_precision(call)
             facts(call)["named"] = short_name(node) if is_first else name
             facts(call)["tied_to_mode"], first = not is_first, first and not is_first
         call = call.next

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import is_cast, operator_name, shape, value
+from autopart.ir.graph import changes_precision, operator_name, shape, value
 from autopart.ir.selection import is_counted
 from autopart.passes.pipeline import on_calls
 
@@ -133,7 +133,7 @@ class _Formula:
     def _emit(self, target: Any, *args: Any) -> fx.Node:
         call = emit(self.graph, self.node, target, *args)
         facts(call)["written_for"] = BATCH_NORM
-        is_first = self.first and not is_cast(call)
+        is_first = self.first and not changes_precision(call)
         facts(call)["named"] = BATCH_NORM if is_first else INNER
         self.first = self.first and not is_first
         return call
