@@ -1,6 +1,8 @@
 PYTHON := $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 PY := .venv/bin/python
 STAMP := .venv/.stamp
+# Many processes import the same files: each would compile them anew where the environment says not to keep that.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
 .DEFAULT_GOAL := help
@@ -18,14 +20,14 @@ demo: $(STAMP)  ## partition and train a GPT-2 on CPU processes
 	@$(PY) examples/train_gpt2.py
 
 test: $(STAMP)  ## run the tests but the large matrices; those that need a GPU skip without one
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not large"
+	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not large"
 
 test-all: $(STAMP)  ## run every test, the large matrices too
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 fuzz: $(STAMP)  ## run 2,000 random graphs in random layouts (make fuzz SEED=n: from that seed on)
 	@echo "make fuzz SEED=$(SEED)"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 tests/test_fuzz.py -k random_graphs --fuzz 2000 --fuzz-seed $(SEED)
+	@$(PYTEST) -n 2 tests/test_fuzz.py -k random_graphs --fuzz 2000 --fuzz-seed $(SEED)
 
 BASE ?= HEAD
 replay: $(STAMP)  ## compare plans and programs of many models with those of a commit (make replay BASE=main~1)
@@ -38,13 +40,13 @@ check: $(STAMP)  ## lint, format and types
 	@$(PY) -m ruff check && $(PY) -m ruff format --check && $(PY) -m mypy
 
 gpu-test: $(STAMP)  ## run only the tests that need a GPU (pytest's exit code 5: there is none yet)
-	@$(PY) -m pytest -q -m gpu tests || test $$? -eq 5
+	@$(PYTEST) -m gpu tests || test $$? -eq 5
 
 bench: $(STAMP)  ## run every benchmark
 	@for f in $(sort $(wildcard benchmarks/[!_]*.py)); do echo "== $$f"; $(PY) $$f || exit 1; done
 
 golden-update: $(STAMP)  ## rewrite the golden files from what the code does now; review the diff
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q --golden-update
+	@$(PYTEST) --golden-update
 
 # -qq: pip warns of every unreachable index that the machine's own configuration names.
 $(STAMP): pyproject.toml constraints.txt

@@ -53,12 +53,12 @@ class Table:
     parameters: Mapping[str, Parameter]
     b: int
     s: int
-    tp: int
     row_flops: float
     input_bytes: float = 0.0
     buffer_bytes: float = 0.0
     gathers: bool = False
     hidden_sums: float = 0.0
+    tp: int = 1
     cp: int = 1
     ep: int = 1
     cuts: dict[int, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)

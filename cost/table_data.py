@@ -15,7 +15,7 @@ from autopart.plans.plan import Schedule
 
 from .rows import Parameter, Row
 from .table import Setting, Table
-from .work import NOTHING, Powers, Size, Work
+from .work import CHOSEN, NOTHING, Powers, Size, Work
 
 _Run = list[Any]
 """`[container, number, [position in rows, ...]]`: operators of one block that follow one another."""
@@ -206,13 +206,13 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
 _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0}
 """What is said of a parameter in mixed precision or with a method of `dp_sync`, and what it is else."""
 _MORE_SIZES = ("flops", "depth", "causal")
-_RANKS = ("cp", "ep")
+_RANKS = tuple(CHOSEN)
 """What a table was counted on, where it was on more than one."""
 _BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
 _OF_CROSSING = ("alike", "unkept", "kept_later")
 """What a row says of its crossing, where there is something of it."""
 _NAMES = ("parameters", "reads_also")
-_NUMBERS = ("b", "s", "tp", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
+_NUMBERS = ("b", "s", "row_flops", "input_bytes", "buffer_bytes", "gathers", "hidden_sums")
 
 
 def _cast_data(parameter: Parameter) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def pytest_configure():
 
 def pytest_collection_finish():
     gc.freeze()  # what is imported stays: only what tests make is looked through
+    gc.set_threshold(700, 10, 100)  # all of it a tenth as often as Python would: traces are large, and mostly kept
 
 
 def pytest_collection_modifyitems(items):

@@ -151,6 +151,7 @@ def _leave_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         gc.collect()
+        gc.freeze()  # what is left is imported or remembered: the next task does not look through it
 
 
 def _exit_with_parent(folder: Path) -> None:

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import time
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -267,11 +268,9 @@ def calls() -> None:
     zoo.assert_close_outputs(pm.step(**fewer), loss)
 
 
-def gathers(mesh: str, keep: bool) -> tuple[set[str], int, int]:
-    """The gathered weights that are there between a forward and its backward, how often weights are gathered in both,
-    and how often by the plan. `keep`: autograd saves what it is given."""
-    model, batch = zoo.llama()
-    pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=3, microbatches=1)
+@contextmanager
+def noted_gathers():
+    """Inside, every gathered weight is noted: its name, and its memory."""
     found: list[tuple[str, StorageWeakRef]] = []
     gather = part_buckets.PartBucket.gather
 
@@ -287,18 +286,49 @@ def gathers(mesh: str, keep: bool) -> tuple[set[str], int, int]:
 
         return wholes
 
+    with mock.patch.object(part_buckets.PartBucket, "gather", noted):
+        yield found
+
+
+def still_there(found: list[tuple[str, StorageWeakRef]], tries: int = 100) -> set[str]:
+    """Which weights are not let go of. A thread of gloo may hold what it has sent a moment longer."""
+    for _ in range(tries):
+        there = {name for name, memory in found if not memory.expired()}
+        if not there:
+            break
+        time.sleep(0.05)
+    return there
+
+
+def gathers(mesh: str, keep: bool) -> tuple[set[str], int, int]:
+    """The gathered weights that are there between a forward and its backward, how often weights are gathered in both,
+    and how often by the plan. `keep`: autograd saves what it is given."""
+    model, batch = zoo.llama()
+    pm = autopart.parallelize(model, mesh, example_kwargs=batch, zero=3, microbatches=1)
     pack = (lambda self, saved: saved) if keep else gathering.GatheredBlocks._pack
-    kept = mock.patch.object(gathering.GatheredBlocks, "_pack", pack)
-    with kept, mock.patch.object(part_buckets.PartBucket, "gather", noted):
+    with mock.patch.object(gathering.GatheredBlocks, "_pack", pack), noted_gathers() as found:
         loss = pm(**batch).loss
-        for _ in range(1 if keep else 100):  # a thread of gloo may hold what it has sent a moment longer
-            there = {name for name, memory in found if not memory.expired()}
-            if not there:
-                break
-            time.sleep(0.05)
+        there = still_there(found, 1 if keep else 100)
         loss.backward()
     planned = [c for c in pm.plan.collectives if c.axis == "dp" and "all_gather" in (c.forward, c.backward)]
     return there, len(found), sum(c.count for c in planned)
+
+
+def lets_go() -> tuple[int, set[str]]:
+    """How many forwards begin in a step of two microbatches, and which weights of a backward they begin with."""
+    model, batch = adapters()  # of frozen weights no gradient is scattered, which lets go of them too
+    pm = autopart.parallelize(model, "dp2", example_kwargs=batch, zero=3, microbatches=2)
+    take, begun, there = gathering.GatheredBlocks.take, [], set[str]()
+
+    def taken(self, index):
+        if index == 0:
+            begun.append(index)
+            there.update(still_there(found))
+        return take(self, index)
+
+    with noted_gathers() as found, mock.patch.object(gathering.GatheredBlocks, "take", taken):
+        pm.step(**batch)
+    return len(begun), there
 
 
 def changed_in_between(mesh: str) -> None:
@@ -339,6 +369,11 @@ def test_gathered_weights_are_not_kept_for_the_backward():
         assert there == set() and times == planned
     for there, times, planned in dist.run_ranks(gathers, 2, "dp2", True):
         assert "model.layers.0.mlp.down_proj.weight" in there and times < planned
+
+
+def test_a_forward_begins_without_what_the_backward_before_has_gathered():
+    for forwards, there in dist.run_ranks(lets_go, 2):
+        assert forwards == 2 and there == set()
 
 
 def test_weights_that_change_before_their_backward_are_noticed():

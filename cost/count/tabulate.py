@@ -90,10 +90,9 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     batch = batch_size(trace)
     of_rank = max(1, batch // (program.row_ranks * program.microbatches))  # a call without rows is alike on every rank
     return Table(
-        tuple(rows), tuple(order), parameters, of_rank, tokens(trace),
-        chosen_ranks(mesh)["tp"], flops / batch, sum(tensor.nbytes for tensor in trace.call.tensors) / batch,
-        sum(buffers.values()), gathers, _hidden(trace, program), chosen_ranks(mesh)["cp"], chosen_ranks(mesh)["ep"],
-        {len(walks): starts}, divided(trace, program),
+        tuple(rows), tuple(order), parameters, of_rank, tokens(trace), flops / batch,
+        sum(tensor.nbytes for tensor in trace.call.tensors) / batch, sum(buffers.values()), gathers,
+        _hidden(trace, program), **chosen_ranks(mesh), cuts={len(walks): starts}, divided=divided(trace, program),
     )  # fmt: skip
 
 
