@@ -454,3 +454,36 @@ def test_lazy_modules_after_their_first_call():
     model, x = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d()), torch.randn(4, 8)
     model(x)
     assert autopart.verify(model, "tp2", example_args=(x,)).ok
+
+
+class Rectified(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2 * SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.relu())
+
+
+class SettlesInItsFirstCall(nn.Module):
+    """As transformers' BigBird, which gives up block-sparse attention for short rows and puts modules in the place of
+    others, with first values that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.up, self.down = "sparse", nn.Linear(SIZE, 2 * SIZE), Rectified()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "sparse":
+            other = Rectified()
+            other.inner = self.down.inner
+            self.kind, self.down = "full", other
+        return self.down(self.up(x))
+
+
+def test_a_first_call_that_only_makes_more_than_later_ones():
+    model = SettlesInItsFirstCall()
+    down = model.down
+    autopart.plan(model, "tp2", example_kwargs={"x": rows()})
+    assert model.down is down and model.kind == "sparse"
+    assert autopart.verify(model, "dp2,tp2", example_kwargs={"x": rows()}).ok

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
@@ -16,7 +17,7 @@ from autopart.errors import Refusal, TraceError
 from autopart.tracing.caches import Caches
 from autopart.tracing.with_loss import users_modules
 
-_TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
+_TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
 """Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
 _CONTAINERS = (list, dict, set, OrderedDict)
@@ -159,9 +160,24 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
 
 def _text(program: Any) -> str:
     """All that a trace fixes: its graph and its constants."""
-    codes = [str(module.graph) for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    modules = [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    codes = [_connected(module.graph) for module in modules]
     lifted = [program.constants[name] for name in program.graph_signature.lifted_tensor_constants]
     return "\n".join([*codes, *(repr(tensor.tolist()) for tensor in lifted if _has_values(tensor))])
+
+
+def _connected(graph: fx.Graph) -> str:
+    """The text of a graph without what has nothing to do with its inputs, weights and outputs, such as the first values
+    of a module that forward makes."""
+    neighbours = nx.Graph((node, read) for node in graph.nodes for read in node.all_input_nodes)
+    ends = [node for node in graph.nodes if node.op != "call_function"]
+    kept = set(ends).union(*(nx.node_connected_component(neighbours, node) for node in ends if node in neighbours))
+    text, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node in kept:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = text.create_node(node.op, node.target, args, kwargs)
+    return str(text)
 
 
 def _has_values(tensor: Tensor) -> bool:
