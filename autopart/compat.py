@@ -104,8 +104,9 @@ def trace_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor]
 
 @contextmanager
 def outside_of_tracing() -> Iterator[None]:
-    """Inside, operators run as they do outside of a trace, on real tensors."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    """Inside, operators run as they do outside of a trace, on real tensors. Python's dispatcher is off too: of padding,
+    it makes a tensor that requires grad also under `no_grad`."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 

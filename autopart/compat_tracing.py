@@ -14,6 +14,8 @@ from torch._functorch import apis as functorch_apis
 from torch._functorch import eager_transforms as functorch
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops import utils as higher_order
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -113,3 +115,25 @@ def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, A
 def keep_calls(target: Any) -> None:
     """Let calls of an operator stay in a graph although nothing reads what they give."""
     fx.node.has_side_effect(target)
+
+
+@contextmanager
+def other_lists(to: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Inside, `tensor.tolist()` is `to(tensor)` of a tensor of a trace, where that is not None."""
+    kinds = FakeTensor, FunctionalTensor
+    originals = [kind.tolist for kind in kinds]
+
+    def replaced(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def tolist(tensor: Any) -> Any:
+            stand_in = to(tensor)
+            return original(tensor) if stand_in is None else stand_in
+
+        return tolist
+
+    for kind, original in zip(kinds, originals, strict=True):
+        setattr(kind, "tolist", replaced(original))  # noqa: B010
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            setattr(kind, "tolist", original)  # noqa: B010

@@ -12,6 +12,7 @@ import zoo
 from torch import nn
 
 import autopart
+from autopart.errors import TraceError
 from autopart.ir.mesh import Mesh
 
 WIDTH, EXPERTS, TIMES = 8, 4, 2
@@ -38,7 +39,7 @@ class Looped(nn.Module):
         self.head = nn.Linear(WIDTH, 32)
         self.register_buffer("towards", torch.tensor(towards))
 
-    def forward(self, ids, labels):
+    def forward(self, ids, labels=None):
         rows = self.embed(ids).reshape(-1, WIDTH)
         gates, chosen = (self.router(rows) + self.towards).softmax(-1).topk(TIMES)
         mixed = torch.zeros_like(rows)
@@ -46,6 +47,13 @@ class Looped(nn.Module):
             if self.form == "where":
                 token, choice = torch.where(chosen == number)
                 mixed[token] += gates[token, choice, None] * expert(rows[token])
+            elif self.form == "list":
+                choice, token = torch.where((chosen == number).t())
+                if token.shape[0] == 0:
+                    continue
+                places, choices = token.tolist(), choice.tolist()
+                products = expert(rows[None, places].reshape(-1, WIDTH)) * gates[places, choices, None]
+                mixed.index_add_(0, token, products)
             elif self.form == "nonzero":
                 token, choice = (chosen == number).nonzero(as_tuple=True)
                 mixed.index_add_(0, token, expert(rows[token]) * gates[token, choice, None])
@@ -53,7 +61,8 @@ class Looped(nn.Module):
                 of_expert = chosen == number
                 mask = of_expert.any(-1)
                 mixed[mask] += expert(rows[mask]) * (gates * of_expert).sum(-1)[mask].unsqueeze(-1)
-        return F.cross_entropy(self.head(rows + mixed), labels.flatten())
+        logits = self.head(rows + mixed)
+        return logits if labels is None else F.cross_entropy(logits, labels.flatten())
 
 
 def looped(form, **options):
@@ -67,11 +76,37 @@ MESHES = ["ep2", "ep4", "dp2,ep2", "ep2,tp2", "cp2,ep2", "pp2,ep2"]
 
 @pytest.mark.few
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("form", ["where", "nonzero", "mask"])
+@pytest.mark.parametrize("form", ["where", "nonzero", "mask", "list"])
 def test_a_loop_is_exact(form, mesh):
     model, batch = looped(form)
     report = autopart.verify(model, mesh, example_kwargs=batch)
     assert report.ok, report
+
+
+def test_a_loop_that_skips_experts_before_a_loss_function():
+    model, batch = looped("list")
+    report = autopart.verify(
+        model, "dp2,tp2", example_kwargs={"ids": batch["ids"]}, target=batch["labels"],
+        loss_fn=lambda logits, target: F.cross_entropy(logits, target.flatten()),
+    )  # fmt: skip
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("use", [len, sorted, lambda places: [0, *places], lambda places: places[0]])
+def test_a_list_of_places_only_indexes(use):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            (places,) = torch.where(x[:, 0] > 0)
+            use(places.tolist())
+            return self.linear(x)
+
+    with pytest.raises(TraceError) as caught:
+        autopart.plan(Net(), "tp2", example_kwargs={"x": torch.rand(4, WIDTH)})
+    assert str(caught.value).startswith("tolist() makes a list that is as long as the values in a tensor say\n")
 
 
 @pytest.mark.few

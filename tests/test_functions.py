@@ -9,6 +9,7 @@ from typing import Any
 import dist
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from torch import Tensor, nn
 
@@ -117,6 +118,22 @@ class BySize(torch.autograd.Function):
         return grad / ctx.rows
 
 
+class Scanned(torch.autograd.Function):
+    """Rows are padded, written in place and kept as they are then, as a parallel scan does (mambapy's)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        sums = F.pad(x, (0, 0, 0, 2)).transpose(-1, -2)
+        sums[..., 1:].add_(sums[..., :-1] * 0.5)
+        ctx.save_for_backward(sums)
+        return sums.transpose(-1, -2)[..., : x.shape[-2], :]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (sums,) = ctx.saved_tensors
+        return grad * sums.transpose(-1, -2)[..., : grad.shape[-2], :]
+
+
 bound_before = Round.apply
 
 
@@ -144,11 +161,12 @@ CALLS = {
     "reversed": lambda y, weight: Reversed.apply(y),
     "clipped": lambda y, weight: Clipped.apply(y),
     "by size": lambda y, weight: BySize.apply(y),
+    "scanned": lambda y, weight: Scanned.apply(y),
     "parts": parts,
     "of a weight": lambda y, weight: y @ Round.apply(weight),
     "clipped weight": lambda y, weight: y @ Clipped.apply(weight),
 }  # fmt: skip
-WHOLE = {"parts"}
+WHOLE = {"parts": "Parts", "scanned": "Scanned"}
 """Of the others every operator is pointwise."""
 
 
@@ -233,7 +251,7 @@ def test_what_is_pointwise_is_sharded_and_the_rest_is_listed(call):
     made = autopart.plan(model_of(call), "tp2", example_kwargs=example())
     assert autopart.Plan.from_json(made.to_json()) == made
     found = [row["operator"] for row in made.unsharded]
-    assert found == (["autograd_function::test_functions_Parts"] if call in WHOLE else [])
+    assert found == ([f"autograd_function::test_functions_{WHOLE[call]}"] if call in WHOLE else [])
 
 
 def test_the_line_to_try_is_accepted():

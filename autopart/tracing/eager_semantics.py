@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import BatchNorm, InstanceNorm, Tracing, redirected_functions, tree_flatten, tree_map
+from autopart.compat_tracing import other_lists
 from autopart.errors import Refusal
 from autopart.ir.ctc import ctc_loss
 from autopart.ir.graph import DTYPE_NAMES
@@ -34,6 +35,7 @@ from autopart.tracing.floats import Floats, ReadsFloat
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.gradient_hooks import Removable, Rewrites, hook_gradient
 from autopart.tracing.known_values import UNKNOWN, KnownValues, memory_of, written_by
+from autopart.tracing.places import as_places, indexed
 from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
 
 _ASKING = frozenset(
@@ -99,6 +101,7 @@ class EagerSemantics(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _OF_METADATA:
             return func(*args, **kwargs)
+        args = indexed(func, args)
         tensors = list(tensors_in((*args, *kwargs.values())))
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
@@ -263,7 +266,7 @@ def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -
     to = nn.Module.to
     setattr(nn.Module, "to", lambda module, *args, **kwargs: _to(to, module, *args, **kwargs))  # noqa: B010
     try:
-        with redirected_functions(apply):
+        with redirected_functions(apply), other_lists(as_places):
             yield
     finally:
         setattr(nn.Module, "to", to)  # noqa: B010

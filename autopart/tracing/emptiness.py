@@ -20,6 +20,7 @@ from torch import fx, nn
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import module_path, operator_name, short_name, source_text
 from autopart.tracing.trace_errors import path_of_frame
+from autopart.tracing.with_loss import users_name
 
 _NOTHING_IF_EMPTY = {"aten::index_put", "aten::index_add", "aten::index_copy", "aten::scatter_add"}
 _OUT_OF_PLACE = {"index_add", "index_put", "index_copy"}
@@ -53,7 +54,8 @@ class Assumptions:
         if not _only_skips(tree, frame.f_lineno - first + 1):
             return False
         where = f"{code.co_filename}:{frame.f_lineno}"
-        self.made[Assumption(where, path_of_frame(frame, self.model), frozenset(sizes))] = None
+        path = users_name(self.model, path_of_frame(frame, self.model))
+        self.made[Assumption(where, path, frozenset(sizes))] = None
         return True
 
     def notes(self) -> list[str]:
