@@ -27,6 +27,7 @@ from autopart.compat import BatchNorm, InstanceNorm, Tracing, redirected_functio
 from autopart.errors import Refusal
 from autopart.ir.ctc import ctc_loss
 from autopart.ir.graph import DTYPE_NAMES
+from autopart.temporary import attributes
 from autopart.tracing.chances import Chances, is_by_chance
 from autopart.tracing.checks import check_text, passing_answer
 from autopart.tracing.conditions import both_branches
@@ -246,29 +247,21 @@ def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -
     operator (`apply`: of torch's own `apply`, the class, args and kwargs). A cast of a module to the dtype that it has
     is nothing.
     """
-    changed: list[nn.Module] = []
+    exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
     for module in model.modules():
         if not isinstance(module, (BatchNorm, InstanceNorm)) or "forward" in vars(module):
             continue
         tracks = module.training and module.track_running_stats
         if tracks and isinstance(module, InstanceNorm):
-            vars(module)["forward"] = partial(_tracking_instance_norm, module)
+            exchanged[module, "forward"] = partial(_tracking_instance_norm, module)
         elif tracks and module.momentum is None:
-            vars(module)["forward"] = partial(_cumulative_batch_norm, module)
+            exchanged[module, "forward"] = partial(_cumulative_batch_norm, module)
         elif isinstance(module, nn.SyncBatchNorm):
-            vars(module)["forward"] = partial(BatchNorm.forward, module)
-        else:
-            continue
-        changed.append(module)
+            exchanged[module, "forward"] = partial(BatchNorm.forward, module)
     to = nn.Module.to
-    setattr(nn.Module, "to", lambda module, *args, **kwargs: _to(to, module, *args, **kwargs))  # noqa: B010
-    try:
-        with redirected_functions(apply):
-            yield
-    finally:
-        setattr(nn.Module, "to", to)  # noqa: B010
-        for module in changed:
-            del vars(module)["forward"]
+    exchanged[nn.Module, "to"] = lambda module, *args, **kwargs: _to(to, module, *args, **kwargs)
+    with attributes(exchanged), redirected_functions(apply):
+        yield
 
 
 @contextmanager

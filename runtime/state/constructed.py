@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from autopart.compat import TorchDispatchMode, operator_name, tree_flatten
 from autopart.ir.pieces import Cut
+from autopart.temporary import default_dtype
 
 Cuts = Sequence[tuple[Cut, int]]
 """How a tensor is cut, and the index of the shard in each cut; none: it is whole."""
@@ -60,20 +61,10 @@ def constructor_of(model: nn.Module) -> Build | None:
         dtype = None
 
     def build() -> nn.Module:
-        with _default_dtype(dtype):
+        with default_dtype(dtype):
             return kind(deepcopy(config))
 
     return build
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Constructor:
