@@ -83,6 +83,14 @@ class Results:
         return max([GRAD_FLOOR, *(largest(grad) for grad in self.grads.values())])
 
 
+def held_tensor(model: nn.Module, name: str) -> Tensor:
+    """A buffer of a model, or a parameter."""
+    module, _, last = name.rpartition(".")
+    holder = model.get_submodule(module)
+    buffer = holder._buffers.get(last)
+    return holder.get_parameter(last) if buffer is None else buffer
+
+
 @contextmanager
 def buffers_restored(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
     """What the model writes to its buffers inside is undone, and to the parameters `written`."""
