@@ -99,7 +99,7 @@ class Reference:
         self.arguments = self.converted(arguments)
         phase("tracing the model")
         traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
-        if self.rng == "fast" and any(draws_random_numbers(n) for n in traced.graph.nodes if n.op == "call_function"):
+        if self.rng == "fast" and any(map(draws_random_numbers, traced.graph.nodes)):
             self.notes.append(NO_DROPOUT)
             self.model.eval()
             traced = prepare(self.model, self.arguments, double=True, precision=self.precision)

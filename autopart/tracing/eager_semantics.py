@@ -34,7 +34,7 @@ from autopart.tracing.conditions import both_branches
 from autopart.tracing.floats import Floats, ReadsFloat
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.gradient_hooks import Removable, Rewrites, hook_gradient
-from autopart.tracing.known_values import UNKNOWN, KnownValues, memory_of, written_by
+from autopart.tracing.known_values import UNKNOWN, KnownValues, memory_of, tensors_in, written_by
 from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
 
 _ASKING = frozenset(
@@ -100,7 +100,7 @@ class EagerSemantics(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _OF_METADATA:
             return func(*args, **kwargs)
-        tensors = list(tensors_in((*args, *kwargs.values())))
+        tensors = list(tensors_in((args, kwargs)))
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
@@ -124,7 +124,7 @@ class EagerSemantics(TorchFunctionMode):
         kwargs = dict(self.known.sized((func, args, kwargs)))
         output = self._run(TRACEABLE.get(func, func), args, kwargs)
         self.known.note((func, args, kwargs), tensors, output)
-        for tensor in tensors_in((output,)) if names else ():
+        for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
         return output
 
@@ -210,17 +210,6 @@ class EagerSemantics(TorchFunctionMode):
         else:
             self.hooked.add(memory_of(tensor))
         return Removable()
-
-
-def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of a call, in order."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, (tuple, list)):
-            yield from tensors_in(argument)
-        elif isinstance(argument, dict):
-            yield from tensors_in(argument.values())
 
 
 def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
