@@ -79,7 +79,7 @@ def stage_reducers(
     process: Process,
     parameters: Mapping[str, Tensor],
     wholes: Wholes,
-    unsummed: Unsummed | None = None,
+    unsummed: Unsummed,
 ) -> tuple[list[Reducer], list[Bucket]]:
     """What sums the gradients of each of these stages while its backward runs; and the buckets of parameters that
     several of them read, whose gradients are complete when all have run."""
