@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from autopart.compat import TorchDispatchMode, operator_name, tree_flatten
-from autopart.ir.pieces import Cut
+from autopart.ir.pieces import Cut, part_of
 from autopart.temporary import default_dtype
 
 Cuts = Sequence[tuple[Cut, int]]
@@ -89,13 +89,7 @@ class Constructor:
         """{name: this rank's shard} in the dtype in which the constructor makes it."""
 
         def shard(names: Sequence[str], full: Tensor) -> dict[str, Tensor]:
-            kept = {}
-            for name in cuts.keys() & set(names):
-                value = full.detach()
-                for cut, index in cuts[name]:
-                    value = cut.take(value, index)
-                kept[name] = value.clone()
-            return kept
+            return {name: part_of(full.detach(), cuts[name]).clone() for name in cuts.keys() & set(names)}
 
         return self._run(shard, cuts)
 

@@ -357,14 +357,11 @@ class Reducer:
         if finish is not None:
             self.going_on.append(finish)
 
-    def _begin_rest(self) -> None:
-        while self.next < len(self.buckets):
-            self._begin_next()
-
     def after_backward(self) -> None:
         """A microbatch's backward has ended."""
         if self.is_armed:
-            self._begin_rest()
+            while self.next < len(self.buckets):
+                self._begin_next()
             self.backwards += 1
             have_run = self.backwards == self.microbatches
             for bucket in (*self.shared, *(() if have_run else self.buckets)):
