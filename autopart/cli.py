@@ -174,9 +174,8 @@ def diff(first: str, second: str, as_json: bool) -> None:
     """
     difference = Plan.load(first).diff(Plan.load(second))
     rows = [asdict(row) for row in difference.rows]
-    tell(as_json, {"same": not difference, "differences": rows}, difference.table(first, second).rstrip("\n"))
-    if difference:
-        raise click.exceptions.Exit(1)
+    table = difference.table(first, second).rstrip("\n")
+    tell(as_json, {"same": not difference, "differences": rows}, table, ok=not difference)
 
 
 @main.command()
@@ -249,9 +248,7 @@ def verify(
     data = {"ok": result.ok, "mesh": result.mesh, "max_error": result.max_error, "errors": dict(result.errors),
             "first_mismatch": first, "notes": list(result.notes), "steps": [asdict(step) for step in result.steps],
             "not_finite": str(result.not_finite) if result.not_finite else None}  # fmt: skip
-    tell(as_json, data, str(result))
-    if not result.ok:
-        raise click.exceptions.Exit(1)
+    tell(as_json, data, str(result), result.ok)
 
 
 @main.command()
@@ -346,15 +343,11 @@ def doctor(name: str | None, as_json: bool, **options: Any) -> None:
         from autopart.machine import as_data, findings, table
 
         all_findings = findings()
-        tell(as_json, as_data(all_findings), table(all_findings))
-        if not all(finding.ok for finding in all_findings):
-            raise click.exceptions.Exit(1)
+        tell(as_json, as_data(all_findings), table(all_findings), all(finding.ok for finding in all_findings))
         return
     asked = Asked(options)
     source = asked.source(meta=options["model"] is None)
     from autopart.diagnosis import doctor as diagnose
 
     page = diagnose(source.model, options["mesh"], example_kwargs=source.example)
-    tell(as_json, page.as_data(), str(page))
-    if not page.ok:
-        raise click.exceptions.Exit(1)
+    tell(as_json, page.as_data(), str(page), page.ok)

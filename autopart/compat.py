@@ -27,12 +27,15 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopart.temporary import attributes
+
 AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 GRAD_MODE = torch._C._set_grad_enabled
 BatchNorm = _BatchNorm  # what BatchNorm1d, BatchNorm2d, ..., SyncBatchNorm have in common
 InstanceNorm = _InstanceNorm
 TreeSpec = pytree.TreeSpec
 tree_flatten = pytree.tree_flatten
+tree_map = pytree.tree_map
 tree_unflatten = pytree.tree_unflatten
 
 
@@ -154,7 +157,7 @@ class Tracing:
 
     def add(self, target: Any, nodes: Sequence[fx.Node], tensors: Sequence[torch.Tensor]) -> fx.Node:
         """Add a call on a list of tensors that gives those of `tensors`."""
-        name = target._schema.name.rpartition("::")[2]
+        name = operator_name(target)
         create = self.tracer.create_node
         with torch._C.DisableTorchFunction():
             whole = create("call_function", target, (list(nodes),), {}, name)
@@ -170,9 +173,9 @@ class Tracing:
 
     def adopt(self, tensor: torch.Tensor, target: Any, base: torch.Tensor, *options: Any) -> None:
         """Add a call of `base` that gives this tensor, which is no node as yet."""
-        name = target._schema.name.rpartition("::")[2]
         with torch._C.DisableTorchFunction():
-            node = self.tracer.create_node("call_function", target, (self.node_of(base), *options), {}, name)
+            args, name = (self.node_of(base), *options), operator_name(target)
+            node = self.tracer.create_node("call_function", target, args, {}, name)
             proxy_tensor.track_tensor_tree(tensor, fx.Proxy(node, self.tracer), constant=None, tracer=self.tracer)
 
     def put_in_place(self, tensor: torch.Tensor, replacement: torch.Tensor, before: dict[fx.Node, fx.Node]) -> bool:
@@ -224,8 +227,7 @@ def without_torch_functions() -> AbstractContextManager[Any]:
     return cast(AbstractContextManager[Any], torch._C.DisableTorchFunction())
 
 
-@contextmanager
-def intercepted(to: Callable[..., Any]) -> Iterator[None]:
+def intercepted(to: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside, whatever a trace meets goes through `to(run, tracer, function, args, kwargs)`: every operator, and every
     entry into and exit from a region of a grad mode or of autocast. `run()` is what torch does."""
     mode, regions = proxy_tensor.ProxyTorchDispatchMode, proxy_tensor.PreDispatchTorchFunctionMode
@@ -242,11 +244,7 @@ def intercepted(to: Callable[..., Any]) -> Iterator[None]:
             return enter(self, func, types, args, kwargs)
         return to(lambda: enter(self, func, types, args, kwargs), self.tracer, func, args, kwargs or {})
 
-    mode.__torch_dispatch__, regions.__torch_function__ = of_operator, of_region
-    try:
-        yield
-    finally:
-        mode.__torch_dispatch__, regions.__torch_function__ = dispatch, enter
+    return attributes({(mode, "__torch_dispatch__"): of_operator, (regions, "__torch_function__"): of_region})
 
 
 class _Redirected:
@@ -285,22 +283,12 @@ def redirected_functions(to: Callable[..., Any]) -> Iterator[None]:
         del _Redirected.to  # it may hold a model
 
 
-@contextmanager
-def exporting() -> Iterator[None]:
+def exporting() -> AbstractContextManager[None]:
     """Inside, `torch.compiler.is_exporting()` is true, as while `torch.export` runs a model."""
-    flags = "_is_exporting_flag", "_is_compiling_flag"
-    before = [getattr(torch.compiler, flag) for flag in flags]
-    for flag in flags:
-        setattr(torch.compiler, flag, True)
-    try:
-        yield
-    finally:
-        for flag, was in zip(flags, before, strict=True):
-            setattr(torch.compiler, flag, was)
+    return attributes({(torch.compiler, flag): True for flag in ("_is_exporting_flag", "_is_compiling_flag")})
 
 
-@contextmanager
-def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> Iterator[None]:
+def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
     """Inside, `torch.utils.checkpoint(function, ..., use_reentrant=False)` is a plain call of the function, in
     `around(function)`: it saves and draws nothing."""
 
@@ -308,13 +296,7 @@ def other_checkpoints(around: Callable[[Any], AbstractContextManager[Any]]) -> I
         with around(function):
             yield
 
-    module: Any = torch_checkpoint
-    original = module._checkpoint_without_reentrant_generator
-    module._checkpoint_without_reentrant_generator = generator
-    try:
-        yield
-    finally:
-        module._checkpoint_without_reentrant_generator = original
+    return attributes({(torch_checkpoint, "_checkpoint_without_reentrant_generator"): generator})
 
 
 def gather_collective() -> Callable[..., Any]:
@@ -371,11 +353,6 @@ def keep_for_ever(*things: Any) -> None:
     """Never destroy these objects: a process group that is destroyed waits for its pending collectives."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `fn` to every leaf."""
-    return pytree.tree_map(fn, tree)
 
 
 def leaves_with_names(tree: Any) -> list[tuple[str, object]]:

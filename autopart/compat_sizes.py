@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import sympy
@@ -14,6 +14,8 @@ import torch
 from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from autopart.temporary import attributes
 
 Symbol: TypeAlias = Any
 """What torch calls a size that it does not know: a symbol of sympy's."""
@@ -57,8 +59,7 @@ def free_symbols(size: Any) -> set[Symbol]:
     return getattr(expression(size), "free_symbols", set())
 
 
-@contextmanager
-def many_elements(may_assume: Callable[[types.FrameType, set[str]], bool]) -> Iterator[None]:
+def many_elements(may_assume: Callable[[types.FrameType, set[str]], bool]) -> AbstractContextManager[None]:
     """Inside, torch's own code that asks a trace whether a size that depends on values is 0 or 1 is told that it is
     not: kernels are right for such sizes too. Code of the model that asks whether it is 0 is told so where `may_assume`
     of its frame and torch's names of the sizes, else that nobody knows."""
@@ -78,19 +79,8 @@ def many_elements(may_assume: Callable[[types.FrameType, set[str]], bool]) -> It
                 return many
             raise
 
-    divide: Any = vars(PythonReferenceAnalysis).get("int_truediv")  # it fails on what a graph is made of
-    patched: Any = ShapeEnv
-    reference: Any = PythonReferenceAnalysis
-    patched.evaluate_expr = answer
-    reference.int_truediv = staticmethod(operator.truediv)
-    try:
-        yield
-    finally:
-        patched.evaluate_expr = ask
-        if divide is None:
-            del reference.int_truediv
-        else:
-            reference.int_truediv = divide
+    divide = staticmethod(operator.truediv)  # torch's own fails on what a graph is made of
+    return attributes({(ShapeEnv, "evaluate_expr"): answer, (PythonReferenceAnalysis, "int_truediv"): divide})
 
 
 def all_selected() -> AbstractContextManager[Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autopart.temporary import attributes
+
 
 def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The operators that a function calls on tensors of the trace that is being made, beside that trace; what else it
@@ -36,15 +38,9 @@ def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
     return traced
 
 
-@contextmanager
-def quiet_shapes() -> Iterator[None]:
+def quiet_shapes() -> AbstractContextManager[None]:
     """Inside, an operator that refuses what it is called with raises as ever, and torch does not log it as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return attributes({(logging.getLogger("torch._subclasses.fake_tensor"), "disabled"): True})
 
 
 def noted(call: Callable[[], Any], note: str) -> Any:
@@ -58,51 +54,34 @@ def noted(call: Callable[[], Any], note: str) -> Any:
     return result
 
 
-@contextmanager
-def redirected_conditions(to: Callable[..., Any]) -> Iterator[None]:
+def redirected_conditions(to: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside, `torch.cond(condition, a, b, operands)` of a tensor is `to(condition, a, b, operands)`."""
-    module: Any = higher_order
-    original = getattr(module, "_hop_compile_and_call", None)
+    name = "_hop_compile_and_call"
+    original: Any = getattr(higher_order, name, None)
     if original is None:  # a torch in which torch.cond is refused
-        yield
-        return
+        return nullcontext()
 
     def call(function: Any, args: Any, *rest: Any, **options: Any) -> Any:
         if getattr(function, "__qualname__", "").startswith("cond."):
             return to(*args)
         return original(function, args, *rest, **options)
 
-    module._hop_compile_and_call = call
-    try:
-        yield
-    finally:
-        module._hop_compile_and_call = original
+    return attributes({(higher_order, name): call})
 
 
-@contextmanager
-def redirected_transforms(to: Callable[..., Any]) -> Iterator[None]:
+def redirected_transforms(to: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside, what does the work of `torch.func`'s transforms is `to(name, original, args, kwargs)`, for torch's own.
 
     A Hessian is made by `jacrev` alone: fake tensors have no forward derivative of a backward.
     """
     places = [(functorch_apis, "vmap_impl")]
     places += [(functorch, name) for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")]
-    before = [getattr(place, name) for place, name in places]
-    module: Any = functorch
-    forward = module.jacfwd
 
     def instead(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: to(name, original, args, kwargs)
 
-    for (place, name), function in zip(places, before, strict=True):
-        setattr(place, name, instead(name, function))
-    module.jacfwd = module.jacrev
-    try:
-        yield
-    finally:
-        module.jacfwd = forward
-        for (place, name), function in zip(places, before, strict=True):
-            setattr(place, name, function)
+    redirected = {(place, name): instead(name, getattr(place, name)) for place, name in places}
+    return attributes({**redirected, (functorch, "jacfwd"): functorch.jacrev})
 
 
 def initialize_lazy(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -117,23 +96,14 @@ def keep_calls(target: Any) -> None:
     fx.node.has_side_effect(target)
 
 
-@contextmanager
-def other_lists(to: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[None]:
     """Inside, `tensor.tolist()` is `to(tensor)` of a tensor of a trace, where that is not None."""
-    kinds = FakeTensor, FunctionalTensor
-    originals = [kind.tolist for kind in kinds]
 
-    def replaced(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def instead(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def tolist(tensor: Any) -> Any:
             stand_in = to(tensor)
             return original(tensor) if stand_in is None else stand_in
 
         return tolist
 
-    for kind, original in zip(kinds, originals, strict=True):
-        setattr(kind, "tolist", replaced(original))  # noqa: B010
-    try:
-        yield
-    finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            setattr(kind, "tolist", original)  # noqa: B010
+    return attributes({(kind, "tolist"): instead(kind.tolist) for kind in (FakeTensor, FunctionalTensor)})

@@ -32,9 +32,12 @@ OTHER_RANKS_WAIT_S = 10.0
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object; all else on standard error.")
 
 
-def tell(as_json: bool, data: Mapping[str, Any], text: str) -> None:
-    """The result of a command on standard output: as one JSON object, or in words."""
+def tell(as_json: bool, data: Mapping[str, Any], text: str, ok: bool = True) -> None:
+    """The result of a command on standard output: as one JSON object, or in words. Where it is not `ok` the command
+    ends here, with status 1."""
     click.echo(json.dumps(data) if as_json else text)
+    if not ok:
+        raise click.exceptions.Exit(1)
 
 
 def note(text: str) -> None:

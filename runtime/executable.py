@@ -52,34 +52,22 @@ class Executable:
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         schedule: str | None,
-        compile: bool = False,
-        unsummed: Unsummed | None = None,
-        data_sync: DataSync | None = None,
+        compile: bool,
+        unsummed: Unsummed,
+        data_sync: DataSync,
     ):
         self.program, self.process, self.buffers = program, process, buffers
         self.parameters = {name: parameters[name] for name in program.parameters if name in parameters}
         self.stage_style = stage_style_of(schedule)
-        self.unsummed = unsummed or Unsummed(process, self.stage_style)
-        self.data_sync = data_sync or DataSync(process)
+        self.unsummed, self.data_sync = unsummed, data_sync
         stages = [program.stages[index] for index in stages_at(program, process.pp, self.stage_style)]
         tensors = {**buffers, **parameters}
         connect_sums(program, process)
         self.wholes = Wholes(program, stages, process, self.parameters, self.data_sync.wholes)
-        reducers, self.shared_buckets = stage_reducers(
-            program, stages, process, self.parameters, self.wholes, self.unsummed
-        )
+        reducers, self.shared_buckets = stage_reducers(program, stages, process, self.parameters, self.wholes, unsummed)
+        splits = schedule in SPLIT_BACKWARD
         self.modules = [
-            StageModule(
-                stage,
-                program,
-                process,
-                tensors,
-                compile,
-                self.wholes,
-                reducer,
-                schedule in SPLIT_BACKWARD,
-                self.shared_buckets,
-            )
+            StageModule(stage, program, process, tensors, compile, self.wholes, reducer, splits, self.shared_buckets)
             for stage, reducer in zip(stages, reducers, strict=True)
         ]
         self.summed = summed_names(self.parameters, program, self.stage_style)

@@ -136,7 +136,6 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._schedule, self._compile, self._local_batch = schedule, compile, local_batch
         self._source = source
         self._originals = Originals()
-        self._executables: Recent[Executable | Pair] = Recent(2 * MAX_CALLS)  # a call and a training step of each
         self._program: Program | None = None
         self._local_parameters: dict[str, nn.Parameter] = {}
         self._trained: set[str] = set()  # the names of parameters that were not frozen when they were traced
@@ -146,10 +145,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         self._calls: Counter[str] = Counter()
         self._loss_scaling = LossScaling() if scales_loss else None
-        self._replicas = Replicas(self._process, stage_style_of(schedule), check_replicas)
-        self._data_sync = DataSync(self._process)
-        self._unsummed = Unsummed(self._process, stage_style_of(schedule), self._data_sync.bring_together)
-        self._begin_flight(schedule, scales_loss)
+        self._begin_steps(check_replicas)
         if program is not None:
             self._adopt(program)
         if watch is not None:
@@ -171,7 +167,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         With one it runs without gradients: `backward()` of what it returns is refused; use `step` to train.
         """
         self._originals.warn_of_changes()
-        self._drain()
+        self._in_flight.drain()
         if torch.is_grad_enabled() and "pp" not in self._process.groups:
             self._process.step_scale = None  # the loss is scaled outside, or not
         with self._others_told("forward", args, kwargs):
@@ -218,7 +214,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         if loss_fn is None and target is not None:  # an input of the model that has this name
             kwargs, target = {**kwargs, "target": target}, None
         purpose: Purpose = "step_outputs" if outputs else "step"
-        with self._drained_on_error():
+        with self._in_flight.drained_on_error():
             self._check_delayed(options, self._unsummed.is_open)
             with self._others_told("step", args, kwargs):
                 program, inputs = self._compiler.program(
@@ -313,7 +309,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         Names of other stages are accepted. Returns and raises as `nn.Module.load_state_dict`; OptionError for `assign`.
         """
         self._traced("load_state_dict()")
-        self._check_landed("load_state_dict()")
+        self._in_flight.check_landed("load_state_dict()")
         if assign:
             raise OptionError(
                 "load_state_dict(assign=True) on a partitioned model",
@@ -332,7 +328,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
 
     def _meet(self, name: str) -> None:
         """Raises InputError on every rank where only some of them call the method of this name."""
-        self._drain()
+        self._in_flight.drain()
         if self._program is not None:
             none = frozenset[str]() if self._local_batch else None
             called = Given(name, self._calls[name], f"{name}()", {}, none)
@@ -398,7 +394,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
                 Executable, adopted, self._process, buffers=self._local_buffers, schedule=self._schedule,
                 compile=self._compile, unsummed=self._unsummed, data_sync=self._data_sync,
             )  # fmt: skip
-            if purpose == "step" and self._in_flight is not None:
+            if purpose == "step" and self._in_flight.is_delayed:
                 return Pair(adopted, self._schedule, self._in_flight, bound)
             return bound(parameters=self._local_parameters)
 
@@ -456,16 +452,21 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         return program
 
     def _begin_anew(self) -> None:
-        self._executables = Recent(2 * MAX_CALLS)
+        self._executables: Recent[Executable | Pair] = Recent(2 * MAX_CALLS)  # a call and a training step of each
+
+    def _begin_steps(self, check_replicas: int | bool | None) -> None:
+        """Nothing has run yet, and no step has left anything for the next."""
+        stage_style = stage_style_of(self._schedule)
+        self._begin_anew()
+        self._replicas = Replicas(self._process, stage_style, check_replicas)
+        self._data_sync = DataSync(self._process)
+        self._unsummed = Unsummed(self._process, stage_style, self._data_sync.bring_together)
+        self._begin_flight(self._schedule, scales_loss=self._loss_scaling is not None)
 
     def _begin_as_copy(self) -> None:
-        self._begin_anew()
-        self._data_sync = DataSync(self._process)
+        self._begin_steps(self._replicas.check_replicas)
         self._data_sync.adopt(self._traced("copy"), self._local_parameters)
-        self._replicas = Replicas(self._process, stage_style_of(self._schedule), self._replicas.check_replicas)
-        self._unsummed = Unsummed(self._process, stage_style_of(self._schedule), self._data_sync.bring_together)
         self._unsummed.adopt(self._traced("copy"), self._local_parameters)
-        self._begin_flight(self._schedule, self._loss_scaling is not None)
         for name, parameter in self._local_parameters.items():
             settle(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))
         if NO_PARAMETERS in self._parameters:

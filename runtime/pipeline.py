@@ -60,16 +60,14 @@ class StageModule(nn.Module):
     """
 
     def __init__(
-        self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool = False,
-        wholes: Wholes | None = None, reducer: Reducer | None = None, splits: bool = False,
-        shared_buckets: Sequence[Crossing] = (),
+        self, stage: Stage, program: Program, process: Process, tensors: Mapping[str, Tensor], compile: bool,
+        wholes: Wholes, reducer: Reducer, splits: bool, shared_buckets: Sequence[Crossing],
     ):  # fmt: skip
         super().__init__()
         self.program, self.process, self.compiled, self.wholes = program, process, compile, wholes
-        self.shared_buckets = shared_buckets
+        self.reducer, self.shared_buckets = reducer, shared_buckets
         self.splits = splits  # the backward, where it can be split
-        self.reducer = Reducer((), {}, program.microbatches) if reducer is None else reducer
-        self.tensors = tensors if wholes is None else {**tensors, **wholes.parameters}
+        self.tensors = {**tensors, **wholes.parameters}
         stage, known = told_of_positions(stage, program, process, self._bind)
         self.stage = stage
         self.prologue = self._bind(stage.prologue).forward  # not a submodule: it holds nothing that is trained
@@ -105,10 +103,9 @@ class StageModule(nn.Module):
         return any(count > 1 for count in uses.values())
 
     def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
-        whole = () if self.wholes is None else self.wholes.parameters
         process = self.process
         groups = {**process.groups, **process.joined_groups}
-        return bind(graph, groups, process.coordinates, process.device, self.tensors, whole)
+        return bind(graph, groups, process.coordinates, process.device, self.tensors, self.wholes.parameters)
 
     def _written(self, bands: Bands) -> _Written:
         def write() -> _Written:

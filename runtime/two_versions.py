@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -196,10 +196,12 @@ class Batch:
 class InFlight:
     """What a module under "1f1b_2bw" has begun: `batch`, and what it has `finished` and not left in `.grad` yet.
 
-    `parameters`: {name: local parameter} of the module.
+    `parameters`: {name: local parameter} of the module. `is_delayed`: whether it has that schedule; under another
+    nothing is ever in flight.
     """
 
-    def __init__(self, process: Process, parameters: Mapping[str, Tensor], data_sync: DataSync):
+    def __init__(self, process: Process, parameters: Mapping[str, Tensor], data_sync: DataSync, is_delayed: bool):
+        self.is_delayed = is_delayed
         self.process, self.parameters, self.data_sync = process, parameters, data_sync
         self.versions, self.exchange = Versions(parameters), Exchange()
         self.batch: Batch | None = None
@@ -228,7 +230,8 @@ class InFlight:
         return torch.tensor(torch.nan, device=self.process.device) if loss is None else loss
 
     def drain(self) -> None:
-        """Finishes the batch that has begun; the next call leaves what it gave. A collective call."""
+        """Finishes the batch that has begun, if any; a later call leaves what it gave. All ranks do so at the same
+        place."""
         if self.batch is not None:
             self._advance(None, self.batch.loss_scale, lambda: None)
             self.exchange.finish()
@@ -337,7 +340,7 @@ def _error_of(meet: Callable[[], None]) -> AutopartError | None:
 class Flushes:
     """What a module can do whose schedule leaves the gradient of the batch before."""
 
-    _in_flight: InFlight | None
+    _in_flight: InFlight
     _process: Process
     _local_parameters: Mapping[str, nn.Parameter]
     _data_sync: DataSync
@@ -345,7 +348,7 @@ class Flushes:
     def _begin_flight(self, schedule: str | None, scales_loss: bool) -> None:
         check_precision(schedule, "fp16" if scales_loss else None)
         is_delayed = schedule in DELAYED
-        self._in_flight = InFlight(self._process, self._local_parameters, self._data_sync) if is_delayed else None
+        self._in_flight = InFlight(self._process, self._local_parameters, self._data_sync, is_delayed)
 
     @meeting
     def flush(self) -> Tensor:
@@ -362,7 +365,7 @@ class Flushes:
             loss = pm.flush()
             optimizer.step()
         """
-        if self._in_flight is None:
+        if not self._in_flight.is_delayed:
             raise UsageError("flush() without schedule='1f1b_2bw'", why="step() has left the gradient of its own batch",
                              hint="leave it out")  # fmt: skip
         return self._in_flight.flush()
@@ -370,24 +373,12 @@ class Flushes:
     @property
     def _is_cold(self) -> bool:
         """Whether what has begun has not run before."""
-        batch = None if self._in_flight is None else self._in_flight.batch
+        batch = self._in_flight.batch
         return batch is not None and not batch.pair.is_warm
-
-    def _drain(self) -> None:
-        """Finish what has begun, for a later call to leave. All ranks do so at the same place."""
-        if self._in_flight is not None:
-            self._in_flight.drain()
-
-    def _check_landed(self, what: str) -> None:
-        if self._in_flight is not None:
-            self._in_flight.check_landed(what)
-
-    def _drained_on_error(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._in_flight is None else self._in_flight.drained_on_error()
 
     def _check_delayed(self, options: StepOptions, leaves_unsummed: bool) -> None:
         """Raises UsageError for what `step` cannot be asked for while batches overlap."""
-        if self._in_flight is None:
+        if not self._in_flight.is_delayed:
             return
         why = "under schedule='1f1b_2bw' step() leaves what belongs to the batch before"
         if options.outputs:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import dp_sync_oracle as oracle
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from autopart.ir.dp_sync import GRAPHS, Method
+from autopart.runtime.sync.data_sync import DataSync
 from autopart.runtime.sync.gradients import State
 from autopart.runtime.sync.mixing import mixing, receivers
 from autopart.runtime.sync.models import after_step, before_step
@@ -90,3 +92,23 @@ def test_rows_are_those_of_the_matrices(graph: str, num_ranks: int):
         to = receivers(rows)
         assert all((rank in to[other]) == (other != rank and other in dict(rows[rank]))
                    for rank in range(num_ranks) for other in range(num_ranks))  # fmt: skip
+
+
+def test_means_of_several_dtypes_go_out_in_the_order_of_parameters():
+    """Every rank sums in this order, so it may not be that of a set, which differs from process to process."""
+    sent = []
+
+    class Recorded(Lists):
+        def sum(self, vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            sent.extend(vector.dtype for vector in vectors)
+            return super().sum(vectors)
+
+    dtypes = [torch.float16, torch.float64, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
+    values = {f"w{dtype}": torch.ones(2, dtype=dtype) for dtype in dtypes}
+    sync = DataSync(cast(Any, None))
+    sync.sync = cast(Any, SimpleNamespace(changes_models=True))
+    sync.methods = dict.fromkeys(values, Method.parse("local:4"))
+    sync.wire = cast(Any, Recorded(1))
+    means = sync.mean_of_replicas(values)
+    assert sent == dtypes
+    assert all(torch.equal(means[name], value) for name, value in values.items())

@@ -70,20 +70,27 @@ def most_held(order: tuple[Action, ...], activations: Mapping[int, int], delayed
         activations: bytes that a microbatch holds by stage, from its forward to the end of its backward.
         delayed: bytes of gradients that wait for the backward of the weights where that is split off.
     """
-    held, waiting = dict.fromkeys(activations, 0), dict.fromkeys(activations, 0)
     most = Held(-1, {})
-    for action in order:
-        if action.kind == "F":
-            held[action.stage] += 1
-        elif action.kind == "I":
-            waiting[action.stage] += 1
+    for _, held, waiting in _while_running(order, activations):
         size = sum(activations[s] * held[s] + delayed.get(s, 0) * waiting[s] for s in held)
         if size > most.size_bytes:
             most = Held(size, dict(held))
-        if action.kind in "BW":
-            held[action.stage] -= 1
-            waiting[action.stage] -= action.kind == "W"
     return most
+
+
+def _while_running(
+    order: Iterable[Action], stages: Iterable[int]
+) -> Iterator[tuple[Action, Mapping[int, int], Mapping[int, int]]]:
+    """Each action, with how many microbatches every stage holds while it runs, and for how many of them the backward of
+    the weights is still to come."""
+    held = dict.fromkeys(stages, 0)
+    waiting = dict(held)
+    for action in order:
+        held[action.stage] += action.kind == "F"
+        waiting[action.stage] += action.kind == "I"
+        yield action, held, waiting
+        held[action.stage] -= action.kind in "BW"
+        waiting[action.stage] -= action.kind == "W"
 
 
 class StageBytes(NamedTuple):
@@ -110,19 +117,13 @@ def most_at_once(order: tuple[Action, ...], stages: Mapping[int, StageBytes], gr
     Args:
         gradients: bytes of those of all the rank's weights; two of its stages may share some.
     """
-    held, waiting = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     begun: set[int] = set()
     most = 0
-    for action in order:
+    for action, held, waiting in _while_running(order, stages):
         one, first = stages[action.stage], action.stage not in begun
-        held[action.stage] += action.kind == "F"
-        waiting[action.stage] += action.kind == "I"
         size = sum(stages[s].held * held[s] + stages[s].delayed * waiting[s] for s in stages)
         size += min(gradients, sum(stages[s].gradients for s in begun))
         most = max(most, size + (one.forward if action.kind == "F" else one.first_backward if first else one.backward))
         if action.kind != "F":
             begun.add(action.stage)
-        if action.kind in "BW":
-            held[action.stage] -= 1
-            waiting[action.stage] -= action.kind == "W"
     return most

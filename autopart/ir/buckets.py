@@ -7,12 +7,13 @@ reasons for buckets; Zhao et al. 2023, arXiv:2304.11277, section 3.3, for blocks
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import fx
+    from torch import Tensor, fx
 
 LEAST_BYTES = 2**20
 """Blocks are put together until they have so much: a message of less takes hardly less time."""
@@ -62,9 +63,10 @@ def block_runs(names: Iterable[str]) -> list[int]:
 
 
 def bucketed(
-    sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES, least_bytes: int = LEAST_BYTES
+    sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES, least_bytes: float = LEAST_BYTES
 ) -> list[tuple[str, ...]]:
-    """The buckets of parameters, {name: bytes} in the order of their use; None: no block is split.
+    """The buckets of parameters, {name: bytes} in the order of their use; with `most_bytes` None no block is
+    split, and with `least_bytes` infinite a bucket goes on from block to block.
 
     >>> mega = 2**20
     >>> bucketed({"a": 10, "h.0.up": mega, "h.0.down": mega, "h.1.up": mega}, 2 * mega)
@@ -89,3 +91,14 @@ def kinds(names: Sequence[str], kind: Mapping[str, object]) -> list[list[str]]:
     for name in names:
         rows.setdefault(kind[name], []).append(name)
     return list(rows.values())
+
+
+def alike(
+    tensors: Mapping[str, Tensor], kind: Mapping[str, object] | None = None, most_bytes: int | None = BUCKET_BYTES
+) -> list[tuple[str, ...]]:
+    """Names of tensors that may be sent as one, by {name: kind} if there is one, and dtype, whatever their blocks."""
+    kind_and_dtype = {name: (kind[name] if kind else None, tensor.dtype) for name, tensor in tensors.items()}
+    rows = list[tuple[str, ...]]()
+    for names in kinds(list(tensors), kind_and_dtype):
+        rows += bucketed({name: tensors[name].nbytes for name in names}, most_bytes, least_bytes=math.inf)
+    return rows

@@ -8,7 +8,7 @@ each section is cut into twice as many pieces, of which shard i has the i-th fro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,6 +106,13 @@ class Cut:
         """Shard `index` of each section of `full`, as views."""
         spans = self.spans(index)
         return [(number, full.narrow(self.dim, *span)) for number, span in enumerate(spans)]
+
+
+def part_of(full: Tensor, cuts: Iterable[tuple[Cut, int]]) -> Tensor:
+    """What is left of a tensor after these cuts, each with the index of the shard that is taken."""
+    for cut, index in cuts:
+        full = cut.take(full, index)
+    return full
 
 
 def _piece(start: int, size: int, number: int, index: int) -> tuple[int, int]:

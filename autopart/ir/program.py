@@ -246,7 +246,7 @@ class Program:
     def drawn(self) -> tuple[fx.Node, ...]:
         """The draws of a prologue: each stage's makes those of the whole model."""
         nodes = self.stages[0].prologue.graph.nodes if self.draws else ()
-        return tuple(node for node in nodes if node.op == "call_function" and draws_random_numbers(node))
+        return tuple(node for node in nodes if draws_random_numbers(node))
 
     @property
     def stored_names(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autopart.plans.plan import Plan
@@ -117,6 +117,11 @@ def headlines(plan: Plan) -> list[str]:
         lines.append(f"predicted: {quantity(cost['step_time_s'], 's')} a step, {utilisation(cost)}")
     lines.append(f"memory: {fit_text(plan)}" if fit_text(plan) else "")
     lines += [note for note in plan.notes if note.startswith(ADVICE)]
+    return indented(lines)
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    """The lines that say something, indented, in the width of a terminal."""
     return [textwrap.fill(line, TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines if line]
 
 

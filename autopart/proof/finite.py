@@ -6,7 +6,7 @@ in a loss or a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,9 +124,9 @@ def _beginnings(computed: Mapping[fx.Node, Any]) -> Iterator[tuple[str, str]]:
 def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject: Subject) -> str:
     """The operator in which a chain of NaN, or of infinities that reach a loss, begins."""
     for end in ends:
-        node = _origin(end, computed, _has_nan)
+        node = _origin(end, computed, torch.isnan)
         if node is not None and node.op == "call_function":
-            infinities = [source for source in tensor_inputs(node) if _has_infinity(computed[source])]
+            infinities = [source for source in tensor_inputs(node) if _has(computed[source], torch.isinf)]
             if not infinities:
                 return f"{describe(node)} makes nan of finite numbers"
             phrase = _infinity(infinities[0], computed)
@@ -137,19 +137,19 @@ def _first_forward(ends: list[fx.Node], computed: Mapping[fx.Node, Any], subject
 
 def _infinity(end: fx.Node, computed: Mapping[fx.Node, Any]) -> str:
     """Which operator makes the infinities that are in this value; "" where it holds none, or none is made."""
-    node = _origin(end, computed, _has_infinity)
+    node = _origin(end, computed, torch.isinf)
     if node is None or node.op != "call_function":
         return ""
     return f"{describe(node)} makes of finite numbers"
 
 
-def _origin(end: fx.Node, computed: Mapping[fx.Node, Any], bad: Any) -> fx.Node | None:
+def _origin(end: fx.Node, computed: Mapping[fx.Node, Any], bad: Callable[[Tensor], Tensor]) -> fx.Node | None:
     """The earliest node on the way to `end` whose value is bad and whose inputs are not."""
-    if not bad(computed[end]):
+    if not _has(computed[end], bad):
         return None
     node = end
     while True:
-        worse = [source for source in tensor_inputs(node) if bad(computed[source])]
+        worse = [source for source in tensor_inputs(node) if _has(computed[source], bad)]
         if not worse:
             return node
         node = worse[0]
@@ -165,18 +165,12 @@ def _first_backward(computed: Mapping[fx.Node, Any]) -> str:
     for node in reversed(list(grads)):
         if held(grads[node]):
             readers = [user for user in node.users if user.op == "call_function"]
-            kind = "nan" if _has_nan(grads[node]) else "infinity"
+            kind = "nan" if _has(grads[node], torch.isnan) else "infinity"
             return f"the backward of {describe(readers[-1])} makes {kind}" if readers else ""
     return ""
 
 
-def _has_nan(value: Any) -> bool:
+def _has(value: Any, bad: Callable[[Tensor], Tensor]) -> bool:
     if isinstance(value, (tuple, list)):
-        return any(map(_has_nan, value))
-    return isinstance(value, Tensor) and bool(value.isnan().any())
-
-
-def _has_infinity(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_has_infinity, value))
-    return isinstance(value, Tensor) and bool(value.isinf().any())
+        return any(_has(part, bad) for part in value)
+    return isinstance(value, Tensor) and bool(bad(value).any())

@@ -212,9 +212,7 @@ class _Search:
         self, held: Mapping[int, PerRank], layout: Mapping[str, Placement], shape: Sequence[int]
     ) -> Iterator[HeldPart]:
         """What is held by whom. Where the layout says `P`, what ranks or microbatches hold is added."""
-        joined = [axis for axis in layout if axis != MICROBATCH_AXIS and axis not in self.mesh.sizes]
         sizes = {**self.mesh.sizes, MICROBATCH_AXIS: self.program.microbatches}
-        sizes |= {axis: self.mesh.size(axis) for axis in joined}
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for microbatch, values in held.items():
             for rank in values:
@@ -224,7 +222,6 @@ class _Search:
         for members in groups.values():
             rank, microbatch = members[0]
             at = {**self.mesh.coordinates(rank), MICROBATCH_AXIS: microbatch}
-            at |= {axis: self.mesh.index(at, axis) for axis in joined}
             tensors = [held[m][r].detach() for r, m in members]
             same = all(v.shape == tensors[0].shape for v in tensors)
             yield HeldPart(
@@ -304,8 +301,6 @@ def entries_of(
 
 def _joined(axis: str, at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
     """Over how many ranks an axis cuts, or several joined in one, and which shard the rank at these coordinates has."""
-    if axis in sizes:
-        return sizes[axis], at[axis]
     ranks, index = 1, 0
     for part in parts_of(axis):
         ranks, index = ranks * sizes[part], index * sizes[part] + at[part]

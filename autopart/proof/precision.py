@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopart.compat import tree_flatten
 from autopart.ir.precision import Precision
 from autopart.passes.choose.codec import decode
-from autopart.proof.subject import Arrangement, Results, Subject, buffers_restored, one_seed
+from autopart.proof.subject import Arrangement, Results, Subject, buffers_restored, held_tensor, one_seed
 from autopart.recipe import find_loss, prepare
 from autopart.tracing.caches import Caches
 from autopart.tracing.checkpoints import plain_checkpoints
@@ -83,7 +83,7 @@ class OneDevice:
         with buffers_restored(base, {*traced.written, *traced.weight_updates}), Caches(self.model):
             with one_seed(), plain_checkpoints(), at_the_door(base, self.precision):
                 returned = torch.func.functional_call(_Call(self.model), cast, (self.arguments,), tie_weights=True)
-            written = {name: _tensor(base, name).detach().clone() for name in traced.buffer_updates}
+            written = {name: held_tensor(base, name).detach().clone() for name in traced.buffer_updates}
             return self.subject.differentiate(tree_flatten(returned)[0], written, traced.parameters)
 
     def compared(self, arrangement: Arrangement, in_double: Results) -> Rounded:
@@ -111,13 +111,6 @@ class _Call(nn.Module):
 
     def forward(self, arguments: Mapping[str, Any]) -> Any:
         return call(self.model, arguments)
-
-
-def _tensor(base: nn.Module, name: str) -> Tensor:
-    module, _, last = name.rpartition(".")
-    holder = base.get_submodule(module)
-    buffer = holder._buffers.get(last)
-    return holder.get_parameter(last) if buffer is None else buffer
 
 
 def _in_double(results: Results) -> Results:

@@ -38,7 +38,7 @@ from autopart.ir.program import Rng
 from autopart.passes.pipeline import PassError
 from autopart.progress import phase
 from autopart.proof.finite import NotFinite, explain, not_finite
-from autopart.proof.subject import Results, Subject, buffers_restored, one_seed, relative
+from autopart.proof.subject import Results, Subject, buffers_restored, held_tensor, one_seed, relative
 from autopart.recipe import LIFTED, LIFTED_HALF, find_loss, prepare
 from autopart.tracing.caches import Caches
 from autopart.tracing.checkpoints import plain_checkpoints
@@ -99,7 +99,7 @@ class Reference:
         self.arguments = self.converted(arguments)
         phase("tracing the model")
         traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
-        if self.rng == "fast" and any(draws_random_numbers(n) for n in traced.graph.nodes if n.op == "call_function"):
+        if self.rng == "fast" and any(map(draws_random_numbers, traced.graph.nodes)):
             self.notes.append(NO_DROPOUT)
             self.model.eval()
             traced = prepare(self.model, self.arguments, double=True, precision=self.precision)
@@ -127,10 +127,7 @@ class Reference:
 
     def buffer(self, name: str) -> Tensor:
         """A buffer of the copy, or a frozen parameter that it writes, as the last forward has left it."""
-        module, _, last = name.rpartition(".")
-        holder = self.base.get_submodule(module)
-        buffer = holder._buffers.get(last)
-        return holder.get_parameter(last) if buffer is None else buffer
+        return held_tensor(self.base, name)
 
     @property
     def is_lifted(self) -> bool:

@@ -39,6 +39,7 @@ from autopart.proof.estimate import (
 )
 from autopart.proof.smaller import LADDER, Changes, Divisors, is_scalable, smaller, smaller_call
 from autopart.recipe import prepare
+from autopart.temporary import default_dtype
 from autopart.tracing.skeleton import copy_of
 from autopart.tracing.trace import Trace, device_of_weights
 
@@ -285,14 +286,9 @@ def _smaller_copy(
 
 def _seeded(kind: type[nn.Module], config: Any) -> nn.Module:
     """A model with the weights that its own code draws, in float64."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return kind(config)
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.float64), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(config)
 
 
 def device_of(model: nn.Module) -> torch.device:

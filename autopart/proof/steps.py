@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from autopart.ir.pieces import part_of
 from autopart.ir.program import Program
 from autopart.proof.finite import held
 from autopart.proof.subject import largest, relative
@@ -134,9 +135,8 @@ class Compared:
 
     def _cut(self, name: str, whole: Tensor | None, rank: int) -> Tensor | None:
         mesh = self.program.mesh
-        for cut, index in cuts_at(self.program.parameters[name], mesh, mesh.coordinates(rank)):
-            whole = None if whole is None else cut.take(whole, index)
-        return whole
+        cuts = cuts_at(self.program.parameters[name], mesh, mesh.coordinates(rank))
+        return None if whole is None else part_of(whole, cuts)
 
     def _part(self, kind: str, name: str, rank: int, part: Tensor | None, whole: Tensor | None, scale: float) -> None:
         if part is None and whole is None:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from autopart.ir.decisions import Decisions
 from autopart.ir.facts import facts
 from autopart.ir.layout import Placement
+from autopart.ir.pieces import part_of
 from autopart.ir.program import MICROBATCH_AXIS, Program
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
@@ -81,6 +82,14 @@ class Results:
     def grad_scale(self) -> float:
         """The largest finite entry of any gradient, at least `GRAD_FLOOR`."""
         return max([GRAD_FLOOR, *(largest(grad) for grad in self.grads.values())])
+
+
+def held_tensor(model: nn.Module, name: str) -> Tensor:
+    """A buffer of a model, or a parameter."""
+    module, _, last = name.rpartition(".")
+    holder = model.get_submodule(module)
+    buffer = holder._buffers.get(last)
+    return holder.get_parameter(last) if buffer is None else buffer
 
 
 @contextmanager
@@ -200,9 +209,7 @@ class Subject:
                 cuts = cuts_at(stored, mesh, at)
                 place = tuple(index for _, index in cuts)
                 if place not in parts:
-                    parts[place] = self.traced.parameters[name].detach()
-                    for cut, index in cuts:
-                        parts[place] = cut.take(parts[place], index)
+                    parts[place] = part_of(self.traced.parameters[name].detach(), cuts)
                 changes = trained or tamper is not None or name in program.weight_updates
                 part = parts[place].clone() if changes else parts[place]
                 local[name] = nn.Parameter(part, requires_grad=self.weights[name].requires_grad)
@@ -319,8 +326,7 @@ def gradient_errors(program: Program, shards: Shards, expected: Results) -> dict
                 if grad is not None and bool(grad.any()):
                     errors[name] = float("inf")
                 continue
-            for cut, index in cuts_at(program.parameters[name], program.mesh, at):
-                whole = cut.take(whole, index)
+            whole = part_of(whole, cuts_at(program.parameters[name], program.mesh, at))
             apart = relative(grad, whole, scale) if grad is not None else float("inf")
             errors[name] = max(errors.get(name, 0.0), apart)
     return {name: float("inf") for name in expected.grads} | errors

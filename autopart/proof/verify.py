@@ -51,13 +51,13 @@ from autopart.proof.scale import (
 from autopart.proof.shrink import smallest_failing
 from autopart.proof.steps import StepMismatch, StepReport
 from autopart.proof.subgraph import Subgraph
-from autopart.proof.subject import Arrangement, Subject, Tamper
+from autopart.proof.subject import Arrangement, Tamper
 from autopart.proof.training import MakeOptimizer, Training, read_training
 from autopart.recipe import make_plan, prepare
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.tracing.model_source import ModelSource
 from autopart.tracing.sparse import check_layouts
-from autopart.tracing.trace import Trace, bind_call, check_values, flatten_call
+from autopart.tracing.trace import bind_call, check_values, flatten_call
 from autopart.tracing.with_loss import WithLoss
 
 MOST_WHOLE = 3
@@ -200,6 +200,9 @@ class VerificationRun:
 
     `arguments`: the call by name, from `bind_call`. `scaled`: as `verify`, or the copy to check in the model's place.
 
+    `base`: the copy alone. `model`: with the loss function behind it. `arguments`: of the call of the copy. `traced`:
+    in float64. `subject`: the trace, to be run whole or cut.
+
     Example:
         >>> run = VerificationRun(model, bind_call(model, (), batch))              # doctest: +SKIP
         >>> assert all(run.check(run.arrange(mesh)).ok for mesh in ("tp2", "dp4"))    # doctest: +SKIP
@@ -221,36 +224,13 @@ class VerificationRun:
         self.target, self.has_loss_fn = target, loss_fn is not None
         taken = self.taken(arguments, target)
         self.reference = Reference(self.source, taken, loss_fn, rng, precision)
+        self.model, self.base, self.arguments = self.reference.model, self.reference.base, self.reference.arguments
+        self.traced, self.subject = self.reference.traced, self.reference.subject
         self.one_device: OneDevice | None = None
         if precision is not None:
             self.one_device = OneDevice(self.source, taken, loss_fn, precision, self.model.training)
         self.parameters = {n: p for n, p in self.parameters.items() if n not in self.traced.written}
         self.notes = [*(self.scaled.notes if self.scaled is not None else ()), *self.reference.notes]
-
-    @property
-    def model(self) -> nn.Module:
-        """The copy, with the loss function behind it."""
-        return self.reference.model
-
-    @property
-    def base(self) -> nn.Module:
-        """The copy alone."""
-        return self.reference.base
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of the call of the copy."""
-        return self.reference.arguments
-
-    @property
-    def traced(self) -> Trace:
-        """In float64."""
-        return self.reference.traced
-
-    @property
-    def subject(self) -> Subject:
-        """The trace, to be run whole or cut."""
-        return self.reference.subject
 
     def taken(self, arguments: Mapping[str, Any], target: Any) -> dict[str, Any]:
         """The arguments of a call of the user's model as those of a call of the copy."""

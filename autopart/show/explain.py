@@ -17,7 +17,7 @@ from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.names import pattern_of
 from autopart.ir.recomputation import text_of
-from autopart.plans.headline import TEXT_WIDTH, fit_text, precision_text, quantity, step_size, utilisation
+from autopart.plans.headline import TEXT_WIDTH, fit_text, indented, precision_text, quantity, step_size, utilisation
 from autopart.plans.plan import MEMORY_KINDS, Collective, Plan
 
 WIDTH = 120
@@ -186,7 +186,7 @@ def _layouts(plan: Plan) -> str:
     proof = f"no layouts cost more than {100 * cost['gap']:.2g} % less" if cost["gap"] else "no layouts cost less"
     prices = f"the solver's prices for a step, each alone: {', '.join(seconds)}" if seconds else ""
     lines = [f"a rank has {shares}", prices, f"proven: {proof}"]
-    return "\n".join([f"layouts on {plan.mesh_object().solving_order[0]}", *_wrapped(lines)])
+    return "\n".join([f"layouts on {plan.mesh_object().solving_order[0]}", *indented(lines)])
 
 
 def _balance(plan: Plan) -> str:
@@ -202,7 +202,7 @@ def _balance(plan: Plan) -> str:
     if "stage_lower_bound_flops" in cost:
         bound = quantity(cost["stage_lower_bound_flops"], "FLOP")
         above = 100 * cost.get("imbalance", top / cost["stage_lower_bound_flops"] - 1)
-        lines += _wrapped([f"no partition has a heaviest stage under {bound}; this one's is {above:.2f} % above that"])
+        lines += indented([f"no partition has a heaviest stage under {bound}; this one's is {above:.2f} % above that"])
     return "\n".join(["balance of stages (forward FLOPs of the global batch)", *lines])
 
 
@@ -221,7 +221,7 @@ def _memory(plan: Plan) -> str:
     if max(map(len, lines)) > TEXT_WIDTH >= max(map(len, turned)):
         lines = turned  # a column for every pipeline coordinate
     title = "memory of the fullest rank in a training step (AdamW; microbatches in flight)"
-    return "\n".join([title, *lines, *_wrapped([_uneven(plan)])])
+    return "\n".join([title, *lines, *indented([_uneven(plan)])])
 
 
 def _uneven(plan: Plan) -> str:
@@ -257,12 +257,7 @@ def _cost(plan: Plan) -> str:
         else "",
         f"memory: {fit_text(plan)}" if fit_text(plan) else "",
     ]
-    return "\n".join([f"predicted step{f' on {plan.hardware}' if plan.hardware else ''}", *_wrapped(lines)])
-
-
-def _wrapped(lines: Iterable[str]) -> list[str]:
-    """The lines that say something, indented, in the width of a terminal."""
-    return [textwrap.fill(line, TEXT_WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines if line]
+    return "\n".join([f"predicted step{f' on {plan.hardware}' if plan.hardware else ''}", *indented(lines)])
 
 
 # The table

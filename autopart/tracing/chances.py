@@ -21,6 +21,7 @@ from autopart.compat_tracing import keep_calls
 from autopart.errors import Refusal
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers, value
+from autopart.ir.masks import made_for
 from autopart.tracing.trace_errors import Lost
 
 _DEFINED = torch.library.Library("autopart_chance", "FRAGMENT")
@@ -56,15 +57,9 @@ class Chances:
 
 def is_by_chance(node: fx.Node) -> bool:
     """Whether a value is made of random numbers and of nothing that differs from call to call."""
-    todo, seen, drawn = [node], {node}, False
-    while todo:
-        current = todo.pop()
-        if current.op != "call_function":
-            return False
-        drawn |= not current.all_input_nodes and draws_random_numbers(current)
-        todo += [source for source in current.all_input_nodes if source not in seen]
-        seen |= {*current.all_input_nodes}
-    return drawn
+    nodes = made_for([node])
+    drawn = any(draws_random_numbers(made) for made in nodes if not made.all_input_nodes)
+    return drawn and all(made.op == "call_function" for made in nodes)
 
 
 def with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> Any:
@@ -100,7 +95,7 @@ def _with_chances(program: Any, chances: Chances, again: Callable[[], Any]) -> A
         if not _same(_built(program.graph, sides, most, answers), trace.graph):
             raise _lost("what one decides depends on another")
     merged = _built(program.graph, sides, most, None)
-    chances.skips_draws = any(_draws(node) for side in sides for node in (*side.here, *side.there))
+    chances.skips_draws = any(draws_random_numbers(node) for side in sides for node in (*side.here, *side.there))
     for spec, node in zip(program.graph_signature.output_specs, merged.output_node().args[0], strict=True):
         if isinstance(node, fx.Node):
             spec.arg.name = node.name
@@ -209,10 +204,6 @@ def _built(graph: fx.Graph, sides: Sequence[_Side], most: bool, answers: Sequenc
     return built
 
 
-def _draws(node: fx.Node) -> bool:
-    return node.op == "call_function" and draws_random_numbers(node)
-
-
 def _same(one: fx.Graph, other: fx.Graph) -> bool:
     """Whether two graphs do the same in the same order, but for what nothing reads."""
     for graph in (one, other):
@@ -246,7 +237,7 @@ _SLOT: Any = "a value of the graph"
 
 def note_chances(chances: Chances, graph: fx.Graph) -> list[str]:
     """What a plan says of the decisions that are in the graph of a trace; marks draws that no model would repeat."""
-    for node in filter(_draws, graph.nodes if chances.skips_draws else ()):
+    for node in filter(draws_random_numbers, graph.nodes if chances.skips_draws else ()):
         facts(node)["inexact"] = _INEXACT
     few = ", ".join(list(chances.lines)[:2]) + ", ..." * (len(chances.lines) > 2)
     text = "what a random number skips is computed too, and then has a gradient of zero where the model gives none"

@@ -24,6 +24,7 @@ from autopart.ir.facts import facts
 from autopart.ir.graph import argument, operator_name, shape, source_text, tensor_inputs, tuple_values, value
 from autopart.ir.selection import POSITIONS, is_counted
 from autopart.tracing.emptiness import Assumption, check_nothing_done
+from autopart.tracing.known_values import tensors_in
 from autopart.tracing.numbers import Numbers, added, is_number, is_open
 
 aten = torch.ops.aten
@@ -54,7 +55,7 @@ def selected_sizes(graph: fx.Graph) -> set[str]:
     """torch's names of the sizes of all selections in a graph as it was traced."""
     selections = [node for node in graph.nodes if node.op == "call_function" and operator_name(node) in _SELECTING]
     return {
-        str(s) for node in selections for t in _tensors(value(node)) for size in t.shape for s in free_symbols(size)
+        str(s) for node in selections for t in tensors_in(value(node)) for size in t.shape for s in free_symbols(size)
     }
 
 
@@ -80,7 +81,8 @@ class _Rewriter:
                 with self.graph.inserting_before(node):
                     self._write(node)
         for node in reversed(list(self.graph.nodes)):
-            if node.op == "call_function" and (operator_name(node) in _CHECKS or _is_unused_number(node)):
+            is_unread = is_number(node) and not node.users
+            if node.op == "call_function" and (is_unread or operator_name(node) in _CHECKS):
                 self.graph.erase_node(node)
 
     def _write(self, node: fx.Node) -> None:
@@ -90,7 +92,7 @@ class _Rewriter:
             not _selects(node)
             and not reads_counted
             and not any(map(is_number, tensor_inputs(node)))
-            and all(isinstance(size, int) for tensor in _tensors(traced) for size in tensor.shape)
+            and all(isinstance(size, int) for tensor in tensors_in(traced) for size in tensor.shape)
         ):
             return
         written = self._selection(node) or self._sized(node) or self._mean(node) or node
@@ -109,7 +111,7 @@ class _Rewriter:
             if known.count(False) == 1:
                 dim = known.index(False)
                 self.sized.setdefault(expression(traced.shape[dim]), (written, dim))
-        facts(written)["counted"] = any(map(is_open, _tensors(traced)))
+        facts(written)["counted"] = any(map(is_open, tensors_in(traced)))
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return added(self.graph, like, target, *args, **kwargs)
@@ -162,7 +164,7 @@ class _Rewriter:
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
         """How many elements a mask selects in a call, as torch has it: a symbol, or a number where that is known."""
-        sizes = _tensors(value(node))[0].shape
+        sizes = next(tensors_in(value(node))).shape
         if operator_name(node) == "aten::index_put":
             return next((known[0] for number, known in self.positions if number == self._number(mask) and known), None)
         if operator_name(node) != "aten::index":
@@ -268,7 +270,7 @@ class _Rewriter:
             selection: set(selection.users) for selection in self.positions.values()
         }
         for node, traced in self.traced.items():
-            symbols = {s for tensor in _tensors(traced) for size in tensor.shape for s in free_symbols(size)}
+            symbols = {s for tensor in tensors_in(traced) for size in tensor.shape for s in free_symbols(size)}
             for symbol in symbols & self.selections.keys():
                 values_of[self.selections[symbol]].add(node)
         return values_of
@@ -317,7 +319,7 @@ def _selects(node: fx.Node) -> bool:
 
 def _check_open(node: fx.Node, traced: Any) -> None:
     """Raises TraceError where the model uses a selection as if it had a size that is known, and has computed it so."""
-    for tensor, largest in zip(_tensors(traced), _tensors(value(node)), strict=True):
+    for tensor, largest in zip(tensors_in(traced), tensors_in(value(node)), strict=True):
         for size, most in zip(tensor.shape, largest.shape, strict=False):
             taken = expression(size)
             if not free_symbols(size) and taken != most:
@@ -330,11 +332,3 @@ def _check_open(node: fx.Node, traced: Any) -> None:
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, fx.Node) and value(index).dtype in (torch.bool, torch.uint8)
-
-
-def _is_unused_number(node: fx.Node) -> bool:
-    return not node.users and is_number(node)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in (output if isinstance(output, (tuple, list)) else [output]) if isinstance(leaf, Tensor)]

@@ -28,13 +28,14 @@ from autopart.compat_tracing import other_lists
 from autopart.errors import Refusal
 from autopart.ir.ctc import ctc_loss
 from autopart.ir.graph import DTYPE_NAMES
+from autopart.temporary import attributes
 from autopart.tracing.chances import Chances, is_by_chance
 from autopart.tracing.checks import check_text, passing_answer
 from autopart.tracing.conditions import both_branches
 from autopart.tracing.floats import Floats, ReadsFloat
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.gradient_hooks import Removable, Rewrites, hook_gradient
-from autopart.tracing.known_values import UNKNOWN, KnownValues, memory_of, written_by
+from autopart.tracing.known_values import UNKNOWN, KnownValues, memory_of, tensors_in, written_by
 from autopart.tracing.places import as_places, indexed
 from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
 
@@ -102,7 +103,7 @@ class EagerSemantics(TorchFunctionMode):
         if func in _OF_METADATA:
             return func(*args, **kwargs)
         args = indexed(func, args)
-        tensors = list(tensors_in((*args, *kwargs.values())))
+        tensors = list(tensors_in((args, kwargs)))
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
@@ -126,7 +127,7 @@ class EagerSemantics(TorchFunctionMode):
         kwargs = dict(self.known.sized((func, args, kwargs)))
         output = self._run(TRACEABLE.get(func, func), args, kwargs)
         self.known.note((func, args, kwargs), tensors, output)
-        for tensor in tensors_in((output,)) if names else ():
+        for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
         return output
 
@@ -214,17 +215,6 @@ class EagerSemantics(TorchFunctionMode):
         return Removable()
 
 
-def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of a call, in order."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, (tuple, list)):
-            yield from tensors_in(argument)
-        elif isinstance(argument, dict):
-            yield from tensors_in(argument.values())
-
-
 def _check_unchanged(parameter: nn.Parameter, requires_grad: bool = True) -> None:
     """Raises Lost where a parameter begins or ceases to need a gradient."""
     if parameter.requires_grad != requires_grad:
@@ -249,29 +239,21 @@ def traceable(model: nn.Module, apply: Callable[..., Any] = apply_as_operator) -
     operator (`apply`: of torch's own `apply`, the class, args and kwargs). A cast of a module to the dtype that it has
     is nothing.
     """
-    changed: list[nn.Module] = []
+    exchanged: dict[tuple[Any, str], Callable[..., Any]] = {}
     for module in model.modules():
         if not isinstance(module, (BatchNorm, InstanceNorm)) or "forward" in vars(module):
             continue
         tracks = module.training and module.track_running_stats
         if tracks and isinstance(module, InstanceNorm):
-            vars(module)["forward"] = partial(_tracking_instance_norm, module)
+            exchanged[module, "forward"] = partial(_tracking_instance_norm, module)
         elif tracks and module.momentum is None:
-            vars(module)["forward"] = partial(_cumulative_batch_norm, module)
+            exchanged[module, "forward"] = partial(_cumulative_batch_norm, module)
         elif isinstance(module, nn.SyncBatchNorm):
-            vars(module)["forward"] = partial(BatchNorm.forward, module)
-        else:
-            continue
-        changed.append(module)
+            exchanged[module, "forward"] = partial(BatchNorm.forward, module)
     to = nn.Module.to
-    setattr(nn.Module, "to", lambda module, *args, **kwargs: _to(to, module, *args, **kwargs))  # noqa: B010
-    try:
-        with redirected_functions(apply), other_lists(as_places):
-            yield
-    finally:
-        setattr(nn.Module, "to", to)  # noqa: B010
-        for module in changed:
-            del vars(module)["forward"]
+    exchanged[nn.Module, "to"] = lambda module, *args, **kwargs: _to(to, module, *args, **kwargs)
+    with attributes(exchanged), redirected_functions(apply), other_lists(as_places):
+        yield
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from autopart.compat_tracing import redirected_conditions, redirected_transforms
 from autopart.tracing.assigned_buffers import AssignedBuffers
 from autopart.tracing.checkpoints import OwnCheckpoints
 from autopart.tracing.conditions import both_branches
-from autopart.tracing.eager_semantics import EagerSemantics
+from autopart.tracing.eager_semantics import EagerSemantics, ambient_autocast
 from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.python_draws import drawn_by_torch
@@ -32,15 +32,14 @@ PREFIX = "model."
 class Entry(nn.Module):
     """A model with everything but the tensors of one call fixed: options may be of any type.
 
-    Its inputs are called as in `tensor_names`; its outputs are the model's. `autocast`: what it was
-    called in. `state`: what forward did besides.
+    Its inputs are called as in `tensor_names`; its outputs are the model's. `autocast`: what it is
+    made in. `state`: what forward did besides.
     """
 
-    def __init__(
-        self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], autocast: torch.autocast | None
-    ):
+    def __init__(self, model: nn.Module, arguments: Mapping[str, Any], names: tuple[str, ...], device: torch.device):
         super().__init__()
-        self.autocast = autocast or nullcontext()
+        dtype = ambient_autocast(device.type)
+        self.autocast = torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
         self.model, self.state, self.assigned = model, PythonState(model), AssignedBuffers(model)
         self.checkpoints, self.assumptions = OwnCheckpoints(model), Assumptions(model)
         leaves, self.spec = tree_flatten(dict(arguments))

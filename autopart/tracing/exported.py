@@ -38,7 +38,8 @@ def functional(program: Any) -> Any:
     if not any(_writes(n) or _is_no_operator(n) or _written_out(n) for n in graph_module.graph.nodes):
         return program
     _one_name_each(program)
-    hidden = next((n for n in graph_module.graph.nodes if _writes(n) and _is_instance_norm(n)), None)
+    norms = (n for n in graph_module.graph.nodes if operator_name(n) == "aten::instance_norm")
+    hidden = next(filter(_writes, norms), None)
     if hidden is not None:
         _tell_as_users_do(hidden)
         raise TraceError(
@@ -129,10 +130,6 @@ def _is_no_operator(node: fx.Node) -> bool:
     """Whether a call enters or leaves something that changes what operators do: autocast, vmap."""
     known = is_operator(node.target) or node.target is operator.getitem
     return node.op == "call_function" and not known
-
-
-def _is_instance_norm(node: fx.Node) -> bool:
-    return operator_name(node) == "aten::instance_norm"
 
 
 def _writes(node: fx.Node) -> bool:

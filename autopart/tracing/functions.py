@@ -16,8 +16,8 @@ import copy
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from autopart.compat import is_operator, trace_apart, tree_flatten
 from autopart.errors import Refusal
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
+from autopart.temporary import variable
 from autopart.tracing.python_state import random_state
 from autopart.tracing.trace_errors import Lost
 
@@ -80,7 +81,7 @@ class UserFunction:
         if not pairs or not leaves:
             return (None,) * len(inputs)
         differentiated, seeds = zip(*pairs, strict=True)
-        with _on_its_own():
+        with variable(_running, True):
             gradients = iter(torch.autograd.grad(differentiated, leaves, seeds, allow_unused=True))
         return tuple(next(gradients) if t.requires_grad else None for t in inputs)
 
@@ -89,7 +90,7 @@ class UserFunction:
         remaining = iter(tensors)
         arguments = [next(remaining) if a is Tensor else copy.deepcopy(a) for a in self.arguments]
         kind = tensors[0].device.type
-        with _on_its_own(), torch.autocast(kind, self.autocast) if self.autocast else nullcontext():
+        with variable(_running, True), torch.autocast(kind, self.autocast) if self.autocast else nullcontext():
             return self.function.apply(*arguments)
 
 
@@ -252,15 +253,6 @@ def _make(name: str, user: UserFunction, examined: Examined, wanted: Sequence[bo
     torch.library.register_autograd(full, differentiate, setup_context=save, lib=_LIBRARY)
     packet, overload = name.split(".")
     return Made(getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload), examined)
-
-
-@contextmanager
-def _on_its_own() -> Iterator[None]:
-    token = _running.set(True)
-    try:
-        yield
-    finally:
-        _running.reset(token)
 
 
 # What a Function computes

@@ -10,7 +10,7 @@ constant of the trace, which refuses a forward that writes to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,6 +229,15 @@ def written_by(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any])
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     written = [*(args[:1] if in_place else ()), kwargs.get("out")]
     return [tensor for tensor in written if isinstance(tensor, Tensor)]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value and in the containers that it consists of, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
 
 
 def memory_of(tensor: Tensor) -> int | None:

@@ -21,7 +21,7 @@ from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.fold import NotFoldable, names_of
 from autopart.ir.graph import is_floating, operator_name, source_text, value
-from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
+from autopart.tracing.eager_semantics import no_autocast, traceable
 from autopart.tracing.entry import PREFIX, Entry
 from autopart.tracing.meta_run import meta_run
 from autopart.tracing.skeleton import without_values
@@ -83,7 +83,7 @@ def with_gradients_checked(
     if traced.by_chance:
         return traced  # a run of the model takes one side of each decision
     device = device_of_weights(model)
-    entry = Entry(model, arguments, flatten_call(arguments).names, _autocast(device))
+    entry = Entry(model, arguments, flatten_call(arguments).names, device)
     leaves = {id(p): name for name, p in traced.all_parameters.items() if p.requires_grad}
     try:
         stands_for = {id(p): without_values(p) for p in (*model.parameters(), *model.buffers())}
@@ -100,11 +100,6 @@ def with_gradients_checked(
     eager = _Run(flat, leaves, tensors)
     _compare(type(users_model(model)).__name__, eager, traced, device, inputs, loss)
     return replace(traced, checkpointed=entry.checkpoints.found or traced.checkpointed)
-
-
-def _autocast(device: torch.device) -> torch.autocast | None:
-    dtype = ambient_autocast(device.type)
-    return torch.autocast(device.type, dtype) if dtype is not None else None
 
 
 def _call(entry: Entry, stands_for: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Any:

@@ -8,7 +8,7 @@ call was made before: torch takes long to work out a shape. A number that depend
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from autopart.compat import TorchDispatchMode, exporting, tree_map
 from autopart.compat_sizes import all_selected
 from autopart.tracing.checks import passing_answer
-from autopart.tracing.eager_semantics import TRACEABLE, tensors_in
-from autopart.tracing.known_values import UNKNOWN, KnownValues, written_by
+from autopart.tracing.eager_semantics import TRACEABLE
+from autopart.tracing.known_values import UNKNOWN, KnownValues, tensors_in, written_by
 
 _SMALL = 2**16
 """Entries of the largest tensor that is real."""
@@ -49,7 +49,7 @@ class _Placed(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = list(tensors_in((*args, *kwargs.values())))
+        tensors = list(tensors_in((args, kwargs)))
         if any(map(_IS_META, tensors)):
             answer = self.known.answer((func, args, kwargs), tensors)
             if answer is not UNKNOWN:
@@ -107,13 +107,13 @@ class _Forms(TorchDispatchMode):
         is a state or an activation: torch's recurrent layers want it where their input is."""
         meta_args, meta_kwargs = tree_map(_on_meta, (args, dict(kwargs)))
         try:
-            outputs = _leaves(func(*meta_args, **_placed_on_meta(func, meta_args, meta_kwargs)))
+            outputs = tensors_in(func(*meta_args, **_placed_on_meta(func, meta_args, meta_kwargs)))
         except (RuntimeError, NotImplementedError):
             return True
         return all(t.numel() <= _SMALL and (t.ndim < 3 or not t.is_floating_point()) for t in outputs)
 
     def _keep(self, result: Any) -> Any:
-        for leaf in _leaves(result):
+        for leaf in tensors_in(result):
             self.own[leaf.untyped_storage().data_ptr()] = leaf
         return result
 
@@ -136,11 +136,6 @@ class _Forms(TorchDispatchMode):
 
 def _empty(form: Form) -> Tensor:
     return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
-
-
-def _leaves(result: Any) -> Sequence[Tensor]:
-    parts = result if isinstance(result, (tuple, list)) else (result,)
-    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _on_meta(leaf: Any) -> Any:

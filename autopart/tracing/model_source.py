@@ -24,6 +24,7 @@ from autopart.compat import tree_map
 from autopart.errors import InputError, OptionError
 from autopart.files import read_text
 from autopart.progress import phase
+from autopart.temporary import default_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -138,14 +139,8 @@ def _find(name: str) -> Any:
 @contextmanager
 def _making(meta: bool, dtype: torch.dtype | None) -> Iterator[None]:
     """Modules made inside are on `meta` and of this dtype, where asked for."""
-    before = torch.get_default_dtype()
-    if dtype is not None:
-        torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta" if meta else "cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(dtype), torch.device("meta" if meta else "cpu"):
+        yield
 
 
 # transformers configs

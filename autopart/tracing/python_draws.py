@@ -6,19 +6,19 @@ Only functions that give one number between two others, and that are called as a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
+from autopart.temporary import attributes
+
 DRAWN_BY_TORCH = "the random numbers of Python and numpy are drawn by torch"
 """The note of a plan that this was so in the trace."""
 
 
-@contextmanager
-def drawn_by_torch(as_numbers: bool) -> Iterator[None]:
+def drawn_by_torch(as_numbers: bool) -> AbstractContextManager[None]:
     """Inside, `random.random()`, `random.uniform(a, b)` and numpy's `rand()`, `random()` and `uniform(a, b)` draw from
     torch's generator. `as_numbers`: and give numbers, not tensors: for a run of the model outside of a trace."""
 
@@ -29,13 +29,5 @@ def drawn_by_torch(as_numbers: bool) -> Iterator[None]:
     def uniform(low: float = 0.0, high: float = 1.0) -> Any:
         return low + (high - low) * draw()
 
-    exchanged: Any = {(random, "random"): draw, (random, "uniform"): uniform, (np.random, "rand"): draw,
-                      (np.random, "random"): draw, (np.random, "uniform"): uniform}  # fmt: skip
-    before = {place: getattr(*place) for place in exchanged}
-    for (module, name), function in exchanged.items():
-        setattr(module, name, function)
-    try:
-        yield
-    finally:
-        for (module, name), function in before.items():
-            setattr(module, name, function)
+    return attributes({(random, "random"): draw, (random, "uniform"): uniform, (np.random, "rand"): draw,
+                       (np.random, "random"): draw, (np.random, "uniform"): uniform})  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from autopart.errors import Refusal, TraceError
 from autopart.tracing.caches import Caches
+from autopart.tracing.known_values import tensors_in
 from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
@@ -122,17 +123,8 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value and in the containers that it consists of."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, set, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
-
-
 def _holds_tensors(value: Any) -> bool:
-    return any(True for _ in _tensors(value))
+    return any(True for _ in tensors_in(value))
 
 
 def check_draws(model: nn.Module, state: PythonState, program: Any, again: Callable[[], Any]) -> None:
@@ -196,7 +188,7 @@ def check_attributes(
     name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
     before = [(attribute, value) for attribute, (value, _) in changed.items()]
     for attribute, value in [*before, *state.caches.replaced]:
-        if any(constant is tensor for tensor in _tensors(value) for constant in (*program.constants.values(), *read)):
+        if any(constant is tensor for tensor in tensors_in(value) for constant in (*program.constants.values(), *read)):
             raise TraceError(
                 f"{name} keeps a tensor from one call to the next in '{attribute}'",
                 refusal=Refusal.STATE,

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from autopart.compat import Tracing, intercepted, tree_unflatten, without_torch_functions
 from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs
+from autopart.temporary import attributes
 from autopart.tracing.known_values import KnownValues
 from autopart.tracing.recorded import (
     TEMPLATE,
@@ -78,18 +79,9 @@ class Repeats:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While active, a call of a block that repeats another puts one node into the trace that is being made."""
-        before = {kind: vars(kind).get("forward") for kind in self.classes}
-        for kind in self.classes:
-            setattr(kind, "forward", self._watched(kind.forward))  # noqa: B010
-        try:
-            with intercepted(self._meet):
-                yield
-        finally:
-            for kind, forward in before.items():
-                if forward is None:
-                    delattr(kind, "forward")
-                else:
-                    setattr(kind, "forward", forward)  # noqa: B010
+        watched = {(kind, "forward"): self._watched(kind.forward) for kind in self.classes}
+        with attributes(watched), intercepted(self._meet):
+            yield
 
     def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)

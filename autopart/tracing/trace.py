@@ -243,7 +243,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         check_values(call)
     # Two inputs that are one tensor object would be merged into one by torch.export: trace on distinct copies.
     dtype = ambient_autocast(device.type)
-    entry = Entry(model, arguments, call.names, torch.autocast(device.type, dtype) if dtype is not None else None)
+    entry = Entry(model, arguments, call.names, device)
     example = {name: _copy(t, device) for name, t in zip(entry.tensor_names, call.tensors, strict=True)}
     check_hooks(users_model(model))
     check_layouts(users_model(model), dict(zip(call.names, call.tensors, strict=True)))
@@ -386,9 +386,10 @@ def _from_exported(
     plain_names = tensor_names(call.names)
     call = replace(call, names=tuple(users_input(model, name) for name in call.names))
     parameters, aliases = _parameter_names(model)
-    constants = {f"{CONSTANT}{i}": program.constants[name] for i, name in enumerate(_lifted(program))}
+    lifted = signature.inputs_to_lifted_tensor_constants
+    constants = {f"{CONSTANT}{i}": program.constants[name] for i, name in enumerate(lifted.values())}
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    names |= dict(zip(signature.inputs_to_lifted_tensor_constants, constants, strict=True))
+    names |= dict(zip(lifted, constants, strict=True))
     kept = _kept_elsewhere(model, constants)
     names = {node: kept.get(name, name) for node, name in names.items()}
     constants = {name: constant for name, constant in constants.items() if name not in kept}
@@ -458,10 +459,6 @@ def _place(tensor: torch.Tensor) -> tuple:
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _lifted(program: Any) -> list[str]:
-    return list(program.graph_signature.inputs_to_lifted_tensor_constants.values())
 
 
 def _parameter_names(model: nn.Module) -> tuple[dict, dict]:

@@ -6,8 +6,7 @@ called in its place. A `vmap` that holds none of the others is left as it is: it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from autopart.compat import GRAD_MODE, Tracing, tree_flatten, tree_unflatten
 from autopart.compat_tracing import noted, trace_inside
 from autopart.errors import Refusal
 from autopart.ir.graph import operator_name, short_name
+from autopart.temporary import variable
 from autopart.tracing.trace_errors import Lost
 
 _VMAP, _VJP = "vmap_impl", "_vjp_with_argnums"
@@ -60,19 +60,10 @@ def transformed(name: str, original: Callable[..., Any], args: tuple, kwargs: Ma
     return _as_operators(original, args, kwargs)
 
 
-@contextmanager
-def _run_for(what: str) -> Iterator[None]:
-    token = _running.set(what)
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
 def _differentiates(original: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], tracing: Tracing) -> bool:
     """Whether a vmap holds a transform that differentiates: it is run once outside of the trace."""
     try:
-        with tracing.apart(), _run_for("look"):
+        with tracing.apart(), variable(_running, "look"):
             original(*args, **kwargs)
     except _Differentiates:
         return True
@@ -103,7 +94,7 @@ def _as_operators(original: Callable[..., Any], args: tuple, kwargs: Mapping[str
     def run(*inputs: Tensor) -> list[Any]:
         rest = iter(inputs)
         args, kwargs = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        with _run_for("trace"), _Watch(), torch.enable_grad():
+        with variable(_running, "trace"), _Watch(), torch.enable_grad():
             outputs[:] = [original(*args, **kwargs)]
         return [leaf for leaf in tree_flatten(outputs[0])[0] if isinstance(leaf, Tensor)]
 

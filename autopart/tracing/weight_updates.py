@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 
 from autopart.errors import Refusal, TraceError
-from autopart.ir.graph import describe, draws_random_numbers, operator_name, reads, shape
+from autopart.ir.graph import describe, draws_random_numbers, operator_name, shape
+from autopart.ir.masks import made_for
 
 if TYPE_CHECKING:
     from autopart.tracing.trace import Trace
@@ -49,7 +49,7 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> fx.G
     """What makes the new value of a parameter, which the graph then reads in its place."""
     new = new.all_input_nodes[0] if operator_name(new) == "aten::detach" else new
     (weight,) = (node for node in graph.find_nodes(op="get_attr") if node.target == parameter)
-    steps, read = _made_of(new), _made_of(graph.output_node())
+    steps, read = made_for([new]), made_for([graph.output_node()])
     elsewhere = [n for n in steps if n is not weight and not (n.op == "call_function" and _is_elementwise(n, weight))]
     before = [user for node in steps - {new} for user in node.users if user in read - steps]
     if elsewhere or before:
@@ -70,11 +70,6 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> fx.G
     subgraph.output(values[new])
     new.replace_all_uses_with(weight)
     return fx.GraphModule(nn.Module(), subgraph)
-
-
-def _made_of(node: fx.Node) -> set[fx.Node]:
-    """A node, and all that its value depends on."""
-    return {node, *nx.descendants(reads(node.graph), node)}
 
 
 def _is_elementwise(node: fx.Node, weight: fx.Node) -> bool:

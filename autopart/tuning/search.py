@@ -160,6 +160,8 @@ class Space:
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
     tables: dict[tuple[LayoutKind, Word], Table] = field(default_factory=dict)
+    _drafts: dict[LayoutKind, Any] = field(default_factory=dict, init=False)
+    _sweeps: dict[int, list[Candidate]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         phase("tracing a few of the model's blocks")
@@ -173,10 +175,8 @@ class Space:
             self._trace_whole()
 
     def _trace_whole(self) -> None:
-        self._traced, self._like = (
-            prepare(self.model, bind_call(self.model, (), self._call), precision=self.precision),
-            {},
-        )
+        arguments = bind_call(self.model, (), self._call)
+        self._traced, self._like = prepare(self.model, arguments, precision=self.precision), {}
         self._blocks = {}
         self._drafts.clear()
         self.tables.clear()
@@ -198,14 +198,6 @@ class Space:
                 return self.table(kind, recompute)
             self.tables[kind, recompute] = table
         return self.tables[kind, recompute]
-
-    @cached_property
-    def _drafts(self) -> dict[LayoutKind, Any]:
-        return {}
-
-    @cached_property
-    def _sweeps(self) -> dict[int, list[Candidate]]:
-        return {}
 
     def meshes(self, devices: int) -> Iterator[Mesh]:
         """Every way to arrange so many devices that keeps `tp` in a node, divides the batch over `dp` and `ep`, the
@@ -255,11 +247,8 @@ class Space:
     def sweep(self, devices: int) -> list[Candidate]:
         """Every candidate by the formulas, the fastest first. Of schedules, 1F1B and interleaved 1F1B (GPipe where
         there are too few microbatches): `rescheduled` has the others."""
-        if devices not in self._sweeps:
-            self._sweeps[devices] = self._sweep(devices)
-        return self._sweeps[devices]
-
-    def _sweep(self, devices: int) -> list[Candidate]:
+        if devices in self._sweeps:
+            return self._sweeps[devices]
         settings = list(self.settings(devices))
         phase(f"sweeping {len(settings):,} meshes and schedules by formula")
         swept: list[Candidate] = []
@@ -269,7 +258,8 @@ class Space:
                 kinds.setdefault(LayoutKind.of(mesh, sequence_parallel), []).append((mesh, schedule))
         for kind, chosen in kinds.items():
             swept += self._swept(chosen, kind)
-        return sorted(swept, key=lambda candidate: candidate.step_time_s)
+        self._sweeps[devices] = sorted(swept, key=lambda candidate: candidate.step_time_s)
+        return self._sweeps[devices]
 
     def _swept(self, settings: Sequence[tuple[Mesh, Schedule]], kind: LayoutKind) -> Iterator[Candidate]:
         known: dict[Any, Any] = {}

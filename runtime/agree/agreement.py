@@ -146,8 +146,7 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 def first_ranks_values(values: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """`values`, contiguous and on the host, overwritten with those of rank `first` of a host group. A collective call;
     what is sent are bytes, so that every dtype can be."""
-    flat = values.reshape(1) if values.dim() == 0 else values.reshape(-1)
-    for part in flat.view(torch.uint8).split(BROADCAST_BYTES):
+    for part in values.reshape(-1).view(torch.uint8).split(BROADCAST_BYTES):
         finish(dist.broadcast(part, group=group, group_src=first, async_op=True), group)
     return values
 

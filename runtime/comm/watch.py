@@ -52,9 +52,12 @@ class Record:
     for_s: float = 0.0
     answer: int = 0
 
+    @property
+    def where(self) -> str:
+        return f"{self.doing}, {self.place}" if self.place else self.doing
+
     def __str__(self) -> str:
-        place = f", {self.place}" if self.place else ""
-        return f"{self.doing}{place}, for {self.for_s:.1f} s" if self.state != "ended" else self.doing
+        return f"{self.where}, for {self.for_s:.1f} s" if self.state != "ended" else self.doing
 
 
 class Watch:
@@ -186,7 +189,8 @@ class Watch:
         gone += [rank for rank, record in records.items() if record.state == "ended"]
         away = [rank for rank, record in records.items() if record.state in ("outside", "paused")]
         if gone:
-            what, hint = f"{_ranks(gone)} {_are(gone)} gone", "its own last words, above or in its log"
+            what = f"{_ranks(gone)} {'are' if len(gone) > 1 else 'is'} gone"
+            hint = "its own last words, above or in its log"
         elif away:
             what = f"{_ranks(away)} {'do' if len(away) > 1 else 'does'} not come"
             hint = "the same calls on every rank; pm.pause_timeout() around long work of your own; timeout=600"
@@ -195,7 +199,7 @@ class Watch:
         states = {**dict.fromkeys(gone, "does not answer: killed, or frozen"), **records, self.rank: mine}
         lines = [f"rank {rank}: {states[rank]}" for rank in sorted(states)]
         why = "\n         ".join(lines[:SHOWN] + ["..."] * (len(lines) > SHOWN))
-        return HangError(f"{what}: rank {self.rank} waited {waited_s:.1f} s {_in(mine)}", why=why, hint=hint)
+        return HangError(f"{what}: rank {self.rank} waited {waited_s:.1f} s in {mine.where}", why=why, hint=hint)
 
 
 _WATCHES: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
@@ -314,11 +318,3 @@ def _say_goodbye(watch_ref: weakref.ref[Watch], stopped: threading.Event, thread
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
-
-
-def _are(ranks: list[int]) -> str:
-    return "are" if len(ranks) > 1 else "is"
-
-
-def _in(record: Record) -> str:
-    return f"in {record.doing}" + (f", {record.place}" if record.place else "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.errors import OptionError
 from autopart.runtime.comm.processes import Process
-from autopart.runtime.state.homes import Home, home_of, process_of
+from autopart.runtime.state.homes import Home, home_of, parameters_of, process_among
 from autopart.runtime.state.unsummed import check_summed
 
 ELEMENTWISE = (
@@ -48,13 +49,12 @@ OF_THE_MODEL = {
 """{the same: why a part of the model is not enough}."""
 
 
+@cache
 def watch_optimizers() -> None:
     """From now on an optimizer that cannot work on parts raises OptionError at its first `step()` with such."""
-    if not _WATCHED:
-        _WATCHED["hook"] = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
 
 
-_WATCHED: dict[str, Any] = {}
 _CHECKED: Any = WeakIdKeyDictionary()
 """{optimizer: how many parameters it had when it was looked at}."""
 
@@ -62,8 +62,8 @@ _CHECKED: Any = WeakIdKeyDictionary()
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raises OptionError where the optimizer needs more than this rank holds of what it was given, UsageError where
     its gradients are not summed yet."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    process = next((process for process in map(process_of, parameters) if process is not None), None)
+    parameters = parameters_of(optimizer)
+    process = process_among(parameters)
     if process is not None:
         check_summed(process, f"{type(optimizer).__name__}.step()")
     if _CHECKED.get(optimizer) == len(parameters):

@@ -18,7 +18,7 @@ from autopart.compat_training import redirect_unscale
 from autopart.errors import InputError
 from autopart.runtime.comm.processes import Process, reduce_over_all
 from autopart.runtime.loop.norms import inside
-from autopart.runtime.state.homes import process_of
+from autopart.runtime.state.homes import parameters_of, process_among
 from autopart.runtime.state.unsummed import check_summed
 
 
@@ -69,8 +69,7 @@ def _unscale(
 
     `original` is what torch does. A collective call where the optimizer has parameters of a partitioned model.
     """
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    process = next((process for process in map(process_of, parameters) if process is not None), None)
+    process = process_among(parameters_of(optimizer))
     if process is not None:
         check_summed(process, "unscaling")
     by_device = original(scaler, optimizer, *args)

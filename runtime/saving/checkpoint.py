@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import tree_map
 from autopart.errors import CheckpointError
+from autopart.ir.pieces import part_of
 from autopart.ir.program import Program
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.saving.shard_tensor import ShardPlace, ShardTensor, local_of, place_in_file, place_of
@@ -155,9 +156,7 @@ def part_here(name: str, value: Tensor, parameter: Tensor, home: Home) -> Tensor
     if value.shape == parameter.shape:
         return local_of(value)
     if tuple(value.shape) == place.shape:
-        for cut, index in home.cuts_here:
-            value = cut.take(value, index)
-        return value
+        return part_of(value, home.cuts_here)
     what = f"'{name}' has shape {tuple(value.shape)} in the state dict"
     if place.is_whole:
         raise CheckpointError(what, why=f"the model's is {place.shape}", hint="load it into the model that was saved")

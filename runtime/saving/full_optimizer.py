@@ -18,8 +18,8 @@ from autopart.runtime.comm.processes import Process, of_all_stages
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.runtime.comm.watch import meeting
 from autopart.runtime.saving.optimizer_groups import GIVEN_NAMES, PARAMS, ParameterGroup, group_of, merge_by_options
-from autopart.runtime.saving.optimizer_state import local_state, parameters_of
-from autopart.runtime.state.homes import home_of
+from autopart.runtime.saving.optimizer_state import local_state
+from autopart.runtime.state.homes import home_of, parameters_of
 from autopart.runtime.state.state import gather
 from autopart.tracing.skeleton import Source
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -31,7 +31,7 @@ from autopart.runtime.saving.shard_tensor import (
     place_of,
     refuse_what_was_not_loaded,
 )
-from autopart.runtime.state.homes import Home, home_of, process_of
+from autopart.runtime.state.homes import Home, home_of, parameters_of, process_among
 
 _WATCHED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose state dicts have places."""
@@ -52,29 +52,33 @@ def _watch(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_with_local_parts)
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order in which a state dict counts them."""
-    return [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
-
-
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict in which what is cut, or is one stage's, knows where it belongs."""
     parameters = parameters_of(optimizer)
-    processes = [process for process in map(process_of, parameters) if process is not None]
-    if not processes:
+    process = process_among(parameters)
+    if process is None:
         return state_dict
-    state = {}
-    for index, values in state_dict["state"].items():
-        parameter = parameters[index] if isinstance(index, int) else None
-        home = None if parameter is None else home_of(parameter)
-        if parameter is not None and home is not None and isinstance(values, Mapping):
-            values = {key: _placed_state(value, parameter, home) for key, value in values.items()}
-        state[index] = values
+    state = _converted(state_dict["state"], dict(enumerate(parameters)), lambda _, *given: _placed_state(*given))
     groups = state_dict["param_groups"]
-    if "pp" in processes[0].groups:
-        exchange = _Exchange(optimizer, processes[0])
+    if "pp" in process.groups:
+        exchange = _Exchange(optimizer, process)
         groups = [StageGroup(group, index, exchange) for index, group in enumerate(groups)]
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _converted(
+    state: Mapping[Any, Any], parameters: Mapping[Any, nn.Parameter], convert: Callable[[str, Any, Tensor, Home], Any]
+) -> dict[Any, Any]:
+    """A state dict's state in which what belongs to a partitioned model's parameter is converted, entry by entry.
+    `parameters`: {as the state counts it: parameter}."""
+    converted = {}
+    for index, values in state.items():
+        parameter = parameters.get(index)
+        home = None if parameter is None else home_of(parameter)
+        if parameter is not None and home is not None and isinstance(values, Mapping):
+            values = {key: convert(key, value, parameter, home) for key, value in values.items()}
+        converted[index] = values
+    return converted
 
 
 def _placed_state(value: Any, parameter: Tensor, home: Home) -> Any:
@@ -95,22 +99,14 @@ def _placed_state(value: Any, parameter: Tensor, home: Home) -> Any:
 def _with_local_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """A state dict with this rank's part of every full tensor in it. Raises CheckpointError where one does not fit."""
     saved = state_dict["param_groups"]
-    ours = any(process_of(parameter) is not None for parameter in parameters_of(optimizer))
-    if not ours or len(saved) != len(optimizer.param_groups):  # torch tells of the latter
+    parameters = parameters_of(optimizer)
+    if process_among(parameters) is None or len(saved) != len(optimizer.param_groups):  # torch tells of the latter
         return None
     groups = [_own_group(*pair) for pair in zip(saved, optimizer.param_groups, strict=True)]
     counted = [index for group in groups for index in group[PARAMS]]
-    parameters = parameters_of(optimizer)
     if len(counted) != len(parameters):
         return None
-    by_index = dict(zip(counted, parameters, strict=True))
-    state = {}
-    for index, values in state_dict["state"].items():
-        parameter = by_index.get(index)
-        home = None if parameter is None else home_of(parameter)
-        if parameter is not None and home is not None and isinstance(values, Mapping):
-            values = {key: local_state(key, value, parameter, home) for key, value in values.items()}
-        state[index] = values
+    state = _converted(state_dict["state"], dict(zip(counted, parameters, strict=True)), local_state)
     return {**state_dict, "state": state, "param_groups": groups}
 
 

@@ -27,8 +27,6 @@ from autopart.ir.pieces import Box, Span, boxes, spans_of
 from autopart.runtime.saving.checkpoint_plans import plan_checkpoints_with, refuse_pieces_in_safetensors
 from autopart.runtime.state.homes import Home, home_of
 
-"""Where a run of elements starts in a dim of the full tensor, and how many they are."""
-
 KEEPING_PLACE = frozenset(
     ["detach", "alias", "clone", "_to_copy", "_pin_memory", "copy", "lift_fresh", "lift_fresh_copy",
      "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_empty_strided",

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from autopart.compat import TorchDispatchMode, operator_name, tree_flatten
-from autopart.ir.pieces import Cut
+from autopart.ir.pieces import Cut, part_of
+from autopart.temporary import default_dtype
 
 Cuts = Sequence[tuple[Cut, int]]
 """How a tensor is cut, and the index of the shard in each cut; none: it is whole."""
@@ -60,20 +61,10 @@ def constructor_of(model: nn.Module) -> Build | None:
         dtype = None
 
     def build() -> nn.Module:
-        with _default_dtype(dtype):
+        with default_dtype(dtype):
             return kind(deepcopy(config))
 
     return build
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class Constructor:
@@ -98,13 +89,7 @@ class Constructor:
         """{name: this rank's shard} in the dtype in which the constructor makes it."""
 
         def shard(names: Sequence[str], full: Tensor) -> dict[str, Tensor]:
-            kept = {}
-            for name in cuts.keys() & set(names):
-                value = full.detach()
-                for cut, index in cuts[name]:
-                    value = cut.take(value, index)
-                kept[name] = value.clone()
-            return kept
+            return {name: part_of(full.detach(), cuts[name]).clone() for name in cuts.keys() & set(names)}
 
         return self._run(shard, cuts)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.ir.buckets import BUCKET_BYTES, bucketed, in_order_of_use, kinds
+from autopart.ir.buckets import BUCKET_BYTES, alike, bucketed, in_order_of_use, kinds
 from autopart.ir.program import Program, Stage
 from autopart.ir.storing import storing_axes
 from autopart.runtime.comm.processes import Process
@@ -49,35 +49,18 @@ def axis_buckets(
     tensors: Mapping[str, Tensor], program: Program, bucket_bytes: int = BUCKET_BYTES
 ) -> list[SummedTogether]:
     """The buckets of those `tensors` whose gradients end as partial sums, in their order."""
-    axes = [(program.parameters[name].summed_over(program.mesh), name) for name in tensors]
-    chunks = _chunks([(key, name) for key, name in axes if key], tensors, bucket_bytes)
-    return [SummedTogether(names, axes=key) for key, names in chunks]
+    axes = {name: program.parameters[name].summed_over(program.mesh) for name in tensors}
+    summed = {name: tensor for name, tensor in tensors.items() if axes[name]}
+    return [SummedTogether(names, axes=axes[names[0]]) for names in alike(summed, axes, bucket_bytes)]
 
 
 def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
 ) -> list[SummedTogether]:
     """The buckets of those `tensors` that several `pp` coordinates hold, in the program's order on every rank."""
-    keyed = [(tuple(sorted(owners(program, stored, stage_style))), name) for name, stored in program.parameters.items()]
-    shared = [(key, name) for key, name in keyed if len(key) > 1 and name in tensors]
-    return [SummedTogether(names, owners=key) for key, names in _chunks(shared, tensors, bucket_bytes)]
-
-
-def _chunks(
-    keyed: Iterable[tuple[Any, str]], tensors: Mapping[str, Tensor], bucket_bytes: int
-) -> list[tuple[Any, tuple[str, ...]]]:
-    """Names by key and dtype, each row cut where it would pass `bucket_bytes`."""
-    rows: dict[tuple[Any, torch.dtype], list[list[str]]] = {}
-    sizes: dict[tuple[Any, torch.dtype], int] = {}
-    for key, name in keyed:
-        kind = (key, tensors[name].dtype)
-        size_bytes = tensors[name].nbytes
-        if kind not in rows or sizes[kind] + size_bytes > bucket_bytes:
-            rows.setdefault(kind, []).append([])
-            sizes[kind] = 0
-        rows[kind][-1].append(name)
-        sizes[kind] += size_bytes
-    return [(key, tuple(names)) for (key, _), buckets in rows.items() for names in buckets]
+    held = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in program.parameters.items()}
+    shared = {name: tensors[name] for name, by in held.items() if len(by) > 1 and name in tensors}
+    return [SummedTogether(names, owners=held[names[0]]) for names in alike(shared, held, bucket_bytes)]
 
 
 def add_earlier(before: Mapping[Tensor, Tensor | None]) -> None:
@@ -96,7 +79,7 @@ def stage_reducers(
     process: Process,
     parameters: Mapping[str, Tensor],
     wholes: Wholes,
-    unsummed: Unsummed | None = None,
+    unsummed: Unsummed,
 ) -> tuple[list[Reducer], list[Bucket]]:
     """What sums the gradients of each of these stages while its backward runs; and the buckets of parameters that
     several of them read, whose gradients are complete when all have run."""
@@ -174,7 +157,7 @@ def _sum_bucket(
     parameters: Mapping[str, Tensor], program: Program, bucket: SummedTogether, groups: Sequence[dist.ProcessGroup]
 ) -> None:
     """Sums in place; a gradient that is alone in its bucket is not copied."""
-    grads = [_gradient(parameters[name]) for name in bucket.names]
+    grads = [gradient_of(parameters[name]) for name in bucket.names]
     dtype = sent_dtype(program.reduce_dtype, grads[0])
     alone = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
     flat = grads[0] if alone else flatten(grads, dtype)
@@ -185,8 +168,8 @@ def _sum_bucket(
             grad.copy_(piece)
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    """Its gradient; zeros where this stage's part of a tied parameter got none."""
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Its gradient; zeros where it got none, as this stage's part of a tied parameter may."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -224,7 +207,7 @@ def sync_gradients_lockstep(
 
 
 def _sum_bucket_list(group: Sequence[Mapping[str, Tensor]], program: Program, bucket: SummedTogether) -> None:
-    grads = [[_gradient(local[name]) for name in bucket.names] for local in group]
+    grads = [[gradient_of(local[name]) for name in bucket.names] for local in group]
     dtype = sent_dtype(program.reduce_dtype, grads[0][0])
     flat = torch.stack([flatten(row, dtype) for row in grads]).sum(0)
     for row in grads:

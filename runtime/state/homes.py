@@ -7,12 +7,13 @@ over `dp`, parameters that `tp` does not cut, tied parameters of two stages) cou
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.ir.layout import parts_of
@@ -99,6 +100,16 @@ def process_of(parameter: Tensor) -> Process | None:
     """The rank of a partitioned model that a parameter belongs to; None for one of no such model."""
     home = home_of(parameter)
     return home.process if home is not None else _EMPTY.get(parameter)
+
+
+def process_among(parameters: Iterable[Tensor]) -> Process | None:
+    """That of the first of these that are of a partitioned model; None where none is."""
+    return next((process for process in map(process_of, parameters) if process is not None), None)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """In the order in which a state dict counts them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def settled_processes() -> list[Process]:

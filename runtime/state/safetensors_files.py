@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -147,14 +147,10 @@ def _files_of(path: Path) -> dict[Path, list[str] | None]:
         return _indexed(path / INDEX)
     paths = sorted(path.glob("*.safetensors"))
     if not paths:
-        _nothing_in(path)
+        there = sorted(entry.name for entry in path.iterdir())
+        shown = f"it has {listing(there)}" if there else "it is empty"
+        raise CheckpointError(f"there are no safetensors files in {path}", why=shown, hint=_HINT)
     return dict.fromkeys(paths)
-
-
-def _nothing_in(path: Path) -> NoReturn:
-    there = sorted(entry.name for entry in path.iterdir())
-    shown = f"it has {listing(there)}" if there else "it is empty"
-    raise CheckpointError(f"there are no safetensors files in {path}", why=shown, hint=_HINT)
 
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:

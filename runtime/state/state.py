@@ -12,7 +12,7 @@ from autopart.errors import RuntimeSetupError, StageError
 from autopart.ir.layout import cut_together, parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import axis_of, operator_name
-from autopart.ir.pieces import Cut
+from autopart.ir.pieces import Cut, part_of
 from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.lists import LIST_PRIMITIVES
@@ -103,10 +103,7 @@ def _parts(source: Mapping[str, Tensor], cuts: Mapping[str, Cuts]) -> Iterator[t
                 why="it is on the meta device",
                 hint="weights='folder' of safetensors or weights='init', or load the model's weights first",
             )
-        value = source[name].detach()
-        for cut, index in cut_here:
-            value = cut.take(value, index)
-        yield name, value
+        yield name, part_of(source[name].detach(), cut_here)
 
 
 def gather(

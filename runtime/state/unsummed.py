@@ -27,7 +27,7 @@ class Unsummed:
     inside has a backward to come. All three are the same on every rank. `bring_together`: what comes after the sums.
     """
 
-    def __init__(self, process: Process, stage_style: str, bring_together: Callable[[], None] | None = None):
+    def __init__(self, process: Process, stage_style: str, bring_together: Callable[[], None]):
         self.process, self.stage_style = process, stage_style
         self.bring_together = bring_together
         self.is_open = self.are_some = self.are_expected = False
@@ -104,8 +104,7 @@ class Unsummed:
             return
         assert self.program is not None
         sync_gradients(self.parameters, self.program, self.process, self.stage_style)
-        if self.bring_together is not None:
-            self.bring_together()
+        self.bring_together()
         self.are_some = self.are_expected = False
         self.process.unsummed.discard(self)
 

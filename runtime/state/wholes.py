@@ -39,11 +39,11 @@ class Wholes:
 
     def __init__(
         self, program: Program, stages: Sequence[Stage], process: Process, parts: Mapping[str, Tensor],
-        sent: Mapping[str, Tensor] | None = None,
+        sent: Mapping[str, Tensor],
     ):  # fmt: skip
         check_sent_whole(program)
         read, mesh = held_whole(program, stages), program.mesh
-        self.sent = sent or {}
+        self.sent = sent
         self.parts = {name: parts[name] for name in read}
         self.each_microbatch = program.zero == 2
         self.under_way: deque[Pending] = deque()

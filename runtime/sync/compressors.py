@@ -20,6 +20,7 @@ Draw = Callable[[int], Tensor]
 """So many numbers from [0, 1), float64."""
 
 
+@dataclass(frozen=True)
 class Compressor(ABC):
     """A map of vectors [d] of which less is sent than of the vector."""
 
@@ -38,11 +39,8 @@ class Compressor(ABC):
         return sent_bytes(self.method, like.numel(), like.dtype.itemsize)
 
 
-@dataclass(frozen=True)
 class Whole(Compressor):
     """All of it."""
-
-    method: Method
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         return _bytes(x)
@@ -51,11 +49,8 @@ class Whole(Compressor):
         return _read(sent, like.dtype)
 
 
-@dataclass(frozen=True)
 class TopK(Compressor):
     """The largest k = max(1, round(ratio d)) elements by magnitude with their places; of equal ones the first."""
-
-    method: Method
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         places = _largest(x.abs(), sent_elements(self.method, x.numel()))
@@ -79,11 +74,8 @@ def _largest(sizes: Tensor, count: int) -> Tensor:
     return places
 
 
-@dataclass(frozen=True)
 class Sign(Compressor):
     """The signs times |x|_2 / sqrt(d); that of zero is +."""
-
-    method: Method
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         scale = torch.linalg.vector_norm(x) / math.sqrt(x.numel())
@@ -94,12 +86,9 @@ class Sign(Compressor):
         return scale * (1 - 2 * _unpacked(bits, 1, like.numel()).to(like.dtype))
 
 
-@dataclass(frozen=True)
 class Qsgd(Compressor):
     """|x|_2 sign(x) l / s with s = 2^(bits-1) - 1 levels, l = s |x| / |x|_2 rounded at random to a whole number, so
     that its mean is x (Alistarh et al. 2017, arXiv:1610.02132, section 3.1, without the Elias code)."""
-
-    method: Method
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:
         bits: int = self.method.bits
@@ -121,7 +110,6 @@ class Qsgd(Compressor):
 class Repeated(Compressor):
     """What is left out is compressed again, `rounds` times in all (Huang et al. 2022, arXiv:2206.03665, section 4)."""
 
-    method: Method
     once: Compressor
 
     def encode(self, x: Tensor, draw: Draw) -> Tensor:

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from autopart.compat_training import at_end_of_backward
 from autopart.errors import UsageError
-from autopart.ir.buckets import BUCKET_BYTES
+from autopart.ir.buckets import alike
 from autopart.ir.dp_sync import ALL_REDUCE, HOOK, Method
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.processes import Process
-from autopart.runtime.state.gradients import add_earlier
+from autopart.runtime.state.gradients import add_earlier, gradient_of
 from autopart.runtime.state.state import stored_cuts
 from autopart.runtime.sync.gradients import Draws, State, servers, summed, synchronised
 from autopart.runtime.sync.hooks import Hook, in_group, run_hook
@@ -135,7 +135,7 @@ class DataSync:
         if self.wire is None:
             return
         for method, names in self._buckets():
-            parts = {name: self._part(name) for name in names}
+            parts = {name: gradient_of(self.parameters[name]) for name in names}
             if loss_scale != 1.0:
                 parts = {name: part / loss_scale for name, part in parts.items()}
             gradients = self._made(method, parts)
@@ -205,39 +205,32 @@ class DataSync:
             )  # fmt: skip
         return self.powersgd[method.rank], powerSGD_hook.powerSGD_hook
 
-    def _buckets(self) -> list[tuple[Method, list[str]]]:
+    def _buckets(self) -> list[tuple[Method, Sequence[str]]]:
         """What is brought together now, by method and dtype; what was before and has no gradient now counts as zero. A
         hook gets all in one go, the last parameter first, as from DDP."""
-        rows: dict[tuple[Method, torch.dtype], list[str]] = {}
-        for name, method in self.methods.items():
-            if self.parameters[name].grad is not None or name in self.state:
-                rows.setdefault((method, self.parameters[name].dtype), []).append(name)
-        buckets = []
-        for (method, _), names in rows.items():
+        due = {name: self.parameters[name] for name in self.methods
+               if self.parameters[name].grad is not None or name in self.state}  # fmt: skip
+        buckets = list[tuple[Method, Sequence[str]]]()
+        for names in alike(due, self.methods, most_bytes=None):
+            method = self.methods[names[0]]
             is_hook = method == HOOK or method.name == "powersgd"
-            chunks = [names[::-1]] if is_hook else _chunks({name: self.parameters[name].nbytes for name in names})
+            chunks = [names[::-1]] if is_hook else alike({name: due[name] for name in names})
             buckets += [(method, chunk) for chunk in chunks]
         return buckets
-
-    def _part(self, name: str) -> Tensor:
-        parameter = self.parameters[name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
 
     def served(self) -> set[str]:
         """The parameters whose server this rank is."""
         if self.wire is None:
             return set()
-        rows: dict[tuple[Method, torch.dtype], dict[str, Tensor]] = {}
-        for name, method in self.methods.items():
-            rows.setdefault((method, self.parameters[name].dtype), {})[name] = self.parameters[name]
-        names = set()
-        for (method, _), row in rows.items():
-            for chunk in _chunks({name: parameter.nbytes for name, parameter in row.items()}):
-                home = servers(method, {name: row[name].numel() for name in chunk}, self.wire.num_ranks)
-                names |= {name for name in chunk if home[name] == self.wire.here[0]}
+        own, names = self._own(), set[str]()
+        for row in alike(own, self.methods):
+            home = servers(self.methods[row[0]], {name: own[name].numel() for name in row}, self.wire.num_ranks)
+            names |= {name for name in row if home[name] == self.wire.here[0]}
         return names
+
+    def _own(self) -> dict[str, Tensor]:
+        """The parameters that have a method."""
+        return {name: self.parameters[name] for name in self.methods}
 
     # --- Models
 
@@ -250,7 +243,9 @@ class DataSync:
     @torch.no_grad()
     def _before(self) -> None:
         if self.changes_models and self.wire is not None:
-            for names in self._alike(with_gradients=self.sync.method.name == "gradient_tracking"):
+            for parameter in self._own().values() if self.sync.method.name == "gradient_tracking" else ():
+                gradient_of(parameter)
+            for names in self._alike():
                 before_step(self.sync.method, [names], [self.state], self.wire, self.updates)
 
     @torch.no_grad()
@@ -260,33 +255,19 @@ class DataSync:
                 after_step(self.sync.method, [names], [self.state], self.wire, self.updates)
             self.updates += 1
 
-    def _alike(self, with_gradients: bool = False) -> list[dict[str, Tensor]]:
+    def _alike(self) -> list[dict[str, Tensor]]:
         """The parameters of one dtype each, which are sent together."""
-        rows: dict[torch.dtype, dict[str, Tensor]] = {}
-        for name in self.methods:
-            parameter = self.parameters[name]
-            if with_gradients:
-                self._part(name)
-            rows.setdefault(parameter.dtype, {})[name] = parameter
-        return [
-            {name: row[name] for name in chunk}
-            for row in rows.values()
-            for chunk in _chunks({name: parameter.nbytes for name, parameter in row.items()})
-        ]
+        own = self._own()
+        return [{name: own[name] for name in row} for row in alike(own)]
 
     @torch.no_grad()
     def mean_of_replicas(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """{name: the mean over the data ranks} where every data rank has a model of its own, else the values."""
         if not self.changes_models or self.wire is None:
             return dict(values)
-        apart: dict[torch.dtype, dict[str, Tensor]] = {}
-        for name in values.keys() & self.methods.keys():
-            apart.setdefault(values[name].dtype, {})
-        for name in self.methods:  # in the same order on every rank
-            if name in values:
-                apart[values[name].dtype][name] = values[name].detach()
-        dtype_means = [means([row], self.wire)[0] for row in apart.values()]
-        return {**values, **{name: value for row in dtype_means for name, value in row.items()}}
+        own = {name: values[name].detach() for name in self.methods if name in values}
+        rows = [{name: own[name] for name in row} for row in alike(own, most_bytes=None)]
+        return dict(values) | {name: value for row in rows for name, value in means([row], self.wire)[0].items()}
 
     def register_hook(self, state: Any, hook: Hook) -> None:
         """Take the user's hook; the program's parameters have `HOOK` for their method."""
@@ -294,19 +275,6 @@ class DataSync:
         self.hook = in_group(state, hook, self.wire.group), hook
 
 
-def _chunks(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Names in rows of at most `BUCKET_BYTES`."""
-    rows: list[list[str]] = []
-    filled = 0
-    for name, size in sizes.items():
-        if not rows or filled + size > BUCKET_BYTES:
-            rows.append([])
-            filled = 0
-        rows[-1].append(name)
-        filled += size
-    return rows
-
-
 def _in_buckets(parts: Mapping[str, Tensor]) -> Sequence[Mapping[str, Tensor]]:
     """A hook's buckets, of at most `BUCKET_BYTES`."""
-    return [{name: parts[name] for name in row} for row in _chunks({name: p.nbytes for name, p in parts.items()})]
+    return [{name: parts[name] for name in row} for row in alike(parts)]

@@ -78,16 +78,20 @@ def _compressed(
     remembers = method.name != "qsgd" and bool(method.memory)
     sent = []
     for rank, of, state in zip(wire.here, gradients, states, strict=True):
-        parts = []
-        for name, gradient in of.items():
-            error = state.get(name, {}).get("error") if remembers else None
-            corrected = gradient if error is None else gradient + error
-            parts.append(compressor.encode(corrected, draws.of(name, rank)))
-            if remembers:
-                left = corrected - compressor.decode(parts[-1], gradient)
-                state.setdefault(name, {})["error"] = left
-        sent.append(parts)
+        known = {name: state.setdefault(name, {}) if remembers else None for name in of}
+        sent.append([_encoded(gradient, known[name], "error", compressor, draws.of(name, rank))
+                     for name, gradient in of.items()])  # fmt: skip
     return _sums_of(sent, gradients, compressor, wire)
+
+
+def _encoded(x: Tensor, known: dict[str, Tensor] | None, error: str, compressor: Compressor, draw: Draw) -> Tensor:
+    """What is sent of a vector and of what was left out of it before, `known[error]`; what is left out now replaces
+    that. None: nothing is remembered."""
+    corrected = x + known[error] if known and error in known else x
+    sent = compressor.encode(corrected, draw)
+    if known is not None:
+        known[error] = corrected - compressor.decode(sent, x)
+    return sent
 
 
 def _sums_of(
@@ -166,11 +170,8 @@ def _through_servers(
     for rank, of, state in zip(wire.here, gradients, states, strict=True):
         parts: list[list[Tensor]] = [[] for _ in range(wire.num_ranks)]
         for name, gradient in of.items():
-            known = state.setdefault(name, {}) if is_lossy else {}
-            corrected = gradient + known["error"] if "error" in known else gradient
-            parts[home[name]].append(code := compressor.encode(corrected, draws.of(name, rank)))
-            if is_lossy:
-                known["error"] = corrected - compressor.decode(code, gradient)
+            known = state.setdefault(name, {}) if is_lossy else None
+            parts[home[name]].append(_encoded(gradient, known, "error", compressor, draws.of(name, rank)))
         sent.append(parts)
     arrived = wire.to_each([[_joined(part, of) for part in parts] for parts, of in zip(sent, gradients, strict=True)])
     answers = []
@@ -180,11 +181,8 @@ def _through_servers(
         answer = []
         for index, name in enumerate(names):
             total = torch.stack([compressor.decode(parts[index], of[name]) for parts in split]).sum(0)
-            known = state.setdefault(name, {}) if is_lossy else {}
-            total = total + known["server_error"] if "server_error" in known else total
-            answer.append(code := compressor.encode(total, draws.of(f"{name} of the server", rank)))
-            if is_lossy:
-                known["server_error"] = total - compressor.decode(code, of[name])
+            known = state.setdefault(name, {}) if is_lossy else None
+            answer.append(_encoded(total, known, "server_error", compressor, draws.of(f"{name} of the server", rank)))
         answers.append(_joined(answer, of))
     return _answered(method, answers, gradients, home, compressor, wire)
 

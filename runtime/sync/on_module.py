@@ -16,6 +16,7 @@ from autopart.ir.layout import parts_of
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.watch import meeting
+from autopart.runtime.state.homes import parameters_of
 from autopart.runtime.sync.checkpoint import load_state, state_of
 from autopart.runtime.sync.data_sync import DataSync
 from autopart.runtime.sync.hooks import Hook, check_hook
@@ -40,7 +41,7 @@ class SyncsData:
         Example: `pm.attach(optimizer); pm.step(**batch); optimizer.step()`
         """
         self._traced("attach()")
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = set(map(id, parameters_of(optimizer)))
         if not any(id(parameter) in held for parameter in self._local_parameters.values()):
             raise UsageError("attach() of an optimizer that has none of this module's parameters",
                              hint="optimizer = torch.optim.AdamW(pm.parameters()); pm.attach(optimizer)")  # fmt: skip
