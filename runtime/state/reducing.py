@@ -213,7 +213,7 @@ class SumBucket(Bucket):
         dtype = sent_dtype(self.reduce_dtype, grads[0])
         alone = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
         flat = grads[0] if alone else flatten(grads, dtype)
-        wait = begin_sum(flat, self.groups)
+        wait = self._sum(flat)
 
         @torch.no_grad()
         def finish() -> None:
@@ -233,13 +233,16 @@ class SumBucket(Bucket):
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Callable[[], list[Tensor]]:
         flat, dtype = flatten(grads, sent_dtype(self.reduce_dtype, grads[0])), grads[0].dtype
-        wait, forms = begin_sum(flat, self.groups), [grad.new_empty(()).expand(grad.shape) for grad in grads]
+        wait, forms = self._sum(flat), [grad.new_empty(()).expand(grad.shape) for grad in grads]
 
         def sums() -> list[Tensor]:
             wait()
             return [piece.to(dtype) for piece in unflatten(flat, forms)]
 
         return sums
+
+    def _sum(self, flat: Tensor) -> Callable[[], None]:
+        return begin_sum(flat, self.groups)
 
 
 def flatten(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
