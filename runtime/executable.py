@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autopart.ir.layout import P
@@ -19,6 +18,7 @@ from autopart.runtime.agree.same_call import Comparison
 from autopart.runtime.comm.draws import check_same_state, one_stream
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
+from autopart.runtime.comm.watch import sum_over
 from autopart.runtime.loop.hooks import HeldHooks, held_back
 from autopart.runtime.loop.loss_scaling import LossScaling, naming_operators
 from autopart.runtime.loop.step_options import StepOptions, divide_by, scaled
@@ -237,7 +237,7 @@ class Executable:
             total = torch.stack(list(losses)).sum(0) if layout.get(MICROBATCH_AXIS) == P else losses[-1].clone()
             for axis, group in self.process.groups.items():
                 if layout.get(axis) == P:
-                    dist.all_reduce(total, group=group)
+                    sum_over(group, total)
         return total
 
     @contextmanager

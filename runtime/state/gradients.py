@@ -20,6 +20,7 @@ from autopart.ir.program import Program, Stage
 from autopart.ir.storing import storing_axes
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import groups_along, owners
+from autopart.runtime.comm.watch import sum_over
 from autopart.runtime.state.reducing import (
     Bucket,
     Pending,
@@ -162,7 +163,7 @@ def _sum_bucket(
     alone = len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == dtype
     flat = grads[0] if alone else flatten(grads, dtype)
     for group in groups:
-        dist.all_reduce(flat, group=group)
+        sum_over(group, flat)
     if not alone:
         for grad, piece in zip(grads, unflatten(flat, grads), strict=True):
             grad.copy_(piece)
