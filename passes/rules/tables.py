@@ -120,7 +120,7 @@ MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::narrow": joins.cut,
     "aten::select": joins.cut,
     "aten::split_with_sizes": joins.split,
-    "aten::unbind": joins.unbind,
+    "aten::unbind": joins.cut,
     "aten::cat": joins.join,
     "aten::stack": joins.stack,
     "aten::pad": windows.pad,
