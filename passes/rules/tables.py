@@ -205,12 +205,10 @@ SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
 }
 """All operators whose factors depend on their arguments: functions of the call."""
 
-LOSS_REDUCTIONS: dict[str, int] = {
-    "aten::cross_entropy_loss": 3, "aten::nll_loss_nd": 3, "aten::mse_loss": 2, "aten::l1_loss": 2,
-    "aten::smooth_l1_loss": 2, "aten::huber_loss": 2, "aten::binary_cross_entropy": 3,
-    "aten::binary_cross_entropy_with_logits": 4,
-}  # fmt: skip
-"""Losses with a `reduction` argument, and its position: 0 none, 1 mean (the default), 2 sum."""
+LOSS_REDUCTIONS = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_loss", "aten::l1_loss",
+                   "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
+                   "aten::binary_cross_entropy_with_logits"}  # fmt: skip
+"""Losses with a `reduction` argument: 0 none, 1 mean (the default), 2 sum."""
 
 OF_SPARSE = {"aten::_sparse_mm"}
 """Operators whose rules hold for sparse tensors: the only ones."""
