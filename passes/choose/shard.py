@@ -18,8 +18,8 @@ from torch import fx
 
 from autopart.cost.hardware import Hardware
 from autopart.ir.decisions import Strategy
-from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts, times
-from autopart.ir.graph import operators, source_of, tensor_inputs
+from autopart.ir.facts import ACTIVE, PARAMETER, facts, times
+from autopart.ir.graph import on_parameters, source_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R
 from autopart.passes.choose.context import as_asked
 from autopart.passes.choose.pairs import NoSolution, Pairs
@@ -225,9 +225,7 @@ class ShardingProblem:
 
     def _collect(self, graph: fx.Graph) -> None:
         """Group operators that are the same in every repeated block, then parameters."""
-        for node in operators(graph):
-            if facts(node)["role"] not in (ACTIVE, WEIGHT):
-                continue
+        for node in on_parameters(graph):
             options = [self.fixed[node]] if node in self.fixed else possible(node, self._options(node))
             self._join(facts(node)["place"], node, options)
         wanted: dict[fx.Node, dict[Placement, None]] = {}

@@ -114,7 +114,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 def _own_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
     """The factor of a mixture's tokens, and how they are cut where a rank works on its own alone; nothing where it
     cannot. Of several ways one, so that rows come back to the tokens that they are sent from."""
-    tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.inputs, *s.outputs}) == 1 and s.inputs[0].is_shard]
+    tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.places}) == 1 and s.inputs[0].is_shard]
     return sorted(((factor, place) for factor, place in tokens if place.dim == 0), key=lambda one: one[1])[:1]
 
 
@@ -239,14 +239,9 @@ def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions
 def _sharded(
     node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Strategy]:  # fmt: skip
-    atoms = factor_atoms(node, pattern)
+    atoms = all_factor_atoms(node, pattern)
     if is_selection(node):
         atoms = {factor: counted_atoms([part], node.name) for factor, part in atoms.items()}
-    for dims in pattern.outputs:  # a factor that only the output has (`expand`) carries the atoms made for it
-        for dim, dim_atoms in zip(dims, output_atoms(node), strict=True):
-            if len(dim) == 1:
-                atoms.setdefault(dim[0], dim_atoms)
-        break
     sources = tensor_inputs(node)
     input_shapes, output_shapes = [n.meta["val"].shape for n in sources], [v.shape for v in tuple_values(node)]
     apart = _taken_apart(sources, pattern)
@@ -276,6 +271,16 @@ def _taken_apart(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
     dims = [(dim, atoms) for dims, source in zip(pattern.inputs, sources, strict=True)
             for dim, atoms in zip(dims, facts(source)["atoms"], strict=True)]  # fmt: skip
     return {factor for dim, atoms in dims if len(dim) > 1 and selections_in(atoms) for factor in dim}
+
+
+def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
+    """The atoms of every factor of a rule: one that only the output has (`expand`) carries those made for it."""
+    atoms = factor_atoms(node, pattern)
+    for dims in pattern.outputs[:1]:
+        for dim, dim_atoms in zip(dims, output_atoms(node), strict=True):
+            if len(dim) == 1:
+                atoms.setdefault(dim[0], dim_atoms)
+    return atoms
 
 
 def output_atoms(node: fx.Node) -> tuple:

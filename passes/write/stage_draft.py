@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.ir.facts import PARAMETER, WEIGHT, facts
-from autopart.ir.graph import shape, value
+from autopart.ir.graph import parameters_of, shape, value
 from autopart.ir.layout import Placement, local_shape
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
@@ -100,11 +99,7 @@ def parameter_stages(stage_of: Mapping[fx.Node, int], outputs: fx.Node, last: in
     """The stages that read each parameter, directly or through a view of it. The last gives the model's outputs."""
     readers: dict[str, set[int]] = {}
     for node, stage in (*stage_of.items(), (outputs, last)):
-        todo = list(node.all_input_nodes)
-        while todo:
-            used = todo.pop()
-            if facts(used)["role"] == PARAMETER:
-                readers.setdefault(used.target, set()).add(stage)
-            elif facts(used)["role"] == WEIGHT:
-                todo.extend(used.all_input_nodes)
+        for used in node.all_input_nodes:
+            for name in parameters_of(used):
+                readers.setdefault(name, set()).add(stage)
     return readers
