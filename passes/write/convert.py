@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,13 +50,21 @@ class Converter:
         """Go from one layout to another, one axis after the other."""
         current = dict(source)
         for axis, place in self._steps(node, source, target):
-            before, current[axis] = dict(current), place
-            layout = tuple(current.items())
-            if (node, layout) not in stage.made:
-                stage.made[node, layout] = self._convert_axis(written, node, before, axis, place, stage, {})
-                self.mark(stage.made[node, layout], node, layout)
-            written = stage.made[node, layout]
+            written = self._step(written, node, current, axis, place, stage, stage.made)
+            current[axis] = place
         return written
+
+    def _step(
+        self, written: fx.Node, node: fx.Node, current: Layout, axis: str, place: Placement, stage: StageDraft,
+        made: dict[tuple[fx.Node, Key], fx.Node], options: Mapping[str, Any] = MappingProxyType({}),
+        dtype: torch.dtype | None = None,
+    ) -> fx.Node:  # fmt: skip
+        """The value with another place on one axis, which `made` has from then on."""
+        layout = tuple({**current, axis: place}.items())
+        if (node, layout) not in made:
+            made[node, layout] = self._convert_axis(written, node, current, axis, place, stage, options)
+            self.mark(made[node, layout], node, layout, dtype)
+        return made[node, layout]
 
     def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
         """The axes on which a value changes its place on the way from one layout to another, in order: a parameter is
@@ -143,10 +152,8 @@ class Converter:
         stored = dtype = self.stored_dtype(node)
         assert precision is not None and stored is not None
         if (node, produced) not in stage.stored:
-            read = stage.graph.create_node("get_attr", node.target, (), {}, node.name)
-            stage.parameters[node.target] = None
-            self.mark(read, node, produced, stored)
-            stage.stored[node, produced] = read
+            stage.stored[node, produced] = stage.parameter(node)
+            self.mark(stage.stored[node, produced], node, produced, stored)
         written, current = stage.stored[node, produced], dict(produced)
         for axis, place in _gradient_first(current, self._steps(node, produced, layout)):
             gathers = current[axis].is_shard
@@ -154,12 +161,9 @@ class Converter:
             if precision.reduce != (computed if gathers else dtype):
                 options["grad_dtype"] = precision.reduce
             dtype = computed if gathers else dtype
-            before, current[axis] = dict(current), place
-            known, key = stage.made if dtype == computed else stage.stored, (node, tuple(current.items()))
-            if key not in known:
-                known[key] = self._convert_axis(written, node, before, axis, place, stage, options)
-                self.mark(known[key], node, key[1], dtype)
-            written = known[key]
+            made = stage.made if dtype == computed else stage.stored
+            written = self._step(written, node, current, axis, place, stage, made, options, dtype)
+            current[axis] = place
         return written if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, written, computed)
 
 
