@@ -198,6 +198,11 @@ def on_parameters(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in operators(graph) if facts(node)["role"] in (ACTIVE, WEIGHT)]
 
 
+def reads_weights(node: fx.Node) -> bool:
+    """Whether a call is given parameters, or views of some."""
+    return any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
+
+
 def parameters_of(used: fx.Node) -> list[str]:
     """The parameters that a value is, or is a view of."""
     if facts(used)["role"] == PARAMETER:

@@ -30,6 +30,7 @@ from autopart.ir.graph import (
     is_tensor,
     on_parameters,
     operator_name,
+    reads_weights,
     shape,
     short_name,
     source_of,
@@ -184,8 +185,7 @@ def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
     kinds = [(n.target, tuple([facts(s)["role"] for s in tensor_inputs(n)]), reads_of[n]) for n in nodes]
     reads = [[position[s] for s in operands if s in position] for operands in sources]
     products = {
-        position[n] for n in nodes if facts(n)["pattern"] and facts(n)["pattern"].flops
-        and any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))
+        position[n] for n in nodes if facts(n)["pattern"] and facts(n)["pattern"].flops and reads_weights(n)
     }  # fmt: skip
     readers: dict[fx.Node, list[tuple[BlockPosition, int]]] = defaultdict(list)
     positions = places(kinds, reads, products, [times(node) for node in nodes])

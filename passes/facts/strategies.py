@@ -248,6 +248,7 @@ def _sharded(
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
+        unsharded = R if factor == pattern.lookup and not pattern.linear else P
         for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
                 continue  # a rank's rows of a table are known by the first one
@@ -259,7 +260,7 @@ def _sharded(
                 continue
             yield Strategy(
                 tuple(p if p.is_shard else (R_GRAD_P if grad else R) for p, grad in zip(inputs, grads, strict=True)),
-                tuple(p if p.is_shard else _unsharded_output(pattern, factor) for p in outputs),
+                tuple(p if p.is_shard else unsharded for p in outputs),
                 factor,
             )
 
@@ -287,10 +288,6 @@ def output_atoms(node: fx.Node) -> tuple:
     """The atoms of every dim of the first output."""
     atoms = facts(node)["atoms"]
     return atoms if is_tensor(node) else atoms[0]
-
-
-def _unsharded_output(pattern: Pattern, factor: str) -> Placement:
-    return R if factor == pattern.lookup and pattern.linear == () else P
 
 
 def _ways_to_cut(

@@ -92,7 +92,8 @@ class Converter:
         source = current[axis]
         if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
             return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, written, 1.0 / self.sizes[axis])
-        step, others = conversion(source, target), self._others(current, axis)
+        step = conversion(source, target)
+        others = [(cut, self.sizes[other]) for other, cut in current.items() if other != axis]
         source, place = inside(source, others), inside(target, others)
         if step is None or not is_direct(source, place, shape(node), self.sizes[axis]):
             between = R_GRAD_P if facts(node)["needs_grad"] else R
@@ -118,10 +119,6 @@ class Converter:
         if beside and in_one_piece and full % (others * self.sizes[axis]):
             raise _of_unequal_parts(node, cut.dim, axis, beside)
         return full // others
-
-    def _others(self, current: Mapping[str, Placement], axis: str) -> list[tuple[Placement, int]]:
-        """How the other axes cut a value, each with its ranks."""
-        return [(place, self.sizes[other]) for other, place in current.items() if other != axis]
 
     def sent(self, node: fx.Node, produced: Key) -> Key:
         """The layout in which a value goes from stage to stage."""
