@@ -56,7 +56,6 @@ WIRE_BYTES: dict[str, sympy.Expr] = {kind: parts.bytes.subs({k: 1, g: n}) for ki
 
 _TIME = {kind: sympy.lambdify((g, k, S, B, alpha, B_node, alpha_node), time, "math") for kind, time in TIME.items()}
 _BYTES = {kind: sympy.lambdify((n, S), expression, "math") for kind, expression in WIRE_BYTES.items()}
-_NODE_BYTES = {kind: sympy.lambdify((g, k, S), parts.node_bytes, "math") for kind, parts in PARTS.items()}
 
 
 @lru_cache(maxsize=10_000)
@@ -88,14 +87,6 @@ def time_s(kind: str, num_ranks: int, size_bytes: float, hardware: Hardware, str
 def wire_bytes(kind: str, num_ranks: int, size_bytes: float) -> float:
     """Bytes each rank sends in one collective."""
     return float(_BYTES[kind](num_ranks, size_bytes)) if kind in _BYTES and num_ranks > 1 else 0.0
-
-
-def node_share(kind: str, num_ranks: int, hardware: Hardware, stride: int = 1) -> float:
-    """Which share of those bytes goes to other nodes."""
-    if kind not in _BYTES or num_ranks == 1:
-        return 0.0
-    inside, nodes = levels(num_ranks, hardware.devices_per_node, stride)
-    return float(_NODE_BYTES[kind](inside, nodes, 1.0)) / wire_bytes(kind, num_ranks, 1.0)
 
 
 @lru_cache(maxsize=100_000)

@@ -1,8 +1,8 @@
-"""Dynamic and integer programming for a `per_block.Problem`."""
+"""Dynamic and integer programming for a `per_block.Problem`, and integer programs by their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,24 @@ def integer_programming(problem: BlockProblem, seed: int, budget: int) -> tuple[
     return None, nodes, bound_s
 
 
+ProgramRow = tuple[list[tuple[Any, Any]], float, float]
+"""A constraint of a program: (column, factor) of its sum, and between which that is."""
+
+
+def integer_program(
+    cost: np.ndarray, rows: Sequence[ProgramRow], upper: np.ndarray, whole: np.ndarray, options: Mapping[str, Any]
+) -> Any:
+    """The least cost of numbers from 0 to `upper`, some of which are `whole`, as HiGHS finds it."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    entries = [(i, column, factor) for i, (row, _, _) in enumerate(rows) for column, factor in row]
+    at, columns, factors = zip(*entries, strict=True)
+    matrix = csr_array((factors, (at, columns)), shape=(len(rows), len(cost)))
+    between = LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows])
+    return milp(cost, integrality=whole, bounds=Bounds(0, upper), constraints=between, options=dict(options))
+
+
 class _Counts:
     """The program: `n[stage, run, option]` blocks; `used`, whether there are any; `done[stage, run]`, whether a run has
     ended by the end of a stage; `extra[stage]`, the largest temporary; `slowest`, the seconds of the slowest stage.
@@ -161,33 +179,21 @@ class _Counts:
         self.size = sum(sizes)
 
     def solved(self, limit: float, nodes: int) -> Any:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-
         problem, longest = self.problem, self.problem.time_s.max()
         seconds = problem.time_s[self.runs] / longest
         cost = np.zeros(self.size)
         cost[self.n], cost[self.slowest] = seconds, problem.microbatches - 1
         upper = np.full(self.size, np.inf)
         upper[self.n], upper[self.used], upper[self.done] = self.lengths[:, None], 1, 1
-        rows = list(self._rows(limit, seconds, problem.base_time_s / longest))
-        entries = [(i, column, value) for i, (row, _, _) in enumerate(rows) for column, value in row]
-        at, columns, values = zip(*entries, strict=True)
-        matrix = csr_array((values, (at, columns)), shape=(len(rows), self.size))
         whole = np.ones(self.size)
         whole[[*self.extra, self.slowest]] = 0
-        solution = milp(
-            cost, integrality=whole, bounds=Bounds(0, upper),
-            constraints=LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows]),
-            options={"mip_rel_gap": 1e-6, "node_limit": nodes},
-        )  # fmt: skip
+        rows = list(self._rows(limit, seconds, problem.base_time_s / longest))
+        solution = integer_program(cost, rows, upper, whole, {"mip_rel_gap": 1e-6, "node_limit": nodes})
         if solution.mip_dual_bound is not None:
             solution.mip_dual_bound += problem.base_time_s.sum() / longest
         return solution
 
-    def _rows(
-        self, limit: float, seconds: np.ndarray, base_s: np.ndarray
-    ) -> Iterator[tuple[list[tuple[Any, Any]], float, float]]:
+    def _rows(self, limit: float, seconds: np.ndarray, base_s: np.ndarray) -> Iterator[ProgramRow]:
         """Of every constraint (column, factor), and between which it is."""
         problem, memory, free = self.problem, self.problem.memory_bytes, np.inf
         temporary = problem.temporary_bytes[self.runs] / memory

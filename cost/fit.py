@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from autopart.errors import AutopartError, MemoryLimitError
@@ -60,7 +60,9 @@ def does_not_fit(
         plan_options: the options asked for, by name.
     """
     rank = fullest(ranks)
-    remedies = list(_tried(ways(mesh, schedule, rows, plan_options), rank.total, estimate))
+    end_s = time.process_time() + SEARCH_S
+    in_time = takewhile(lambda _: time.process_time() <= end_s, ways(mesh, schedule, rows, plan_options))
+    remedies = list(_tried(in_time, rank.total, estimate))
     remedies.sort(key=lambda pair: (pair[1] > limit, pair[0].more_ranks, pair[1]))
     lines = [
         f"{way.text}: {quantity(total, 'B')}, {quantity(rank.total - total, 'B')} less"
@@ -135,24 +137,16 @@ def what_helps(remedies: Iterator[Remedy], needed: int, limit: int, estimate: Es
     """Of the ways that take less than `needed` bytes a text each, the first that fits the last. At most `TRIES` are
     estimated: a count and not a time, so that all processes say the same."""
     lines = []
-    for way in islice(remedies, TRIES):
-        try:
-            total = fullest(estimate(way.mesh, way.options)).total
-        except AutopartError:  # it cannot be cut so
-            continue
-        if total < needed:
-            lines.append(f"{way.text} takes {quantity(total, 'B')}{'' if total <= limit else ', still too much'}")
+    for way, total in _tried(islice(remedies, TRIES), needed, estimate):
+        lines.append(f"{way.text} takes {quantity(total, 'B')}{'' if total <= limit else ', still too much'}")
         if total <= limit:
             break
     return lines
 
 
-def _tried(remedies: Iterator[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
+def _tried(remedies: Iterable[Remedy], total: int, estimate: Estimate) -> Iterator[tuple[Remedy, int]]:
     """The ways that take less, with what they take."""
-    end_s = time.process_time() + SEARCH_S
     for way in remedies:
-        if time.process_time() > end_s:
-            return
         try:
             less = fullest(estimate(way.mesh, way.options)).total
         except AutopartError:  # it cannot be cut so

@@ -14,6 +14,7 @@ OPTIMIZER_VALUES = 2
 """Values per parameter that the optimizer keeps, in the parameter's dtype: AdamW's two moments (Loshchilov & Hutter
 2019). Plain SGD keeps none, and one with masters of higher precision more."""
 
+_SIZE = r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -54,7 +55,7 @@ class RankMemory:
         return {"stages": list(self.stages), **sizes, "total": self.total, "in_flight": in_flight}
 
 
-def parse_size(size: Any, name: str = "memory") -> int:
+def parse_size(size: Any) -> int:
     """Bytes of `"24GB"` (10^9), `"24GiB"` (2^30), `"800MB"` or a number of bytes.
 
     Raises OptionError for anything else.
@@ -62,19 +63,14 @@ def parse_size(size: Any, name: str = "memory") -> int:
     >>> parse_size("24GB"), parse_size("1.5 GiB"), parse_size(4096)
     (24000000000, 1610612736, 4096)
     """
-    hint = f"{name}='80GB', {name}='24GiB', or a whole number of bytes"
-    match = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", size, re.IGNORECASE) if isinstance(size, str) else None
-    )
-    if match is not None:
-        number, unit, binary = match[1], match[2].lower(), match[3]
-        if binary and not unit:
-            raise OptionError(f"{name}={size!r} is not a size", hint=hint)
-        bytes_ = round(float(number) * (_BINARY if binary else _UNITS)[unit])
+    why, bytes_ = "", 0
+    match = re.fullmatch(_SIZE, size, re.IGNORECASE) if isinstance(size, str) else None
+    if match is not None and (match[2] or not match[3]):
+        bytes_ = round(float(match[1]) * (_BINARY if match[3] else _UNITS)[match[2].lower()])
+        why = "it is not above zero"
     elif isinstance(size, int) and not isinstance(size, bool):
-        bytes_ = size
-    else:
-        raise OptionError(f"{name}={size!r} is not a size", hint=hint)
+        bytes_, why = size, "it is not above zero"
     if bytes_ <= 0:
-        raise OptionError(f"{name}={size!r} is not a size", why="it is not above zero", hint=hint)
+        hint = "memory='80GB', memory='24GiB', or a whole number of bytes"
+        raise OptionError(f"memory={size!r} is not a size", why=why, hint=hint)
     return bytes_

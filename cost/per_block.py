@@ -262,7 +262,7 @@ class Blocks:
         priced, schedule = self.priced, self.setting.schedule
         rows = np.array([row for row, _, _ in order], dtype=int)
         time = sum(sum(priced.by_row[row][part].values()) for row in rows for part in TIMING_PARTS) - self._hidden(rows)
-        held, *others = (priced.held(part) for part in (order, *ends))
+        held, *others = (priced.table.read_by(part) for part in (order, *ends))
         once = priced.once(held, [set(names) for names in (others or [held])])
         once["gradient_sum_s"] *= 1 - priced.hidden_sums
         states = priced.state_bytes(held)

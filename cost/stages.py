@@ -27,11 +27,6 @@ class Partition:
     loads: tuple[float, ...]
     lower_bound: float
 
-    @property
-    def imbalance(self) -> float:
-        """The heaviest stage over the lower bound, minus one."""
-        return max(self.loads) / self.lower_bound - 1 if self.lower_bound else 0.0
-
 
 def balance(
     weights: Sequence[float] | np.ndarray,

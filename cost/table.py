@@ -78,24 +78,32 @@ class Table:
     @cached_property
     def counts(self) -> Mapping[tuple[str, Work], int]:
         """How often each work is done in a microbatch, by part of a step."""
-        often = np.bincount(self.positions, minlength=len(self.rows))
-        often_done: dict[tuple[str, Work], int] = {}
-        for row, number in zip(self.rows, often, strict=True):
+        often_done = Counter[tuple[str, Work]]()
+        for row, number in zip(self.rows, self.often, strict=True):
             for part, works in row.works.items():
                 for work in works:
-                    often_done[part, work] = often_done.get((part, work), 0) + int(number)
+                    often_done[part, work] += number
         return often_done
+
+    @cached_property
+    def often(self) -> list[int]:
+        """How many operators each of `rows` is."""
+        numbers: list[int] = np.bincount(self.positions, minlength=len(self.rows)).tolist()
+        return numbers
 
     @cached_property
     def held(self) -> dict[str, str]:
         """{every parameter of the model: its name in `parameters`}."""
-        return {named_in(name, path, number): name for position, path, number in self.order
+        return self.read_by(self.order)
+
+    def read_by(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
+        """The same of those that some operators read."""
+        return {named_in(name, path, number): name for position, path, number in order
                 for name in self.rows[position].parameters}  # fmt: skip
 
     @cached_property
     def totals(self) -> Totals:
         """All operators together, for formulas."""
-        often = np.bincount(self.positions, minlength=len(self.rows))
         held = {name: self.parameters[known] for name, known in self.held.items()}
         trained = [parameter for parameter in held.values() if parameter.trained]
         cut = {p.over: [one for one in held.values() if one.over == p.over] for p in held.values() if p.cut}
@@ -105,7 +113,7 @@ class Table:
             self.gathers, cast_bytes(p for p in held.values() if not p.cut),
             mean_share((p.size.value, p.read) for p in held.values()),
             mean_share((p.size.value, p.summed) for p in held.values()),
-            Size.sum(row.kept * int(count) for row, count in zip(self.rows, often, strict=True)),
+            Size.sum(row.kept * number for row, number in zip(self.rows, self.often, strict=True)),
             max((row.temporary for row in self.rows), key=lambda size: size.value),
             min((row.crossing for row in self.rows if row.crossing and row.crossing.terms), key=lambda s: s.value,
                 default=NOTHING), self.buffer_bytes, summed_over(trained), self.hidden_sums,
@@ -199,9 +207,9 @@ class Priced:
 
     @cached_property
     def ranks_hold(self) -> list[dict[str, str]]:
-        """The parameters that the rank at each `pp` coordinate holds, as `held`."""
+        """The parameters that the rank at each `pp` coordinate holds, as `Table.held`."""
         homes = [sorted({action.stage for action in order}) for order in self.orders]
-        return [self.held(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
+        return [self.table.read_by(self.table.order[i] for s in home for i in self.stages[s]) for home in homes]
 
     @cached_property
     def timing(self) -> dict[str, Any]:
@@ -342,11 +350,6 @@ class Priced:
             for part, kind in kinds:
                 if kind in parts[part]:
                     parts[part][kind] *= share
-
-    def held(self, order: Iterable[tuple[int, str, int]]) -> dict[str, str]:
-        """The parameters that operators read: {name: name in the table}."""
-        return {named_in(name, path, number): name for position, path, number in order
-                for name in self.table.rows[position].parameters}  # fmt: skip
 
     def state_bytes(self, held: Mapping[str, str]) -> float:
         """Of parameters, with their gradients and optimizer."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from autopart.ir.dp_sync import ALL_REDUCE, DpSync
+from autopart.ir.dp_sync import DpSync
 from autopart.ir.fold import Fold, Folds, NotFoldable, unrolled
 from autopart.ir.mesh import Mesh
 from autopart.plans.plan import Schedule
@@ -25,13 +25,7 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.(.+)")
 
 
 def own_setting(
-    table: Table,
-    mesh: Mesh,
-    schedule: Schedule,
-    zero: int = 0,
-    prefetch: int = 1,
-    scatter_sends: bool = False,
-    dp_sync: DpSync = ALL_REDUCE,
+    table: Table, mesh: Mesh, schedule: Schedule, zero: int, prefetch: int, scatter_sends: bool, dp_sync: DpSync
 ) -> Setting:
     """What the table of a plan was counted under, by the plan's mesh, schedule and fields of these names."""
     rows = table.b * mesh.row_ranks * schedule.microbatches

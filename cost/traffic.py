@@ -76,29 +76,35 @@ class Row(NamedTuple):
 
 def summed_buckets(weights: Mapping[str, Weight]) -> Iterator[Sent]:
     """Gradients that are summed once a step."""
+    for bucket, members in _buckets(weights, {name: one.part_bytes for name, one in weights.items()}):
+        size, summed = sum(one.part_bytes for one in members), members[0].summed
+        is_copied = len(bucket) > 1 or summed != 1
+        yield Sent(bucket, round(size * summed) if is_copied else 0)
+
+
+def _buckets(
+    weights: Mapping[str, Weight], sizes: Mapping[str, float]
+) -> Iterator[tuple[tuple[str, ...], list[Weight]]]:
+    """What travels together of weights of so many bytes."""
     for names in kinds(list(weights), {name: one.kind for name, one in weights.items()}):
-        for bucket in bucketed({name: round(weights[name].part_bytes) for name in names}):
-            size, summed = sum(weights[name].part_bytes for name in bucket), weights[bucket[0]].summed
-            is_copied = len(bucket) > 1 or summed != 1
-            yield Sent(bucket, round(size * summed) if is_copied else 0)
+        for bucket in bucketed({name: round(sizes[name]) for name in names}):
+            yield bucket, [weights[name] for name in bucket]
 
 
 def scattered_buckets(weights: Mapping[str, Weight], zero: int, microbatches: int) -> Iterator[Sent]:
     """Gradients of weights that are held whole for a step, in the order of their use."""
-    for names in kinds(list(weights), {name: one.kind for name, one in weights.items()}):
-        for bucket in bucketed({name: round(weights[name].whole_bytes) for name in names}):
-            members = [weights[name] for name in bucket]
-            size, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
-            alone = len(members) == 1 and members[0].in_order
-            parts, received = sum(one.part_bytes for one in members), _sent_copy(members) + (0 if alone else size)
-            if members[0].stays_whole:  # in the dtype of its parts
-                own_dtype, copied = members[0].read == 1, flat if members[0].is_summed else 0
-                grads = 0 if own_dtype else size / members[0].read
-                yield Sent(bucket, round(copied), round(grads), round(received), not own_dtype)
-                continue
-            copied, is_kept = 0 if alone and flat == size else flat, zero == 1 and microbatches > 1 and flat != size
-            yield Sent(bucket, round(copied), round(parts), round(received), True, zero == 2,
-                       round(flat) if is_kept else 0)  # fmt: skip
+    for bucket, members in _buckets(weights, {name: one.whole_bytes for name, one in weights.items()}):
+        size, flat = sum(one.whole_bytes for one in members), sum(one.sum_bytes for one in members)
+        alone = len(members) == 1 and members[0].in_order
+        parts, received = sum(one.part_bytes for one in members), _sent_copy(members) + (0 if alone else size)
+        if members[0].stays_whole:  # in the dtype of its parts
+            own_dtype, copied = members[0].read == 1, flat if members[0].is_summed else 0
+            grads = 0 if own_dtype else size / members[0].read
+            yield Sent(bucket, round(copied), round(grads), round(received), not own_dtype)
+            continue
+        copied, is_kept = 0 if alone and flat == size else flat, zero == 1 and microbatches > 1 and flat != size
+        yield Sent(bucket, round(copied), round(parts), round(received), True, zero == 2,
+                   round(flat) if is_kept else 0)  # fmt: skip
 
 
 def _sent_copy(weights: Sequence[Weight]) -> float:

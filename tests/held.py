@@ -19,6 +19,7 @@ from zoo import ZOO
 import autopart
 from autopart.cost.count.footprint import walked
 from autopart.cost.count.peaks import stage_memory
+from autopart.ir.facts import times
 from autopart.ir.masks import with_bands
 from autopart.runtime.executable import Executable
 from autopart.runtime.pipeline import StageModule
@@ -94,7 +95,8 @@ def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, 
     with executable.loaded(inputs, comparison):
         for module in executable.modules:
             estimate = stage_memory(walked(trace, program, with_bands(module.stage, dict(module.bands[0]))))
-            found.append((module.stage.index, _saved_of(module), estimate.saved_bytes))
+            estimated = sum(size * times(node) for node, size in estimate.saved.items())
+            found.append((module.stage.index, _saved_of(module), estimated))
     return found
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import autopart
 from autopart import cost
-from autopart.cost.collectives import TIME, levels, node_share, time_s, wire_bytes
+from autopart.cost.collectives import PARTS, TIME, S, g, k, levels, time_s, wire_bytes
 from autopart.cost.hardware import Hardware, names
 from autopart.passes.choose.shard import ShardingProblem
 from autopart.recipe import prepare
@@ -152,15 +152,17 @@ def test_another_rank_on_the_same_level_takes_no_less(kind, inside, nodes, size,
 @given(kinds, counts, sizes, strides, profiles)
 def test_the_bytes_are_the_same_wherever_the_ranks_lie(kind, n, size, stride, hardware):
     """Time without latency is the bytes to other nodes over their links, and the rest over those inside."""
-    sent, share = wire_bytes(kind, n, size), node_share(kind, n, hardware, stride)
-    by_hand = sent * ((1 - share) / hardware.link_bytes_per_s + share / hardware.node_link_bytes_per_s)
+    inside, nodes = levels(n, hardware.devices_per_node, stride)
+    to_nodes = float(PARTS[kind].node_bytes.subs({g: inside, k: nodes, S: size})) if n > 1 else 0.0
+    to_others = wire_bytes(kind, n, size) - to_nodes
+    by_hand = to_others / hardware.link_bytes_per_s + to_nodes / hardware.node_link_bytes_per_s
     assert time_s(kind, n, size, without_latency(hardware), stride) == pytest.approx(by_hand, rel=1e-9)
 
 
 def test_local_primitives_and_single_ranks_are_free():
     hardware = Hardware.load()
-    assert time_s("slice", 4, 100, hardware) == node_share("slice", 4, hardware) == 0.0
-    assert time_s("all_reduce", 1, 100, hardware) == node_share("send", 1, hardware) == 0.0
+    assert time_s("slice", 4, 100, hardware) == wire_bytes("slice", 4, 100) == 0.0
+    assert time_s("all_reduce", 1, 100, hardware) == wire_bytes("send", 1, 100) == 0.0
 
 
 # --- the prices of a plan -------------------------------------------------------------------------------------------

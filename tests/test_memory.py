@@ -9,17 +9,18 @@ import pytest
 import torch
 from dist import run_ranks
 from held import most_in_flight, peak_on_a_rank, saved_on_a_rank, small, states_on_a_rank
+from torch import fx
 from traced import plan_of, run_of
 from zoo import ZOO
 
 import autopart
-from autopart.cost.count.kept import kept
+from autopart.cost.count.kept import KNOWN, Form, Kept
 from autopart.cost.memory import parse_size
 from autopart.cost.traffic import Event, Sent, Traffic, backward_peaks
 from autopart.errors import MemoryLimitError, OptionError
 from autopart.ir.actions import StageBytes, actions, most_at_once, most_held
 from autopart.ir.facts import facts
-from autopart.ir.graph import operator_name
+from autopart.ir.graph import operator_name, operators, value
 from autopart.ir.mesh import Mesh
 from autopart.ir.schedules import FLUSHING, SCHEDULES, SINGLE_STAGE
 from autopart.plans.headline import quantity
@@ -52,11 +53,17 @@ def test_activations_are_those_that_autograd_saves(name, run):
             assert held == estimated > 0, f"stage {stage}"
 
 
+def _kept(node: fx.Node) -> Kept:
+    """What one call of a traced graph keeps for its backward."""
+    form = {n: Form.of(value(n), facts(n).get("needs_grad", False)) for n in node.all_input_nodes}
+    return KNOWN.effect(node.target, *fx.map_arg((node.args, node.kwargs), form.__getitem__)).kept
+
+
 def test_what_an_operator_keeps():
     """On a traced graph: softmax its result, a product both factors, an addition nothing."""
     model, batch = small("bert")
     trace = prepare(model, bind_call(model, (), batch))
-    found = {operator_name(n): kept(n) for n in trace.graph.nodes if n.op == "call_function" and facts(n)["needs_grad"]}
+    found = {operator_name(n): _kept(n) for n in operators(trace.graph) if facts(n)["needs_grad"]}
     assert found["aten::add"] == ((), (), 0)
     assert found["aten::gelu"] == ((0,), (), 0)
     assert found["aten::linear"].inputs == (0, 1)

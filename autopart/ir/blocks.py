@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from torch import fx
 
-from autopart.ir.facts import ACTIVE, WEIGHT, facts
-from autopart.ir.graph import operators, parents
+from autopart.ir.facts import facts
+from autopart.ir.graph import on_parameters, parents
 
 
 def blocks(traced: fx.Graph) -> dict[str, str]:
@@ -17,7 +17,7 @@ def blocks(traced: fx.Graph) -> dict[str, str]:
     number; where blocks are in blocks, the outermost. Without any, it is a stretch of operators that comes again and
     again (`passes/facts/blocks.py`), such as one layer called many times.
     """
-    nodes = {facts(node)["key"]: node for node in operators(traced) if facts(node)["role"] in (ACTIVE, WEIGHT)}
+    nodes = {facts(node)["key"]: node for node in on_parameters(traced)}
     inside: dict[str, set[str]] = defaultdict(set)
     for key in nodes:
         for path in _numbered(key):

@@ -26,13 +26,18 @@ class Strategy:
         return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
 
     @property
+    def places(self) -> tuple[Placement, ...]:
+        """Of all inputs, then of all outputs."""
+        return (*self.inputs, *self.outputs)
+
+    @property
     def is_sharded(self) -> bool:
-        return any(p.is_divided for p in (*self.inputs, *self.outputs))
+        return any(p.is_divided for p in self.places)
 
     @property
     def is_routed(self) -> bool:
         """Whether rows come to the ranks of their experts, are there, or go back."""
-        return any(p.is_routed for p in (*self.inputs, *self.outputs))
+        return any(p.is_routed for p in self.places)
 
 
 def goes_around(strategy: Strategy) -> bool:

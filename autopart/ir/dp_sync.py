@@ -26,6 +26,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopart.errors import OptionError
+from autopart.ir.names import first_of
 
 if TYPE_CHECKING:
     from autopart.ir.mesh import Mesh
@@ -291,16 +292,12 @@ class DpSync:
         known = list(names)
         for pattern, _ in self.only:
             if not any(fnmatchcase(name, pattern) for name in known):
-                raise OptionError(f"dp_sync of '{pattern}' matches no parameter", why=f"they are {_few(known)}",
+                raise OptionError(f"dp_sync of '{pattern}' matches no parameter", why=f"they are {first_of(known)}",
                                   hint="names as in model.named_parameters()")  # fmt: skip
 
 
 ALL_REDUCE = DpSync()
 """All gradients are summed as they are."""
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
 
 
 def _complete(sync: DpSync) -> DpSync:

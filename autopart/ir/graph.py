@@ -13,7 +13,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from autopart.ir.facts import ACTIVE, facts
+from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
 from autopart.ir.names import parents as parents
 from autopart.ir.names import pattern_of as pattern_of
 
@@ -191,6 +191,24 @@ def dropout_probability(node: fx.Node) -> float | None:
 def active_operators(graph: fx.Graph) -> list[fx.Node]:
     """The operators that belong to a stage, in order."""
     return [node for node in operators(graph) if facts(node)["role"] == ACTIVE]
+
+
+def on_parameters(graph: fx.Graph) -> list[fx.Node]:
+    """The operators that depend on parameters, in order: those for which layouts are chosen."""
+    return [node for node in operators(graph) if facts(node)["role"] in (ACTIVE, WEIGHT)]
+
+
+def reads_weights(node: fx.Node) -> bool:
+    """Whether a call is given parameters, or views of some."""
+    return any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
+
+
+def parameters_of(used: fx.Node) -> list[str]:
+    """The parameters that a value is, or is a view of."""
+    if facts(used)["role"] == PARAMETER:
+        return [str(used.target)]
+    inputs = used.all_input_nodes if facts(used)["role"] == WEIGHT else []
+    return [name for node in inputs for name in parameters_of(node)]
 
 
 def assign_keys(graph: fx.Graph) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 
 def parents(name: str) -> list[str]:
@@ -14,6 +15,11 @@ def parents(name: str) -> list[str]:
     path = name.rsplit("/", 1)[0] if "/" in name else name.rpartition(".")[0]
     parts = path.split(".") if path else []
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first names of a list, as errors and notes have them."""
+    return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
 
 
 def layer_of(name: str) -> int | None:

@@ -122,11 +122,10 @@ class _Counter:
         return [*(Counted(one.node, (), accumulate=one.accumulate) for one in chain[:-1]), last]
 
     def _bytes(self, pieces: Set[Memory]) -> Size:
-        return Size.sum(Size.of(memory.size_bytes, self.growth.of(memory.made_by)) for memory in pieces)
+        return Size.sum(map(self.growth.of_memory, pieces))
 
     def size(self, node: fx.Node) -> Size:
-        result = self.walk.values[node]
-        return Size.of(result.form.size_bytes, self.growth.of(node)) if isinstance(result, Value) else NOTHING
+        return self.growth.of_value(node, self.walk.values[node])
 
     def _one(self, node: fx.Node) -> Counted:
         name = operator_name(node).removeprefix("autopart::")
@@ -209,7 +208,7 @@ class _Counter:
         forward = (Work("other", size_in + written),)
         if not alive:
             return Counted(node, forward)
-        kept = [Size.of(m.size_bytes, self.growth.of(m.made_by)) for m in set(self.walk.keeps.get(node, ()))]
+        kept = [self.growth.of_memory(memory) for memory in set(self.walk.keeps.get(node, ()))]
         grads = [
             (weight, size) for weight, size, v in zip(of_weights, sizes, read, strict=True) if needs_grad(v)
         ]  # fmt: skip

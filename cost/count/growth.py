@@ -4,10 +4,13 @@ grow."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 from torch import Tensor, fx
 
-from autopart.cost.work import CHOSEN, Powers
+from autopart.cost.count.footprint import Memory, Value
+from autopart.cost.work import CHOSEN, NOTHING, Powers, Size
 from autopart.ir.atoms import BATCH, DATA_DIM, Atom, factor_atoms
 from autopart.ir.facts import facts
 from autopart.ir.graph import tensor_inputs, value
@@ -37,37 +40,35 @@ class Growth:
         sizes = {axis: program.mesh.size(axis) for axis in cut} | {MICROBATCH_AXIS: program.microbatches}
         self._axes = {name: program.mesh.innermost(cuts) for name, cuts in CHOSEN.items()}
         self._row_axes = [axis for axis, size in sizes.items() if size > 1]
-        self._of: dict[fx.Node, Powers] = {}
-        self._traced_of: dict[fx.Node, Powers] = {}
-        self._cuts: dict[tuple[fx.Node, str], int | None] = {}
+        # Each found once: the powers of a written value's bytes, of a traced value, the dim that is cut over an axis.
+        self.of, self._of_traced, self._cut = cache(self._of_written), cache(self._of_atoms), cache(self._cut_dim)
 
-    def of(self, node: fx.Node) -> Powers:
+    def of_value(self, node: fx.Node, result: Any) -> Size:
+        """The bytes of a value that a node makes; nothing for several."""
+        return Size.of(result.form.size_bytes, self.of(node)) if isinstance(result, Value) else NOTHING
+
+    def of_memory(self, memory: Memory) -> Size:
+        """The bytes of a piece of memory."""
+        return Size.of(memory.size_bytes, self.of(memory.made_by))
+
+    def _of_written(self, node: fx.Node) -> Powers:
         """Of a written value's bytes."""
-        if node not in self._of:
-            self._of[node] = self._written(node)
-        return self._of[node]
-
-    def _written(self, node: fx.Node) -> Powers:
         origin, layout = self._traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
         if origin is None:  # one step of several towards a traced value, or a tuple of them
             parts = [self.of(user) for user in node.users if "origin" in facts(user) and user.args[0] is node]
             powers = _largest(parts or [self.of(n) for n in tensor_inputs(node)])
             whole = {} if parts else {name: 0 for name, axis in self._axes.items() if self._cut(node, axis) is None}
             return powers._replace(**whole)
-        if origin not in self._traced_of:
-            self._traced_of[origin] = self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
-        powers = self._traced_of[origin]
+        powers = self._of_traced(origin)
         cut = all(layout[axis].is_shard for axis in self._row_axes if axis in layout)
         over = {name: int(axis in layout and layout[axis].is_divided) for name, axis in self._axes.items()}
         return Powers(powers.b * cut, powers.s, **over)
 
-    def _cut(self, node: fx.Node, axis: str) -> int | None:
-        """The dim of a written value that is cut over an axis: of one of several steps, where an input has it too."""
-        if (node, axis) not in self._cuts:
-            self._cuts[node, axis] = self._found_cut(node, axis)
-        return self._cuts[node, axis]
+    def _of_atoms(self, origin: fx.Node) -> Powers:
+        return self._count(atom for dim in facts(origin)["atoms"] for atom in dim)
 
-    def _found_cut(self, node: fx.Node, axis: str) -> int | None:
+    def _cut_dim(self, node: fx.Node, axis: str) -> int | None:
+        """The dim of a written value that is cut over an axis: of one of several steps, where an input has it too."""
         if facts(node).get("origin", "") in self._traced:
             placement = facts(node).get("layout", {}).get(axis)
             return placement.dim if placement is not None and placement.is_divided else None

@@ -7,7 +7,7 @@ go.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from functools import cached_property
+from functools import cache, cached_property
 
 from torch import fx
 
@@ -54,9 +54,9 @@ class Held:
     stages before keep."""
 
     def __init__(self, walk: Walk, growth: Growth, kept_before: Set[int]):
-        self.walk, self.growth, self.sizes = walk, growth, dict[Memory, Size]()
+        self.walk, self.growth, self.size = walk, growth, cache(growth.of_memory)
         self.traced = {node.name: node for node in walk.trace.graph.nodes}
-        self.scattered: dict[fx.Node, bool] = {}
+        self._in_parts = cache(self._can_be_scattered)
         self.alive, self.parameters = walk.reached(), set(walk.stage.parameters)
         received = [walk.values[node].memory for node in self.received]
         before = {received[number] for number in kept_before}
@@ -108,14 +108,10 @@ class Held:
         alone = [*after, *(memory for memory in pieces if memory not in self.keeper)]
         return alike, Size.sum(map(self.size, alone)), Size.sum(map(self.size, after))
 
-    def _in_parts(self, node: fx.Node) -> bool:
+    def _can_be_scattered(self, node: fx.Node) -> bool:
         """Whether a value of the stage can be sent in parts."""
-        if node not in self.scattered:
-            origin = self.traced.get(facts(node).get("origin", ""))
-            layout = facts(node).get("layout", {})
-            mesh = self.walk.program.mesh
-            self.scattered[node] = origin is not None and in_parts(origin, layout, mesh) is not None
-        return self.scattered[node]
+        origin, layout = self.traced.get(facts(node).get("origin", "")), facts(node).get("layout", {})
+        return origin is not None and in_parts(origin, layout, self.walk.program.mesh) is not None
 
     def _in_forward(self) -> dict[fx.Node, Size]:
         """While the forward of each node runs."""
@@ -162,19 +158,12 @@ class Held:
 
     def _value(self, node: fx.Node) -> Size:
         """A value by its own shape."""
-        result = self.walk.values[node]
-        return Size.of(result.form.size_bytes, self.growth.of(node)) if isinstance(result, Value) else NOTHING
-
-    def size(self, memory: Memory) -> Size:
-        if memory not in self.sizes:
-            self.sizes[memory] = Size.of(memory.size_bytes, self.growth.of(memory.made_by))
-        return self.sizes[memory]
+        return self.growth.of_value(node, self.walk.values[node])
 
     def _other(self, node: fx.Node, size_bytes: int) -> Size:
         """What an operator keeps that is neither its input nor its output: copies of inputs, by their size, or else
         something that grows as what it makes."""
-        values = [(n, self.walk.values[n]) for n in tensor_inputs(node)]
-        read = [Size.of(v.form.size_bytes, self.growth.of(n)) for n, v in values if isinstance(v, Value)]
+        read = [self._value(used) for used in tensor_inputs(node) if isinstance(self.walk.values[used], Value)]
         options = [Size.sum(read), *read]
         return next((o for o in options if o.value == size_bytes), Size.of(size_bytes, self.growth.of(node)))
 
@@ -204,7 +193,7 @@ class Held:
                 weights.add(node)
             elif last.get(node, i) > i:
                 single = isinstance(value, Value) and needs_grad(value)
-                travelling[node] = Size.of(value.form.size_bytes, self.growth.of(node)) if single else None
+                travelling[node] = self._value(node) if single else None
         return crossings
 
 

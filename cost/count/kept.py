@@ -16,13 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopart.compat import TorchDispatchMode, fake_mode, is_composite, tree_flatten
-from autopart.ir.facts import facts
-from autopart.ir.graph import value
 from autopart.tracing.eager_semantics import no_autocast
 
 MAX_KNOWN = 20_000
@@ -126,21 +124,6 @@ class Known:
 
 
 KNOWN = Known()
-
-
-def kept(node: fx.Node) -> Kept:
-    """What one call of a traced graph keeps for its backward.
-
-    >>> kept(exp_node)                        # doctest: +SKIP
-    Kept(inputs=(), outputs=(0,), other_bytes=0)
-    """
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _form_of)
-    return KNOWN.effect(node.target, args, kwargs).kept if callable(node.target) else Kept((), (), 0)
-
-
-def _form_of(node: fx.Node) -> Any:
-    traced = value(node)
-    return Form.of(traced, facts(node).get("needs_grad", False)) if isinstance(traced, Tensor) else traced
 
 
 def _hashable(argument: Any) -> Hashable:

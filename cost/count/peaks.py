@@ -39,10 +39,6 @@ class StageMemory:
     traffic: Traffic
 
     @property
-    def saved_bytes(self) -> int:
-        return sum(size * times(node) for node, size in self.saved.items())
-
-    @property
     def temporary_bytes(self) -> int:
         """How far a forward or backward goes beyond what is held, at its largest."""
         return max(self.bytes.forward, self.bytes.backward)

@@ -17,14 +17,14 @@ from autopart.cost.flops import work
 from autopart.cost.sends import StageCrossing
 from autopart.cost.simulate import Simulation
 from autopart.ir.decisions import Decisions
-from autopart.ir.facts import PARAMETER, WEIGHT, cost_notes, facts, times
+from autopart.ir.facts import cost_notes, facts, times
 from autopart.ir.fold import Folds, names_of
 from autopart.ir.graph import (
     active_operators,
     operator_name,
+    parameters_of,
     pattern_of,
     size_bytes,
-    source_of,
     tensor_inputs,
     value,
 )
@@ -238,7 +238,8 @@ def _block_rows(nodes: list[fx.Node], moves: list[_Move], folds: Folds) -> list[
         block = block_of(path)
         paths[block][".".join(path.split(".")[: block.count(".") + 1])] = None
         flops[block] += int(work(node)) * times(node)
-        shared[block] |= {pattern_of(n): None for n in _weights(node) if block_of(n.rpartition(".")[0]) != block}
+        read = [name for used in tensor_inputs(node) for name in parameters_of(used)]
+        shared[block] |= {pattern_of(name): None for name in read if block_of(name.rpartition(".")[0]) != block}
     counts: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: {"forward": {}, "backward": {}})
     sent: dict[str, int] = defaultdict(int)
     for move in moves:
@@ -270,18 +271,6 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _weights(node: fx.Node) -> list[str]:
-    """The names of the parameters an operator reads, itself or through what is computed from parameters alone."""
-    names: list[str] = []
-    for used in tensor_inputs(node):
-        source, _ = source_of(used)
-        if facts(source)["role"] == PARAMETER:
-            names.append(str(source.target))
-        elif facts(source)["role"] == WEIGHT:
-            names += _weights(source)
-    return names
 
 
 def _num_parameters(trace: Trace, stage: Stage, program: Program) -> int:

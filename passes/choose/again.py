@@ -37,7 +37,7 @@ def cut_inside(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: i
     pattern = facts(node)["pattern"]
     assert pattern is not None, "without a rule nothing is cut"
     inner, parts = taken[-1].strategy, math.prod(one.ranks for one in taken)
-    pairs = [(a, b) for a, b in zip(_places(option), _places(inner), strict=True) if a.is_shard]
+    pairs = [(a, b) for a, b in zip(option.places, inner.places, strict=True) if a.is_shard]
     alike = all(b.is_shard and a.dim == b.dim and len(a.sections) < 2 > len(b.sections) for a, b in pairs)
     if option.factor in (pattern.lookup, *pattern.joined) or not alike:
         return None
@@ -58,10 +58,6 @@ def cut_inside(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: i
     return None
 
 
-def _places(option: Strategy) -> tuple[Placement, ...]:
-    return (*option.inputs, *option.outputs)
-
-
 def _in_parts(place: Placement, parts: int) -> Placement:
     """A cut inside each of so many parts, into which other axes have cut what this one cuts."""
     return shard(place.dim, (num_sections(place.sections) * parts,)) if place.is_shard else place
@@ -70,7 +66,7 @@ def _in_parts(place: Placement, parts: int) -> Placement:
 def _sections_of_both(pattern: Pattern, option: Strategy, other: Strategy) -> tuple[int, int] | None:
     """Into how many sections two options cut a factor where it is a dim of its own; None where it is none."""
     operands = (*pattern.inputs, *pattern.outputs)
-    for dims, a, b in zip(operands, _places(option), _places(other), strict=True):
+    for dims, a, b in zip(operands, option.places, other.places, strict=True):
         if a.is_shard and b.is_shard and dims[a.dim] == (option.factor,):
             return num_sections(a.sections), num_sections(b.sections)
     return None

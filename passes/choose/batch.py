@@ -16,11 +16,11 @@ from torch import fx
 from autopart.errors import StageError
 from autopart.ir.atoms import BATCH
 from autopart.ir.decisions import Decisions, Strategy, over_rows
-from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
+from autopart.ir.facts import PARAMETER, facts
 from autopart.ir.graph import (
     describe,
     is_tensor,
-    operators,
+    on_parameters,
     shape,
     size_bytes,
     source_of,
@@ -69,17 +69,16 @@ def _choose(graph: fx.Graph, num_shards: int, together: Set[str]) -> dict[fx.Nod
     chosen: dict[fx.Node, Strategy] = {}
     whole: set[fx.Node] = set()  # values that an operator before has asked for whole, so that they are there
     known: dict[Hashable, tuple[Sequence[Strategy], Strategy]] = {}
-    for node in operators(graph):
-        if facts(node)["role"] in (ACTIVE, WEIGHT):
-            options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
-            if together:
-                options = tuple([s for s in options if not _cuts(node, s, together)])
-            inputs = tuple([(placement(s, chosen), size_bytes(s), s in whole) for s in sources])
-            key = options if together else id(options), inputs, facts(node)["for_buffers"]
-            if key not in known:
-                known[key] = options, min(options, key=lambda s: _price(node, s, chosen, whole))
-            chosen[node] = known[key][1]
-            whole.update([s for s, target in zip(sources, chosen[node].inputs, strict=True) if target.is_replicated])
+    for node in on_parameters(graph):
+        options, sources = strategies(node, num_shards, frozenset({BATCH})), tensor_inputs(node)
+        if together:
+            options = tuple([s for s in options if not _cuts(node, s, together)])
+        inputs = tuple([(placement(s, chosen), size_bytes(s), s in whole) for s in sources])
+        key = options if together else id(options), inputs, facts(node)["for_buffers"]
+        if key not in known:
+            known[key] = options, min(options, key=lambda s: _price(node, s, chosen, whole))
+        chosen[node] = known[key][1]
+        whole.update([s for s, target in zip(sources, chosen[node].inputs, strict=True) if target.is_replicated])
     return chosen
 
 

@@ -17,9 +17,18 @@ from autopart.cost.hardware import Hardware
 from autopart.errors import PlanError, StageError
 from autopart.ir.decisions import Decisions, Strategy, over_rows, with_places
 from autopart.ir.dp_sync import DpSync
-from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
+from autopart.ir.facts import PARAMETER, WEIGHT, facts
 from autopart.ir.fold import Folds, names_of
-from autopart.ir.graph import CAST, active_operators, describe, operator_name, operators, pattern_of, tensor_inputs
+from autopart.ir.graph import (
+    CAST,
+    active_operators,
+    describe,
+    on_parameters,
+    operator_name,
+    operators,
+    pattern_of,
+    tensor_inputs,
+)
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, cannot_store, cannot_store_parts, shard
 from autopart.ir.mesh import Mesh
 from autopart.passes.choose.batch import Rows, batch_strategies, fit_rows
@@ -193,8 +202,7 @@ def is_plan_of(plan: Plan, trace: Trace) -> bool:
 
 def decided_by(trace: Trace, decisions: Decisions) -> dict[str, OnAxes]:
     """`{operator: {axis: strategy}}` of all operators, in order: what `decode` follows in other traces of the model."""
-    chosen = decisions.features
-    nodes = [n for n in operators(trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
+    nodes, chosen = on_parameters(trace.graph), decisions.features
     return {facts(n)["key"]: {axis: str(on[n]) for axis, on in chosen.items() if n in on} for n in nodes}
 
 
@@ -264,7 +272,7 @@ def _fit_strategies(
     """
     fixed: dict[fx.Node, Strategy] = {}
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
-    nodes = [n for n in operators(trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
+    nodes = on_parameters(trace.graph)
     for node in nodes:
         allowed = beside.strategies(node, beside.ways(node, mesh.size(axis)))
         options = {str(option): option for option in allowed if not _cuts_otherwise(node, option, on_axis)}
@@ -289,9 +297,7 @@ def _read_strategies(
     chosen: dict[fx.Node, Strategy] = {}
     used: set[str] = set()
     on_axis = {name: layout.get(axis, R) for name, layout in stored.items()}
-    for node in operators(trace.graph):
-        if facts(node)["role"] not in (ACTIVE, WEIGHT):
-            continue
+    for node in on_parameters(trace.graph):
         options = beside.strategies(node, beside.ways(node, mesh.size(axis)))
         named_entry = plan.operator_entry(facts(node)["key"], facts(node)["group"])
         strategy = options[0]
@@ -372,7 +378,7 @@ def _matches(used: Placement, stored: Placement) -> bool:
 
 
 def _distance(a: Strategy, b: Strategy) -> tuple[int, int]:
-    pairs = zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True)
+    pairs = zip(a.places, b.places, strict=True)
     return sum(x != y for x, y in pairs), sum(p.kind == "P" for p in a.inputs)
 
 

@@ -15,8 +15,8 @@ from torch import fx
 from autopart.errors import LayoutError
 from autopart.ir.atoms import DATA_DIM, FEATURE, factor_atoms
 from autopart.ir.decisions import Strategy, goes_around
-from autopart.ir.facts import PARAMETER, WEIGHT, facts
-from autopart.ir.graph import describe, dropout_probability, tensor_inputs
+from autopart.ir.facts import facts
+from autopart.ir.graph import describe, dropout_probability, reads_weights, tensor_inputs
 from autopart.ir.masks import is_attention
 from autopart.ir.mesh import Context
 from autopart.ir.pattern import Pattern
@@ -32,8 +32,7 @@ def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis:
         return rings or _without_ring(node, options, axis)
     options = [option for option in options if option not in rings]
     pattern = facts(node)["pattern"]
-    of_weights = any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
-    if context == "auto" or pattern is None or not pattern.flops or of_weights:
+    if context == "auto" or pattern is None or not _multiplies_values(node):
         return list(options)
     kind = {"gather": DATA_DIM, "ulysses": FEATURE}[context]
     fitting = [option for option in options if option.factor and _cuts(node, pattern, option.factor, kind)]
@@ -48,10 +47,7 @@ def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis:
 
 def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list[Strategy]:
     """What an operator may do that is not attention. Raises LayoutError for attention that has no ring."""
-    pattern = facts(node)["pattern"]
-    of_weights = any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
-    is_product = pattern is not None and bool(pattern.flops) and not of_weights
-    if not is_attention(node) and not is_product:
+    if not is_attention(node) and not _multiplies_values(node):
         return list(options)
     if not is_attention(node) or dropout_probability(node):
         why = "keys and values go around in scaled_dot_product_attention without dropout, and this is another product"
@@ -60,6 +56,12 @@ def _without_ring(node: fx.Node, options: Sequence[Strategy], axis: str) -> list
     else:
         why = f"queries and keys of this attention are not cut alike over {axis}"
     raise LayoutError(f"context='ring' cannot be on {axis}", why=why, where=describe(node), hint="context='gather'")
+
+
+def _multiplies_values(node: fx.Node) -> bool:
+    """Whether a call is a product without weights."""
+    pattern = facts(node)["pattern"]
+    return pattern is not None and bool(pattern.flops) and not reads_weights(node)
 
 
 def _cuts(node: fx.Node, pattern: Pattern, factor: str, kind: str) -> bool:

@@ -11,7 +11,7 @@ from autopart.ir.atoms import selections_in
 from autopart.ir.decisions import Strategy
 from autopart.ir.experts import expert_counts
 from autopart.ir.facts import PARAMETER, WEIGHT, facts
-from autopart.ir.graph import active_operators, describe, shape, spoken_name, tensor_inputs
+from autopart.ir.graph import active_operators, describe, reads_weights, shape, spoken_name, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.pattern import Pattern
 from autopart.passes.choose.positions import check_positions, products_of
@@ -19,24 +19,15 @@ from autopart.passes.facts.strategies import divides_positions, output_atoms
 from autopart.tracing.trace import Trace
 
 
-def _expert_products(trace: Trace) -> list[fx.Node]:
-    return [node for node in products_of(trace) if facts(node)["pattern"].lookup]
-
-
 def _cuts_table(node: fx.Node, strategy: Strategy) -> bool:
     """Whether a call looks up rows of a weight, of which every rank has some."""
     pattern: Pattern | None = facts(node)["pattern"]
-    reads_weight = any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
-    return pattern is not None and reads_weight and strategy.factor is not None and strategy.factor == pattern.lookup
+    return pattern is not None and reads_weights(node) and strategy.factor == pattern.lookup
 
 
 def _of_selected_rows(trace: Trace) -> list[fx.Node]:
     """The products with a weight of rows that a mask selects: experts that a loop runs one by one."""
-    return [
-        node for node in products_of(trace)
-        if any(map(selections_in, output_atoms(node)))
-        and any(facts(source)["role"] in (PARAMETER, WEIGHT) for source in tensor_inputs(node))
-    ]  # fmt: skip
+    return [n for n in products_of(trace) if any(map(selections_in, output_atoms(n))) and reads_weights(n)]
 
 
 def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
@@ -53,7 +44,7 @@ def expert_notes(trace: Trace, mesh: Mesh) -> list[str]:
 
 def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, Strategy]) -> None:
     """Raises LayoutError where an axis for experts divides none, or some mixture's not."""
-    ranks, products = mesh.size(axis), _expert_products(trace)
+    ranks, products = mesh.size(axis), [node for node in products_of(trace) if facts(node)["pattern"].lookup]
     if not products and not _of_selected_rows(trace):
         raise LayoutError(
             f"{axis}={ranks} has nothing to cut",

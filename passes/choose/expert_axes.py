@@ -110,8 +110,7 @@ def cuts_alike(node: fx.Node, option: Strategy, other: Strategy) -> bool:
     """Whether two axes cut the experts of an operator in one way: rows by expert, or a view of a stack of weights."""
     if option.is_routed or other.is_routed:
         return option.is_routed and other.is_routed
-    places = [{*o.inputs, *o.outputs} for o in (option, other)]
-    return facts(node)["role"] == WEIGHT and places[0] == places[1] == {shard(0)}
+    return facts(node)["role"] == WEIGHT and {*option.places} == {*other.places} == {shard(0)}
 
 
 def cuts_experts_again(
@@ -128,11 +127,10 @@ def cuts_experts_again(
 def cuts_tokens_again(node: fx.Node, option: Strategy, taken: Sequence[Taken], ranks: int) -> bool:
     """Whether tokens on their way to experts or back, which other axes may cut too, divide over so many ranks more."""
     pattern = facts(node)["pattern"]
-    cut = next((place.in_order for place in (*option.inputs, *option.outputs) if place.is_shard), None)
+    cut = next((place.in_order for place in option.places if place.is_shard), None)
     if pattern is None or not pattern.routes or cut is None:
         return True
-    again = [one.ranks for one in taken
-             if any(place.in_order == cut for place in (*one.strategy.inputs, *one.strategy.outputs))]  # fmt: skip
+    again = [one.ranks for one in taken if any(place.in_order == cut for place in one.strategy.places)]
     outer = 1
     for atom in factor_atoms(node, pattern).get(option.factor, ()):
         if outer == num_sections(cut.sections):  # what is cut

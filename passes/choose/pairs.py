@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopart.cost.exact_methods import ProgramRow, integer_program
+
 _LARGEST = 1_000_000
 """Entries of a table that deciding a variable may make; above that it is left to HiGHS."""
 
@@ -163,9 +165,6 @@ def _milp(
     costs: list[np.ndarray], tables: list[dict[int, np.ndarray]], left: list[int]
 ) -> tuple[dict[int, int], float]:
     """The variables that are left, by HiGHS: a binary per option, a column per possible pair of options."""
-    from scipy import sparse
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
     first: dict[int, int] = {}
     objective: list[float] = []
     for v in left:
@@ -173,9 +172,7 @@ def _milp(
         objective += [cost if np.isfinite(cost) else 0.0 for cost in costs[v]]
     binaries = len(objective)
     upper = [float(np.isfinite(cost)) for v in left for cost in costs[v]]
-    rows: list[tuple[list[int], list[float], float]] = [
-        ([first[v] + k for k in range(len(costs[v]))], [1.0] * len(costs[v]), 1.0) for v in left
-    ]
+    rows: list[ProgramRow] = [([(first[v] + k, 1.0) for k in range(len(costs[v]))], 1.0, 1.0) for v in left]
     for v in left:
         for w, table in tables[v].items():
             if v > w:
@@ -187,20 +184,11 @@ def _milp(
             for a, columns in ((v, column), (w, column.T)):  # the pairs of an option add up to the option
                 for k, pairs in enumerate(columns):
                     used = pairs[pairs >= 0].tolist()
-                    rows.append(([*used, first[a] + k], [1.0] * len(used) + [-1.0], 0.0))
-    cells = [
-        (r, c, value) for r, (columns, values, _) in enumerate(rows) for c, value in zip(columns, values, strict=True)
-    ]
-    r, c, values = zip(*cells, strict=True)
-    sums = [row[2] for row in rows]
-    scale = _scale(objective)
-    result = milp(
-        np.array(objective) / scale,
-        integrality=np.arange(len(objective)) < binaries,
-        bounds=Bounds(0, np.array(upper + [1.0] * (len(objective) - binaries))),
-        constraints=LinearConstraint(sparse.csr_array((values, (r, c)), shape=(len(rows), len(objective))), sums, sums),
-        options={"mip_rel_gap": 0.0, "presolve": True},
-    )
+                    rows.append(([*((pair, 1.0) for pair in used), (first[a] + k, -1.0)], 0.0, 0.0))
+    is_binary = np.arange(len(objective)) < binaries
+    most = np.array(upper + [1.0] * (len(objective) - binaries))
+    scaled = np.array(objective) / _scale(objective)
+    result = integer_program(scaled, rows, most, is_binary, {"mip_rel_gap": 0.0, "presolve": True})
     if result.status == 2:  # infeasible
         raise NoSolution
     assert result.x is not None, f"the mixed-integer program has no solution: {result.message}"

@@ -20,8 +20,17 @@ from torch import fx
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.atoms import BATCH, DATA_DIM, Atom
 from autopart.ir.decisions import Strategy
-from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts
-from autopart.ir.graph import describe, operators, parents, pattern_of, short_name, tensor_inputs, tuple_values
+from autopart.ir.facts import WEIGHT, facts
+from autopart.ir.graph import (
+    describe,
+    on_parameters,
+    parameters_of,
+    parents,
+    pattern_of,
+    short_name,
+    tensor_inputs,
+    tuple_values,
+)
 from autopart.ir.layout import Layout, Placement, R, cannot_store, shard
 from autopart.ir.mesh import Context, Cuts, Mesh
 from autopart.ir.pattern import is_innermost
@@ -113,7 +122,7 @@ class Pinned:
             return False
         if any(one.strategy.is_routed for one in taken):  # each rank of this axis sends its own rows to experts
             return cuts_tokens_again(node, option, taken, self.ranks)
-        places = [[place.in_order for place in (*o.inputs, *o.outputs)] for o in (option, *(t.strategy for t in taken))]
+        places = [[place.in_order for place in o.places] for o in (option, *(t.strategy for t in taken))]
         alike = all(a == b for other in places[1:] for a, b in zip(places[0], other, strict=True)
                     if a.is_shard or b.is_shard)  # fmt: skip
         parts = math.prod(one.ranks for one in taken) * self.ranks
@@ -170,7 +179,7 @@ _LEAVE = "leave it out, or another name or layout", "leave one of them out"
 
 def _runs_as(option: Strategy, pin: LayoutPin) -> bool:
     if pin.is_replicated:
-        return all(place.is_replicated for place in (*option.inputs, *option.outputs))
+        return all(place.is_replicated for place in option.places)
     return str(option) == pin.text if "->" in pin.text else str(option.outputs[0]) == pin.text
 
 
@@ -261,7 +270,7 @@ class _Names:
 
     def __init__(self, trace: Trace):
         self.trace = trace
-        self.nodes = [node for node in operators(trace.graph) if facts(node)["role"] in (ACTIVE, WEIGHT)]
+        self.nodes = on_parameters(trace.graph)
         self.parameters = {name: name for name in trace.parameters}
         self.parameters |= {alias: name for name, others in trace.aliases.items() for alias in others}
 
@@ -428,7 +437,7 @@ def _where_they_meet(trace: Trace, pinned: Pinned, ranks: int) -> str:
 def _on_weights(trace: Trace, node: fx.Node, options: Sequence[Strategy]) -> Iterator[tuple[str, str]]:
     """The weights that an operator reads or views, and how it does by these options."""
     for i, used in enumerate(tensor_inputs(node)):
-        for weight in _weights_of(used):
+        for weight in parameters_of(used):
             is_view = facts(node)["role"] == WEIGHT
             places = " or ".join(dict.fromkeys(str(o.outputs[0] if is_view else o.inputs[i]) for o in options))
             seen = "" if used.op == "get_attr" else f", seen through {short_name(used)},"
@@ -440,11 +449,3 @@ def _every_name(trace: Trace, name: str) -> str:
     """A parameter, with the other names under which the model has it."""
     others = trace.aliases.get(name, ())
     return f"{name} (tied: one weight with {', '.join(others)})" if others else name
-
-
-def _weights_of(used: fx.Node) -> list[str]:
-    """The parameters that a value is, or is a view of."""
-    if facts(used)["role"] == PARAMETER:
-        return [str(used.target)]
-    inputs = used.all_input_nodes if facts(used)["role"] == WEIGHT else []
-    return [name for node in inputs for name in _weights_of(node)]

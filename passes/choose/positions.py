@@ -10,8 +10,8 @@ from torch import fx
 from autopart.errors import LayoutError
 from autopart.ir.atoms import DATA_DIM, factor_atoms
 from autopart.ir.decisions import Decisions, Strategy
-from autopart.ir.facts import PARAMETER, WEIGHT, facts, times
-from autopart.ir.graph import active_operators, describe, operator_name, shape, tensor_inputs
+from autopart.ir.facts import facts, times
+from autopart.ir.graph import active_operators, describe, operator_name, reads_weights, shape, tensor_inputs
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
 from autopart.passes.facts.sequences import check_can_be_cut, inputs_text, lengths_of
@@ -35,8 +35,7 @@ def check_positions(
     inputs that is `named`."""
     check_can_be_cut(trace, named)
     products = products_of(trace)
-    of_weights = [n for n in products if any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))]
-    nodes = of_weights or products or active_operators(trace.graph)
+    nodes = list(filter(reads_weights, products)) or products or active_operators(trace.graph)
     if any(chosen[node].factor for node in nodes):
         return
     ranks, inputs = mesh.size(axis), inputs_text(trace)

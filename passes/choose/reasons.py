@@ -16,8 +16,8 @@ from autopart.cost.dp_sync import Carried, break_even_bytes_per_s, exact_s, sync
 from autopart.cost.memory import OPTIMIZER_VALUES
 from autopart.errors import LayoutError, OptionError
 from autopart.ir.dp_sync import EXACT
-from autopart.ir.facts import ACTIVE, WEIGHT, facts
-from autopart.ir.graph import describe, name_of, operator_name, operators, parents, pattern_of, size_bytes
+from autopart.ir.facts import facts
+from autopart.ir.graph import describe, name_of, on_parameters, operator_name, parents, pattern_of, size_bytes
 from autopart.ir.layout import DIRECTIONS, Placement, R
 from autopart.ir.program import Program
 from autopart.passes.choose.expert_axes import Stacks, check_expert_axes, mixtures
@@ -242,7 +242,7 @@ class Reasons:
         """The parameters and operators of a name, the one that decides most first. Raises OptionError for none."""
         aliases = {alias: name for name, others in self.trace.aliases.items() for alias in others}
         name = aliases.get(name, name)
-        nodes = [n for n in operators(self.trace.graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
+        nodes = on_parameters(self.trace.graph)
         nodes += [n for n in self.trace.graph.find_nodes(op="get_attr") if n.target in self.trace.parameters]
         exact = [n for n in nodes if fnmatchcase(name_of(n), name) or facts(n).get("group") == name]
         matching = exact or [n for n in nodes if any(fnmatchcase(path, name) for path in parents(name_of(n)))]

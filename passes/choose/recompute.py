@@ -29,6 +29,7 @@ from autopart.ir.graph import (
     tensor_inputs,
 )
 from autopart.ir.layout import CONVERSIONS
+from autopart.ir.names import first_of
 from autopart.ir.recomputation import Recompute, check_names, word_of, words_of
 
 Groups = Mapping[str, str]
@@ -108,17 +109,12 @@ def recompute_of_checkpoints(traced: fx.Graph, checkpointed: Sequence[str | None
     not_kept = [*lost, *(["plain operations"] if None in checkpointed else [])]
     notes = []
     if again:
-        which = "every repeated block" if len(again) == len(weighted) else _listed(again)
+        which = "every repeated block" if len(again) == len(weighted) else first_of(again)
         notes.append(f"the model's own checkpoints are kept: the backward computes {which} again")
     if not_kept:
-        which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {_listed(not_kept)}"
+        which = f"checkpoint of {not_kept[0]}" if len(not_kept) == 1 else f"checkpoints of {first_of(not_kept)}"
         notes.append(f"the model's own {which}: not kept, its values are stored (whole repeated blocks can be kept)")
     return ("full" if len(again) == len(weighted) else dict.fromkeys(again, "full")) if again else "none", tuple(notes)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first names of a list."""
-    return ", ".join(names[:4]) + ", ..." * (len(names) > 4)
 
 
 def _is_in(key: str, paths: Sequence[str]) -> bool:

@@ -18,8 +18,8 @@ from torch import fx
 
 from autopart.cost.hardware import Hardware
 from autopart.ir.decisions import Strategy
-from autopart.ir.facts import ACTIVE, PARAMETER, WEIGHT, facts, times
-from autopart.ir.graph import operators, source_of, tensor_inputs
+from autopart.ir.facts import ACTIVE, PARAMETER, facts, times
+from autopart.ir.graph import on_parameters, source_of, tensor_inputs
 from autopart.ir.layout import R_GRAD_P, P, Placement, R
 from autopart.passes.choose.context import as_asked
 from autopart.passes.choose.pairs import NoSolution, Pairs
@@ -171,34 +171,32 @@ def fit_around(
     return ShardingProblem(graph, num_shards, hardware, stored, fixed, pinned, between).solve().strategies
 
 
+@dataclass(eq=False)
 class ShardingProblem:
     """Every choice there is, what it costs, and what the values that go from one to another cost.
 
     `between`: how values lie between matrix products. `is_shared`: whether repeated blocks share their choices.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        num_shards: int,
-        hardware: Hardware,
-        stored: Mapping[str, Placement],
-        fixed: Mapping[fx.Node, Strategy],
-        pinned: Pinned = FREE,
-        between: Between = "whole",
-        step: Step = ONE_BATCH,
-        is_shared: bool = True,
-    ):
-        self.graph, self.hardware, self.step = graph, hardware, step
-        self.stored, self.fixed, self.pinned = stored, fixed, pinned
-        self.num_shards, self.between, self.is_shared = num_shards, between, is_shared
+    graph: fx.Graph
+    num_shards: int
+    hardware: Hardware
+    stored: Mapping[str, Placement]
+    fixed: Mapping[fx.Node, Strategy]
+    pinned: Pinned = FREE
+    between: Between = "whole"
+    step: Step = ONE_BATCH
+    is_shared: bool = True
+
+    def __post_init__(self) -> None:
         self.choices: dict[object, Choice] = {}
         self.choice_of: dict[fx.Node, Choice] = {}
-        self._collect(graph)
+        self._collect()
         self.values = self._find_values()
-        nodes = list(self.choice_of)
-        weights_chosen = not stored and pinned.cuts != "positions"
-        self.prices = Prices(nodes, num_shards, hardware, step, between == "whole", weights_chosen, pinned.before)
+        self.prices = Prices(
+            list(self.choice_of), self.num_shards, self.hardware, self.step, self.between == "whole",
+            not self.stored and self.pinned.cuts != "positions", self.pinned.before,
+        )  # fmt: skip
         self.real_prices = self.prices.with_all_latency()
         for choice in self.choices.values():
             number = choice.times
@@ -209,25 +207,17 @@ class ShardingProblem:
     def pinned_by(self, pinned: Pinned) -> ShardingProblem:
         """The same problem with other pins, beside the same axes."""
         known = {name: getattr(self.pinned, name) for name in ("factors", "dims", "ranks", "context", "before")}
-        return self._again(replace(pinned, **known), self.is_shared)
+        return replace(self, pinned=replace(pinned, **known))
 
     def sharing_costs(self, shared: Sharding) -> float:
         """By how much, relative to its objective, a solution would cost less if the first and the last repeated blocks
         chose for themselves."""
-        saved = 1 - self._again(self.pinned, False).solve().cost / shared.cost if shared.cost else 0.0
+        saved = 1 - replace(self, is_shared=False).solve().cost / shared.cost if shared.cost else 0.0
         return max(0.0, round(saved, 6))  # less is what breaks ties
 
-    def _again(self, pinned: Pinned, is_shared: bool) -> ShardingProblem:
-        return ShardingProblem(
-            self.graph, self.num_shards, self.hardware, self.stored, self.fixed, pinned, self.between, self.step,
-            is_shared,
-        )  # fmt: skip
-
-    def _collect(self, graph: fx.Graph) -> None:
+    def _collect(self) -> None:
         """Group operators that are the same in every repeated block, then parameters."""
-        for node in operators(graph):
-            if facts(node)["role"] not in (ACTIVE, WEIGHT):
-                continue
+        for node in on_parameters(self.graph):
             options = [self.fixed[node]] if node in self.fixed else possible(node, self._options(node))
             self._join(facts(node)["place"], node, options)
         wanted: dict[fx.Node, dict[Placement, None]] = {}
@@ -235,7 +225,7 @@ class ShardingProblem:
             for i, source in enumerate(tensor_inputs(node)):
                 if facts(source)["role"] == PARAMETER:
                     wanted.setdefault(source, {}).update({s.inputs[i]: None for s in choice.options})
-        for node in graph.find_nodes(op="placeholder"):
+        for node in self.graph.find_nodes(op="placeholder"):
             if facts(node)["role"] == ACTIVE:
                 self._join(BlockPosition(node), node, [R])
         for node, placements in wanted.items():

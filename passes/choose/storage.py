@@ -45,7 +45,10 @@ class Storage:
             place = Placement.parse(self.pinned[name][0].text)
             axis, _ = self.over_which(place, sizes, others)
             return (axis, place) if axis else None
-        return self._fitting(sizes, others) if self.zero and len(sizes) >= self.min_dims else None
+        if not self.zero or len(sizes) < self.min_dims:
+            return None
+        places = ((axis, fitting_cut(sizes, self.mesh.size(axis), others)) for axis in self.over(others))
+        return next(((axis, place) for axis, place in places if place is not None), None)
 
     def over(self, others: Layout) -> tuple[str, ...]:
         """The axes joined over which a parameter of this layout may be cut, those of most ranks first."""
@@ -62,10 +65,6 @@ class Storage:
             if not why:
                 return axis, ""
         return "", why
-
-    def _fitting(self, sizes: Sequence[int], others: Layout) -> tuple[str, Placement] | None:
-        places = ((axis, fitting_cut(sizes, self.mesh.size(axis), others)) for axis in self.over(others))
-        return next(((axis, place) for axis, place in places if place is not None), None)
 
     @property
     def min_dims(self) -> int:

@@ -28,8 +28,9 @@ from autopart.ir.graph import (
     draws_random_numbers,
     is_floating,
     is_tensor,
+    on_parameters,
     operator_name,
-    operators,
+    reads_weights,
     shape,
     short_name,
     source_of,
@@ -178,14 +179,13 @@ def _shapes(node: fx.Node) -> tuple:
 
 def _find_places(graph: fx.Graph, reads_of: Mapping[fx.Node, Hashable]) -> None:
     """Write `place` on the operators on weights, in their order, and on the parameters that they read."""
-    nodes = [n for n in operators(graph) if facts(n)["role"] in (ACTIVE, WEIGHT)]
+    nodes = on_parameters(graph)
     position = {node: i for i, node in enumerate(nodes)}
     sources = [[source_of(used)[0] for used in tensor_inputs(node)] for node in nodes]
     kinds = [(n.target, tuple([facts(s)["role"] for s in tensor_inputs(n)]), reads_of[n]) for n in nodes]
     reads = [[position[s] for s in operands if s in position] for operands in sources]
     products = {
-        position[n] for n in nodes if facts(n)["pattern"] and facts(n)["pattern"].flops
-        and any(facts(s)["role"] in (PARAMETER, WEIGHT) for s in tensor_inputs(n))
+        position[n] for n in nodes if facts(n)["pattern"] and facts(n)["pattern"].flops and reads_weights(n)
     }  # fmt: skip
     readers: dict[fx.Node, list[tuple[BlockPosition, int]]] = defaultdict(list)
     positions = places(kinds, reads, products, [times(node) for node in nodes])
@@ -390,9 +390,7 @@ def _plain_atoms(node: fx.Node, v: torch.Tensor, batch: int) -> tuple[Atoms, ...
 
 def _ask_for_sections(node: fx.Node) -> None:
     """Tell a node's inputs which cuts into sections this node, or one after it, can use."""
-    pattern: Pattern | None = facts(node).get("pattern") if node.op == "call_function" else None
-    if node.op == "call_function" and node.target is operator.getitem:
-        return
+    pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None:
         return
     asked: dict[str, set[Sections]] = {}
@@ -420,7 +418,7 @@ def _sections_of(pattern: Pattern, factor: str, size: int) -> set[Sections]:
 def _offer_sections(node: fx.Node) -> None:
     """Note in which sections a concatenation joined the dims of a value, and what is computed from it keeps."""
     facts(node)["offered"] = {}
-    pattern: Pattern | None = facts(node).get("pattern") if node.op == "call_function" else None
+    pattern: Pattern | None = facts(node).get("pattern")
     if pattern is None or not is_tensor(node):
         return
     offered: dict[str, set[Sections]] = {}

@@ -15,11 +15,11 @@ from typing import Any
 from torch import fx
 
 from autopart.errors import LayoutError, OptionError
-from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, cut_atoms, factor_atoms
-from autopart.ir.facts import ACTIVE, WEIGHT, facts
-from autopart.ir.graph import active_operators, operators, shape, source_of, tensor_inputs, tuple_values
+from autopart.ir.atoms import BATCH, DATA_DIM, FEATURE, Atom, Atoms, cut_atoms
+from autopart.ir.facts import facts
+from autopart.ir.graph import active_operators, on_parameters, shape, source_of, tensor_inputs, tuple_values
 from autopart.ir.pattern import Pattern
-from autopart.passes.facts.strategies import output_atoms, ways
+from autopart.passes.facts.strategies import all_factor_atoms, ways
 from autopart.tracing.trace import Trace
 
 SEQUENCE = "sequence"
@@ -36,9 +36,8 @@ def follow_sequences(trace: Trace, named: Named) -> None:
     """Write `other_positions` on every operator: the factors of its rule that an axis for positions may not cut, for
     they are of no sequence that is named. None are where no sequence is; names that this call lacks say nothing."""
     along = _Along(trace, _dims_of(trace, named)).with_made() if named else None
-    for node in operators(trace.graph):
-        if facts(node)["role"] in (ACTIVE, WEIGHT):
-            facts(node)["other_positions"] = frozenset() if along is None else _others(node, along)
+    for node in on_parameters(trace.graph):
+        facts(node)["other_positions"] = frozenset() if along is None else _others(node, along)
 
 
 def check_named(trace: Trace, named: Named) -> None:
@@ -118,12 +117,8 @@ def _others(node: fx.Node, along: _Along) -> frozenset[str]:
     pattern: Pattern | None = facts(node)["pattern"]
     if pattern is None:
         return frozenset()
-    kinds = {factor: {atom.kind for atom in atoms} for factor, atoms in factor_atoms(node, pattern).items()}
-    for dim, atoms in zip(pattern.outputs[0], output_atoms(node), strict=True):
-        if len(dim) == 1:
-            kinds.setdefault(dim[0], {atom.kind for atom in atoms})
-    of_sequence = along.factors(node, pattern)
-    return frozenset(f for f in pattern.factors if f not in of_sequence and FEATURE not in kinds.get(f, ()))
+    of_weights = {f for f, atoms in all_factor_atoms(node, pattern).items() if any(a.kind == FEATURE for a in atoms)}
+    return frozenset(pattern.factors) - along.factors(node, pattern) - of_weights
 
 
 class _Along:

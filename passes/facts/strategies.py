@@ -114,7 +114,7 @@ def _routed(node: fx.Node, num_shards: int, plain: Sequence[Strategy]) -> tuple[
 def _own_tokens(plain: Iterable[Strategy]) -> list[tuple[str, Placement]]:
     """The factor of a mixture's tokens, and how they are cut where a rank works on its own alone; nothing where it
     cannot. Of several ways one, so that rows come back to the tokens that they are sent from."""
-    tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.inputs, *s.outputs}) == 1 and s.inputs[0].is_shard]
+    tokens = [(s.factor, s.inputs[0]) for s in plain if len({*s.places}) == 1 and s.inputs[0].is_shard]
     return sorted(((factor, place) for factor, place in tokens if place.dim == 0), key=lambda one: one[1])[:1]
 
 
@@ -239,20 +239,16 @@ def _strategies(node: fx.Node, num_shards: int, kinds: frozenset[str], positions
 def _sharded(
     node: fx.Node, pattern: Pattern, grads: list, num_shards: int, kinds: frozenset, positions: str
 ) -> Iterator[Strategy]:  # fmt: skip
-    atoms = factor_atoms(node, pattern)
+    atoms = all_factor_atoms(node, pattern)
     if is_selection(node):
         atoms = {factor: counted_atoms([part], node.name) for factor, part in atoms.items()}
-    for dims in pattern.outputs:  # a factor that only the output has (`expand`) carries the atoms made for it
-        for dim, dim_atoms in zip(dims, output_atoms(node), strict=True):
-            if len(dim) == 1:
-                atoms.setdefault(dim[0], dim_atoms)
-        break
     sources = tensor_inputs(node)
     input_shapes, output_shapes = [n.meta["val"].shape for n in sources], [v.shape for v in tuple_values(node)]
     apart = _taken_apart(sources, pattern)
     for factor in pattern.factors:
         if factor in pattern.whole or pattern.sizes[factor] == 1:
             continue
+        unsharded = R if factor == pattern.lookup and not pattern.linear else P
         for sections in _ways_to_cut(node, pattern, factor, atoms.get(factor, ()), num_shards, kinds, positions):
             if factor == pattern.lookup and sections:
                 continue  # a rank's rows of a table are known by the first one
@@ -264,7 +260,7 @@ def _sharded(
                 continue
             yield Strategy(
                 tuple(p if p.is_shard else (R_GRAD_P if grad else R) for p, grad in zip(inputs, grads, strict=True)),
-                tuple(p if p.is_shard else _unsharded_output(pattern, factor) for p in outputs),
+                tuple(p if p.is_shard else unsharded for p in outputs),
                 factor,
             )
 
@@ -278,14 +274,20 @@ def _taken_apart(sources: Sequence[fx.Node], pattern: Pattern) -> set[str]:
     return {factor for dim, atoms in dims if len(dim) > 1 and selections_in(atoms) for factor in dim}
 
 
+def all_factor_atoms(node: fx.Node, pattern: Pattern) -> dict[str, Atoms]:
+    """The atoms of every factor of a rule: one that only the output has (`expand`) carries those made for it."""
+    atoms = factor_atoms(node, pattern)
+    for dims in pattern.outputs[:1]:
+        for dim, dim_atoms in zip(dims, output_atoms(node), strict=True):
+            if len(dim) == 1:
+                atoms.setdefault(dim[0], dim_atoms)
+    return atoms
+
+
 def output_atoms(node: fx.Node) -> tuple:
     """The atoms of every dim of the first output."""
     atoms = facts(node)["atoms"]
     return atoms if is_tensor(node) else atoms[0]
-
-
-def _unsharded_output(pattern: Pattern, factor: str) -> Placement:
-    return R if factor == pattern.lookup and pattern.linear == () else P
 
 
 def _ways_to_cut(

@@ -14,7 +14,7 @@ from autopart.ir.graph import is_tensor, value
 from autopart.passes.rules import pattern_for
 from autopart.passes.rules.kinds import Kinds
 
-from .new_calls import emit, fake_mode
+from .new_calls import emit, fake_mode, replace, replace_parts, told
 
 
 def take_apart(graph: fx.Graph, depth: int = 4) -> None:
@@ -46,8 +46,7 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
     tensors = [a for a in flat if isinstance(a, fx.Node)]
     if not all(is_tensor(n) for n in tensors):
         return False
-    described = (_described(n) if isinstance(n, fx.Node) else repr(n) for n in flat)
-    key = (node.target, str(spec), *described)
+    key = (node.target, str(spec), *(told(value(a) if isinstance(a, fx.Node) else a) for a in flat))
     if key not in known:
         known[key] = _parts(node, flat, spec)
     parts = known[key]
@@ -61,18 +60,10 @@ def _replace_by_parts(graph: fx.Graph, node: fx.Node, known: dict[Any, fx.GraphM
                 copied[part] = emit(graph, node, part.target, *args, **kwargs)
     result = fx.map_arg(parts.graph.output_node().args[0], copied.__getitem__)
     if is_tensor(node):
-        node.replace_all_uses_with(result)
+        replace(node, result)
     else:
-        for user in list(node.users):
-            user.replace_all_uses_with(result[user.args[1]])
-            graph.erase_node(user)
-    graph.erase_node(node)
+        replace_parts(node, result)
     return True
-
-
-def _described(node: fx.Node) -> tuple:
-    tensor = value(node)
-    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride()
 
 
 def _parts(node: fx.Node, flat: list[Any], spec: Any) -> fx.GraphModule | None:

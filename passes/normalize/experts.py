@@ -7,16 +7,18 @@ its undoing works on every row by itself, so it may as well be computed in the o
 from __future__ import annotations
 
 import operator
+from collections.abc import Set
 
 import torch
 from torch import fx
 
 from autopart.ir.graph import argument, shape, short_name, tensor_inputs
 from autopart.ir.operators import autopart_ops
+from autopart.ir.pattern import Pattern
 from autopart.passes.pipeline import on_calls
 from autopart.passes.rules import pattern_for
 
-from .new_calls import emit, getitem, replace
+from .new_calls import emit, getitem, repeat_each, replace
 
 aten = torch.ops.aten
 
@@ -88,12 +90,10 @@ class _Sorted:
     def _counts(self, node: fx.Node) -> bool:
         """How many rows every expert has, and where its rows begin: the same in any order."""
         name, first = short_name(node), node.args[0]
-        if (name in ("histc", "bincount") and self._is_experts(first)) or (
-            name in ("cumsum", "to", "_to_copy") and first in self.offsets
-        ):
-            self.offsets.add(node)
-        else:
+        counts = name in ("histc", "bincount") and self._is_experts(first)
+        if not counts and not (name in ("cumsum", "to", "_to_copy") and first in self.offsets):
             return False
+        self.offsets.add(node)
         return True
 
     def _is_experts(self, node: fx.Node) -> bool:
@@ -124,14 +124,9 @@ class _Sorted:
 
     def _repeated(self, node: fx.Node, source: fx.Node, times: int) -> bool:
         """`x[order // k]` is every row `k` times, sorted."""
-        rows, *rest = shape(source)
-        if source in self.own or rows * times != self.num_rows:
+        if source in self.own or shape(source)[0] * times != self.num_rows:
             return False
-        if times > 1:
-            apart = emit(self.graph, node, aten.unsqueeze.default, source, 1)
-            apart = emit(self.graph, node, aten.expand.default, apart, [rows, times, *rest])
-            source = emit(self.graph, node, aten.reshape.default, apart, [self.num_rows, *rest])
-        self.own[node] = source
+        self.own[node] = repeat_each(self.graph, node, source, 0, times) if times > 1 else source
         return True
 
     def _alone(self, node: fx.Node) -> bool:
@@ -144,16 +139,24 @@ class _Sorted:
         pattern, sources = pattern_for(node), tensor_inputs(node)
         if pattern is None or any(n not in self.own and self._is_marked(n) for n in sources):
             return False
-        rows = next(dims[0] for dims, n in zip(pattern.inputs, sources, strict=True) if n in self.own)
-        if len(rows) != 1 or rows[0] in pattern.whole or any(dims[:1] != (rows,) for dims in pattern.outputs):
+        is_sorted = {i for i, source in enumerate(sources) if source in self.own}
+        if inputs_with_rows(pattern, is_sorted) != is_sorted:
             return False
-        for dims, source in zip(pattern.inputs, sources, strict=True):
-            # All that is sorted has its rows first, and nothing else has rows.
-            if [i for i, dim in enumerate(dims) if rows[0] in dim] != ([0] if source in self.own else []):
-                return False
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.own.get(n, n))
         self.own[node] = emit(self.graph, node, node.target, *args, **kwargs)
         return True
 
     def _is_marked(self, node: fx.Node) -> bool:
         return any(node in group for group in (self.order, self.undoes, self.shared, self.offsets))
+
+
+def inputs_with_rows(pattern: Pattern, known: Set[int]) -> set[int]:
+    """The inputs of a call that have rows, which it computes each by itself: those are the first dim of all results and
+    of these inputs, and no other dim. `known`: some of the inputs that have. Empty where it mixes rows."""
+    row = pattern.inputs[min(known)][:1]
+    if not row or len(row[0]) != 1 or row[0][0] in pattern.whole or any(dims[:1] != row for dims in pattern.outputs):
+        return set()
+    places = [[i for i, dim in enumerate(dims) if row[0][0] in dim] for dims in (*pattern.inputs, *pattern.outputs)]
+    if any(at not in ([], [0]) for at in places):
+        return set()
+    return {i for i, _ in enumerate(pattern.inputs) if places[i]}

@@ -73,25 +73,22 @@ def explicit_reductions(graph: fx.Graph, node: fx.Node) -> None:
     The count depends on the inputs alone, so it is known for the whole batch on every rank: the loss stays the mean
     over ALL tokens, however they fall over microbatches and ranks.
     """
-    position = LOSS_REDUCTIONS[operator_name(node)]
-    args, kwargs = list(node.args), dict(node.kwargs)
-    names = [argument.name for argument in node.target._schema.arguments]
-    reduction = args[position] if len(args) > position else kwargs.pop("reduction", MEAN)
+    reduction = argument(node, "reduction")
     labels = operator_name(node) in ("aten::cross_entropy_loss", "aten::nll_loss_nd")
-    weight = args[2] if len(args) > 2 else kwargs.get("weight")
-    if reduction == NONE or (labels and (weight is not None or is_floating(node.args[1]))):
+    if reduction == NONE or (labels and (argument(node, "weight") is not None or is_floating(node.args[1]))):
         return
-    defaults = [argument.default_value for argument in node.target._schema.arguments]
-    args += [kwargs.pop(names[i], defaults[i]) for i in range(len(args), position)]
-    args = [*args[:position], NONE, *args[position + 1 :]]
+    names = [declared.name for declared in node.target._schema.arguments]
+    position = names.index("reduction")
+    args = [argument(node, name) for name in names[: max(len(node.args), position + 1)]]
+    args[position] = NONE
     with graph.inserting_before(node):
-        each = emit(graph, node, node.target, *args, **kwargs)
+        each = emit(graph, node, node.target, *args)
         total = emit(graph, node, aten.sum.default, each)
         if reduction == MEAN:
             count: Any = value(each).numel()
             if labels:
-                ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
-                count = emit(graph, node, aten.sum.default, emit(graph, node, aten.ne.Scalar, args[1], ignored))
+                counted = emit(graph, node, aten.ne.Scalar, args[1], argument(node, "ignore_index"))
+                count = emit(graph, node, aten.sum.default, counted)
             total = emit(graph, node, aten.div.Tensor, total, count)
         replace(node, total)
 

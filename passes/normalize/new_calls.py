@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx
 
 from autopart.compat import tree_flatten
 from autopart.ir.facts import facts
-from autopart.ir.graph import changes_precision, short_name, value
+from autopart.ir.graph import changes_precision, shape, short_name, value
 from autopart.passes.pipeline import same_calls
 
 
@@ -26,7 +27,7 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
     """What a call gives on fake tensors, in the mode of those near it. `run_passes` makes equal calls once."""
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
     leaves, spec = tree_flatten((fake_args, fake_kwargs))
-    key = (target, str(spec), *map(_told, leaves))
+    key = (target, str(spec), *map(told, leaves))
     results = same_calls.get({})
     if key not in results:
         with fake_mode(near):
@@ -34,7 +35,7 @@ def fake_call(target: Any, args: Any, kwargs: Any, near: list[fx.Node]) -> Any:
     return results[key]
 
 
-def _told(leaf: Any) -> tuple:
+def told(leaf: Any) -> tuple:
     """What a call's result depends on of one argument."""
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), repr(leaf)
@@ -65,6 +66,23 @@ def name_written_out(node: fx.Node, before: fx.Node, name: str) -> None:
 def replace(node: fx.Node, new: fx.Node) -> None:
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def replace_parts(node: fx.Node, parts: Mapping[int, fx.Node] | Sequence[fx.Node]) -> None:
+    """Replace a call of several results, those of them that are read by their number."""
+    for part in list(node.users):
+        if part.users:
+            part.replace_all_uses_with(parts[part.args[1]])
+        part.graph.erase_node(part)
+    node.graph.erase_node(node)
+
+
+def repeat_each(graph: fx.Graph, like: fx.Node, node: fx.Node, dim: int, times: int) -> fx.Node:
+    """A value with each of its parts along a dim so many times, one behind the other."""
+    before, size, after = shape(node)[:dim], shape(node)[dim], shape(node)[dim + 1 :]
+    apart = emit(graph, like, torch.ops.aten.unsqueeze.default, node, dim + 1)
+    wide = emit(graph, like, torch.ops.aten.expand.default, apart, [*before, size, times, *after])
+    return emit(graph, like, torch.ops.aten.reshape.default, wide, [*before, size * times, *after])
 
 
 def getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:

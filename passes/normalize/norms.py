@@ -10,7 +10,7 @@ from torch import fx
 from autopart.ir.graph import short_name
 from autopart.passes.pipeline import on_calls
 
-from .new_calls import emit, replace
+from .new_calls import emit, replace_parts
 
 aten = torch.ops.aten
 
@@ -21,10 +21,7 @@ def plain_norms(graph: fx.Graph, node: fx.Node) -> None:
     if any(_index(user) != 0 for user in node.users):
         return
     with graph.inserting_before(node):
-        plain = _plain(graph, node, short_name(node))
-    for user in list(node.users):
-        replace(user, plain)
-    graph.erase_node(node)
+        replace_parts(node, {0: _plain(graph, node, short_name(node))})
 
 
 def _index(user: fx.Node) -> int | None:

@@ -99,10 +99,7 @@ def _keep_operands(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
     """Let a call read its operands in the precision in which it was traced."""
     for operand in node.all_input_nodes:
         if operand in traced and value(operand).dtype != traced[operand]:
-            with node.graph.inserting_before(node):
-                lowered = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, traced[operand])
-            traced[lowered] = traced[operand]
-            node.replace_input_with(operand, lowered)
+            _read_as(node, operand, traced[operand], traced)
 
 
 def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
@@ -113,11 +110,15 @@ def _lift_others(node: fx.Node, traced: dict[fx.Node, torch.dtype]) -> None:
         return
     for operand in operands:
         if value(operand).dtype in _DOUBLE:
-            with node.graph.inserting_before(node):
-                double = _DOUBLE[value(operand).dtype]
-                lifted = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, double)
-            traced[lifted] = traced[operand]
-            node.replace_input_with(operand, lifted)
+            _read_as(node, operand, _DOUBLE[value(operand).dtype], traced)
+
+
+def _read_as(node: fx.Node, operand: fx.Node, dtype: torch.dtype, traced: dict[fx.Node, torch.dtype]) -> None:
+    """Let a call read an operand in another precision."""
+    with node.graph.inserting_before(node):
+        cast = emit(node.graph, operand, torch.ops.aten.to.dtype, operand, dtype)
+    traced[cast] = traced[operand]
+    node.replace_input_with(operand, cast)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

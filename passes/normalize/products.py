@@ -21,7 +21,7 @@ from autopart.ir.graph import (
 from autopart.passes.pipeline import on_calls
 from autopart.passes.rules.equations import read_equation
 
-from .new_calls import emit, name_written_out, replace
+from .new_calls import emit, name_written_out, repeat_each, replace
 from .random import drop, noise_like
 
 aten = torch.ops.aten
@@ -167,20 +167,18 @@ def _unmerged(node: fx.Node) -> fx.Node | None:
     return source if merges and len(shape(source)) > 2 else None
 
 
-def explicit_attention_dropout(graph: fx.Graph) -> None:
+@on_calls("aten::scaled_dot_product_attention")
+def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """Attention that drops weights becomes its formula, so that dropout is an operator of its own.
 
     The first new operator keeps the attention's name, so that a pipeline cut there is found in eval mode too.
     """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or operator_name(node) != "aten::scaled_dot_product_attention":
-            continue
-        if dropout_probability(node):
-            before = node.prev
-            with graph.inserting_before(node):
-                result = _attention_formula(graph, node)
-            name_written_out(node, before, "attention_dropout")
-            replace(node, result)
+    if dropout_probability(node):
+        before = node.prev
+        with graph.inserting_before(node):
+            result = _attention_formula(graph, node)
+        name_written_out(node, before, "attention_dropout")
+        replace(node, result)
 
 
 @on_calls("aten::scaled_dot_product_attention")
@@ -201,15 +199,14 @@ def explicit_causal_masks(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    query, key, val, *rest = node.args
-    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | node.kwargs
-    groups = shape(query)[-3] // shape(key)[-3] if options.get("enable_gqa") else 1
+    query, key, val = node.args[:3]
+    groups = shape(query)[-3] // shape(key)[-3] if argument(node, "enable_gqa") else 1
     if groups > 1:
-        key, val = (_repeat_heads(graph, node, heads, groups) for heads in (key, val))
+        key, val = (repeat_each(graph, node, heads, 1, groups) for heads in (key, val))
     scores = emit(graph, node, aten.matmul.default, query, emit(graph, node, aten.transpose.int, key, -2, -1))
-    scores = emit(graph, node, aten.mul.Tensor, scores, options.get("scale") or shape(query)[-1] ** -0.5)
-    mask = options.get("attn_mask")
-    if options.get("is_causal"):
+    scores = emit(graph, node, aten.mul.Tensor, scores, argument(node, "scale") or shape(query)[-1] ** -0.5)
+    mask = argument(node, "attn_mask")
+    if argument(node, "is_causal"):
         size, device = list(shape(scores)[-2:]), value(query).device
         mask = emit(
             graph, node, aten.tril.default, emit(graph, node, aten.ones.default, size, dtype=torch.bool, device=device)
@@ -225,15 +222,3 @@ def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
         "the fused attention kernels of a GPU draw their masks inside, in an order of their own"
     )
     return emit(graph, node, aten.matmul.default, drop(graph, node, weights, noise, p), val)
-
-
-def _repeat_heads(graph: fx.Graph, like: fx.Node, heads: fx.Node, times: int) -> fx.Node:
-    batch, groups, *rest = shape(heads)
-    wide = emit(
-        graph,
-        like,
-        aten.expand.default,
-        emit(graph, like, aten.unsqueeze.default, heads, 2),
-        [batch, groups, times, *rest],
-    )
-    return emit(graph, like, aten.reshape.default, wide, [batch, groups * times, *rest])

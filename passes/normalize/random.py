@@ -19,7 +19,7 @@ from autopart.ir.graph import argument, describe, draws_random_numbers, operator
 from autopart.ir.operators import autopart_ops
 from autopart.ir.selection import is_counted
 
-from .new_calls import emit, getitem, replace
+from .new_calls import emit, getitem, replace, replace_parts
 
 aten = torch.ops.aten
 
@@ -101,17 +101,15 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def _native_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """What `dropout` becomes when torch makes a graph functional; that it keeps the mask is a call of the user's."""
     source, p = node.args[0], argument(node, "p")
-    parts = {user.args[1]: user for user in node.users}
-    if 1 in parts and parts[1].users:
+    read, results = {user.args[1]: bool(user.users) for user in node.users}, dict[int, fx.Node]()
+    if read.get(1):
         pair = emit(graph, node, node.target, _ones(graph, node, value(source)), p, True)
-        noise = getitem(graph, pair, 0)
-        parts[1].replace_all_uses_with(getitem(graph, pair, 1))
+        noise, results[1] = getitem(graph, pair, 0), getitem(graph, pair, 1)
     else:
         noise = noise_like(graph, node, value(source), p)
-    if 0 in parts:
-        parts[0].replace_all_uses_with(drop(graph, node, source, noise, p))
-    for user in [*parts.values(), node]:
-        graph.erase_node(user)
+    if 0 in read:
+        results[0] = drop(graph, node, source, noise, p)
+    replace_parts(node, results)
 
 
 def _bernoulli(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

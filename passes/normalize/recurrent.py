@@ -8,31 +8,25 @@ import torch
 from torch import fx
 
 from autopart.ir.facts import facts
-from autopart.ir.graph import argument, draws_random_numbers, operator_name, value
+from autopart.ir.graph import argument, draws_random_numbers, value
+from autopart.passes.pipeline import on_calls
 
-from .new_calls import emit, getitem, name_written_out
+from .new_calls import emit, getitem, name_written_out, replace_parts
 from .random import drop, noise_like
 
 aten = torch.ops.aten
 
-_RECURRENT = ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu")
 
-
-def explicit_recurrent_dropout(graph: fx.Graph) -> None:
+@on_calls("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu")
+def explicit_recurrent_dropout(graph: fx.Graph, node: fx.Node) -> None:
     """Recurrent layers with dropout between them become single layers, so that dropout is an operator of its own."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or operator_name(node) not in _RECURRENT or not draws_random_numbers(node):
-            continue
-        if argument(node, "batch_first") is None:
-            continue  # packed sequences
-        before = node.prev
-        with graph.inserting_before(node):
-            results = _layers(graph, node)
-            name_written_out(node, before, "recurrent_dropout")
-        for part in list(node.users):
-            part.replace_all_uses_with(results[part.args[1]])
-            graph.erase_node(part)
-        graph.erase_node(node)
+    if not draws_random_numbers(node) or argument(node, "batch_first") is None:  # None: packed sequences
+        return
+    before = node.prev
+    with graph.inserting_before(node):
+        results = _layers(graph, node)
+        name_written_out(node, before, "recurrent_dropout")
+    replace_parts(node, results)
 
 
 def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:

@@ -18,6 +18,7 @@ from autopart.ir.operators import autopart_ops
 from autopart.passes.pipeline import UNTOUCHED, on_calls
 from autopart.passes.rules import pattern_for
 
+from .experts import inputs_with_rows
 from .new_calls import emit, getitem, replace
 
 aten = torch.ops.aten
@@ -99,14 +100,10 @@ class _Region:
         if pattern is None:
             return False
         at_row = {0, 2} if node in self.products else {i for i, used in enumerate(sources) if used in self.own}
-        row = pattern.inputs[min(at_row)][:1]
-        if not row or len(row[0]) != 1 or row[0][0] in pattern.whole or any(d[:1] != row for d in pattern.outputs):
+        with_rows = inputs_with_rows(pattern, at_row)
+        if not at_row <= with_rows:
             return False
-        (factor,) = row[0]
-        has_rows = [[i for i, dim in enumerate(dims) if factor in dim] for dims in (*pattern.inputs, *pattern.outputs)]
-        if any(dims not in ([], [0]) for dims in has_rows) or not at_row <= {i for i, f in enumerate(has_rows) if f}:
-            return False
-        mine = {used: self._of_rows(node, used) for used, dims in zip(sources, has_rows, strict=False) if dims}
+        mine = {sources[i]: self._of_rows(node, sources[i]) for i in sorted(with_rows)}
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: mine.get(used, used))
         self.own[node] = emit(self.graph, node, node.target, *args, **kwargs)
         return True

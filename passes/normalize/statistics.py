@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from autopart.ir.graph import changes_precision, operator_name, shape, value
 from autopart.ir.selection import is_counted
 from autopart.passes.pipeline import on_calls
 
-from .new_calls import emit, replace
+from .new_calls import emit, replace, replace_parts
 
 aten = torch.ops.aten
 
@@ -39,36 +38,19 @@ def batch_statistics(graph: fx.Graph, node: fx.Node) -> None:
     if is_counted(node):  # of selected rows, whose number is not known: torch's own, on all of them
         return
     with graph.inserting_before(node):
-        if name == _EVAL:
-            *tensors, momentum, eps = node.args
-            whole = emit(graph, node, aten.batch_norm.default, *tensors, False, momentum, eps, False)
-            _replace_parts(node, {0: whole})
-        elif name == FUNCTIONAL:
-            source, weight, bias, mean, var, _, momentum, eps = node.args
-            _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias, mean, var, momentum))
-        elif name in _WITHOUT_UPDATES and node.args[-3]:
-            source, weight, bias, *_, eps = node.args
-            _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias))
-        elif name in _OF_LIBRARIES:
-            source, weight, bias, mean, var, training, momentum, eps = node.args
-            if not training:
-                whole = emit(graph, node, aten.batch_norm.default, *node.args[:5], False, momentum, eps, False)
-                _replace_parts(node, {0: whole})
-            elif mean is None and var is None:
-                _replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias))
-        elif name == "aten::batch_norm" and node.args[5]:
-            source, weight, bias, *_ = node.args
-            replace(node, _Formula(graph, node, source, node.args[7]).normalised(weight, bias))
-
-
-def _replace_parts(node: fx.Node, parts: dict[int, fx.Node]) -> None:
-    for user in list(node.users):
-        assert user.target is operator.getitem, user
-        if user.users:
-            replace(user, parts[user.args[1]])
-        else:
-            user.graph.erase_node(user)
-    node.graph.erase_node(node)
+        source, weight, bias, *statistics = node.args
+        if name == "aten::batch_norm":
+            if node.args[5]:
+                replace(node, _Formula(graph, node, source, node.args[7]).normalised(weight, bias))
+            return
+        momentum, eps = node.args[-2:]
+        in_training = name == FUNCTIONAL or (name != _EVAL and node.args[-3])
+        if not in_training and name not in _WITHOUT_UPDATES:
+            whole = emit(graph, node, aten.batch_norm.default, *node.args[:5], False, momentum, eps, False)
+            replace_parts(node, {0: whole})
+        elif in_training and (name not in _OF_LIBRARIES or statistics[:2] == [None, None]):
+            updated = (*statistics[:2], momentum) if name == FUNCTIONAL else ()
+            replace_parts(node, _Formula(graph, node, source, eps).parts(weight, bias, *updated))
 
 
 class _Formula:

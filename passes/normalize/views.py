@@ -176,8 +176,7 @@ def one_split(graph: fx.Graph) -> None:
             continue
         name = operator_name(node)
         if name in ("aten::split", "aten::chunk"):
-            dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-            dim %= len(shape(node.args[0]))
+            dim = argument(node, "dim") % len(shape(node.args[0]))
             sizes = [t.shape[dim] for t in value(node)]
             with graph.inserting_before(node):
                 replace(node, emit(graph, node, aten.split_with_sizes.default, node.args[0], sizes, dim))
@@ -194,8 +193,7 @@ def _join_slices(graph: fx.Graph, node: fx.Node) -> None:
             and len(user.args) <= 4
             and value(user).numel()
         ):
-            dim = user.args[1] % len(shape(node)) if len(user.args) > 1 else 0
-            start = (user.args[2] if len(user.args) > 2 else 0) or 0
+            dim, start = argument(user, "dim") % len(shape(node)), argument(user, "start") or 0
             start += shape(node)[dim] if start < 0 else 0
             slices.setdefault(dim, []).append((start, start + shape(user)[dim], user))
     for dim, pieces in slices.items():

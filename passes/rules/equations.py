@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from torch import fx
 
 from autopart.ir.graph import shape, tensor_inputs
-from autopart.ir.pattern import Dims, Pattern
+from autopart.ir.pattern import Pattern
 
 from .factors import UNARY_LINEAR
+from .notation import Rule
 
 
 def einsum(node: fx.Node) -> Pattern | None:
@@ -19,20 +19,13 @@ def einsum(node: fx.Node) -> Pattern | None:
     terms, result = read_equation(node.args[0], [len(s) for s in shapes])
     if any(max(Counter(term).values(), default=1) > 1 for term in (*terms, result)):
         return None
-    sizes: dict[str, int] = {}
-    for term, sizes_of in zip(terms, shapes, strict=True):
-        for letter, size in zip(term, sizes_of, strict=True):
-            sizes[letter] = max(size, sizes.get(letter, 1))
-    operands = tuple(_dims(term, sizes_of, sizes) for term, sizes_of in zip(terms, shapes, strict=True))
+    line = f"{', '.join(map(' '.join, terms))} -> {' '.join(result)}"
     if len(terms) == 1:
-        return Pattern(operands, (_dims(result, shape(node), sizes),), sizes, linear=UNARY_LINEAR)
-    linear = tuple((i,) for i in range(len(terms)))
-    flops = 2 * math.prod(sizes.values())
-    return Pattern(operands, (_dims(result, shape(node), sizes),), sizes, linear=linear, flops=flops)
-
-
-def _dims(term: list[str], shape_: tuple[int, ...], sizes: dict[str, int]) -> Dims:
-    return tuple((letter,) if sizes[letter] == size else () for letter, size in zip(term, shape_, strict=True))
+        rule = Rule(line, linear=UNARY_LINEAR)
+    else:
+        letters = " ".join(set().union(*terms))
+        rule = Rule(line, linear=tuple((i,) for i in range(len(terms))), matmul=(letters,))
+    return rule.instantiate(shapes, [shape(node)])
 
 
 def read_equation(equation: str, ndims: list[int]) -> tuple[list[list[str]], list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autopart.ir.graph import shape, tensor_inputs, value
+from autopart.ir.graph import argument, shape, tensor_inputs, value
 from autopart.ir.pattern import Dim, Pattern
 
 UNARY_LINEAR = ((0,),)
@@ -17,6 +17,12 @@ UNARY_LINEAR = ((0,),)
 def names(count: int, prefix: str = "d") -> list[Dim]:
     """One factor a dim: `d0`, `d1`, ..."""
     return [(f"{prefix}{i}",) for i in range(count)]
+
+
+def names_and_place(node: fx.Node, argument_name: str = "dim") -> tuple[list[Dim], int]:
+    """One factor a dim of a call's first operand, and which of them an argument says. There has to be one."""
+    dims = names(len(shape(node.args[0])))
+    return dims, argument(node, argument_name) % len(dims)
 
 
 def pattern(

@@ -11,7 +11,7 @@ from torch import fx
 from autopart.ir.graph import argument, shape, tensor_inputs, value
 from autopart.ir.pattern import Dim, Pattern
 
-from .factors import UNARY_LINEAR, names, pattern
+from .factors import UNARY_LINEAR, names, names_and_place, pattern
 from .selections import tie
 
 
@@ -52,10 +52,9 @@ def _source_and_index(source: Sequence[int], index: Sequence[int], dim: int) -> 
 
 def index_select(node: fx.Node) -> Pattern | None:
     """One dim is read at a list of places: that dim stays whole, the list may be sharded."""
-    dims = names(len(shape(node.args[0])))
-    if not dims or not shape(node.args[2]):
+    if not shape(node.args[0]) or not shape(node.args[2]):
         return None
-    at = argument(node, "dim") % len(dims)
+    dims, at = names_and_place(node)
     dims, places, whole, tied = _along(node, dims, at, node.args[2])
     output = [places if i == at else d for i, d in enumerate(dims)]
     return pattern(node, [dims, [places]], [output], whole, linear=UNARY_LINEAR, **tied)
@@ -64,10 +63,9 @@ def index_select(node: fx.Node) -> Pattern | None:
 def index_write(node: fx.Node) -> Pattern | None:
     """`index_add`, `index_copy`, `index_fill`: one dim is written at a list of places; both stay whole."""
     inputs = tensor_inputs(node)
-    dims = names(len(shape(inputs[0])))
-    if not dims or not shape(inputs[1]):
+    if not shape(inputs[0]) or not shape(inputs[1]):
         return None
-    at = argument(node, "dim") % len(dims)
+    dims, at = names_and_place(node)
     dims, places, whole, tied = _along(node, dims, at, inputs[1])
     value_dims = [[places if i == at else d for i, d in enumerate(dims)] if shape(n) else [] for n in inputs[2:]]
     linear = ((0, 2),) if len(inputs) == 3 else ()

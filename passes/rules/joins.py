@@ -6,26 +6,26 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopart.ir.graph import argument, shape, tensor_inputs, value
+from autopart.ir.graph import argument, shape, tensor_inputs
 from autopart.ir.pattern import Pattern
 
-from .factors import UNARY_LINEAR, names, pattern
+from .factors import UNARY_LINEAR, names, names_and_place, output_shapes, pattern
 from .local import LocalCall
 
 
 def cut(node: fx.Node) -> Pattern:
-    """`slice`, `narrow`, `select`: the cut dim stays whole."""
-    dims = names(len(shape(node.args[0])))
-    at = argument(node, "dim") % len(dims)
-    removed = len(shape(node)) < len(dims)
+    """`slice`, `narrow`, `select`, `unbind`: the cut dim stays whole."""
+    dims, at = names_and_place(node)
+    after = output_shapes(node)
+    removed = any(len(sizes) < len(dims) for sizes in after)
     output = [("cut",) if i == at else d for i, d in enumerate(dims) if not (removed and i == at)]
-    return pattern(node, [dims], [output], [dims[at][0], "cut"], linear=UNARY_LINEAR)
+    return pattern(node, [dims], [output] * len(after), [dims[at][0], "cut"], linear=UNARY_LINEAR)
 
 
 def split(node: fx.Node) -> Pattern | None:
     """`split_with_sizes`: the cut dim is a concatenation; sharding it shards every section (factor `joined`)."""
-    dims = names(len(shape(node.args[0])))
-    dims[argument(node, "dim") % len(dims)] = ("joined",)
+    dims, at = names_and_place(node)
+    dims[at] = ("joined",)
     joined = {"joined": tuple(node.args[1])}
     return pattern(
         node, [dims], [dims] * len(node.args[1]), linear=UNARY_LINEAR, joined=joined, local=_smaller_sections
@@ -34,13 +34,6 @@ def split(node: fx.Node) -> Pattern | None:
 
 def _smaller_sections(call: LocalCall) -> fx.Node:
     return call.as_traced({1: [size // call.num_parts("joined") for size in call.args[1]]})
-
-
-def unbind(node: fx.Node) -> Pattern:
-    dims = names(len(shape(node.args[0])))
-    at = argument(node, "dim") % len(dims)
-    output = [d for i, d in enumerate(dims) if i != at]
-    return pattern(node, [dims], [output] * len(value(node)), [dims[at][0]], linear=UNARY_LINEAR)
 
 
 def join(node: fx.Node) -> Pattern:
@@ -64,8 +57,7 @@ def stack(node: fx.Node) -> Pattern:
 
 def overwrite(node: fx.Node) -> Pattern:
     """`slice_scatter`, `select_scatter`: a part of one dim is overwritten; that dim stays whole."""
-    dims = names(len(shape(node.args[0])))
-    at = argument(node, "dim") % len(dims)
+    dims, at = names_and_place(node)
     part_dims = [("part",) if i == at else d for i, d in enumerate(dims)]
     if len(shape(node.args[1])) < len(dims):
         del part_dims[at]

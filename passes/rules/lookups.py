@@ -26,8 +26,7 @@ def _axis_sharding(call: LocalCall, factor: str) -> str:
 def axes_routing(call: LocalCall) -> str:
     """The axis on whose ranks the rows of a call are by their experts, several joined in one; "" where there is
     none."""
-    places = {axis: (*s.inputs, *s.outputs) for axis, s in call.strategies.items()}
-    return "_".join(axis for axis, axis_places in places.items() if any(place.is_routed for place in axis_places))
+    return "_".join(axis for axis, strategy in call.strategies.items() if strategy.is_routed)
 
 
 def _axes_cutting(call: LocalCall, factor: str) -> str:

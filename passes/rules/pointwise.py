@@ -31,34 +31,16 @@ POINTWISE: frozenset[str] = frozenset(
 """The operators, without their overloads."""
 
 LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
-    "aten::add": ((0, 1),),
-    "aten::sub": ((0, 1),),
-    "aten::rsub": ((0, 1),),
+    **{f"aten::{name}": ((0, 1),) for name in ("add", "sub", "rsub", "lerp", "addcdiv", "complex")},
+    **{f"aten::{name}": ((0,),) for name in """
+        div neg xlogy to _to_copy detach real imag conj_physical _conj resolve_conj resolve_neg positive deg2rad
+        rad2deg special_xlog1py""".split()},
     "aten::mul": ((0,), (1,)),
-    "aten::div": ((0,),),
-    "aten::neg": ((0,),),
-    "aten::lerp": ((0, 1),),
     "aten::addcmul": ((0, 1), (0, 2)),
-    "aten::addcdiv": ((0, 1),),
-    "aten::xlogy": ((0,),),
     "aten::where": ((1, 2),),
     "aten::masked_fill": ((0, 2),),
-    "aten::to": ((0,),),
-    "aten::_to_copy": ((0,),),
-    "aten::detach": ((0,),),
-    "aten::real": ((0,),),
-    "aten::imag": ((0,),),
-    "aten::conj_physical": ((0,),),
-    "aten::_conj": ((0,),),
-    "aten::complex": ((0, 1),),
-    "aten::resolve_conj": ((0,),),
-    "aten::resolve_neg": ((0,),),
-    "aten::positive": ((0,),),
-    "aten::deg2rad": ((0,),),
-    "aten::rad2deg": ((0,),),
-    "aten::special_xlog1py": ((0,),),
     "aten::fill": ((1,), (0, 1)),
-}
+}  # fmt: skip
 """The sets of arguments, by position, in which an operator is linear: they may be partial sums together. A number among
 them must be 0 (`x + 1` is not linear)."""
 

@@ -12,7 +12,7 @@ from torch import fx
 from autopart.ir.graph import argument, shape, tensor_inputs
 from autopart.ir.pattern import Pattern
 
-from .factors import UNARY_LINEAR, names, output_shapes, pattern
+from .factors import UNARY_LINEAR, names, names_and_place, output_shapes, pattern
 from .local import LocalCall
 
 aten = torch.ops.aten
@@ -66,10 +66,9 @@ def extreme(node: fx.Node) -> Pattern | None:
 
 def topk(node: fx.Node) -> Pattern | None:
     """The best of one dim, which stays whole: values and places."""
-    dims = names(len(shape(node.args[0])))
-    if not dims:
+    if not shape(node.args[0]):
         return None
-    at = argument(node, "dim") % len(dims)
+    dims, at = names_and_place(node)
     output = [("best",) if i == at else d for i, d in enumerate(dims)]
     return pattern(node, [dims], [output, output], [dims[at][0], "best"])
 

@@ -99,8 +99,6 @@ LINES: dict[str, Rule | tuple[Rule, ...]] = {
 }  # fmt: skip
 """Operators whose factors do not depend on their arguments."""
 
-_CONVOLUTIONS = (*(f"conv{n}d" for n in (1, 2, 3)), *(f"conv_transpose{n}d" for n in (1, 2, 3)), "convolution")
-
 MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::reshape": views.view,
     "aten::expand": views.expand,
@@ -120,7 +118,7 @@ MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::narrow": joins.cut,
     "aten::select": joins.cut,
     "aten::split_with_sizes": joins.split,
-    "aten::unbind": joins.unbind,
+    "aten::unbind": joins.cut,
     "aten::cat": joins.join,
     "aten::stack": joins.stack,
     "aten::pad": windows.pad,
@@ -138,40 +136,18 @@ MOVES: dict[str, Callable[[fx.Node], Pattern | None]] = {
 
 SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     **MOVES,
-    "aten::sum": reductions.reduction,
     "aten::mean": reductions.mean,
-    "aten::amax": reductions.whole_reduction,
-    "aten::amin": reductions.whole_reduction,
-    "aten::argmax": reductions.whole_reduction,
-    "aten::any": reductions.whole_reduction,
-    "aten::all": reductions.whole_reduction,
-    "aten::var": reductions.whole_reduction,
-    "aten::std": reductions.whole_reduction,
-    "aten::logsumexp": reductions.whole_reduction,
-    "aten::linalg_vector_norm": reductions.whole_reduction,
-    "aten::nansum": reductions.reduction,
-    "aten::count_nonzero": reductions.reduction,
-    "aten::argmin": reductions.whole_reduction,
-    "aten::max": reductions.extreme,
-    "aten::min": reductions.extreme,
-    "aten::prod": reductions.whole_reduction,
-    "aten::norm": reductions.whole_reduction,
-    "aten::median": reductions.whole_reduction,
-    "aten::nanmedian": reductions.whole_reduction,
-    "aten::mode": reductions.whole_reduction,
-    "aten::kthvalue": reductions.whole_reduction,
-    "aten::var_mean": reductions.whole_reduction,
-    "aten::std_mean": reductions.whole_reduction,
-    "aten::softmax": reductions.along_dim("dim"),
-    "aten::_softmax": reductions.along_dim("dim"),
-    "aten::log_softmax": reductions.along_dim("dim"),
-    "aten::_log_softmax": reductions.along_dim("dim"),
+    **{f"aten::{name}": rule for rule, names in (
+        (reductions.whole_reduction, """amax amin argmax argmin any all var std var_mean std_mean logsumexp
+            linalg_vector_norm prod norm median nanmedian mode kthvalue"""),
+        (reductions.reduction, "sum nansum count_nonzero"),
+        (reductions.extreme, "max min"),
+        (reductions.along_dim("dim"),
+            "softmax _softmax log_softmax _log_softmax cumprod logcumsumexp cummax cummin sort"),
+        (recurrent.recurrent, "lstm gru rnn_tanh rnn_relu"),
+        (windows.convolution, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution"),
+    ) for name in names.split()},
     "aten::cumsum": reductions.along_dim("dim", linear=True),
-    "aten::cumprod": reductions.along_dim("dim"),
-    "aten::logcumsumexp": reductions.along_dim("dim"),
-    "aten::cummax": reductions.along_dim("dim"),
-    "aten::cummin": reductions.along_dim("dim"),
-    "aten::sort": reductions.along_dim("dim"),
     "aten::topk": reductions.topk,
     "aten::_fft_c2c": reductions.along_dim("dim", linear=True),
     "aten::_fft_r2c": reductions.half_spectrum,
@@ -183,7 +159,6 @@ SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::batch_norm": norms.batch_norm,
     # products and windows
     "aten::einsum": equations.einsum,
-    **{f"aten::{name}": windows.convolution for name in _CONVOLUTIONS},
     "aten::col2im": windows.col2im,
     # writing at places
     "aten::scatter": indexing.scatter(writes_zeros_or_tensors),
@@ -197,20 +172,13 @@ SHAPED: dict[str, Callable[[fx.Node], Pattern | None]] = {
     "aten::bucketize": indexing.searchsorted,
     "aten::isin": indexing.isin,
     "autopart::positions": selections.positions,
-    # recurrent layers
-    "aten::lstm": recurrent.recurrent,
-    "aten::gru": recurrent.recurrent,
-    "aten::rnn_tanh": recurrent.recurrent,
-    "aten::rnn_relu": recurrent.recurrent,
-}
+}  # fmt: skip
 """All operators whose factors depend on their arguments: functions of the call."""
 
-LOSS_REDUCTIONS: dict[str, int] = {
-    "aten::cross_entropy_loss": 3, "aten::nll_loss_nd": 3, "aten::mse_loss": 2, "aten::l1_loss": 2,
-    "aten::smooth_l1_loss": 2, "aten::huber_loss": 2, "aten::binary_cross_entropy": 3,
-    "aten::binary_cross_entropy_with_logits": 4,
-}  # fmt: skip
-"""Losses with a `reduction` argument, and its position: 0 none, 1 mean (the default), 2 sum."""
+LOSS_REDUCTIONS = {"aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::mse_loss", "aten::l1_loss",
+                   "aten::smooth_l1_loss", "aten::huber_loss", "aten::binary_cross_entropy",
+                   "aten::binary_cross_entropy_with_logits"}  # fmt: skip
+"""Losses with a `reduction` argument: 0 none, 1 mean (the default), 2 sum."""
 
 OF_SPARSE = {"aten::_sparse_mm"}
 """Operators whose rules hold for sparse tensors: the only ones."""

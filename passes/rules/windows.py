@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from autopart.ir.graph import argument, operator_name, shape, tensor_inputs
-from autopart.ir.pattern import Dim, Pattern
+from autopart.ir.pattern import Dim, Dims, Pattern
 
-from .factors import UNARY_LINEAR, names, pattern
+from .factors import UNARY_LINEAR, names, names_and_place, pattern
 from .local import group_argument
 
 
@@ -59,10 +59,9 @@ def pad(node: fx.Node) -> Pattern:
 
 def unfold(node: fx.Node) -> Pattern | None:
     """`Tensor.unfold`: one dim becomes the number of windows, and a new last dim the places in a window."""
-    dims = names(len(shape(node.args[0])))
-    if not dims:
+    if not shape(node.args[0]):
         return None
-    at = argument(node, "dimension") % len(dims)
+    dims, at = names_and_place(node, "dimension")
     output = [("windows",) if i == at else d for i, d in enumerate(dims)]
     whole = [dims[at][0], "windows", "window"]
     return pattern(node, [dims], [[*output, ("window",)]], whole, linear=UNARY_LINEAR)
@@ -70,20 +69,18 @@ def unfold(node: fx.Node) -> Pattern | None:
 
 def im2col(node: fx.Node) -> Pattern:
     """Every window becomes a column of `channels` times `places in a window`."""
-    space, columns = shape(node.args[0]), shape(node)
-    batch, inputs, outputs, sizes = _columns(space, columns)
-    return Pattern((batch + inputs,), (batch + outputs,), sizes, frozenset("xykl"), UNARY_LINEAR)
+    space, columns, sizes = _columns(shape(node.args[0]), shape(node))
+    return Pattern((space,), (columns,), sizes, frozenset("xykl"), UNARY_LINEAR)
 
 
 def col2im(node: fx.Node) -> Pattern:
     """The inverse of `im2col`: windows are summed where they overlap."""
-    columns, space = shape(node.args[0]), shape(node)
-    batch, outputs, inputs, sizes = _columns(space, columns)
-    return Pattern((batch + inputs,), (batch + outputs,), sizes, frozenset("xykl"), UNARY_LINEAR)
+    space, columns, sizes = _columns(shape(node), shape(node.args[0]))
+    return Pattern((columns,), (space,), sizes, frozenset("xykl"), UNARY_LINEAR)
 
 
-def _columns(space: Sequence[int], columns: Sequence[int]) -> tuple[tuple, tuple, tuple, dict[str, int]]:
+def _columns(space: Sequence[int], columns: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
     channels, x, y = space[-3:]
     sizes = {"b": space[0], "c": channels, "x": x, "y": y, "k": columns[-2] // channels, "l": columns[-1]}
-    batch = (("b",),) if len(space) == 4 else ()
-    return batch, (("c",), ("x",), ("y",)), (_merged(("c", "k"), sizes), ("l",)), sizes
+    batch: Dims = (("b",),) if len(space) == 4 else ()
+    return (*batch, ("c",), ("x",), ("y",)), (*batch, _merged(("c", "k"), sizes), ("l",)), sizes

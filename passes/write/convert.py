@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,13 +50,21 @@ class Converter:
         """Go from one layout to another, one axis after the other."""
         current = dict(source)
         for axis, place in self._steps(node, source, target):
-            before, current[axis] = dict(current), place
-            layout = tuple(current.items())
-            if (node, layout) not in stage.made:
-                stage.made[node, layout] = self._convert_axis(written, node, before, axis, place, stage, {})
-                self.mark(stage.made[node, layout], node, layout)
-            written = stage.made[node, layout]
+            written = self._step(written, node, current, axis, place, stage, stage.made)
+            current[axis] = place
         return written
+
+    def _step(
+        self, written: fx.Node, node: fx.Node, current: Layout, axis: str, place: Placement, stage: StageDraft,
+        made: dict[tuple[fx.Node, Key], fx.Node], options: Mapping[str, Any] = MappingProxyType({}),
+        dtype: torch.dtype | None = None,
+    ) -> fx.Node:  # fmt: skip
+        """The value with another place on one axis, which `made` has from then on."""
+        layout = tuple({**current, axis: place}.items())
+        if (node, layout) not in made:
+            made[node, layout] = self._convert_axis(written, node, current, axis, place, stage, options)
+            self.mark(made[node, layout], node, layout, dtype)
+        return made[node, layout]
 
     def _steps(self, node: fx.Node, source: Key, target: Key) -> Iterator[tuple[str, Placement]]:
         """The axes on which a value changes its place on the way from one layout to another, in order: a parameter is
@@ -83,7 +92,8 @@ class Converter:
         source = current[axis]
         if axis == MICROBATCH_AXIS and target == P:  # an equal share in every microbatch
             return self.emitter(stage, node)(torch.ops.aten.mul.Tensor, written, 1.0 / self.sizes[axis])
-        step, others = conversion(source, target), self._others(current, axis)
+        step = conversion(source, target)
+        others = [(cut, self.sizes[other]) for other, cut in current.items() if other != axis]
         source, place = inside(source, others), inside(target, others)
         if step is None or not is_direct(source, place, shape(node), self.sizes[axis]):
             between = R_GRAD_P if facts(node)["needs_grad"] else R
@@ -109,10 +119,6 @@ class Converter:
         if beside and in_one_piece and full % (others * self.sizes[axis]):
             raise _of_unequal_parts(node, cut.dim, axis, beside)
         return full // others
-
-    def _others(self, current: Mapping[str, Placement], axis: str) -> list[tuple[Placement, int]]:
-        """How the other axes cut a value, each with its ranks."""
-        return [(place, self.sizes[other]) for other, place in current.items() if other != axis]
 
     def sent(self, node: fx.Node, produced: Key) -> Key:
         """The layout in which a value goes from stage to stage."""
@@ -143,10 +149,8 @@ class Converter:
         stored = dtype = self.stored_dtype(node)
         assert precision is not None and stored is not None
         if (node, produced) not in stage.stored:
-            read = stage.graph.create_node("get_attr", node.target, (), {}, node.name)
-            stage.parameters[node.target] = None
-            self.mark(read, node, produced, stored)
-            stage.stored[node, produced] = read
+            stage.stored[node, produced] = stage.parameter(node)
+            self.mark(stage.stored[node, produced], node, produced, stored)
         written, current = stage.stored[node, produced], dict(produced)
         for axis, place in _gradient_first(current, self._steps(node, produced, layout)):
             gathers = current[axis].is_shard
@@ -154,12 +158,9 @@ class Converter:
             if precision.reduce != (computed if gathers else dtype):
                 options["grad_dtype"] = precision.reduce
             dtype = computed if gathers else dtype
-            before, current[axis] = dict(current), place
-            known, key = stage.made if dtype == computed else stage.stored, (node, tuple(current.items()))
-            if key not in known:
-                known[key] = self._convert_axis(written, node, before, axis, place, stage, options)
-                self.mark(known[key], node, key[1], dtype)
-            written = known[key]
+            made = stage.made if dtype == computed else stage.stored
+            written = self._step(written, node, current, axis, place, stage, made, options, dtype)
+            current[axis] = place
         return written if dtype == computed else self.emitter(stage, node)(autopart_ops.cast.default, written, computed)
 
 

@@ -32,6 +32,7 @@ from autopart.ir.graph import (
     reads,
     source_of,
     tensor_inputs,
+    tuple_values,
     value,
 )
 from autopart.ir.layout import R_GRAD_P, Layout, P, Placement, R, local_shape, parts_of
@@ -94,13 +95,8 @@ def _drawn_in_place(random: Sequence[fx.Node]) -> set[fx.Node]:
 def _check_draws(draws: Sequence[fx.Node], rng: Rng) -> None:
     """Raises OptionError where the numbers that one device draws cannot be drawn without the model's values."""
     for node in draws:
-        if rng == "exact" and (why := inexact(node, _device_of(node))):
+        if rng == "exact" and (why := inexact(node, tuple_values(node)[0].device)):
             raise OptionError(NOT_EXACT, why=why, where=describe(node), hint="rng='fast'")
-
-
-def _device_of(node: fx.Node) -> torch.device:
-    result = value(node)
-    return (result[0] if isinstance(result, (tuple, list)) else result).device
 
 
 def write_local(call: LocalCall) -> fx.Node:
@@ -235,16 +231,18 @@ class _Writer:
 
     def _store(self, node: fx.Node, written: fx.Node, stage: StageDraft) -> None:
         if isinstance(value(node), torch.Tensor):
-            layout = self.produced(node)
-            self.mark(written, node, layout)
-            stage.made[node, layout] = written
+            self._keep(written, node, self.produced(node), stage)
             return
         for user in node.users:  # a tuple: write its projections
             if user.target is operator.getitem:
                 part = stage.graph.call_function(operator.getitem, (written, user.args[1]))
-                layout = self.produced(user)
-                self.mark(part, user, layout)
-                stage.made[user, layout] = part
+                self._keep(part, user, self.produced(user), stage)
+
+    def _keep(self, written: fx.Node, node: fx.Node, layout: Key, stage: StageDraft) -> fx.Node:
+        """Note what a stage has made of a traced value, for all who ask for it in this layout."""
+        self.mark(written, node, layout)
+        stage.made[node, layout] = written
+        return written
 
     # Reading
 
@@ -265,9 +263,7 @@ class _Writer:
             if produced == layout:
                 return source
             written = self.converter.convert(source, node, produced, layout, stage)
-        self.mark(written, node, layout)
-        stage.made[node, layout] = written
-        return written
+        return self._keep(written, node, layout, stage)
 
     def _same_value(self, node: fx.Node, layout: Key, stage: StageDraft) -> Key:
         """A layout that is made already and differs in that of the gradient alone, for those who give none."""
@@ -282,17 +278,12 @@ class _Writer:
         if (node, produced) in stage.made:
             return stage.made[node, produced]
         if role == PARAMETER:
-            written = stage.graph.create_node("get_attr", node.target, (), {}, node.name)
-            stage.parameters[node.target] = None
-            self.mark(written, node, produced)
-            stage.made[node, produced] = written
+            self._keep(stage.parameter(node), node, produced, stage)
         elif role == WEIGHT:
             self.write(node, stage)
         elif node.op == "placeholder":
             self._check_input_gradient(node)
-            written = self._stage_input(node, None, stage)
-            self.mark(written, node, produced)
-            stage.made[node, produced] = written
+            self._keep(self._stage_input(node, None, stage), node, produced, stage)
         else:
             self.converter.gather(self._receive(node, produced, stage), node, produced, stage)
         return stage.made[node, produced]
@@ -309,12 +300,8 @@ class _Writer:
         else:
             self._receive(node, produced, before)
         before.sends.append((node, sent))
-        received = stage.placeholder(node.name)
-        stage.received.append(received)
-        self.mark(received, node, sent)
-        stage.made[node, sent] = received
         stage.receives.append((node, sent))
-        return received
+        return self._keep(stage.placeholder(node.name), node, sent, stage)
 
     def _is_received(self, node: fx.Node, stage: StageDraft) -> bool:
         """Whether an earlier stage makes a value."""

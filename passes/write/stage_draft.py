@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopart.ir.facts import PARAMETER, WEIGHT, facts
-from autopart.ir.graph import shape, value
+from autopart.ir.graph import parameters_of, shape, value
 from autopart.ir.layout import Placement, local_shape
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
@@ -38,7 +37,6 @@ class StageDraft:
     sends: list[tuple[fx.Node, Key]] = field(default_factory=list)
     parameters: dict[str, None] = field(default_factory=dict)
     buffers: dict[str, None] = field(default_factory=dict)
-    received: list[fx.Node] = field(default_factory=list)
     updates: list[tuple[BufferUpdate, fx.Node]] = field(default_factory=list)
     seeds: fx.Node | None = None
     seed: fx.Node | None = None
@@ -48,6 +46,11 @@ class StageDraft:
         placeholder = self.graph.placeholder(name)
         placeholder.target = placeholder.name
         return placeholder
+
+    def parameter(self, node: fx.Node) -> fx.Node:
+        """A parameter as it is stored."""
+        self.parameters[node.target] = None
+        return self.graph.create_node("get_attr", node.target, (), {}, node.name)
 
     def output(self, values: Sequence[fx.Node]) -> None:
         """End the graphs: with `values`, what the prologue makes for the graph, and new values of buffers."""
@@ -59,8 +62,9 @@ class StageDraft:
     def finish(self, trace: Trace, sizes: Mapping[str, int], mark: Callable[[fx.Graph], None]) -> Stage:
         """The stage, its graphs having their outputs; `sizes` are those of the mesh axes. `mark` may write on its graph
         and order it otherwise."""
-        keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in self.received]
-        for placeholder in reversed([*self.received, *keywords]):  # received values come first
+        received = [self.made[value] for value in self.receives]
+        keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in received]
+        for placeholder in reversed([*received, *keywords]):  # received values come first
             next(iter(self.graph.nodes)).prepend(placeholder)
         run_passes(self.graph, (Pass(fuse_bias),), of=f"stage {self.index}")
         run_passes(self.prologue, (Pass(eliminate_dead_code),), of=f"prologue {self.index}")
@@ -100,11 +104,7 @@ def parameter_stages(stage_of: Mapping[fx.Node, int], outputs: fx.Node, last: in
     """The stages that read each parameter, directly or through a view of it. The last gives the model's outputs."""
     readers: dict[str, set[int]] = {}
     for node, stage in (*stage_of.items(), (outputs, last)):
-        todo = list(node.all_input_nodes)
-        while todo:
-            used = todo.pop()
-            if facts(used)["role"] == PARAMETER:
-                readers.setdefault(used.target, set()).add(stage)
-            elif facts(used)["role"] == WEIGHT:
-                todo.extend(used.all_input_nodes)
+        for used in node.all_input_nodes:
+            for name in parameters_of(used):
+                readers.setdefault(name, set()).add(stage)
     return readers
