@@ -87,7 +87,7 @@ MUTANTS = [
            "return [value.clone() for value in values]", "rules fuzz runtime_conversions"),
     Mutant("autopart/ir/layout.py", '("S", "R(grad P)"): Conversion("all_gather_sum", "all_gather", "reduce_scatter")',
            '("S", "R(grad P)"): Conversion("all_gather_sum", "all_gather", "slice")', "layout rules fuzz"),
-    Mutant("runtime/state/gradients.py", "for group in groups:\n        dist.all_reduce(flat, group=group)",
+    Mutant("runtime/state/gradients.py", "for group in groups:\n        sum_over(group, flat)",
            "pass", "exact_processes zero_levels no_sync your_loop local_batch overlap"),
     Mutant("runtime/comm/parts.py", "for group in others:\n            sum_over(group, flat)", "pass",
            "exact_processes zero_levels overlap zero_over_axes optimizer_state"),

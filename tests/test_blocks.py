@@ -1,5 +1,7 @@
 """Blocks that repeat are found by what they are, whatever they are called, and decide together what is free to them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,19 +66,24 @@ def model_of(kept="list", num_layers=4, hidden=32, heads=4, vocab=64):
     return model, {"ids": torch.randint(0, vocab, (4, 8))}
 
 
-def programme_of(pinned=FREE, between="free", build=model_of, **sizes):
+def problem_of(pinned=FREE, between="free", build=model_of, **sizes):
     graph = run_of(build, **sizes).traced.graph
     return ShardingProblem(graph, 2, Hardware.load(), {}, {}, pinned, between)
 
 
-def size_of(programme):
-    return len(programme.choices), len(programme.values)
+def unshared(problem):
+    """The same problem without pins, in which every block chooses for itself."""
+    return replace(problem, pinned=FREE, is_shared=False)
+
+
+def size_of(problem):
+    return len(problem.choices), len(problem.values)
 
 
 @pytest.mark.few
 @pytest.mark.parametrize("kept", ["dict", "attributes"])
 def test_names_do_not_matter(kept):
-    listed, other = programme_of(kept="list"), programme_of(kept=kept)
+    listed, other = problem_of(kept="list"), problem_of(kept=kept)
     assert size_of(listed) == size_of(other)
     assert listed.solve().cost == other.solve().cost
     plans = [plan_of(run_of(model_of, kept=which), "tp2") for which in ("list", kept)]
@@ -88,30 +95,30 @@ def test_names_do_not_matter(kept):
 @pytest.mark.few
 @pytest.mark.parametrize("build", [model_of, zoo.gpt2, zoo.llama, zoo.bert, zoo.phi3, zoo.transformer_encoder])
 def test_depth_adds_no_decision(build):
-    three, five = (programme_of(build=build, num_layers=depth) for depth in (3, 5))
+    three, five = (problem_of(build=build, num_layers=depth) for depth in (3, 5))
     assert size_of(three) == size_of(five)
     assert max(len(choice.members) for choice in five.choices.values()) >= 4
 
 
 def test_depth_adds_decisions_where_blocks_do_not_share():
     """The check above can fail."""
-    sizes = [size_of(programme_of(num_layers=depth)._again(FREE, False)) for depth in (2, 3, 4, 6, 7)]
+    sizes = [size_of(unshared(problem_of(num_layers=depth))) for depth in (2, 3, 4, 6, 7)]
     assert sizes[0] < sizes[1] < sizes[2] < sizes[3] == sizes[4]  # two at either end, and all between
 
 
 def test_parts_of_a_block_decide_for_themselves():
-    programme = programme_of(num_layers=1)
-    members = [{name_of(node) for node in choice.members} for choice in programme.choices.values()]
+    problem = problem_of(num_layers=1)
+    members = [{name_of(node) for node in choice.members} for choice in problem.choices.values()]
     assert all(len(names) == 1 for names in members)
 
 
 def test_a_pinned_block_decides_for_itself_whatever_it_is_called():
     trace = run_of(model_of, kept="attributes", num_layers=5).traced
     pinned = pinned_layouts(trace, Mesh.parse("tp2"), Pins.parse({f"the_{WORDS[2]}.up.weight": {"tp": "R"}}), "tp")
-    programme = programme_of(pinned, kept="attributes", num_layers=5)
-    sizes = [len(choice.members) for choice in programme.choices.values()]
+    problem = problem_of(pinned, kept="attributes", num_layers=5)
+    sizes = [len(choice.members) for choice in problem.choices.values()]
     assert set(sizes) == {1, 4}
-    assert size_of(programme)[0] > size_of(programme_of(kept="attributes", num_layers=5))[0]
+    assert size_of(problem)[0] > size_of(problem_of(kept="attributes", num_layers=5))[0]
 
 
 @pytest.mark.parametrize("between", ["whole", "cut", "free"])
@@ -119,8 +126,8 @@ def test_a_pinned_block_decides_for_itself_whatever_it_is_called():
 def test_what_is_shared_is_priced_as_what_it_stands_for(build, between):
     """The shared choices cost as much as the same ones of blocks that choose for themselves, who can only do better."""
     sizes = {} if build is zoo.skip_mlp else {"num_layers": 3}
-    shared = programme_of(between=between, build=build, **sizes)
-    free = shared._again(FREE, False)
+    shared = problem_of(between=between, build=build, **sizes)
+    free = unshared(shared)
     found = shared.solve()
     options = {
         id(choice): choice.options.index(
@@ -191,5 +198,5 @@ def test_a_stack_of_equal_layers_is_cut_along_output_and_input_in_turn(num_layer
 
 
 def test_depth_adds_no_decision_to_a_stack():
-    sizes = [size_of(programme_of(build=stack, num_layers=n)) for n in (8, 16, 32)]
+    sizes = [size_of(problem_of(build=stack, num_layers=n)) for n in (8, 16, 32)]
     assert sizes[0] == sizes[1] == sizes[2]

@@ -2,7 +2,8 @@
 
 Parameters and inputs are on the meta device, and say that they are where the model's are. What is made of numbers alone
 is real as long as it is small, so that Python can ask for its values. What a call gives is looked up where the same
-call was made before: torch takes long to work out a shape. A number that depends on values is one.
+call was made before: torch takes long to work out a shape. A number that depends on values is one, and those of a list
+are zero, which is a place of any tensor.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class _Placed(TorchFunctionMode):
                 return passing
             if func in (Tensor.item, Tensor.__float__):
                 return torch.ones((), dtype=args[0].dtype).item()
+            if func is Tensor.tolist:
+                return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
         if func in (torch.masked_select, Tensor.masked_select):  # without a kernel there
             source, mask = torch.broadcast_tensors(*args, *kwargs.values())
             return source[mask]
