@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopart
 from autopart.ir.mesh import Mesh
 
-SEQ, WIDTH, LAYERS, ROWS = 16384, 128, 1, 2
+SEQ, WIDTH, LAYERS, ROWS = 4096, 128, 1, 2
 
 
 @pytest.fixture(scope="module")
