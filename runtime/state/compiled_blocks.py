@@ -44,9 +44,9 @@ def _compile(module: fx.GraphModule) -> fx.GraphModule:
     # A graph's code is its own, that of nn.Module's __call__ is not: recompilations are counted by code.
     forward, apart = torch.compile(module.forward, dynamic=False), cached_apart(_ranks(module))
 
-    def on_this_rank(*arguments: Any) -> Any:
+    def on_this_rank(*arguments: Any, **named: Any) -> Any:
         with apart:
-            return forward(*arguments)
+            return forward(*arguments, **named)
 
     module.forward = on_this_rank
     return module
