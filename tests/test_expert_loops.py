@@ -92,7 +92,10 @@ def test_a_loop_that_skips_experts_before_a_loss_function():
     assert report.ok, report
 
 
-@pytest.mark.parametrize("use", [len, sorted, lambda places: [0, *places], lambda places: places[0]])
+@pytest.mark.parametrize("use", [
+    len, sorted, lambda places: [0, *places], lambda places: places[0], lambda places: [0] + places,  # noqa: RUF005
+    lambda places: places.count(3), lambda places: places.copy(), lambda places: [*reversed(places)],
+])  # fmt: skip
 def test_a_list_of_places_only_indexes(use):
     class Net(nn.Module):
         def __init__(self):

@@ -19,14 +19,14 @@ from autopart.tracing.trace_errors import Lost
 _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__, torch.tensor, torch.as_tensor})
 
 
-class Places(list):
-    """Stands for the list of a tensor's integers. Raises Lost where its own are asked for."""
+class Places:
+    """Stands for the list of a tensor's integers. It is no list, as C code reads one of these without a call: whatever
+    else is asked of it raises Lost."""
 
     def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
         self.tensor = tensor
 
-    def _lost(self, *_: Any) -> Any:
+    def lost(self, *_: Any) -> Any:
         raise Lost(
             "tolist() makes a list that is as long as the values in a tensor say",
             "a trace knows neither how many places there are nor which, and can only index by them",
@@ -34,7 +34,12 @@ class Places(list):
             Refusal.SIZE,
         )
 
-    __len__ = __iter__ = __getitem__ = __contains__ = __reversed__ = __eq__ = __ne__ = __add__ = _lost
+    __len__ = __iter__ = __getitem__ = __contains__ = __reversed__ = __eq__ = __ne__ = __add__ = __radd__ = lost
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.lost()
 
 
 def as_places(tensor: Tensor) -> Places | None:
@@ -44,7 +49,11 @@ def as_places(tensor: Tensor) -> Places | None:
 
 
 def indexed(func: Callable[..., Any], args: tuple) -> tuple:
-    """The arguments of a call, with tensors in the place of their lists where it indexes."""
-    if func not in _INDEXING:
-        return args
-    return tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Places) else leaf, args)
+    """The arguments of a call, with tensors in the place of their lists where it indexes. Raises Lost for another call
+    that is given such a list."""
+    if func in _INDEXING:
+        return tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Places) else leaf, args)
+    for argument in args:
+        if isinstance(argument, Places):
+            argument.lost()
+    return args
