@@ -4,7 +4,9 @@ import difflib
 import gc
 import random
 import zlib
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import dist
 import hypothesis
@@ -46,8 +48,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: _place(item.path.stem))  # stable: the order inside a file stays
     for (_, name), cases in _by_function(items).items():
         sampled = [case for case in cases if not (case.get_closest_marker("whole") or case.get_closest_marker("large"))]
-        few = cases[0].get_closest_marker("few")
-        for item in beyond_one(sampled, name) if few else beyond_sample(sampled):
+        if cases[0].get_closest_marker("few"):
+            left = beyond_one(sampled, name)
+        else:
+            left = [sampled[index] for index in beyond_sample([case.name for case in sampled])]
+        for item in left:
             item.add_marker(pytest.mark.large)
     if torch.cuda.is_available():
         return
@@ -80,17 +85,22 @@ def beyond_one(cases, name):
     return [case for index, case in enumerate(cases) if index != chosen]
 
 
-def beyond_sample(cases):
-    """The cases of a matrix that `make test` leaves to `make test-all`: all but some at equal distances.
+def beyond_sample(names):
+    """Which cases of a matrix `make test` leaves to `make test-all`, by their names, `test[dp2-zero3]`. The others are
+    chosen one by one: the next is the first of those whose words are the rarest among the chosen.
 
-    >>> beyond_sample(list("abcd")), len(beyond_sample(range(3600)))
-    (['d'], 3300)
+    >>> matrix = [f"test[{mesh}-{zero}]" for mesh in ("dp2", "tp2", "pp2") for zero in range(3)]
+    >>> [name for index, name in enumerate(matrix) if index not in beyond_sample(matrix)]
+    ['test[dp2-0]', 'test[tp2-1]', 'test[pp2-2]']
+    >>> len(beyond_sample(["test"])), len(beyond_sample([f"test[{index}]" for index in range(360)]))
+    (0, 330)
     """
-    kept = max(SAMPLE, len(cases) // ONE_IN)
-    if len(cases) <= kept:
-        return []
-    chosen = {index * len(cases) // kept for index in range(kept)}
-    return [case for index, case in enumerate(cases) if index not in chosen]
+    words = {index: name[:-1].partition("[")[2].split("-") for index, name in enumerate(names)}
+    times = Counter()
+    for _ in range(min(len(names), max(SAMPLE, len(names) // ONE_IN))):
+        chosen = min(words, key=lambda index: fmean(times[word] for word in words[index]))
+        times.update(words.pop(chosen))
+    return set(words)
 
 
 def pytest_sessionfinish():

@@ -49,15 +49,8 @@ def rows(seed: int = 0) -> Tensor:
 SETUPS = [("dp2", {}), ("tp2", {}), ("dp2", {"zero": 3}), ("pp2", {"microbatches": 4}), ("pp2,dp2,tp2", {})]
 
 
-def each_with_each(ways, setups):
-    """All cases, of which `make test` runs every setup once, and every way."""
-    return [
-        pytest.param(way, *setup, marks=pytest.mark.whole if j % len(ways) == i else pytest.mark.large)
-        for i, way in enumerate(ways) for j, setup in enumerate(setups)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("way", "mesh", "options"), each_with_each(["no_grad", "data", "copy"], SETUPS), ids=str)
+@pytest.mark.parametrize("way", ["no_grad", "data", "copy"])
+@pytest.mark.parametrize(("mesh", "options"), SETUPS, ids=str)
 def test_a_teacher_follows_its_student(way, mesh, options):
     found = autopart.verify(Twins(way), mesh, example_args=(rows(),), steps=2, **options)
     assert found.ok and found.max_error < 1e-10, str(found)
@@ -164,10 +157,8 @@ class Bounded(nn.Module):
                 self.out.bias.abs_()
 
 
-@pytest.mark.parametrize(
-    ("way", "mesh", "options"),
-    each_with_each(["clamp", "set", "scale"], [*SETUPS, ("dp2", {"microbatches": 2, "recompute": "full"})]), ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("way", ["clamp", "set", "scale"])
+@pytest.mark.parametrize(("mesh", "options"), [*SETUPS, ("dp2", {"microbatches": 2, "recompute": "full"})], ids=str)
 def test_trained_weights_are_changed_where_they_are_stored(way, mesh, options):
     """Scaling is not idempotent: done once more in a backward, or for each microbatch, it would show."""
     found = autopart.verify(Bounded(way), mesh, example_args=(rows(),), steps=2, **options)
