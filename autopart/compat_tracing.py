@@ -16,6 +16,7 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops import utils as higher_order
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -41,6 +42,12 @@ def trace_inside(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) 
 def quiet_shapes() -> AbstractContextManager[None]:
     """Inside, an operator that refuses what it is called with raises as ever, and torch does not log it as well."""
     return attributes({(logging.getLogger("torch._subclasses.fake_tensor"), "disabled"): True})
+
+
+def compiled_when_called() -> AbstractContextManager[None]:
+    """Graphs that are made in it turn into Python when they are first called, not at every change. torch's compiler
+    makes its graphs so; `torch.export` compiles each of its own about thirty times and calls none."""
+    return _use_lazy_graph_module(True)
 
 
 def noted(call: Callable[[], Any], note: str) -> Any:

@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
 from autopart.compat_sizes import many_elements
+from autopart.compat_tracing import compiled_when_called
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.fold import Folds, original
@@ -353,8 +354,10 @@ def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     saved = saved_views() if entry.semantics.differentiates else nullcontext()
     quiet = _quiet(entry.assumptions)
     entry.semantics.hooked.clear()
+    entry.semantics.spent.clear()
     entry.semantics.hooks.clear()
-    with torch.enable_grad(), no_autocast(), quiet, traceable(entry, entry.apply_function), saved:
+    traced = traceable(entry, entry.apply_function)
+    with torch.enable_grad(), no_autocast(), compiled_when_called(), quiet, traced, saved:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -74,13 +75,13 @@ class Price:
     gradient_sync_s: float = 0.0
 
     def __add__(self, other: Price) -> Price:
-        return Price(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Price(*map(add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: Price) -> Price:
         return self + other * -1
 
     def __mul__(self, times: float) -> Price:
-        return Price(*(times * a for a in astuple(self)))
+        return Price(*(times * a for a in vars(self).values()))
 
     @property
     def undivided(self) -> float:
