@@ -10,6 +10,7 @@ from torch import fx
 
 import autopart.ir.attention as attention
 import autopart.ir.intervals as intervals
+import autopart.ir.visits as visits
 from autopart.ir.attention import band_of
 from autopart.ir.intervals import Intervals, Seen, intervals_of
 from autopart.ir.masks import is_attention, mask_of
@@ -136,8 +137,10 @@ def test_runs_see_what_the_mask_says(mask, sections, ranks):
 @pytest.mark.parametrize("rows", [512, 3])
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize("mask", [causal, window, both_sides])
-def test_attention_in_runs_is_attention_with_the_mask(monkeypatch, mask, heads, rows):
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "with masks"])
+def test_attention_in_runs_is_attention_with_the_mask(monkeypatch, mask, heads, rows, kernel):
     monkeypatch.setattr(attention, "ROWS", rows)
+    monkeypatch.setattr(visits, "_has_kernel", lambda *sides: kernel)
     torch.manual_seed(0)
     whole = mask().reshape(-1, QUERIES, KEYS)[:1]
     for index in range(2):

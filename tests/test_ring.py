@@ -24,7 +24,7 @@ from autopart.ir.graph import argument, operator_name
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import autopart_ops
 from autopart.ir.pieces import Cut
-from autopart.ir.ring import Visit, nothing_yet, visit, visit_backward
+from autopart.ir.visits import Visit, nothing_yet, visit, visit_backward
 from autopart.runtime.comm import ring
 from autopart.runtime.state import masks
 
@@ -189,7 +189,7 @@ def test_a_fault_in_it_is_found_and_named(fault):
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "written out"])
-@pytest.mark.parametrize("kind", ["none", "causal", "runs", "some see nothing"])
+@pytest.mark.parametrize("kind", ["none", "causal", "runs", "runs of a window", "some see nothing"])
 @pytest.mark.parametrize("sections", [(), (-1,)], ids=["in order", "zigzag"])
 def test_visits_together_are_attention(kind, kernel, sections):
     """Also where no kernel is, and where a query sees no key of a rank, or none at all."""
@@ -197,7 +197,10 @@ def test_visits_together_are_attention(kind, kernel, sections):
     size, ranks = 13, 3
     cut = Cut(2, size, sections, ranks)
     whole = [torch.randn(2, heads, size, 4, dtype=torch.double, requires_grad=True) for heads in (4, 2, 2)]
-    mask = torch.ones(size, size, dtype=torch.bool).tril() if kind in ("causal", "runs") else None
+    mask = torch.ones(size, size, dtype=torch.bool).tril() if kind != "none" else None
+    before = 4 if kind == "runs of a window" else size
+    if before < size:
+        mask = mask.triu(-before)
     if kind == "some see nothing":
         mask = torch.rand(size, size) < 0.3
         mask[4], mask[5] = False, torch.arange(size) == 12
@@ -205,21 +208,23 @@ def test_visits_together_are_attention(kind, kernel, sections):
     expected = F.scaled_dot_product_attention(*whole, seen, enable_gqa=True)
     grad = torch.randn_like(expected)
     of_whole = torch.autograd.grad(expected, whole, grad)
-    with mock.patch("autopart.ir.ring._has_kernel", lambda *sides: kernel), torch.no_grad():
+    with mock.patch("autopart.ir.visits._has_kernel", lambda *sides: kernel), torch.no_grad():
         found = [torch.zeros_like(x) for x in whole]
         for here in range(ranks):
             query, of_made = (cut.take(x, here) for x in (whole[0], grad))
             rows = Cut(0, size, sections, ranks)
-            own = rows.take(mask, here) if mask is not None and kind != "runs" else None
-            runs = [Run(count, 0, start + count, -count, start + 1) for start, count in cut.spans(here)]
-            visits = [Visit(cut, here, i, own, None, runs if kind == "runs" else ()) for i in range(ranks)]
+            by_runs = kind.startswith("runs")
+            own = rows.take(mask, here) if mask is not None and not by_runs else None
+            runs = [Run(count, 0, start + count, start - before, start + 1) for start, count in cut.spans(here)]
+            visits = [Visit(cut, here, i, own, None, runs if by_runs else ()) for i in range(ranks)]
             keys, values = ([cut.take(x, i) for i in range(ranks)] for x in whole[1:])
             made, total = nothing_yet(query, values[0])
             for k, v, one in zip(keys, values, visits, strict=True):
                 visit(made, total, query, k, v, one)
             torch.testing.assert_close(made, cut.take(expected, here), rtol=0, atol=1e-12)
             for i, (k, v, one) in enumerate(zip(keys, values, visits, strict=True)):
-                parts = visit_backward(of_made, made, total, query, k, v, one)
+                parts = [torch.zeros_like(x) for x in (query, k, v)]
+                visit_backward(parts, of_made, made, total, query, k, v, one)
                 for side, part, rank in zip(found, parts, (here, i, i), strict=True):
                     side += cut.place(part, rank)
     for side, right in zip(found, of_whole, strict=True):

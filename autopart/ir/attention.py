@@ -7,7 +7,7 @@ leaves out the keys that none of its queries sees (Dao et al. 2022, arXiv:2205.1
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ _SMALLEST_BLOCK = 64
 """Queries of a block of window attention: with fewer, the calls cost more than the keys that they leave out."""
 
 
-ROWS = 512
+ROWS = 256
 """Queries of a block of a run, each with a mask of its own."""
 
 
@@ -58,6 +58,25 @@ class Run(NamedTuple):
     def hides(self) -> tuple[bool, bool]:
         """Whether some query does not see the first of the keys, and the last."""
         return self.first + self.queries - 1 > self.low, self.end < self.high
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether query i sees the keys from the first to number i, of as many keys as queries."""
+        return not self.hides[0] and self.end == self.low + 1 and self.queries == self.high - self.low
+
+    def among(self, low: int, high: int) -> Iterator[tuple[int, Run]]:
+        """Itself and some of its keys, in one where a kernel knows what it hides, else in blocks that each need a
+        mask: (the first of the block's queries, the block)."""
+        run = self._replace(low=max(self.low, low), high=min(self.high, high))
+        behind = run._replace(low=max(run.low, run.end - 1))
+        if run.low < behind.low and behind.is_causal and not run.hides[0]:
+            yield 0, run._replace(high=behind.low)
+            run = behind
+        step = ROWS if any(run.hides) and not run.is_causal else run.queries
+        for start in range(0, run.queries, step):
+            block = run.part(start, min(start + step, run.queries))
+            if block.low < block.high:
+                yield start, block
 
     def mask(self, device: torch.device) -> Tensor:
         """Which of the keys its queries see: [queries, high - low]."""
@@ -162,18 +181,10 @@ def runs_of(numbers: Sequence[int]) -> list[Run]:
     return [Run(*fields) for fields in zip(*[iter(numbers)] * len(Run._fields), strict=True)]
 
 
-def attention_runs(
-    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[int],
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """Attention of some of a sequence's queries to all of its keys, those left out that none of them sees.
-
-    query [b, h, q, d], key [b, g, s, d], value [b, g, s, e] -> [b, h, q, e], as `scaled_dot_product_attention`.
-    `runs`: the numbers of every `Run`, one run behind the other, together `q` queries.
-    """
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+def attention_with_masks(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], **options: Any) -> Tensor:
+    """Attention of runs of queries, with a mask for a block of them where no kernel knows what a run hides."""
     outputs, start = [], 0
-    for run in runs_of(runs):
+    for run in runs:
         queries = query.narrow(-2, start, run.queries)
         outputs += [_attend(queries, key, value, run, options)]
         start += run.queries
@@ -187,7 +198,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, run: Run, options: Mappin
     number = run.high - run.low
     if not hides_first and not hides_last:
         return F.scaled_dot_product_attention(query, keys, values, **options)
-    if not hides_first and run.end == run.low + 1 and run.queries == number:
+    if run.is_causal:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, **options)
     if not hides_first and run.end + run.queries - 1 == run.high and query.is_cuda and query.dtype.itemsize == 2:
         from torch.nn.attention.bias import causal_lower_right  # loads the compiler

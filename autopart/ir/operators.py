@@ -25,8 +25,8 @@ Of a parameter in mixed precision conversions also have `dtype`, to which `x` is
 `size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
 they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
 (`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`), leave
-out what a mask hides (`window_attention`, `attention_runs` of `attention.py`), or say where a mask is true (`positions`
-of `selection.py`).
+out what a mask hides (`window_attention` of `attention.py`, `attention_runs` of `visits.py`), or say where a mask is
+true (`positions` of `selection.py`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from autopart.ir import ctc, experts, selection
-from autopart.ir.attention import attention_runs, window_attention
+from autopart.ir.attention import window_attention
 from autopart.ir.layout import CONVERSIONS, ROUTING
+from autopart.ir.visits import attention_runs
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
 MOVES = OPERATORS | ROUTING

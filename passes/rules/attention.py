@@ -1,4 +1,4 @@
-"""The local form of attention whose keys and values go around the ranks of positions (`autopart.ir.ring`)."""
+"""The local form of attention whose keys and values go around the ranks of positions (`autopart.ir.visits`)."""
 
 from __future__ import annotations
 

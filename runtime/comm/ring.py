@@ -16,7 +16,7 @@ from torch import Tensor
 from autopart.compat import is_gloo, resolve_group
 from autopart.ir.attention import Run, runs_of
 from autopart.ir.pieces import Cut
-from autopart.ir.ring import Visit, nothing_yet, visit, visit_backward
+from autopart.ir.visits import Visit, nothing_yet, visit, visit_backward
 from autopart.runtime.comm.watch import watching
 
 
@@ -80,9 +80,7 @@ class Ring(torch.autograd.Function):
         grads = [torch.zeros_like(key), torch.zeros_like(value)]
         for rank, length, (keys, values) in _around(group, cut, [key, value]):
             of = Visit(cut, group.rank(), rank, mask, ctx.scale, ctx.runs)
-            visit_grads = visit_backward(grad, output, total, query, keys, values, of)
-            of_query += visit_grads[0]
-            grads = [x + part for x, part in zip(grads, visit_grads[1:], strict=True)]
+            visit_backward([of_query, *grads], grad, output, total, query, keys, values, of)
             grads = _Rotation(group, grads, length).arrive()
         return of_query, grads[0], grads[1], None, None, None, None, None
 
@@ -118,9 +116,8 @@ class RingOfLists(torch.autograd.Function):
             for step in range(ranks):
                 rank = (here - step) % ranks
                 of = Visit(ctx.cut, here, rank, ctx.masks[here], ctx.scale)
-                visit_grads = visit_backward(grads[here], output, total, queries[here], keys[rank], values[rank], of)
-                for index, part in zip((here, ranks + rank, 2 * ranks + rank), visit_grads, strict=True):
-                    side_grads[index] += part
+                added = [side_grads[i] for i in (here, ranks + rank, 2 * ranks + rank)]
+                visit_backward(added, grads[here], output, total, queries[here], keys[rank], values[rank], of)
         return None, None, None, *side_grads
 
 

@@ -1,5 +1,5 @@
-"""Attention of a rank's queries to keys and values that come by one rank's at a time (Liu et al. 2023,
-arXiv:2310.01889): the arithmetic of one visit, apart from what carries them.
+"""Attention to keys and values that are read part by part: those of one rank after the other, as they go around (Liu et
+al. 2023, arXiv:2310.01889), or those that all queries of a run see, and those of which each sees one more.
 
 A visit gives an output and the logarithm of the sum of its exponentials, by which the outputs of all visits are put
 together; the backward of a visit needs those of all together (Dao et al. 2022, arXiv:2205.14135, section 3).
@@ -7,14 +7,14 @@ together; the backward of a visit needs those of all together (Dao et al. 2022, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autopart.ir.attention import ROWS, Run
+from autopart.ir.attention import Run, attention_with_masks, runs_of
 from autopart.ir.pieces import Cut
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -23,11 +23,13 @@ _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 class Part(NamedTuple):
-    """Some of a rank's queries and of the visiting keys, by their first and number, and what is hidden of them."""
+    """Some of a rank's queries and of the visiting keys, by their first and number, and what is hidden of them.
+    `is_causal`: query i sees the keys from the first to number i."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
     mask: Tensor | None
+    is_causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ class Visit:
     def parts(self, device: torch.device) -> Iterator[Part]:
         """The queries and keys in pieces that lie together in the sequence, without those that see nothing."""
         if self.runs:
-            yield from self._parts_of_runs(device)
+            yield from _joined(self._parts_of_runs(device))
         elif self.mask is None:
             yield Part((0, self.cut.length(self.here)), (0, self.cut.length(self.rank)), None)
         else:
-            yield from self._parts_of_mask(self.mask)
+            yield from _joined(self._parts_of_mask(self.mask))
 
     def _parts_of_mask(self, mask: Tensor) -> Iterator[Part]:
         for first, (_, number) in _places(self.cut, self.here):
@@ -65,15 +67,37 @@ class Visit:
     def _parts_of_runs(self, device: torch.device) -> Iterator[Part]:
         first = 0
         for run in self.runs:
-            for start in range(0, run.queries, ROWS):
-                block = run.part(start, min(start + ROWS, run.queries))
-                for at, (position, count) in _places(self.cut, self.rank):
-                    low, high = max(block.low, position), min(block.high, position + count)
-                    if low < high:
-                        seen = block._replace(low=low, high=high)
-                        mask = seen.mask(device) if any(seen.hides) else None
-                        yield Part((first + start, block.queries), (at + low - position, high - low), mask)
+            for at, (position, count) in _places(self.cut, self.rank):
+                for start, block in run.among(position, position + count):
+                    mask = block.mask(device) if any(block.hides) and not block.is_causal else None
+                    keys = (at + block.low - position, block.high - block.low)
+                    yield Part((first + start, block.queries), keys, mask, block.is_causal)
             first += run.queries
+
+
+def _joined(parts: Iterable[Part]) -> Iterator[Part]:
+    """Parts one behind the other of which nothing is hidden as one, where they are the same queries or keys: in zigzag
+    all of a rank's queries see one of its two pieces of keys, or half of them see both."""
+    last: Part | None = None
+    for part in parts:
+        if last is not None:
+            both = _together(last, part)
+            if both is None:
+                yield last
+            part = both or part
+        last = part
+    if last is not None:
+        yield last
+
+
+def _together(first: Part, second: Part) -> Part | None:
+    if any(part.mask is not None or part.is_causal for part in (first, second)):
+        return None
+    queries, keys = ((one[0], one[1] + other[1]) if sum(one) == other[0] else None
+                     for one, other in zip(first[:2], second[:2], strict=True))  # fmt: skip
+    if first.queries == second.queries and keys:
+        return Part(first.queries, keys, None)
+    return Part(queries, first.keys, None) if first.keys == second.keys and queries else None
 
 
 def _places(cut: Cut, rank: int) -> list[tuple[int, tuple[int, int]]]:
@@ -99,29 +123,66 @@ def visit(output: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tens
         rows, queries = (x.narrow(2, *part.queries) for x in (output, query))
         before = total.narrow(2, *part.queries)
         keys, values = (x.narrow(2, *part.keys) for x in (key, value))
-        new, logs = _attend(queries, keys, values, part.mask, of.scale)
+        new, logs = _attend(queries, keys, values, part, of.scale)
         both = torch.logaddexp(before, logs)
         shares = [(x - _finite(both)).exp().unsqueeze(-1) for x in (before, logs)]
-        rows.mul_(shares[0]).add_(new * shares[1])
+        rows.mul_(shares[0]).addcmul_(new, shares[1])
         before.copy_(both)
 
 
 def visit_backward(
-    grad: Tensor, output: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor, of: Visit
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What a visit adds to the gradients of this rank's queries, and of the visiting keys and values."""
-    groups = query.size(1) // key.size(1)
+    grads: Sequence[Tensor], grad: Tensor, output: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    of: Visit,
+) -> None:  # fmt: skip
+    """Add what a visit gives to the gradients of this rank's queries, and of the visiting keys and values, in place."""
     keys, values = (_repeated(x, query) for x in (key, value))
-    grads = [torch.zeros_like(x) for x in (query, keys, values)]
     for part in of.parts(query.device):
         sides = [x.narrow(2, *part.queries) for x in (grad, output, query)]
         logs = total.narrow(2, *part.queries)
         here = [x.narrow(2, *part.keys) for x in (keys, values)]
-        part_grads = _attend_backward(sides[0], sides[2], here[0], here[1], sides[1], logs, part.mask, of.scale)
+        part_grads = _attend_backward(sides[0], sides[2], here[0], here[1], sides[1], logs, part, of.scale)
         for whole, place, part_grad in zip(grads, (part.queries, part.keys, part.keys), part_grads, strict=True):
-            whole.narrow(2, *place).add_(part_grad)
-    summed = [x.unflatten(1, (-1, groups)).sum(2) if groups > 1 else x for x in grads[1:]]
-    return grads[0], summed[0], summed[1]
+            groups = part_grad.size(1) // whole.size(1)
+            whole.narrow(2, *place).add_(part_grad.unflatten(1, (-1, groups)).sum(2) if groups > 1 else part_grad)
+
+
+class _Runs(torch.autograd.Function):
+    """Attention of runs of queries to keys that are all here: one visit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float | None
+    ) -> Tensor:  # fmt: skip
+        ctx.visit = Visit(Cut(2, key.size(2), (), 1), 0, 0, None, scale, runs)
+        output, total = nothing_yet(query, value)
+        visit(output, total, query, key, value, ctx.visit)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, total)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, output, total = ctx.saved_tensors
+        grads = [torch.zeros_like(x) for x in (query, key, value)]
+        visit_backward(grads, grad, output, total, query, key, value, ctx.visit)
+        return *grads, None, None
+
+
+def attention_runs(
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[int],
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention of some of a sequence's queries to all of its keys, those left out that none of them sees.
+
+    query [b, h, q, d], key [b, g, s, d], value [b, g, s, e] -> [b, h, q, e], as `scaled_dot_product_attention`.
+    `runs`: the numbers of every `Run`, one run behind the other, together `q` queries. Where a kernel gives logarithms,
+    the keys before a run are read without a mask and those beside it as causal, and both put together.
+    """
+    all_runs = runs_of(runs)
+    needs_masks = any(any(run.hides) and not run.is_causal for run in all_runs)
+    if needs_masks and _has_kernel(query, value):
+        return _Runs.apply(query, key, value, all_runs, scale)
+    return attention_with_masks(query, key, value, all_runs, scale=scale, enable_gqa=enable_gqa)
 
 
 def _repeated(x: Tensor, query: Tensor) -> Tensor:
@@ -130,8 +191,11 @@ def _repeated(x: Tensor, query: Tensor) -> Tensor:
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
-def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What a mask adds to scores, with four dims."""
+def _added(part: Part, query: Tensor, with_causal: bool) -> Tensor | None:
+    """What a mask adds to scores, with four dims. `with_causal`: also for what is causal, as no kernel knows it."""
+    mask = part.mask
+    if part.is_causal and with_causal:
+        mask = torch.ones(part.queries[1], part.keys[1], dtype=torch.bool, device=query.device).tril()
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -150,11 +214,12 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    mask = _added(seen, query)
-    if _has_kernel(query, value):
-        output, logs = _KERNEL(query, key, value, attn_mask=mask, scale=scale)
+    has_kernel = _has_kernel(query, value)
+    mask = _added(part, query, with_causal=not has_kernel)
+    if has_kernel:
+        output, logs = _KERNEL(query, key, value, 0.0, part.is_causal, attn_mask=mask, scale=scale)
         if mask is not None:  # of a query that sees no key the kernel says 0
             logs = logs.masked_fill((mask == float("-inf")).all(-1), float("-inf"))
         return output, logs
@@ -164,14 +229,16 @@ def _attend(
 
 
 def _attend_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logs: Tensor, seen: Tensor | None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logs: Tensor, part: Part,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, keys and values, of the output and the logarithm of all visits together."""
-    mask, logs = _added(seen, query), _finite(logs)
-    if _has_kernel(query, value):
-        gradients = _KERNEL_BACKWARD(grad, query, key, value, output, logs, 0.0, False, attn_mask=mask, scale=scale)
-        return tuple(gradients)
+    has_kernel = _has_kernel(query, value)
+    mask, logs = _added(part, query, with_causal=not has_kernel), _finite(logs)
+    if has_kernel:
+        return _KERNEL_BACKWARD(
+            grad, query, key, value, output, logs, 0.0, part.is_causal, attn_mask=mask, scale=scale
+        )  # fmt: skip
     factor = query.size(-1) ** -0.5 if scale is None else scale
     shares = (_scores(query, key, mask, scale) - logs.unsqueeze(-1)).exp()
     inner = (shares * (grad @ value.transpose(-2, -1) - (grad * output).sum(-1, keepdim=True))).to(query.dtype)
