@@ -345,9 +345,29 @@ class Draws(torch.autograd.Function):
         return grad * torch.rand_like(grad)
 
 
+class Sparsemax(torch.autograd.Function):
+    """Of Martins and Astudillo 2016, which makes its input smaller in place, as packages write it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x -= x.max(-1, keepdim=True).values
+        ordered = x.sort(-1, descending=True).values
+        rank = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
+        sums = ordered.cumsum(-1) - 1
+        support = (rank * ordered > sums).sum(-1, keepdim=True)
+        output = (x - sums.gather(-1, support - 1) / support).clamp(min=0)
+        ctx.save_for_backward(support, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        support, output = ctx.saved_tensors
+        grad = grad.masked_fill(output == 0, 0)
+        return torch.where(output != 0, grad - grad.sum(-1, keepdim=True) / support, grad)
+
+
 TABLE = torch.rand(2 * SIZE, dtype=torch.float64)
 FORWARDS = {
-    "writes": lambda x: x.mul_(2),
     "draws": lambda x: x + torch.rand_like(x),
     "draws in Python": lambda x: x * random.random(),
     "returns None": lambda x: (x.clone(), None),
@@ -357,7 +377,7 @@ TRIED = "torch.library.custom_op with register_autograd, and autopart.rule to sh
 REFUSED = {
     "module": (lambda y, weight: Any_.apply(y, nn.Identity()),
                "it is given an Identity, and may be given tensors, numbers and text"),
-    "writes": (lambda y, weight: Any_.apply(y.clone(), "writes"), "it writes to a tensor that it is given"),
+    "writes": (lambda y, weight: y @ Sparsemax.apply(weight.T), "it writes to a tensor that it is given"),
     "draws": (lambda y, weight: Any_.apply(y, "draws"), "it draws random numbers, which its backward would draw again"),
     "draws in Python": (lambda y, weight: Any_.apply(y, "draws in Python"),
                         "it draws random numbers, which its backward would draw again"),
@@ -373,11 +393,58 @@ def test_refused(case):
     with pytest.raises(TraceError) as raised:
         autopart.plan(model_of(call), "tp2", example_kwargs=example())
     what, *lines = str(raised.value).splitlines()
-    name = "Draws" if case == "draws backwards" else "Any_"
+    name = {"draws backwards": "Draws", "writes": "Sparsemax"}.get(case, "Any_")
     assert what == f"{name} is an autograd.Function that cannot be traced"
     assert lines[0] == f"  why    {why}"
     assert lines[1].startswith(f"  where  {__file__}:")
     assert lines[2:] == [f"  try    {TRIED}"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("mesh", ["dp2", "tp2", "pp2"])
+def test_one_that_writes_to_what_nobody_reads_afterwards(mesh):
+    found = autopart.verify(model_of(lambda y, weight: Sparsemax.apply(y * 3)), mesh, example_kwargs=example())
+    assert found.ok and found.max_error < 1e-10, str(found)
+
+
+class OwnMaximum(torch.autograd.Function):
+    """It begins with the lowest number of its input's dtype, in torch's default dtype, which holds none of float64."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        lowest = torch.full((*x.shape[:-1], 1), -torch.finfo(x.dtype).max)
+        output = (x - torch.maximum(lowest, x.detach().amax(-1, keepdim=True))).exp()
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2"])
+def test_one_that_does_not_run_in_float64_is_proven_in_float64(mesh):
+    model = model_of(lambda y, weight: OwnMaximum.apply(y)).float()
+    found = autopart.verify(model, mesh, example_kwargs={"x": example()["x"].float()})
+    assert found.ok and found.max_error < 1e-10, str(found)
+
+
+class Both(nn.Module):
+    """What a Function gives, and what it has written to."""
+
+    def __init__(self, read: Any):
+        super().__init__()
+        self.up, self.read = nn.Linear(SIZE, SIZE), read
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.up(x)
+        return self.read(Sparsemax.apply(x), x)
+
+
+@pytest.mark.parametrize("read", [lambda y, x: y + x, lambda y, x: y + x[:1].sum(), lambda y, x: (y, x)])
+def test_what_one_has_written_to_is_not_read(read):
+    with pytest.raises(TraceError, match=r"a tensor is read that an autograd\.Function has written to"):
+        autopart.plan(Both(read).double(), "tp2", example_kwargs=example())
 
 
 def test_a_tensor_from_elsewhere_is_refused():

@@ -94,6 +94,7 @@ class EagerSemantics(TorchFunctionMode):
         self.chances = Chances()
         self.numbers_drawn = False  # whether forward takes a random number out of its tensor
         self.numbers_stay = False  # whether it gets the tensor instead
+        self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: whose it is}
         self.both = False  # whether both branches of a torch.cond are in the trace
 
     def __torch_function__(
@@ -104,6 +105,7 @@ class EagerSemantics(TorchFunctionMode):
             return func(*args, **kwargs)
         args = indexed(func, args)
         tensors = list(tensors_in((args, kwargs)))
+        self.check_unspent(tensors)
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
@@ -130,6 +132,25 @@ class EagerSemantics(TorchFunctionMode):
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
         return output
+
+    def spend(self, tensor: Tensor) -> bool:
+        """Note that who reads a tensor afterwards finds something else. False where it is not made in the trace."""
+        memory = memory_of(tensor)
+        made = tensor._base if tensor._base is not None else tensor
+        if memory is None or made.grad_fn is None:
+            return False
+        self.spent[memory] = tensor
+        return True
+
+    def check_unspent(self, tensors: Iterable[Tensor]) -> None:
+        """Raises Lost where one is read."""
+        if self.spent and any(memory_of(tensor) in self.spent for tensor in tensors):
+            raise Lost(
+                "a tensor is read that an autograd.Function has written to",
+                "the Function does not say so (ctx.mark_dirty), and its gradient would be that of the value before",
+                "a Function that writes to a copy: x = x.clone()",
+                Refusal.WRITE,
+            )
 
     def named(self, value: Any, name: str) -> None:
         """Note what the tensors in a value are called in errors."""

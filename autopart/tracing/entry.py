@@ -20,6 +20,7 @@ from autopart.tracing.conditions import both_branches
 from autopart.tracing.eager_semantics import EagerSemantics, ambient_autocast
 from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.functions import apply_as_operator
+from autopart.tracing.known_values import tensors_in
 from autopart.tracing.python_draws import drawn_by_torch
 from autopart.tracing.python_state import PythonState
 from autopart.tracing.transforms import transformed
@@ -55,7 +56,7 @@ class Entry(nn.Module):
         """What `function.apply(*args, **kwargs)` is in a trace, for torch's own `apply`."""
         if function is CheckpointFunction:
             return self.checkpoints.apply(apply, function, args, kwargs)
-        return apply_as_operator(apply, function, args, kwargs)
+        return apply_as_operator(apply, function, args, kwargs, self.semantics.spend)
 
     def forward(self, **tensors: Tensor) -> Any:
         for name, spoken in zip(self.tensor_names, self.spoken, strict=True):
@@ -79,6 +80,7 @@ class Entry(nn.Module):
         transforms = redirected_transforms(transformed)
         with written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms, draws:
             output = call(self.model, tree_unflatten(leaves, self.spec))
+            self.semantics.check_unspent(tensors_in(output))
         register_dataclasses(output)
         return output
 

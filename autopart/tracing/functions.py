@@ -4,10 +4,11 @@ While a model is traced, `Function.apply` calls an operator made for it in the n
 overload for every class and signature. It runs the Function itself; its backward runs it again with gradients, whatever
 its style. It has no sharding rule: it runs whole on every rank, until the user gives its rule.
 
-A Function is also traced on its own, forward and backward. What draws random numbers or writes to its inputs is
-refused. Where both are made of pointwise operators of one shape alone, the operator is that trace: it computes the same
-on any shard, and carries torch's tag `pointwise`. The backward's trace also says whether it is linear in the gradients
-(`passes/rules/functions.py`): one that clips them must not be given partial sums.
+A Function is also traced on its own, forward and backward. What draws random numbers is refused. One that writes to its
+inputs works on copies, and who reads such an input afterwards is refused. Where both traces are made of pointwise
+operators of one shape alone, the operator is that trace: it computes the same on any shard, and carries torch's tag
+`pointwise`. The backward's trace also says whether it is linear in the gradients (`passes/rules/functions.py`): one
+that clips them must not be given partial sums.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from autopart.compat import is_operator, trace_apart, tree_flatten
 from autopart.errors import Refusal
 from autopart.ir.facts import facts
 from autopart.ir.graph import operator_name, tensor_inputs, value
-from autopart.temporary import variable
+from autopart.temporary import default_dtype, variable
 from autopart.tracing.python_state import random_state
 from autopart.tracing.trace_errors import Lost
 
@@ -50,11 +51,16 @@ _running: ContextVar[bool] = ContextVar("an autograd.Function runs, and what it 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A Function with everything but its tensors fixed. `arguments`: of the call, with `Tensor` for each tensor."""
+    """A Function with everything but its tensors fixed. `arguments`: of the call, with `Tensor` for each tensor.
+    `dtypes`: of the tensors that it was called with; where it gets float64 instead, a proof computes in higher
+    precision, and what it makes itself is float64 as well. `written`: the numbers of the tensors that it writes to, of
+    which it gets copies."""
 
     function: Any
     arguments: tuple[Any, ...]
     autocast: torch.dtype | None
+    dtypes: tuple[torch.dtype, ...]
+    written: frozenset[int] = frozenset()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Its outputs, each with memory of its own."""
@@ -87,10 +93,12 @@ class UserFunction:
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
         """What the Function returns."""
-        remaining = iter(tensors)
+        remaining = iter([t.clone() if i in self.written else t for i, t in enumerate(tensors)])
         arguments = [next(remaining) if a is Tensor else copy.deepcopy(a) for a in self.arguments]
-        kind = tensors[0].device.type
-        with variable(_running, True), torch.autocast(kind, self.autocast) if self.autocast else nullcontext():
+        is_lifted = any(t.dtype is torch.float64 is not dtype for t, dtype in zip(tensors, self.dtypes, strict=True))
+        precise = default_dtype(torch.float64) if is_lifted else nullcontext()
+        cast = torch.autocast(tensors[0].device.type, self.autocast) if self.autocast else nullcontext()
+        with variable(_running, True), precise, cast:
             return self.function.apply(*arguments)
 
 
@@ -145,8 +153,22 @@ def name_functions(graph: fx.Graph) -> None:
             facts(node)["named"] = facts(node)["written_for"] = _BY_OPERATOR[node.target][0]
 
 
-def apply_as_operator(apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """`function.apply(*args, **kwargs)` in a trace. Raises Lost for a call that no operator can stand for."""
+class _Writes(Exception):
+    """A Function writes to tensors that it is given."""
+
+    def __init__(self, tensors: frozenset[int]):
+        super().__init__()
+        self.tensors = tensors
+
+
+def apply_as_operator(
+    apply: Callable[..., Any], function: type, args: tuple, kwargs: dict[str, Any],
+    spend: Callable[[Tensor], bool] = lambda tensor: False,
+) -> Any:  # fmt: skip
+    """`function.apply(*args, **kwargs)` in a trace. Raises Lost for a call that no operator can stand for.
+
+    `spend` is called for a tensor that the Function writes to, and says whether nothing may read it afterwards.
+    """
     if _running.get() or not is_of_a_model(function):
         return apply(function, *args, **kwargs)
     if kwargs:  # only Functions with a setup_context take them: their forward has no ctx
@@ -163,15 +185,26 @@ def apply_as_operator(apply: Callable[..., Any], function: type, args: tuple, kw
     autocast = torch.get_autocast_dtype(device) if _autocasts(device) else None
     arguments = tuple(Tensor if isinstance(a, Tensor) else copy.deepcopy(a) for a in args)
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in tensors]
-    user_operator = _operator(UserFunction(function, arguments, autocast), tensors, wanted)
+    user = UserFunction(function, arguments, autocast, tuple(t.dtype for t in tensors))
+    try:
+        user_operator = _operator(user, tensors, wanted)
+    except _Writes as writes:
+        user = replace(user, written=writes.tensors)
+        user_operator = _operator(user, tensors, wanted)
     outputs = user_operator.operator(*tensors)
+    if not all(spend(tensors[i]) for i in user.written):
+        raise _lost(function, _WRITES)
     return outputs if user_operator.examined.single or isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 def code_of(function: type, tensors: Sequence[Tensor]) -> str:
     """What a Function of tensors alone computes, forward and backward, as code. Raises Lost, as `apply_as_operator`."""
     wanted = [t.requires_grad for t in tensors]
-    return _examined(UserFunction(function, (Tensor,) * len(tensors), None), tensors, wanted).code
+    try:
+        user = UserFunction(function, (Tensor,) * len(tensors), None, tuple(t.dtype for t in tensors))
+        return _examined(user, tensors, wanted).code
+    except _Writes:
+        raise _lost(function, _WRITES) from None
 
 
 def is_of_a_model(function: type) -> bool:
@@ -266,8 +299,8 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
         before = _versions(inputs)
         with torch.no_grad():
             outputs = user.outputs(inputs)
-        if _versions(inputs) != before:
-            raise _lost(user.function, _WRITES)
+        if written := _changed(before, _versions(inputs)):
+            raise _Writes(written)
         for output in _as_tuple(outputs):
             if not isinstance(output, Tensor):
                 raise _lost(user.function, f"it returns {_a(output)}, and may return tensors")
@@ -277,7 +310,7 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
     def backward(*all_tensors: Tensor) -> tuple[Tensor | None, ...]:
         before = _versions(all_tensors)
         grads = user.backward(all_tensors[: len(tensors)], all_tensors[len(tensors) :], wanted)
-        if _versions(all_tensors) != before:
+        if _changed(before, _versions(all_tensors)):
             raise _lost(user.function, _WRITES)
         return grads
 
@@ -297,6 +330,10 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was written."""
     return [t._version for t in tensors]
+
+
+def _changed(before: Sequence[int], after: Sequence[int]) -> frozenset[int]:
+    return frozenset(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new)
 
 
 def _calls(trace: fx.GraphModule) -> list[fx.Node]:
