@@ -188,6 +188,18 @@ def test_a_fault_in_it_is_found_and_named(fault):
     assert "model.layers.0.self_attn/scaled_dot_product_attention" in report.first_mismatch.operator
 
 
+def test_causal_keys_are_read_in_few_parts_by_a_kernel_and_in_small_ones_without():
+    """In zigzag: this rank's own keys in three parts, those of a rank before it at once."""
+    cut = Cut(2, 24, (-1,), 2)
+    runs = [Run(count, 0, start + count, -24, start + 1) for start, count in cut.spans(1)]
+    own, visiting = ([*Visit(cut, 1, rank, None, None, runs).parts(torch.device("cpu"), True)] for rank in (1, 0))
+    assert [part.is_causal for part in own] == [True, False, True] and not visiting[0].is_causal
+    assert all(part.mask is None for part in (*own, *visiting)) and len(visiting) == 1
+    with mock.patch("autopart.ir.attention.ROWS", 5):
+        without = [*Visit(cut, 1, 1, None, None, runs).parts(torch.device("cpu"), False)]
+    assert max(part.queries[1] for part in without) == 5 and not any(part.is_causal for part in without)
+
+
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "written out"])
 @pytest.mark.parametrize("kind", ["none", "causal", "runs", "runs of a window", "some see nothing"])
 @pytest.mark.parametrize("sections", [(), (-1,)], ids=["in order", "zigzag"])

@@ -64,15 +64,16 @@ class Run(NamedTuple):
         """Whether query i sees the keys from the first to number i, of as many keys as queries."""
         return not self.hides[0] and self.end == self.low + 1 and self.queries == self.high - self.low
 
-    def among(self, low: int, high: int) -> Iterator[tuple[int, Run]]:
-        """Itself and some of its keys, in one where a kernel knows what it hides, else in blocks that each need a
-        mask: (the first of the block's queries, the block)."""
+    def among(self, low: int, high: int, has_kernel: bool) -> Iterator[tuple[int, Run]]:
+        """Itself and some of its keys: (the first of a block's queries, the block). In one where a kernel knows what it
+        hides, or in what is seen whole and what is causal; else in blocks, that masks and scores be small."""
         run = self._replace(low=max(self.low, low), high=min(self.high, high))
         behind = run._replace(low=max(run.low, run.end - 1))
-        if run.low < behind.low and behind.is_causal and not run.hides[0]:
+        if has_kernel and run.low < behind.low and behind.is_causal and not run.hides[0]:
             yield 0, run._replace(high=behind.low)
             run = behind
-        step = ROWS if any(run.hides) and not run.is_causal else run.queries
+        is_known = has_kernel and (run.is_causal or not any(run.hides))
+        step = run.queries if is_known else ROWS
         for start in range(0, run.queries, step):
             block = run.part(start, min(start + step, run.queries))
             if block.low < block.high:

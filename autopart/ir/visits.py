@@ -45,14 +45,13 @@ class Visit:
     scale: float | None
     runs: Sequence[Run] = ()
 
-    def parts(self, device: torch.device) -> Iterator[Part]:
-        """The queries and keys in pieces that lie together in the sequence, without those that see nothing."""
-        if self.runs:
-            yield from _joined(self._parts_of_runs(device))
-        elif self.mask is None:
-            yield Part((0, self.cut.length(self.here)), (0, self.cut.length(self.rank)), None)
-        else:
-            yield from _joined(self._parts_of_mask(self.mask))
+    def parts(self, device: torch.device, has_kernel: bool) -> Iterable[Part]:
+        """The queries and keys in pieces that lie together in the sequence, without those that see nothing. Without a
+        kernel none is causal, and they are small: all of their scores are made."""
+        if not self.runs and self.mask is None:
+            return [Part((0, self.cut.length(self.here)), (0, self.cut.length(self.rank)), None)]
+        parts = self._parts_of_mask(self.mask) if self.mask is not None else self._parts_of_runs(device, has_kernel)
+        return _joined(parts) if has_kernel else parts
 
     def _parts_of_mask(self, mask: Tensor) -> Iterator[Part]:
         for first, (_, number) in _places(self.cut, self.here):
@@ -64,14 +63,15 @@ class Visit:
                 elif bool(seen.any()):
                     yield Part((first, number), (start, count), None if bool(seen.all()) else seen)
 
-    def _parts_of_runs(self, device: torch.device) -> Iterator[Part]:
+    def _parts_of_runs(self, device: torch.device, has_kernel: bool) -> Iterator[Part]:
         first = 0
         for run in self.runs:
             for at, (position, count) in _places(self.cut, self.rank):
-                for start, block in run.among(position, position + count):
-                    mask = block.mask(device) if any(block.hides) and not block.is_causal else None
+                for start, block in run.among(position, position + count, has_kernel):
+                    is_causal = has_kernel and block.is_causal
+                    mask = block.mask(device) if any(block.hides) and not is_causal else None
                     keys = (at + block.low - position, block.high - block.low)
-                    yield Part((first + start, block.queries), keys, mask, block.is_causal)
+                    yield Part((first + start, block.queries), keys, mask, is_causal)
             first += run.queries
 
 
@@ -119,7 +119,7 @@ def nothing_yet(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def visit(output: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor, of: Visit) -> None:
     """Put what the visiting keys [b, g, k, d] and values [b, g, k, e] add to the output, in place."""
     key, value = (_repeated(x, query) for x in (key, value))
-    for part in of.parts(query.device):
+    for part in of.parts(query.device, _has_kernel(query, value)):
         rows, queries = (x.narrow(2, *part.queries) for x in (output, query))
         before = total.narrow(2, *part.queries)
         keys, values = (x.narrow(2, *part.keys) for x in (key, value))
@@ -136,7 +136,7 @@ def visit_backward(
 ) -> None:  # fmt: skip
     """Add what a visit gives to the gradients of this rank's queries, and of the visiting keys and values, in place."""
     keys, values = (_repeated(x, query) for x in (key, value))
-    for part in of.parts(query.device):
+    for part in of.parts(query.device, _has_kernel(query, value)):
         sides = [x.narrow(2, *part.queries) for x in (grad, output, query)]
         logs = total.narrow(2, *part.queries)
         here = [x.narrow(2, *part.keys) for x in (keys, values)]
@@ -191,11 +191,8 @@ def _repeated(x: Tensor, query: Tensor) -> Tensor:
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
-def _added(part: Part, query: Tensor, with_causal: bool) -> Tensor | None:
-    """What a mask adds to scores, with four dims. `with_causal`: also for what is causal, as no kernel knows it."""
-    mask = part.mask
-    if part.is_causal and with_causal:
-        mask = torch.ones(part.queries[1], part.keys[1], dtype=torch.bool, device=query.device).tril()
+def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """What a mask adds to scores, with four dims."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -216,9 +213,8 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    has_kernel = _has_kernel(query, value)
-    mask = _added(part, query, with_causal=not has_kernel)
-    if has_kernel:
+    mask = _added(part.mask, query)
+    if _has_kernel(query, value):
         output, logs = _KERNEL(query, key, value, 0.0, part.is_causal, attn_mask=mask, scale=scale)
         if mask is not None:  # of a query that sees no key the kernel says 0
             logs = logs.masked_fill((mask == float("-inf")).all(-1), float("-inf"))
@@ -233,9 +229,8 @@ def _attend_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, keys and values, of the output and the logarithm of all visits together."""
-    has_kernel = _has_kernel(query, value)
-    mask, logs = _added(part, query, with_causal=not has_kernel), _finite(logs)
-    if has_kernel:
+    mask, logs = _added(part.mask, query), _finite(logs)
+    if _has_kernel(query, value):
         return _KERNEL_BACKWARD(
             grad, query, key, value, output, logs, 0.0, part.is_causal, attn_mask=mask, scale=scale
         )  # fmt: skip
