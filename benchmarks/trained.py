@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two models")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    number = 2 if arguments.quick else CHOSEN
+    number = len(arguments.only) if arguments.only else 2 if arguments.quick else CHOSEN
     rows = of_first_rank(train_all, RANKS, arguments.only or spread(number), arguments.meshes, number)
     exact = sum(row["exact"] for row in rows)
     print(f"{exact} of {len(rows)} have the weights of one process" if rows else "none is installed: make setup-models")

@@ -310,7 +310,7 @@ def _examined(user: UserFunction, tensors: Sequence[Tensor], wanted: Sequence[bo
     def backward(*all_tensors: Tensor) -> tuple[Tensor | None, ...]:
         before = _versions(all_tensors)
         grads = user.backward(all_tensors[: len(tensors)], all_tensors[len(tensors) :], wanted)
-        if _changed(before, _versions(all_tensors)):
+        if _versions(all_tensors) != before:
             raise _lost(user.function, _WRITES)
         return grads
 
