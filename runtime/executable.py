@@ -36,10 +36,10 @@ from autopart.runtime.state.gradients import (
 from autopart.runtime.state.local_batch import LocalBatch
 from autopart.runtime.state.state import broadcast_from
 from autopart.runtime.state.unsummed import Unsummed
+from autopart.runtime.state.weight_changes import update_weights
 from autopart.runtime.state.wholes import Wholes
 from autopart.runtime.sync.data_sync import DataSync
 from autopart.tracing.eager_semantics import no_autocast
-from autopart.tracing.weight_updates import update_weights
 
 
 class Executable:
@@ -257,7 +257,9 @@ class Executable:
                 module.load(here)
         if self._sends and sends:
             comparison.finish_comparison()
-        update_weights(self.parameters, self.program.weight_updates)
+        if self.program.weight_updates:
+            comparison.finish_comparison()
+            update_weights(self.program, {self.process.rank: self.parameters}, here, self._summed)
         failed = True
         try:
             yield
@@ -265,6 +267,13 @@ class Executable:
         finally:
             for module in self.modules:
                 module.unload(failed)
+
+    def _summed(self, axis: str, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """What this rank has, added up along an axis."""
+        groups = {**self.process.groups, **self.process.joined_groups}
+        for value in values.values():
+            sum_over(groups[axis], value)
+        return dict(values)
 
     @contextmanager
     def _fresh_gradients(self, hooks: HeldHooks, every: bool) -> Iterator[None]:

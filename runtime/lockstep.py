@@ -32,7 +32,7 @@ from autopart.runtime.state.batch import stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
 from autopart.runtime.state.masks import Masks
 from autopart.runtime.state.recompute import run_again
-from autopart.tracing.weight_updates import update_weights
+from autopart.runtime.state.weight_changes import update_weights
 
 PerRank = dict[int, Any]
 """A value of a stage: {rank: the rank's local value}, over the ranks that run the stage."""
@@ -66,10 +66,9 @@ def run_lockstep(
     Example: `torch.autograd.backward([out[0] for mbs in run_lockstep(...).values() for out in mbs])` leaves every
     rank's gradient of a program whose only output is the loss.
     """
-    for local in parameters.values():
-        update_weights(local, program.weight_updates)
     device = _device_of(inputs, parameters)
     inputs = [value.to(device) if isinstance(value, Tensor) else value for value in inputs]
+    update_weights(program, parameters, inputs, partial(_summed, program.mesh))
     runs = []
     with one_stream(program, inputs, device) as rewind:
         for stage in program.stages:
@@ -228,6 +227,12 @@ class _StageRun:
             converted = convert_list(name, x, *arguments, primitives=self.primitives, dtypes=dtypes)
             result.update(zip(group, converted, strict=True))
         return {rank: result[rank] for rank in self.ranks}
+
+
+def _summed(mesh: Mesh, axis: str, values: dict[int, Tensor]) -> dict[int, Tensor]:
+    """What ranks have, added up along an axis."""
+    groups = groups_along(mesh, list(values), axis)
+    return {rank: torch.stack([values[other] for other in group]).sum(0) for group in groups for rank in group}
 
 
 def _unseen(node: fx.Node, value: PerRank) -> None:

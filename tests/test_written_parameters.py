@@ -1,7 +1,8 @@
 """Parameters that a model writes in its forward: frozen ones, as the weights of a teacher that follows its student, and
-trained ones that it clamps or scales before it reads them."""
+trained ones that it clamps or scales before it reads them, whole or by the rows of a table that it looks up."""
 
 import copy
+from functools import partial
 
 import dist
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 import autopart
 from autopart.errors import TraceError
+from autopart.runtime import lockstep
+from autopart.runtime.state import weight_changes
 
 WIDTH = 8
 
@@ -201,6 +204,114 @@ def test_processes_change_trained_weights_as_one_device(mesh, options):
         assert all(torch.allclose(state[name], value, atol=1e-5) for name, value in model.state_dict().items())
 
 
+class Table(nn.Module):
+    """Rows of a table that are scaled as they are looked up, twice in a forward; its head reads them all."""
+
+    def __init__(self, kind: str = "rows", norm_type: float = 2.0):
+        super().__init__()
+        torch.manual_seed(0)
+        bag = kind == "bags"
+        make = partial(nn.EmbeddingBag, mode="sum") if bag else nn.Embedding
+        self.words, self.inner = make(12, WIDTH, max_norm=1.0, norm_type=norm_type), nn.Linear(WIDTH, WIDTH)
+        self.others = self.words if kind == "twice" else make(12, WIDTH, max_norm=0.5)
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+        if kind == "tied":
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.inner(self.words(ids)) * self.others(labels)
+        return nn.functional.cross_entropy(
+            self.head(hidden).flatten(0, -2), labels.flatten()[: hidden.shape[:-1].numel()]
+        )
+
+
+def ids(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(12, (8, 3), generator=generator), torch.randint(12, (8, 3), generator=generator)
+
+
+TABLES = [
+    *SETUPS,
+    ("tp2", {"pins": {"words.weight": {"tp": "S(0)"}}}),
+    ("tp2", {"pins": {"words.weight": {"tp": "S(1)"}}}),
+    ("dp2,tp2", {"zero": 3, "pins": {"words.weight": {"tp": "S(1)"}}}),
+    ("dpr2,dp2", {"zero": 1}),
+    ("dp2", {"zero": 2, "microbatches": 2, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize("kind", ["rows", "twice", "tied", "bags"])
+@pytest.mark.parametrize(("mesh", "options"), TABLES, ids=str)
+def test_rows_of_a_table_are_scaled_where_they_are_stored(kind, mesh, options):
+    batches = [dict(zip(("ids", "labels"), ids(seed), strict=True)) for seed in range(3)]
+    found = autopart.verify(Table(kind), mesh, example_args=ids(), steps=3, batches=batches, **options)
+    assert found.ok and found.max_error < 1e-10 and "step 2 weight words.weight" in found.errors, str(found)
+
+
+@pytest.mark.parametrize("columns", [True, False], ids=["columns", "rows"])
+def test_a_part_of_a_table_that_is_not_seen_is_found(columns, monkeypatch):
+    """Norms of a rank's own columns alone; the first rows for every rank."""
+    if columns:
+        monkeypatch.setattr(lockstep, "_summed", lambda mesh, axis, values: values)
+    else:
+        monkeypatch.setattr(weight_changes, "part_of", lambda rows, cuts: rows[: len(rows) // 2])
+    pins = {"words.weight": {"tp": "S(1)" if columns else "S(0)"}}
+    assert not autopart.verify(Table(), "tp2", example_args=ids(), pins=pins).ok
+
+
+def train_table(mesh: str, options: dict) -> tuple:
+    pm = autopart.parallelize(Table("tied"), mesh, example_args=ids(), **options)
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2)
+    for step in range(3):
+        pm.step(*ids(step))
+        pm.step(*ids(step + 3))  # which looks up other rows, of the same weights
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        loss = pm(*ids(7)) if "pp" not in mesh else None
+    return loss, pm.full_state_dict()
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(("mesh", "options"), [*SETUPS[2:4], *TABLES[6:7], ("dp2", {"zero": 1})], ids=str)
+def test_processes_scale_rows_as_one_device(mesh, options):
+    model = Table("tied")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        model(*ids(step)).backward()
+        model(*ids(step + 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = model(*ids(7)) if "pp" not in mesh else None
+    for loss, state in dist.run_ranks(train_table, 2, mesh, options):
+        assert loss is None or torch.allclose(loss, expected, atol=1e-6)
+        assert all(torch.allclose(state[name], value, atol=1e-5) for name, value in model.state_dict().items())
+
+
+def train_own_rows() -> torch.Tensor:
+    mine = slice(4 * torch.distributed.get_rank(), None), slice(None)
+    pm = autopart.parallelize(Table("tied"), "dp2", example_args=[x[mine][:4] for x in ids()], local_batch=True)
+    pm.step(*[x[mine][:4] for x in ids()])
+    return pm.full_state_dict()["words.weight"]
+
+
+def test_every_rank_scales_the_rows_that_the_others_look_up():
+    model = Table("tied")
+    model(*ids())
+    for weight in dist.run_ranks(train_own_rows, 2):
+        assert torch.allclose(weight, model.words.weight, atol=1e-6)
+
+
+class TwoNorms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(12, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, second = (nn.functional.embedding(ids, self.words.weight, max_norm=norm) for norm in (1.0, 0.5))
+        return (first * second).sum()
+
+
 class Early(Bounded):
     """Reads a weight before it changes it."""
 
@@ -213,6 +324,7 @@ class Early(Bounded):
 WRONG = {
     "a norm": (Bounded("norm"), "it reads more than the parameter's own elements, one by one"),
     "read before": (Early("scale"), "the old value is read too"),
+    "two norms": (TwoNorms(), "it reads more than the parameter's own elements, one by one"),
 }
 
 
@@ -220,9 +332,10 @@ WRONG = {
 def test_other_changes_of_trained_weights_are_refused(name):
     model, why = WRONG[name]
     with pytest.raises(TraceError) as caught:
-        autopart.plan(model, "dp2", example_args=(rows(),))
+        autopart.plan(model, "dp2", example_args=ids()[:1] if name == "two norms" else (rows(),))
     first, second, where, hint = str(caught.value).splitlines()
-    assert first == f"{type(model).__name__} writes to its trained parameter 'inner.weight' in its forward"
+    parameter = "words.weight" if name == "two norms" else "inner.weight"
+    assert first == f"{type(model).__name__} writes to its trained parameter '{parameter}' in its forward"
     assert second == f"  why    {why}" and "test_written_parameters.py" in where
     assert hint == (
         "  try    do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read"

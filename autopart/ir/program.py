@@ -30,6 +30,7 @@ from autopart.ir.graph import draws_random_numbers
 from autopart.ir.layout import Layout, Sections, format_layout, parts_of
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
+from autopart.ir.weight_updates import WeightUpdates
 
 MICROBATCH_AXIS = "mb"
 SEEDS = "seeds"
@@ -230,7 +231,7 @@ class Program:
     row_inputs: frozenset[str] | None = None
     """Where every rank gives its own rows of a batch, and is given its own rows of the outputs: the inputs that are
     rows; a prologue is still given the global batch. None: every rank gives the global batch."""
-    weight_updates: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+    weight_updates: WeightUpdates = field(default_factory=dict)
     """How ranks change their part of these parameters before the stages run."""
     zero: int = 0
     """How long the whole of a parameter that is stored in parts, and its whole gradient, live: 1, both for a

@@ -19,6 +19,7 @@ from autopart.compat import tree_flatten
 from autopart.errors import OptionError
 from autopart.ir.program import Program
 from autopart.ir.schedules import DELAYED
+from autopart.ir.weight_updates import update_whole_weights
 from autopart.passes.choose.codec import decided_by, decode
 from autopart.progress import phase
 from autopart.proof.reference import Reference
@@ -32,7 +33,6 @@ from autopart.runtime.state.gradients import sync_gradients_lockstep
 from autopart.runtime.state.state import settled
 from autopart.tracing.calls import call_key
 from autopart.tracing.trace import flatten_call
-from autopart.tracing.weight_updates import update_weights
 from autopart.tracing.with_loss import call
 
 
@@ -78,8 +78,9 @@ class _OneDevice:
         if not self.reference.is_lifted:
             with one_seed(subject.random_seed):
                 return tree_flatten(call(self.reference.model, dict(arguments)))[0]
-        update_weights(subject.traced.parameters, subject.traced.weight_updates)
-        subject = Subject(replace(subject.traced, weight_updates={}), subject.loss, subject.random_seed)
+        traced = subject.traced
+        update_whole_weights(traced.parameters, traced.weight_updates, traced.call.tensors)
+        subject = Subject(replace(traced, weight_updates={}), subject.loss, subject.random_seed)
         values = subject.values()
         with torch.no_grad():
             for name, node in subject.traced.buffer_updates.items():

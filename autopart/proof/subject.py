@@ -7,7 +7,7 @@ their random numbers from one seed, as `rng="exact"` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from autopart.ir.facts import facts
 from autopart.ir.layout import Placement
 from autopart.ir.pieces import part_of
 from autopart.ir.program import MICROBATCH_AXIS, Program
+from autopart.ir.weight_updates import WeightUpdate
 from autopart.passes.write.lower import lower
 from autopart.plans.plan import Plan
 from autopart.runtime.comm.stage_ranks import owners
@@ -119,11 +120,11 @@ def one_seed(seed: int = SEED) -> Iterator[None]:
         yield
 
 
-def _updated(parameter: Tensor, change: fx.GraphModule | None) -> Tensor:
+def _updated(parameter: Tensor, update: WeightUpdate | None, inputs: Sequence[Any]) -> Tensor:
     """A parameter as the graph reads it: itself, or a leaf with the value that it changes to before."""
-    if change is None:
+    if update is None:
         return parameter
-    return change(parameter.detach()).clone().requires_grad_(parameter.requires_grad)
+    return update.of_whole(parameter.detach(), inputs).clone().requires_grad_(parameter.requires_grad)
 
 
 class Subject:
@@ -132,7 +133,8 @@ class Subject:
 
     def __init__(self, traced: Trace, loss: fx.Node | None = None, random_seed: int = SEED):
         self.traced, self.loss, self.random_seed = traced, loss, random_seed
-        self.weights = {name: _updated(p, traced.weight_updates.get(name)) for name, p in traced.parameters.items()}
+        updates, inputs = traced.weight_updates, traced.call.tensors
+        self.weights = {name: _updated(p, updates.get(name), inputs) for name, p in traced.parameters.items()}
         self.outputs = list(traced.graph.output_node().args[0])
 
     # Whole

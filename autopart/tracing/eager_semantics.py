@@ -365,12 +365,12 @@ def _embedding_bag(
 ) -> Tensor:
     """Bags as rows of a table, added up: torch's own operator hides which rows belong to which bag. The gradient of the
     table is dense."""
-    if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean"):
+    if scale_grad_by_freq or mode not in ("sum", "mean"):
         return F.embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, False, per_sample_weights,
             include_last_offset, padding_idx,
         )  # fmt: skip
-    rows = F.embedding(input, weight)
+    rows = F.embedding(input, weight, max_norm=max_norm, norm_type=norm_type)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
     counts = torch.ones_like(input)

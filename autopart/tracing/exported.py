@@ -105,10 +105,11 @@ def _inlined(graph: fx.Graph, body: Any, values: dict[fx.Node, fx.Node], autocas
 
 
 def _one_name_each(program: Any) -> None:
-    """Let a buffer that has several names be read by its first one alone: torch cannot make writes to it functional
-    otherwise."""
+    """Let what has several names, a buffer or a parameter, be read by its first one alone: torch cannot make writes to
+    it functional otherwise."""
     first: dict[int, fx.Node] = {}
-    names = program.graph_signature.inputs_to_buffers
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     for node in program.graph.find_nodes(op="placeholder"):
         if node.name not in names:
             continue
@@ -117,7 +118,9 @@ def _one_name_each(program: Any) -> None:
         known = first.setdefault(id(stored[name]), node)
         if known is not node:
             node.replace_all_uses_with(known)
-            stored[name] = torch.empty_like(stored[name])
+            another, stored[name] = stored[name], torch.empty_like(stored[name])
+            if isinstance(another, nn.Parameter):
+                stored[name] = nn.Parameter(stored[name], another.requires_grad)
 
 
 def _written_out(node: fx.Node) -> bool:

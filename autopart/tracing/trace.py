@@ -28,6 +28,7 @@ from autopart.ir.facts import facts
 from autopart.ir.fold import Folds, original
 from autopart.ir.graph import module_path, shape, source_of, source_text, spoken_name, value
 from autopart.ir.precision import Precision
+from autopart.ir.weight_updates import WeightUpdates
 from autopart.tracing.assigned_buffers import check_caches
 from autopart.tracing.chances import note_chances, with_chances
 from autopart.tracing.counted import selected_sizes, with_known_sizes
@@ -46,7 +47,7 @@ from autopart.tracing.saved_views import saved_views
 from autopart.tracing.skeleton import without_values
 from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace_errors import shape_by_values, trace_error
-from autopart.tracing.weight_updates import WeightUpdates, with_weight_updates
+from autopart.tracing.weight_updates import with_weight_updates
 from autopart.tracing.with_loss import WithLoss, users_input, users_model, users_name
 
 T = TypeVar("T")

@@ -1,38 +1,31 @@
-"""Trained parameters that a model changes in its forward, before it reads them: clamped, scaled, of one sign.
+"""Trained parameters that a model changes in its forward, before it reads them: clamped, scaled, of one sign, or rows
+of a table that are scaled as they are looked up (`max_norm=` of an embedding).
 
-Such a change is taken out of the graph, and made before it runs: every rank changes what it stores of the parameter,
-which is right where the change works element by element. The graph then reads the parameter itself, and its gradient is
-that of the new value, as in the model.
+Such a change is taken out of the graph, and made before it runs, of what every rank stores of the parameter
+(`runtime/state/weight_changes.py`). The graph then reads the parameter itself, and its gradient is that of the new
+value, as in the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import describe, draws_random_numbers, operator_name, shape
 from autopart.ir.masks import made_for
+from autopart.ir.weight_updates import ByElement, RowNorms, WeightUpdate
 
 if TYPE_CHECKING:
     from autopart.tracing.trace import Trace
 
-WeightUpdates = Mapping[str, fx.GraphModule]
-"""{parameter: its new value, of any part of it}"""
 _ELEMENTWISE = frozenset(f"aten::{name}" for name in ("alias", "clone", "copy", "detach", "to", "_to_copy", "fill"))
 """Beside what torch tags as pointwise."""
-
-
-@torch.no_grad()
-def update_weights(parameters: Mapping[str, Tensor], updates: WeightUpdates) -> None:
-    """Change those of the parameters, or of parts of them, that are to be changed before a forward."""
-    for name, change in updates.items():
-        if name in parameters:
-            parameters[name].copy_(change(parameters[name].detach()))
+_RENORM = "aten::embedding_renorm"
 
 
 def with_weight_updates(traced: Trace, name: str) -> Trace:
@@ -45,10 +38,12 @@ def with_weight_updates(traced: Trace, name: str) -> Trace:
     return replace(traced, weight_updates=updates)
 
 
-def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> fx.GraphModule:
+def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> WeightUpdate:
     """What makes the new value of a parameter, which the graph then reads in its place."""
     new = new.all_input_nodes[0] if operator_name(new) == "aten::detach" else new
-    (weight,) = (node for node in graph.find_nodes(op="get_attr") if node.target == parameter)
+    (weight,) = (node for node in graph.find_nodes(op="get_attr") if node.target == parameter and node.users)
+    if (scaled := _row_norms(graph, weight, new)) is not None:
+        return scaled
     steps, read = made_for([new]), made_for([graph.output_node()])
     elsewhere = [n for n in steps if n is not weight and not (n.op == "call_function" and _is_elementwise(n, weight))]
     before = [user for node in steps - {new} for user in node.users if user in read - steps]
@@ -69,7 +64,55 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> fx.G
             values[node] = subgraph.node_copy(node, values.__getitem__)
     subgraph.output(values[new])
     new.replace_all_uses_with(weight)
-    return fx.GraphModule(nn.Module(), subgraph)
+    return ByElement(fx.GraphModule(nn.Module(), subgraph))
+
+
+def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | None:
+    """The change of a table by look-ups alone, each of which scales its rows; None: it is another one.
+
+    A row that one look-up has scaled is not scaled by the next to the same norm: all can be done at once, before any.
+    """
+    lookups, node, steps = list[fx.Node](), new, {weight}
+    while node is not weight:
+        if operator_name(node) == _RENORM:
+            lookups.append(node)
+        elif operator_name(node) not in ("aten::detach", "aten::alias"):
+            return None
+        steps.add(node)
+        node = node.all_input_nodes[0]
+    norms = {tuple(float(bound) for bound in lookup.args[2:]) for lookup in lookups}
+    ids = [lookup.args[1] for lookup in lookups]
+    if len(norms) != 1 or not all(map(_of_inputs_alone, ids)) or not all(_reads_looked_up(n) for n in steps - {new}):
+        return None
+    ((max_norm, norm_type),) = norms
+    if not 0 < norm_type < math.inf:
+        return None
+    subgraph, values = fx.Graph(), {}
+    for node in graph.find_nodes(op="placeholder"):
+        values[node] = subgraph.placeholder(node.name)
+    made = made_for(ids)
+    for node in graph.nodes:
+        if node in made and node not in values:
+            values[node] = subgraph.node_copy(node, values.__getitem__)
+    subgraph.output(tuple(values[node] for node in ids))
+    for step in steps - {weight}:
+        step.replace_all_uses_with(weight)
+    return RowNorms(fx.GraphModule(nn.Module(), subgraph), max_norm, norm_type)
+
+
+def _of_inputs_alone(ids: fx.Node) -> bool:
+    made = made_for([ids])
+    return all(n.op == "placeholder" or (n.op == "call_function" and not draws_random_numbers(n)) for n in made)
+
+
+def _reads_looked_up(step: fx.Node) -> bool:
+    """Whether a table between two look-ups is read only where its rows have been scaled."""
+    ids = step.args[1] if operator_name(step) == _RENORM else None
+    chain = ("aten::detach", "aten::alias", _RENORM)
+    return all(
+        operator_name(user) in chain or (operator_name(user) == "aten::embedding" and user.args[1] is ids is not None)
+        for user in step.users
+    )
 
 
 def _is_elementwise(node: fx.Node, weight: fx.Node) -> bool:

@@ -79,8 +79,7 @@ def program_text(program: Program) -> str:
     for stage in program.stages:
         for graph in (stage.prologue, stage.graph):
             lines += [f"stage {stage.index}: {node.format_node()}" for node in graph.graph.nodes if node.op != "output"]
-    for name, change in program.weight_updates.items():
-        lines += [f"{name}: {node.format_node()}" for node in change.graph.nodes if node.op == "call_function"]
+    lines += [f"{name}: {update}" for name, update in program.weight_updates.items()]
     text = "\n".join(lines)
     for index in range(torch.cuda.device_count()):
         text = text.replace(f"cuda:{index}", "cuda")

@@ -16,14 +16,17 @@ from torch.autograd import Function
 
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Program
+from autopart.ir.weight_updates import RowNorms
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.batch import OwnRows
 
 
 def read_whole(program: Program) -> frozenset[str]:
-    """The inputs of which a prologue reads the global value; of the others it takes a rank's rows as they are."""
-    needed: set[str] = set()
+    """The inputs of which a prologue, or a change of weights, reads the global value; of the others a prologue takes a
+    rank's rows as they are."""
+    tables = (update for update in program.weight_updates.values() if isinstance(update, RowNorms))
+    needed = {program.input_names[position] for table in tables for position in table.reads}
     for stage in program.stages:
         graph = stage.prologue.graph
         outputs: Any = graph.output_node().args[0]
