@@ -231,6 +231,14 @@ def skipped(m, x, ids):
 
 
 SELECTING["skipped"] = skipped
+SELECTING |= {
+    "unique": lambda m, x, ids: m.b(m.a(x)[0][ids.unique()]).pow(2).sum() / ids.unique().numel(),
+    "inverse": lambda m, x, ids: (m.a(x) * ids.unique(return_inverse=True)[1].unsqueeze(-1)).sum(),
+    "counts": lambda m, x, ids: m.a(x).sum() * ids.unique(return_counts=True)[1].max(),
+    "of an activation": lambda m, x, ids: m.b(m.a(x)).sum() * m.a(x).argmax(-1).unique(return_counts=True)[1].max(),
+    "runs": lambda m, x, ids: m.a(x).sum() * torch.unique_consecutive(ids, return_inverse=True)[1].max(),
+    "returned": lambda m, x, ids: m.a(x).sum() * ids.unique(),
+}
 
 
 def skipped_mean(m, x, ids):
@@ -320,14 +328,14 @@ REFUSED = {
         lambda m, x, ids: m.a(x).split(ids.flatten()[:2].tolist())[0].sum(),
         "'split_sizes' of split_with_sizes is a number that the model computes",
     ),
-    "unique": (
-        lambda m, x, ids: m.a(x).sum() * ids.unique().numel(),
+    "number of rows": (
+        lambda m, x, ids: m.a(x).sum() * ids.unique(dim=0).shape[0],
         "a size that depends on values is used as a number",
     ),
     "mean": (skipped_mean, "this line skips an empty selection, and what it skips is not nothing"),
     "layer": (skipped_layer, "Parts cannot be traced"),
     "number": (skipped_number, "Parts cannot be traced"),
-    "unique rows": (lambda m, x, ids: m.a(x).sum() * ids.unique(), "Parts cannot be traced"),
+    "unique rows": (lambda m, x, ids: m.a(x).sum() * ids.unique(dim=0), "Parts cannot be traced"),
 }
 
 

@@ -69,7 +69,7 @@ class Item(Base):
 
 class Unique(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) * mask.unique().sum()  # here
+        return self.out(self.gate(x)) * mask.unique(dim=0).sum()  # here
 
 
 class Numpy(Base):
@@ -269,7 +269,8 @@ CASES: dict[Callable[[], nn.Module], str] = {
     IfInput: cannot(DECIDES + "the input mask", BRANCH),
     IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
     Item: cannot(DECIDES + "the input mask", BRANCH),
-    Unique: cannot("how much _unique2 gives depends on the values in a tensor; they come from the input mask", SELECT),
+    Unique: cannot("how much unique_dim gives depends on the values in a tensor; they come from the input mask",
+                   SELECT),
     Numpy: cannot("numpy computes outside of the graph", "the same in torch operations, or before the call"),
     WrongShape: other("{name} fails in its own forward, or in its trace",
                       "RuntimeError: shape '[3, -1]' is invalid for input of size 32", OWN),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopart.compat import BatchNorm, InstanceNorm, Tracing, redirected_functions, tree_flatten, tree_map
 from autopart.compat_tracing import other_lists
 from autopart.errors import Refusal
-from autopart.ir.ctc import ctc_loss
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.temporary import attributes
 from autopart.tracing.chances import Chances, is_by_chance
@@ -38,6 +37,7 @@ from autopart.tracing.gradient_hooks import Removable, Rewrites, hook_gradient
 from autopart.tracing.known_values import UNKNOWN, KnownValues, memory_of, tensors_in, written_by
 from autopart.tracing.places import as_places, indexed
 from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
+from autopart.tracing.written_out import WRITTEN_OUT
 
 _ASKING = frozenset(
     {"item", "tolist", "numpy", "nonzero", "unique", "masked_select"}
@@ -127,7 +127,7 @@ class EagerSemantics(TorchFunctionMode):
         if func is Tensor.__iter__ and args[0].ndim:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         kwargs = dict(self.known.sized((func, args, kwargs)))
-        output = self._run(TRACEABLE.get(func, func), args, kwargs)
+        output = self._run(WRITTEN_OUT.get(func, func), args, kwargs)
         self.known.note((func, args, kwargs), tensors, output)
         for tensor in tensors_in(output) if names else ():
             self.origins[tensor] = names
@@ -348,103 +348,3 @@ def _move_statistics(module: Any, source: Tensor, dims: list[int], share: Any) -
     var = (rows - mean).square().sum(dims, keepdim=True) / (math.prod(rows.shape[dim] for dim in dims) - 1)
     for running, new in ((module.running_mean, mean), (module.running_var, var)):
         running.copy_((1 - share) * running + share * new.reshape(-1, len(running)).mean(0))
-
-
-def _embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
-    """Bags as rows of a table, added up: torch's own operator hides which rows belong to which bag. The gradient of the
-    table is dense."""
-    if scale_grad_by_freq or mode not in ("sum", "mean"):
-        return F.embedding_bag(
-            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, False, per_sample_weights,
-            include_last_offset, padding_idx,
-        )  # fmt: skip
-    rows = F.embedding(input, weight, max_norm=max_norm, norm_type=norm_type)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    counts = torch.ones_like(input)
-    if padding_idx is not None:
-        counts = input != padding_idx % len(weight)
-        rows = rows * counts.unsqueeze(-1)
-    if offsets is not None:
-        return _bags(rows, counts, offsets[:-1] if include_last_offset else offsets, mode)
-    if padding_idx is None:
-        return rows.sum(1) if mode == "sum" else rows.mean(1)
-    total = rows.sum(1)
-    return total if mode == "sum" else total / counts.sum(1, keepdim=True).clamp(min=1)
-
-
-def _ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor | Sequence[int],
-    target_lengths: Tensor | Sequence[int],
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-) -> Tensor:
-    """The loss of all rows by an operator of our own: torch's makes tables as large as the values of the lengths."""
-    if log_probs.ndim == 2:
-        lengths = torch.as_tensor(input_lengths).reshape(1), torch.as_tensor(target_lengths).reshape(1)
-        row = _ctc_loss(log_probs.unsqueeze(1), targets.unsqueeze(0), *lengths, blank, reduction, zero_infinity)
-        return row.squeeze(0) if reduction == "none" else row
-    of_input, of_target = (torch.as_tensor(t, device=log_probs.device) for t in (input_lengths, target_lengths))
-    rows: Tensor = ctc_loss(log_probs, targets, of_input, of_target, blank, zero_infinity)
-    if reduction == "mean":
-        return (rows / of_target.clamp(min=1).to(rows.dtype)).mean()
-    return rows.sum() if reduction == "sum" else rows
-
-
-def _bags(rows: Tensor, counted: Tensor, starts: Tensor, mode: str) -> Tensor:
-    """Bags that lie one after the other, from their starts: every row is added to the bag that it is in. `counted`:
-    whether a row counts for a mean."""
-    places = torch.arange(len(rows), device=starts.device, dtype=starts.dtype)
-    bag = torch.searchsorted(starts, places, right=True) - 1
-    total = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
-    if mode == "sum":
-        return total
-    counts = torch.zeros_like(starts).index_add(0, bag, counted.to(starts.dtype))
-    return total / counts.clamp(min=1).unsqueeze(-1)
-
-
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    """Rows of a table whose gradient is dense, also where a sparse one is asked for: ranks add up dense ones."""
-    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
-
-
-def _where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Bytes as a condition, which torch takes and its trace does not."""
-    return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *args, **kwargs)
-
-
-def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
-    return cast(Tensor, _where(condition, chosen, other))
-
-
-TRACEABLE: Mapping[Any, Callable[..., Any]] = {
-    F.embedding: _embedding,
-    F.embedding_bag: _embedding_bag,
-    F.ctc_loss: _ctc_loss,
-    torch.where: _where,
-    Tensor.where: _where_method,
-}
-"""Functions that a trace takes in another form."""

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from autopart.compat import TorchDispatchMode, exporting, tree_map
 from autopart.compat_sizes import all_selected
 from autopart.tracing.checks import passing_answer
-from autopart.tracing.eager_semantics import TRACEABLE
 from autopart.tracing.known_values import UNKNOWN, KnownValues, tensors_in, written_by
+from autopart.tracing.written_out import WRITTEN_OUT
 
 _SMALL = 2**16
 """Entries of the largest tensor that is real."""
@@ -67,7 +67,7 @@ class _Placed(TorchFunctionMode):
             return source[mask]
         kwargs = dict(self.known.sized((func, args, kwargs)))
         self.known.forget(written_by(func, args, kwargs))
-        result = TRACEABLE.get(func, func)(*args, **kwargs)
+        result = WRITTEN_OUT.get(func, func)(*args, **kwargs)
         self.known.note((func, args, kwargs), tensors, result)
         if func == _DEVICE:
             return self.device if result.type == "meta" else result
