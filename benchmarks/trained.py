@@ -3,8 +3,9 @@ those of one process, in float64.
 
     python benchmarks/trained.py [--meshes dp2,tp2,pp2] [--only 'timm: resnet18;...'] [--quick] [--json]
 
-Every model meets one of the meshes, in turn; one that does not run in float64 is left to the next. An element whose
-gradients are rounding alone (a bias before a normalization) is not compared: AdamW makes steps of whatever they are.
+Every model meets one of the meshes, in turn; one that does not run in float64 throughout gives its place to the next.
+An element whose gradients are rounding alone (a bias before a normalization) is not compared: AdamW makes steps of
+whatever they are.
 With `--json` the last line is one JSON object.
 """
 
@@ -25,6 +26,7 @@ from by_others import MODELS, build_case
 from by_others.case import Case
 from coverage import load
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import autopart
@@ -94,15 +96,28 @@ def built(name: str) -> Case | None:
 
 
 def in_double(case: Case) -> tuple[nn.Module, tuple, dict[str, Any], dict[str, Any]] | None:
-    """The model, its call and its loss in float64; None where it does not run in that."""
+    """The model, its call and its loss in float64; None where it does not run in that, or in less here and there."""
     model = case.model.double()
     args, kwargs, target = (pytree.tree_map(_double, given) for given in (case.args, case.kwargs, case.target))
     loss = {"loss_fn": case.loss_fn or summed, "target": torch.zeros(()) if case.loss_fn is None else target}
     try:
-        loss["loss_fn"](copy.deepcopy(model)(*args, **kwargs), loss["target"])
+        with CastsDown() as casts:
+            loss["loss_fn"](copy.deepcopy(model)(*args, **kwargs), loss["target"])
     except (RuntimeError, TypeError, ValueError):
         return None
-    return model, args, kwargs, loss
+    return None if casts.found else (model, args, kwargs, loss)
+
+
+class CastsDown(TorchFunctionMode):
+    """Notes whether a value with a gradient is in less than float64: LitGPT's norms are always in float32."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        self.found |= any(leaf.dtype in (torch.float32, torch.complex64) for leaf in leaves)
+        return result
 
 
 def trained(

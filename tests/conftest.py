@@ -11,6 +11,7 @@ from statistics import fmean
 import dist
 import hypothesis
 import pytest
+import remembered
 import torch
 
 SEED = 0
@@ -37,6 +38,7 @@ def pytest_addoption(parser):
 def pytest_configure():
     torch.set_num_threads(1)
     dist.whole_float32()
+    remembered.remember()
 
 
 def pytest_collection_finish():

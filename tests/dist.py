@@ -27,10 +27,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import remembered
 import torch
 import torch.distributed
 
-PRELOAD = ["torch", "torch.distributed.pipelining", "torch._dynamo", "scipy.optimize", "transformers.modeling_utils"]
+PRELOAD = ["torch", "torch.distributed.pipelining", "torch._dynamo", "scipy.optimize", "transformers.modeling_utils",
+           "autopart", "autopart.recipe"]  # fmt: skip
 START_S = 120.0  # for workers to import torch on a busy machine
 CLOSE_S = 10.0  # for workers to leave the process group after a task
 GRACE_S = 5.0  # for the other ranks once one of them has failed
@@ -101,6 +103,7 @@ def _serve(connection: Connection, log_path: str) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     threading.Thread(target=_exit_with_parent, args=(Path(log_path).parent,), daemon=True).start()
+    remembered.remember()
     gc.freeze()  # what is imported stays: only what a task has made is looked through
     try:
         connection.send_bytes(b"ready")
