@@ -2,9 +2,13 @@
 
 import difflib
 import gc
+import os
 import random
+import shutil
+import tempfile
 import zlib
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -35,10 +39,13 @@ def pytest_addoption(parser):
     parser.addoption("--golden-update", action="store_true", help="rewrite the golden files instead of comparing")
 
 
-def pytest_configure():
+def pytest_configure(config):
     torch.set_num_threads(1)
     dist.whole_float32()
     remembered.remember()
+    if remembered.FOLDER not in os.environ:
+        os.environ[remembered.FOLDER] = folder = tempfile.mkdtemp(prefix="traces-")
+        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def pytest_collection_finish():
