@@ -27,14 +27,14 @@ test-all: $(STAMP)  ## run every test, the large matrices too
 
 fuzz: $(STAMP)  ## run 2,000 random graphs in random layouts (make fuzz SEED=n: from that seed on)
 	@echo "make fuzz SEED=$(SEED)"
-	@$(PYTEST) -n 2 tests/test_fuzz.py -k random_graphs --fuzz 2000 --fuzz-seed $(SEED)
+	@$(PYTEST) -n 2 tests/passes/test_fuzz.py -k random_graphs --fuzz 2000 --fuzz-seed $(SEED)
 
 BASE ?= HEAD
 replay: $(STAMP)  ## compare plans and programs of many models with those of a commit (make replay BASE=main~1)
-	@OMP_NUM_THREADS=1 $(PY) tests/replay.py compare $(BASE)
+	@OMP_NUM_THREADS=1 $(PY) tests/support/replay.py compare $(BASE)
 
 mutants: $(STAMP)  ## plant faults one by one, and see whether the tests catch them
-	@$(PY) tests/mutants.py
+	@$(PY) tests/support/mutants.py
 
 check: $(STAMP)  ## lint, format and types
 	@$(PY) -m ruff check && $(PY) -m ruff format --check && $(PY) -m mypy

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import autopart
 
-PAGE = Path(__file__).parent.parent / "docs" / "your-loop.md"
+PAGE = Path(__file__).parents[2] / "docs" / "your-loop.md"
 NUM_STEPS, ACCUMULATE = 20, 2
 MESHES = {"tp2": {}, "pp2": {}, "dp2": {}, "dp2,tp2": {}, "dp2 zero": {"zero": 3}}
 

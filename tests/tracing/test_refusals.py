@@ -16,7 +16,7 @@ from torch import nn
 import autopart
 from autopart.errors import Refusal, TraceError
 
-PAGE = (Path(__file__).parent.parent / "docs" / "refusals.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "refusals.md").read_text()
 SECTIONS = dict(re.findall(r"(?s)\n## [^\n]*\((\w+)\)\n.*?```python\n(.*?)```", PAGE))
 TITLES = dict(re.findall(r"\n## ([^\n]*) \((\w+)\)\n", PAGE))
 

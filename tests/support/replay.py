@@ -1,7 +1,7 @@
 """Plans and programs of many models on many meshes as text, and what differs between two commits.
 
-    python tests/replay.py write FOLDER [--only gpt2]
-    python tests/replay.py compare [COMMIT]
+    python tests/support/replay.py write FOLDER [--only gpt2]
+    python tests/support/replay.py compare [COMMIT]
 
 `compare` (`make replay BASE=COMMIT`) writes them as the commit's code makes them and as this tree's does, and shows the
 difference; exit code 1 if there is one. Each case has two files: `.plan.json`, and `.program.txt`, which has the stored
@@ -24,7 +24,7 @@ from typing import Any
 
 from autopart.ir.facts import facts
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".replay"
 """What commits have made, by their hash."""
 
@@ -201,10 +201,11 @@ def made_at(commit: str) -> str:
         tree = Path(folder) / "tree"
         output("git", "worktree", "add", "--detach", str(tree), name)
         try:
-            script = tree / "tests" / "replay.py"
-            if not script.exists():  # this one would look for modules where that commit has none
-                sys.exit(f"{commit} has no tests/replay.py: name a later commit")
-            environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "tests")])}
+            found = list((tree / "tests").rglob("replay.py"))
+            if not found:  # this one would look for modules where that commit has none
+                sys.exit(f"{commit} has no replay.py among its tests: name a later commit")
+            script = found[0]
+            environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(script.parent)])}
             half = CACHE / f"{name}.half"
             subprocess.run([sys.executable, str(script), "write", str(half)], check=True, cwd=tree, env=environ)
             half.rename(CACHE / name)

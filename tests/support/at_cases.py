@@ -1,6 +1,6 @@
 """`Plan.cost.at` beside plans that are made anew at those sizes: the cases, and their table.
 
-python tests/at_cases.py [--only llama] [--hardware cpu-gloo]
+python tests/support/at_cases.py [--only llama] [--hardware cpu-gloo]
 """
 
 from __future__ import annotations

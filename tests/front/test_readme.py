@@ -16,7 +16,7 @@ import pytest
 
 from autopart.tracing.model_source import config_names
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LINE_LIMIT_S = 400
 KINDS = ("python", "pycon", "bash", "text")
 LONG = re.compile("llama|autopart search", re.IGNORECASE)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LAYER_FOLDERS = ("cost", "passes", "runtime")
 DATA_SUFFIXES = (".py", ".json", ".typed")
 

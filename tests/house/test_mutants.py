@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mutants import MUTANTS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_planted_fault_has_its_place():

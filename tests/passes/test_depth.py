@@ -23,7 +23,7 @@ from autopart.passes.normalize import decompose
 from autopart.passes.write import lower
 from autopart.passes.write.stage_draft import StageGraph
 
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "depth.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "depth.py"
 WORK = {
     "rules fitted": (analyze, "pattern_for"),
     "rules fitted to take operators apart": (decompose, "pattern_for"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import _coverage_page  # noqa: E402

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TIME_LIMIT_S = 240
 
 

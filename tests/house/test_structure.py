@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.whole  # quick, and every row of it counts
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "autopart"
 
 # A folder is a layer. Files directly in autopart/ are the base, except these.

@@ -287,7 +287,7 @@ if __name__ == "__main__":
 def test_workers_exit_with_the_parent(tmp_path, how):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     with subprocess.Popen([sys.executable, str(script), how], env=environ, stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2

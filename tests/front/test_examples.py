@@ -10,7 +10,7 @@ import pytest
 
 from autopart.plans.plan import Plan
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TIME_LIMIT_S = 120
 
 

@@ -85,8 +85,8 @@ def test_plans_are_the_same_in_every_process():
     program = "import test_plan; print(test_plan.deterministic_text())"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another order of sets than here
     text = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parent, env={**os.environ, "PYTHONHASHSEED": seed},
-        capture_output=True, text=True, check=True,
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[1] / "support",
+        env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
     assert text == deterministic_text().strip()
 

@@ -3,7 +3,7 @@
 Each is one changed place in a copy of the code, and the test files that should notice, run as `make test` runs them. A
 fault that no test notices is printed as MISSED, and the exit code is 1.
 
-    python tests/mutants.py [--only TEXT] [--workers N]
+    python tests/support/mutants.py [--only TEXT] [--workers N]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 900
 TIER = "not large"  # that of `make test`
 
@@ -172,7 +172,7 @@ def caught_by(mutant: Mutant, copy: Path) -> str:
     if text.count(mutant.before) != 1:
         raise SystemExit(f"{mutant.file} has {text.count(mutant.before)} times: {mutant.before}")
     path.write_text(text.replace(mutant.before, mutant.after))
-    files = [str(copy / "tests" / f"test_{name}.py") for name in mutant.tests.split()]
+    files = [str(file) for name in mutant.tests.split() for file in copy.glob(f"tests/*/test_{name}.py")]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", TIER, *files]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     try:

@@ -216,12 +216,12 @@ def test_every_operator_is_tried():
         "expert_outer",
         "to_experts",
         "from_experts",
-        "exchange_counts",  # these three: tests/test_dispatch.py
+        "exchange_counts",  # these three: tests/parallel/test_dispatch.py
         "dispatch",
         "combine",
         "window_attention",
         "attention_runs",
-        "ring_attention",  # tests/test_ring.py
+        "ring_attention",  # tests/parallel/test_ring.py
         "positions",
         "ctc_loss",
         "ctc_loss_grad",
