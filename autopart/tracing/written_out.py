@@ -6,6 +6,7 @@ values are distinct) is in the graph then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -97,6 +98,21 @@ def _embedding(
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
 
 
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:  # fmt: skip
+    """As torch's, which decides by values whether a variance is negative, and bounds a copy of it in place."""
+    if not isinstance(var, Tensor):
+        var = var * torch.ones_like(input)
+    if input.shape != var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    var = var + (var.clamp(min=eps) - var).detach()  # its gradient is that of the variance, also at the bound
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var) + (0.5 * math.log(2 * math.pi) if full else 0.0)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.mean()
+
+
 def _where(condition: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Bytes as a condition, which torch takes and its trace does not."""
     return torch.where(condition.bool() if condition.dtype == torch.uint8 else condition, *args, **kwargs)
@@ -149,6 +165,7 @@ WRITTEN_OUT: Mapping[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
     F.ctc_loss: _ctc_loss,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.where: _where,
     Tensor.where: _where_method,
     torch.unique: _unique,

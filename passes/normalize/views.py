@@ -22,6 +22,9 @@ _TRANSPARENT = {
     "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout", "aten::detach",
 }  # fmt: skip
 
+_TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
+"""Operators that refuse values whose elements do not lie in order: a copy before them stays."""
+
 
 def drop_no_ops(graph: fx.Graph) -> None:
     """Remove what changes neither values nor gradients: copies, casts to the same type, dropout that drops nothing."""
@@ -39,7 +42,8 @@ def drop_no_ops(graph: fx.Graph) -> None:
             same = node.args[1] == 0 or not node.args[2]
         if name == "aten::detach":
             same = source not in with_gradient
-        if same:
+        needed = not value(source).is_contiguous() and any(operator_name(n) in _TAKE_CONTIGUOUS for n in node.users)
+        if same and not needed:
             replace(node, source)
 
 
