@@ -142,8 +142,9 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     Raises PlanError with the line that does not fit, and why.
     """
     _check_rules(plan)
-    texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
-    cut_in_zigzag(trace, any("zigzag" in text for text in texts))
+    if mesh.along("positions"):
+        texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
+        cut_in_zigzag(trace, any("zigzag" in text for text in texts))
     follow_sequences(trace, plan.sequence_dims or {})
     same_trace = is_plan_of(plan, trace)
     if same_trace:

@@ -23,9 +23,12 @@ import autopart
 from autopart.errors import LayoutError, OptionError, StageError, TraceError
 from autopart.ir.graph import operator_name
 from autopart.ir.mesh import Mesh
+from autopart.options import Options
 from autopart.plans.plan import Plan
+from autopart.proof.verify import VerificationRun
 from autopart.runtime.comm import collectives
 from autopart.runtime.state import masks
+from autopart.tracing.trace import bind_call
 
 
 class Mixed(nn.Module):
@@ -214,6 +217,14 @@ def whole_outputs(mesh, options):
     expected, got = model(**call), pm(**call)
     zoo.assert_close_outputs(got, expected)
     return [list(x.shape) for x in (*got.hidden_states, *got.attentions)]
+
+
+def test_a_mesh_is_planned_alike_after_another():
+    model, batch = zoo.gpt2()
+    alone = autopart.plan(model, "cp2", example_kwargs=batch)
+    run = VerificationRun(model, bind_call(model, (), batch))
+    arranged = [run.arrange(Mesh.parse(mesh), None, Options(rng="exact")) for mesh in ("tp2", "cp2")]
+    assert arranged[1].plan.operators == alone.operators and "zigzag" in str(alone.operators)
 
 
 def test_outputs_of_layers_are_whole():
