@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopart.ir.dp_sync import ALL_REDUCE, DpSync
+from autopart.ir.graph import shape
 from autopart.ir.layout import Layout, Placement, R
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import MICROBATCH_AXIS
@@ -40,11 +41,11 @@ class Strategy:
         return any(p.is_routed for p in self.places)
 
 
-def goes_around(strategy: Strategy) -> bool:
+def goes_around(node: fx.Node, strategy: Strategy) -> bool:
     """Whether queries, keys and values of attention are all cut along their positions: no rank has all keys, so that
     they go around."""
-    sides = strategy.inputs[:3]
-    return len(sides) == 3 and sides[0].is_shard and sides[0].dim == 2 and sides[0] == sides[1] == sides[2]
+    query, key, value = strategy.inputs[:3]
+    return query.is_shard and query.dim == len(shape(node.args[0])) - 2 and query == key == value
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def as_asked(node: fx.Node, options: Sequence[Strategy], context: Context, axis:
 
     Raises LayoutError where that is nothing.
     """
-    rings = [option for option in options if is_attention(node) and goes_around(option)]
+    rings = [option for option in options if is_attention(node) and goes_around(node, option)]
     if context == "ring":
         return rings or _without_ring(node, options, axis)
     options = [option for option in options if option not in rings]

@@ -239,7 +239,7 @@ class Prices:
         pattern = facts(node)["pattern"]
         if pattern is not None and pattern.routes and SENT in (option.inputs[0], option.outputs[0]):
             return self._routing_s(node, node.args[0] if pattern.routes == "back" else node)
-        if is_attention(node) and goes_around(option):
+        if is_attention(node) and goes_around(node, option):
             return self._ring_s(node)
         if pattern is None or not option.factor or option.factor != pattern.lookup or pattern.linear:
             return 0.0

@@ -13,7 +13,7 @@ from .local import LocalCall
 
 def ring(call: LocalCall) -> fx.Node | None:
     """Queries, keys and values cut alike along the sequence: a rank's queries meet the keys of one rank at a time."""
-    axis = next((axis for axis, strategy in call.strategies.items() if goes_around(strategy)), "")
+    axis = next((axis for axis, strategy in call.strategies.items() if goes_around(call.node, strategy)), "")
     if not axis:
         return None
     query, key, value, *rest = call.args

@@ -219,6 +219,33 @@ def whole_outputs(mesh, options):
     return [list(x.shape) for x in (*got.hidden_states, *got.attentions)]
 
 
+class OfDims(nn.Module):
+    """Attention of three dims, without heads, or of five: groups of positions and heads, as in Twins."""
+
+    def __init__(self, dims: int, kind: str):
+        super().__init__()
+        self.dims, self.kind, self.inner, self.out = dims, kind, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.dims == 5:
+            query, key, value = self.inner(x).unflatten(-1, (3, 2, 4)).permute(3, 0, 1, 4, 2, 5)
+        else:
+            query, key, value = self.inner(x[:, 0]).chunk(3, -1)
+        places = torch.arange(x.shape[2])
+        mask = (places[:, None] - places).clamp(0, 3).to(x.dtype) if self.kind == "bias" else None
+        y = F.scaled_dot_product_attention(query, key, value, mask, is_causal=self.kind == "causal")
+        return self.out(y.transpose(2, 3).flatten(3) if self.dims == 5 else y).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "cp2", "dp2", "cp2,tp2", "cp3"])
+@pytest.mark.parametrize("kind", ["full", "causal", "bias"])
+@pytest.mark.parametrize("dims", [3, 5])
+def test_attention_has_any_number_of_dims(dims, kind, mesh):
+    """Heads that are the third dim are not its positions: keys and values go round along these alone."""
+    torch.manual_seed(0)
+    assert autopart.verify(OfDims(dims, kind), mesh, example_args=(torch.randn(4, 3, 6, 8),)).ok
+
+
 def test_a_mesh_is_planned_alike_after_another():
     model, batch = zoo.gpt2()
     alone = autopart.plan(model, "cp2", example_kwargs=batch)
