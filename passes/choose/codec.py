@@ -129,6 +129,14 @@ def _starts(trace: Trace, decisions: Decisions) -> tuple[str, ...]:
     return tuple(starts)
 
 
+def _follow_positions(trace: Trace, plan: Plan, mesh: Mesh) -> None:
+    """Cut the positions that the plan cuts, as it does; one for a mesh without such an axis says nothing of how."""
+    if mesh.along("positions"):
+        texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
+        cut_in_zigzag(trace, any("zigzag" in text for text in texts))
+    follow_sequences(trace, plan.sequence_dims or {})
+
+
 @driven(notes=decision_notes)
 def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] | None = None) -> Decisions:
     """The decisions a plan holds for this trace.
@@ -142,10 +150,7 @@ def decode(trace: Trace, plan: Plan, mesh: Mesh, decided: Mapping[str, OnAxes] |
     Raises PlanError with the line that does not fit, and why.
     """
     _check_rules(plan)
-    if mesh.along("positions"):
-        texts = (text for entry in plan.operators.values() for text in entry.values() if isinstance(text, str))
-        cut_in_zigzag(trace, any("zigzag" in text for text in texts))
-    follow_sequences(trace, plan.sequence_dims or {})
+    _follow_positions(trace, plan, mesh)
     same_trace = is_plan_of(plan, trace)
     if same_trace:
         check_recompute(trace.graph, plan.recompute, plan.where("recompute"))
