@@ -270,9 +270,8 @@ class Executable:
 
     def _summed(self, axis: str, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """What this rank has, added up along an axis."""
-        groups = {**self.process.groups, **self.process.joined_groups}
         for value in values.values():
-            sum_over(groups[axis], value)
+            sum_over(self.process.along(axis), value)
         return dict(values)
 
     @contextmanager

@@ -36,7 +36,8 @@ class RowNorms:
     norm_type: float
 
     def of_whole(self, weight: Tensor, inputs: Sequence[Any]) -> Tensor:
-        return self.scaled(weight, self.powers(weight), torch.arange(len(weight), device=weight.device), inputs)
+        rows = torch.arange(len(weight), device=weight.device)
+        return self.scaled(weight, self.powers(weight), torch.isin(rows, self.chosen(inputs)))
 
     @property
     def reads(self) -> list[int]:
@@ -44,16 +45,19 @@ class RowNorms:
         placeholders = self.looked_up.graph.find_nodes(op="placeholder")
         return [position for position, node in enumerate(placeholders) if node.users]
 
+    def chosen(self, inputs: Sequence[Any]) -> Tensor:
+        """The numbers of the rows that a call on these inputs looks up."""
+        count = len(self.looked_up.graph.find_nodes(op="placeholder"))
+        return torch.cat([ids.flatten() for ids in self.looked_up(*inputs[:count])])
+
     def powers(self, part: Tensor) -> Tensor:
         """What the columns of a part add to the sum of powers of each of its rows."""
         return part.abs().pow(self.norm_type).sum(1)
 
-    def scaled(self, part: Tensor, powers: Tensor, rows: Tensor, inputs: Sequence[Any]) -> Tensor:
-        """The new value of a part. `powers`: of its rows over all columns; `rows`: which rows of the table they are."""
-        count = len(self.looked_up.graph.find_nodes(op="placeholder"))
-        chosen = torch.cat([ids.flatten() for ids in self.looked_up(*inputs[:count])])
+    def scaled(self, part: Tensor, powers: Tensor, is_chosen: Tensor) -> Tensor:
+        """The new value of a part. Of its rows, `powers`: over all columns; `is_chosen`: whether they are looked up."""
         norms = powers.pow(1 / self.norm_type)
-        above = torch.isin(rows, chosen) & (norms > self.max_norm)
+        above = is_chosen & (norms > self.max_norm)
         return part * torch.where(above, self.max_norm / (norms + _SHRINK), 1.0).unsqueeze(1)
 
     def __str__(self) -> str:

@@ -9,8 +9,9 @@ value, as in the model.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _ELEMENTWISE = frozenset(f"aten::{name}" for name in ("alias", "clone", "copy", "detach", "to", "_to_copy", "fill"))
 """Beside what torch tags as pointwise."""
+_ALIASES = "aten::detach", "aten::alias"
 _RENORM = "aten::embedding_renorm"
 
 
@@ -56,15 +58,9 @@ def _taken_out(graph: fx.Graph, parameter: str, new: fx.Node, name: str) -> Weig
             where=describe(new),
             hint="do it outside forward(), after the optimizer's step; or clamp_, mul_ and the like before it is read",
         )  # fmt: skip
-    subgraph, values = fx.Graph(), {}
-    for node in graph.nodes:
-        if node is weight:
-            values[node] = subgraph.placeholder("weight")
-        elif node in steps:
-            values[node] = subgraph.node_copy(node, values.__getitem__)
-    subgraph.output(values[new])
+    change = _part_of(graph, [weight], new)
     new.replace_all_uses_with(weight)
-    return ByElement(fx.GraphModule(nn.Module(), subgraph))
+    return ByElement(change)
 
 
 def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | None:
@@ -76,7 +72,7 @@ def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | Non
     while node is not weight:
         if operator_name(node) == _RENORM:
             lookups.append(node)
-        elif operator_name(node) not in ("aten::detach", "aten::alias"):
+        elif operator_name(node) not in _ALIASES:
             return None
         steps.add(node)
         node = node.all_input_nodes[0]
@@ -87,17 +83,22 @@ def _row_norms(graph: fx.Graph, weight: fx.Node, new: fx.Node) -> RowNorms | Non
     ((max_norm, norm_type),) = norms
     if not 0 < norm_type < math.inf:
         return None
-    subgraph, values = fx.Graph(), {}
-    for node in graph.find_nodes(op="placeholder"):
-        values[node] = subgraph.placeholder(node.name)
-    made = made_for(ids)
-    for node in graph.nodes:
-        if node in made and node not in values:
-            values[node] = subgraph.node_copy(node, values.__getitem__)
-    subgraph.output(tuple(values[node] for node in ids))
+    looked_up = _part_of(graph, graph.find_nodes(op="placeholder"), tuple(ids))
     for step in steps - {weight}:
         step.replace_all_uses_with(weight)
-    return RowNorms(fx.GraphModule(nn.Module(), subgraph), max_norm, norm_type)
+    return RowNorms(looked_up, max_norm, norm_type)
+
+
+def _part_of(graph: fx.Graph, given: Iterable[fx.Node], output: Any) -> fx.GraphModule:
+    """What makes the output, a node or a tuple of them, of values that are given."""
+    part = fx.Graph()
+    values = {node: part.placeholder(node.name) for node in given}
+    made = made_for(output if isinstance(output, tuple) else [output])
+    for node in graph.nodes:
+        if node in made and node not in values:
+            values[node] = part.node_copy(node, values.__getitem__)
+    part.output(fx.map_arg(output, values.__getitem__))
+    return fx.GraphModule(nn.Module(), part)
 
 
 def _of_inputs_alone(ids: fx.Node) -> bool:
@@ -108,11 +109,12 @@ def _of_inputs_alone(ids: fx.Node) -> bool:
 def _reads_looked_up(step: fx.Node) -> bool:
     """Whether a table between two look-ups is read only where its rows have been scaled."""
     ids = step.args[1] if operator_name(step) == _RENORM else None
-    chain = ("aten::detach", "aten::alias", _RENORM)
-    return all(
-        operator_name(user) in chain or (operator_name(user) == "aten::embedding" and user.args[1] is ids is not None)
-        for user in step.users
-    )
+
+    def is_right(user: fx.Node) -> bool:
+        reads = operator_name(user) == "aten::embedding" and user.args[1] is ids is not None
+        return reads or operator_name(user) in (*_ALIASES, _RENORM)
+
+    return all(map(is_right, step.users))
 
 
 def _is_elementwise(node: fx.Node, weight: fx.Node) -> bool:

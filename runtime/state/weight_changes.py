@@ -48,9 +48,9 @@ def _with_row_norms(
     for axis, cut in stored_cuts(stored, mesh):
         if cut.dim == 1:
             powers = summed(axis, powers)
-    new = {}
+    new, chosen = {}, update.chosen(inputs)
     for rank, part in parts.items():
         of_rows = [(cut, index) for cut, index in cuts_at(stored, mesh, mesh.coordinates(rank)) if cut.dim == 0]
         rows = part_of(torch.arange(stored.shape[0], device=part.device), of_rows)
-        new[rank] = update.scaled(part, powers[rank], rows, inputs)
+        new[rank] = update.scaled(part, powers[rank], torch.isin(rows, chosen))
     return new
