@@ -48,10 +48,24 @@ class Visit:
     def parts(self, device: torch.device, has_kernel: bool) -> Iterable[Part]:
         """The queries and keys in pieces that lie together in the sequence, without those that see nothing. Without a
         kernel none is causal, and they are small: all of their scores are made."""
+        own, visiting = self.cut.length(self.here), self.cut.length(self.rank)
         if not self.runs and self.mask is None:
-            return [Part((0, self.cut.length(self.here)), (0, self.cut.length(self.rank)), None)]
+            return [Part((0, own), (0, visiting), None)]
+        if has_kernel and self._is_causal:
+            return [Part((0, own), (0, own), None, is_causal=True)]
         parts = self._parts_of_mask(self.mask) if self.mask is not None else self._parts_of_runs(device, has_kernel)
         return _joined(parts) if has_kernel else parts
+
+    @property
+    def _is_causal(self) -> bool:
+        """Whether it is of a rank's own keys, and every query sees those up to its own: pieces that are in order in the
+        sequence are causal together."""
+        pieces = self.cut.spans(self.here)
+        return self.rank == self.here and len(self.runs) == len(pieces) and all(
+            run.queries == count and run.low <= pieces[0][0] and not run.hides[0]
+            and (run.end, run.high) == (position + 1, position + count)
+            for run, (position, count) in zip(self.runs, pieces, strict=True)
+        )  # fmt: skip
 
     def _parts_of_mask(self, mask: Tensor) -> Iterator[Part]:
         for first, (_, number) in _places(self.cut, self.here):
@@ -109,25 +123,27 @@ def _places(cut: Cut, rank: int) -> list[tuple[int, tuple[int, int]]]:
     return pieces
 
 
-def nothing_yet(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and the logarithm before any visit, in float32 at least: [b, h, q, e], [b, h, q]."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    output = query.new_zeros(*query.shape[:-1], value.size(-1), dtype=dtype)
-    return output, query.new_full(query.shape[:-1], float("-inf"), dtype=dtype)
+Seen = tuple[Tensor, Tensor]
+"""What the visits so far give: the output [b, h, q, e] and the logarithms [b, h, q], in float32 at least."""
 
 
-def visit(output: Tensor, total: Tensor, query: Tensor, key: Tensor, value: Tensor, of: Visit) -> None:
-    """Put what the visiting keys [b, g, k, d] and values [b, g, k, e] add to the output, in place."""
+def visit(so_far: Seen | None, query: Tensor, key: Tensor, value: Tensor, of: Visit) -> Seen:
+    """Put what the visiting keys [b, g, k, d] and values [b, g, k, e] add to what the visits before gave, in place.
+    None: it is the first."""
     key, value = (_repeated(x, query) for x in (key, value))
     for part in of.parts(query.device, _has_kernel(query, value)):
-        rows, queries = (x.narrow(2, *part.queries) for x in (output, query))
-        before = total.narrow(2, *part.queries)
         keys, values = (x.narrow(2, *part.keys) for x in (key, value))
-        new, logs = _attend(queries, keys, values, part, of.scale)
+        new, logs = _attend(query.narrow(2, *part.queries), keys, values, part, of.scale)
+        new = new.to(torch.promote_types(query.dtype, torch.float32))
+        if so_far is None and part.queries == (0, query.size(2)):
+            so_far = new, logs
+            continue
+        so_far = so_far or _nothing(query, value)
+        rows, before = (x.narrow(2, *part.queries) for x in so_far)
         both = torch.logaddexp(before, logs)
-        shares = [(x - _finite(both)).exp().unsqueeze(-1) for x in (before, logs)]
-        rows.mul_(shares[0]).addcmul_(new, shares[1])
+        rows.lerp_(new, (logs - _finite(both)).exp().unsqueeze(-1))
         before.copy_(both)
+    return so_far or _nothing(query, value)
 
 
 def visit_backward(
@@ -142,8 +158,8 @@ def visit_backward(
         here = [x.narrow(2, *part.keys) for x in (keys, values)]
         part_grads = _attend_backward(sides[0], sides[2], here[0], here[1], sides[1], logs, part, of.scale)
         for whole, place, part_grad in zip(grads, (part.queries, part.keys, part.keys), part_grads, strict=True):
-            groups = part_grad.size(1) // whole.size(1)
-            whole.narrow(2, *place).add_(part_grad.unflatten(1, (-1, groups)).sum(2) if groups > 1 else part_grad)
+            for of_one_head_a_group in part_grad.unflatten(1, (whole.size(1), -1)).unbind(2):  # faster than their sum
+                whole.narrow(2, *place).add_(of_one_head_a_group)
 
 
 class _Runs(torch.autograd.Function):
@@ -154,8 +170,7 @@ class _Runs(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float | None
     ) -> Tensor:  # fmt: skip
         ctx.visit = Visit(Cut(2, key.size(2), (), 1), 0, 0, None, scale, runs)
-        output, total = nothing_yet(query, value)
-        visit(output, total, query, key, value, ctx.visit)
+        output, total = visit(None, query, key, value, ctx.visit)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, total)
         return output
@@ -183,6 +198,13 @@ def attention_runs(
     if needs_masks and _has_kernel(query, value):
         return _Runs.apply(query, key, value, all_runs, scale)
     return attention_with_masks(query, key, value, all_runs, scale=scale, enable_gqa=enable_gqa)
+
+
+def _nothing(query: Tensor, value: Tensor) -> Seen:
+    """Of queries that have seen no key."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    output = query.new_zeros(*query.shape[:-1], value.size(-1), dtype=dtype)
+    return output, query.new_full(query.shape[:-1], float("-inf"), dtype=dtype)
 
 
 def _repeated(x: Tensor, query: Tensor) -> Tensor:

@@ -18,11 +18,14 @@ from autopart.tracing.caches import Caches
 from autopart.tracing.known_values import tensors_in
 from autopart.tracing.with_loss import users_modules
 
+aten = torch.ops.aten
+
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
 """Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
 _CONTAINERS = (list, dict, set, OrderedDict)
 """OrderedDict: a module's hooks, which a forward may add to itself."""
+_CASTS = (aten.type_as.default, aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
 _SMALLEST, _LARGEST = 0x801102, 0x12DD9BB3
 """Words that, filled into the state of a Mersenne Twister, make its next 312 draws from [0, 1) all 6e-8, or 1 - 1e-16:
 whatever a forward decides by `random() < p`, it decides otherwise."""
@@ -153,20 +156,38 @@ def check_draws(model: nn.Module, state: PythonState, program: Any, again: Calla
 def _text(program: Any) -> str:
     """All that a trace fixes: its graph and its constants."""
     modules = [module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
-    codes = [_connected(module.graph) for module in modules]
-    lifted = [program.constants[name] for name in program.graph_signature.lifted_tensor_constants]
-    return "\n".join([*codes, *(repr(tensor.tolist()) for tensor in lifted if _has_values(tensor))])
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    nodes = [node for node in program.graph.find_nodes(op="placeholder") if node.name in constants]
+    casts = {node: _cast_of(node) for node in nodes}
+    codes = [_connected(module.graph, casts) for module in modules]
+    for node, cast in casts.items():
+        value = program.constants[constants[node.name]]
+        if _has_values(value):
+            value = value if cast is None else value.to(cast.meta["val"].dtype)
+            codes.append(f"{value.dtype} {value.tolist()!r}")
+    return "\n".join(codes)
 
 
-def _connected(graph: fx.Graph) -> str:
+def _cast_of(constant: fx.Node) -> fx.Node | None:
+    """What reads a constant, if that is a cast alone."""
+    readers = list(constant.users)
+    return readers[0] if len(readers) == 1 and readers[0].target in _CASTS else None
+
+
+def _connected(graph: fx.Graph, constants: Mapping[fx.Node, fx.Node | None]) -> str:
     """The text of a graph without what has nothing to do with its inputs, weights and outputs, such as the first values
-    of a module that forward makes."""
+    of a module that forward makes. `constants`, without their names: {one: its cast, which is left out, or None}."""
     neighbours = nx.Graph((node, read) for node in graph.nodes for read in node.all_input_nodes)
     ends = [node for node in graph.nodes if node.op != "call_function"]
     kept = set(ends).union(*(nx.node_connected_component(neighbours, node) for node in ends if node in neighbours))
     text, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    casts = {cast: constant for constant, cast in constants.items() if cast is not None}
     for node in graph.nodes:
-        if node in kept:
+        if node in casts:
+            copies[node] = copies[casts[node]]
+        elif node in constants:
+            copies[node] = text.placeholder("constant")
+        elif node in kept:
             args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
             copies[node] = text.create_node(node.op, node.target, args, kwargs)
     return str(text)
@@ -174,6 +195,22 @@ def _connected(graph: fx.Graph) -> str:
 
 def _has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and (tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 0)
+
+
+def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> list[str]:
+    """The tensors among the attributes that forward changes which it casts, once and for all: a trace with what it left
+    there is the same but for the cast."""
+    cast = {
+        name: before.to(after.dtype) for name, (before, after) in state.changed.items()
+        if isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape
+        and before.dtype != after.dtype
+    }  # fmt: skip
+    if not cast:
+        return []
+    changed, state.start = state.changed.copy(), cast
+    are_the_same = _text(again()) == _text(program)
+    state.changed, state.start = changed, {}
+    return list(cast) if are_the_same else []
 
 
 def check_attributes(
@@ -186,6 +223,8 @@ def check_attributes(
     graph. Returns notes for the user.
     """
     name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
+    for attribute in _only_cast(state, program, again):
+        del changed[attribute]
     before = [(attribute, value) for attribute, (value, _) in changed.items()]
     for attribute, value in [*before, *state.caches.replaced]:
         if any(constant is tensor for tensor in tensors_in(value) for constant in (*program.constants.values(), *read)):

@@ -157,6 +157,7 @@ def test_what_is_scattered_is_not_summed_again(model):
     assert once[1]["gradient_sum_s"] == pytest.approx(once[1]["gather_s"]) and once[2]["gradient_sum_s"] == 0.0
 
 
+@pytest.mark.large
 def test_search_takes_what_it_is_offered_and_nothing_else(model):
     found = autopart.search(model[0], 2, example_kwargs=model[1])
     assert {row.dp_sync["strategy"] for row in found} == {"all_reduce"}

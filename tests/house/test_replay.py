@@ -1,5 +1,6 @@
 """What `make replay` compares: the same text each time, and another one for another program."""
 
+import pytest
 import replay
 
 
@@ -7,6 +8,7 @@ def written(folder):
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.*")}
 
 
+@pytest.mark.large
 def test_a_model_is_written_alike_twice(tmp_path):
     number = replay.write_model("skip_mlp", str(tmp_path / "one"))
     replay.write_model("skip_mlp", str(tmp_path / "two"))

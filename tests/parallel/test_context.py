@@ -409,6 +409,7 @@ def sent_in_a_step(made, mesh, options):
 MADE = {"llama": zoo.llama, "gpt2": zoo.gpt2, "mixture": mixture, "heads": lambda: heads_of(8, 4)}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("made", "mesh", "options"), [
     ("llama", "cp2", {"context": "gather"}), ("gpt2", "cp2", {"context": "ulysses"}), ("mixture", "ep2", {}),
     ("heads", "cp2,tp2", {"context": "ulysses", "sequence_parallel": False}),

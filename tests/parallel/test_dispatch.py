@@ -85,7 +85,7 @@ def test_rows_are_sent_beside_other_options(options):
     assert report.ok, report
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("name", "mesh"), [
     *itertools.product(["mixtral", "gpt_oss", "deepseek_v3"], ["ep2", "ep4", "dp2,ep2", "cp2,ep2", "pp2,ep2"]),
     ("mixtral", "ep2,tp2"), ("deepseek_v3", "ep2,tp2"),
@@ -105,6 +105,7 @@ def same_step(towards, mesh):
     zoo.assert_same_grads(pm.full_grads(), {n: g for n, g in expected.items() if g is not None})
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "towards"), [("ep2", "spread"), ("dp2,ep2", "one rank"), ("cp2,ep2", "one of each")])
 def test_on_processes(mesh, towards):
     dist.run_ranks(same_step, Mesh.parse(mesh).num_ranks, SPREADS[towards], mesh, timeout_s=120.0)

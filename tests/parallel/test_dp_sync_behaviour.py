@@ -95,6 +95,7 @@ def test_ef21_is_exact():
     assert gradient_distance(oracle.EF21Momentum(TOP, eta=0.1), 0.02, 8000) < 1e-8
 
 
+@pytest.mark.large
 @pytest.mark.whole
 @pytest.mark.parametrize("memory", [oracle.ErrorFeedback, oracle.DoubleSqueeze])
 def test_memory_makes_top_k_converge_up_to_the_step(memory):
@@ -111,6 +112,7 @@ def test_local_bias_grows_with_the_steps_alone():
     assert five / three == pytest.approx(4 / 2, rel=0.1)
 
 
+@pytest.mark.large
 def test_noise_is_averaged_over_ranks_but_by_ef21_without_momentum():
     """E|grad f|^2 under gradient noise, in units of parallel SGD's."""
     kinds: dict[str, GradientKind] = {

@@ -131,6 +131,7 @@ def check(found: list[dict[str, np.ndarray]], right: dict[str, np.ndarray]) -> N
 METHODS = [method for method in (*GRADIENTS, *MODELS) if method != "matrices"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_train_as_defined(method: str, kind: str):
@@ -199,7 +200,7 @@ def test_parts_train_as_wholes():
             check([trained[method]], expected(method, "adamw", 2, 12))
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["dp2,tp2", "dp4", "pp2,dp2"])
 def test_parts_train_as_wholes_on_larger_meshes(mesh: str):
     for differ, _ in run_ranks(with_parts, 4, mesh, ["qsgd:4bit", "double_squeeze:top_k:0.2"], 4):
@@ -228,7 +229,7 @@ def larger_twice(*case: Any) -> bool:
     return all(torch.equal(value, parts[name]) for name, value in whole.items())
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("build", "mesh", "method", "options"),
     [("gpt2", "pp2,dp2", "top_k:0.1", {"microbatches": 2}),  # tied weights of two stages
@@ -409,6 +410,7 @@ def resumed(method: str, folder: str, save: bool, zero: int = 0) -> dict[str, Te
     return {**pm.full_state_dict(), **{f"held {name}": value for name, value in held.items()}}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "method", ["top_k:0.2", "double_squeeze:sign", "ef21_sgdm:0.2", "gradient_tracking:ring", "diloco:4"]
 )
@@ -427,6 +429,7 @@ def test_what_is_remembered_is_the_same_with_parts(method: str, tmp_path: Path):
         assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("method", "zero"), [
     ("top_k:0.2", 0), ("double_squeeze:sign", 1), ("ef21:0.2", 1), ("gossip:ring", 0),
 ])  # fmt: skip

@@ -125,6 +125,7 @@ def test_however_their_products_are_written(name, implementation):
     assert report.ok, report
 
 
+@pytest.mark.large
 def test_a_mixture_in_bfloat16_is_verified_with_its_plan(capfd):
     """The kernel of `grouped_mm` takes no float64; casts around the router come and go with the precision."""
     model, batch = small("deepseek_v3")

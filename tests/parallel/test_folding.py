@@ -75,7 +75,7 @@ def test_beside_other_options(mesh, options, sent):
     assert_exact(*mixture(form="matrix first"), mesh, pins=folded(["ep", "tp"], sent.split()), **options)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("mesh", ["cp2,ep2", "ep2,tp2", "dp2,pp2,cp2,ep2"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe"])
 def test_mixtures_of_transformers_are_exact(name, mesh):
@@ -232,6 +232,7 @@ def step_of(mesh, axes, sent, experts, options):
     return dict(pm.named_parameters())["up"].size(0), dict(found), dict(planned)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "axes", "sent", "experts", "options"), [
     ("ep2,tp2", "tp", "", 4, {}), ("cp2,ep2", "cp", "", 8, {"zero": 3}), ("ep2,tp2", "tp", "ep", 10, {}),
     ("cp2,ep2", "cp", "cp ep", 8, {}), ("cp2,tp2", "cp tp", "", 8, {}),

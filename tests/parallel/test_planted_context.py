@@ -100,6 +100,7 @@ def summed_over(*axes):
     return tamper
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("axes", [("dp", "tp"), ("dp", "ep"), ()], ids=["one too many", "another", "one too few"])
 def test_gradients_of_folded_experts_are_summed_over_data_ranks_alone(axes):
     (model, batch), pins = folded()

@@ -41,6 +41,7 @@ def on_one_rank(name):
     return (own / loss - 1).abs().item(), [key for key in grads if not torch.equal(full[key], grads[key])]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_is_equal_in_bits(name):
     ((difference, unequal),) = run_ranks(on_one_rank, 1, name, timeout_s=120)
@@ -245,6 +246,7 @@ def test_states_are_as_parameters_are_stored(zero):
     assert row["optimizer"] == 2 * row["parameters"]
 
 
+@pytest.mark.large
 def test_a_search_follows_precision():
     model, batch = build("llama")
     found = autopart.search(model, 4, example_kwargs=batch, precision="bf16", reduce_dtype="bf16", count=1)
@@ -254,6 +256,7 @@ def test_a_search_follows_precision():
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh", "options"), [
     ("bert", "dp2", {"zero": 3}), ("t5", "pp2", {}), ("vit", "dp2,tp2", {"zero": 3}), ("mixtral", "tp2", {}),
     ("regions", "dp2", {}), ("tied", "pp2", {}), ("in_float64", "tp2", {}),

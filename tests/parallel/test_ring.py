@@ -24,7 +24,7 @@ from autopart.ir.graph import argument, operator_name
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import autopart_ops
 from autopart.ir.pieces import Cut
-from autopart.ir.visits import Visit, nothing_yet, visit, visit_backward
+from autopart.ir.visits import Visit, visit, visit_backward
 from autopart.runtime.comm import ring
 from autopart.runtime.state import masks
 
@@ -189,11 +189,11 @@ def test_a_fault_in_it_is_found_and_named(fault):
 
 
 def test_causal_keys_are_read_in_few_parts_by_a_kernel_and_in_small_ones_without():
-    """In zigzag: this rank's own keys in three parts, those of a rank before it at once."""
+    """In zigzag: this rank's own keys at once, and those of a rank before it."""
     cut = Cut(2, 24, (-1,), 2)
     runs = [Run(count, 0, start + count, -24, start + 1) for start, count in cut.spans(1)]
     own, visiting = ([*Visit(cut, 1, rank, None, None, runs).parts(torch.device("cpu"), True)] for rank in (1, 0))
-    assert [part.is_causal for part in own] == [True, False, True] and not visiting[0].is_causal
+    assert [part.is_causal for part in own] == [True] and not visiting[0].is_causal
     assert all(part.mask is None for part in (*own, *visiting)) and len(visiting) == 1
     with mock.patch("autopart.ir.attention.ROWS", 5):
         without = [*Visit(cut, 1, 1, None, None, runs).parts(torch.device("cpu"), False)]
@@ -230,9 +230,10 @@ def test_visits_together_are_attention(kind, kernel, sections):
             runs = [Run(count, 0, start + count, start - before, start + 1) for start, count in cut.spans(here)]
             visits = [Visit(cut, here, i, own, None, runs if by_runs else ()) for i in range(ranks)]
             keys, values = ([cut.take(x, i) for i in range(ranks)] for x in whole[1:])
-            made, total = nothing_yet(query, values[0])
+            seen = None
             for k, v, one in zip(keys, values, visits, strict=True):
-                visit(made, total, query, k, v, one)
+                seen = visit(seen, query, k, v, one)
+            made, total = seen
             torch.testing.assert_close(made, cut.take(expected, here), rtol=0, atol=1e-12)
             for i, (k, v, one) in enumerate(zip(keys, values, visits, strict=True)):
                 parts = [torch.zeros_like(x) for x in (query, k, v)]

@@ -207,7 +207,7 @@ def test_processes_send_parts(name, options, slow):
     dist.run_ranks(same_steps, 4, name, "pp2,tp2", slow, options, timeout_s=240.0)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_processes_send_parts_with_several_stages_a_rank(schedule, slow):
     options = {"schedule": schedule, "microbatches": 4, "virtual_stages": 2}

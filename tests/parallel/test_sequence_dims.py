@@ -116,6 +116,7 @@ def test_other_calls_follow_the_plan():
         autopart.parallelize(model, "cp2", plan=read, sequence_dims={"x": 2})
 
 
+@pytest.mark.large
 def test_search_takes_it():
     model, batch = zoo.llama(seq=24)
     (best, *_) = autopart.search(

@@ -368,6 +368,7 @@ def test_what_is_refused_in_a_loop():
 # --- Its figures.
 
 
+@pytest.mark.large
 def test_a_search_never_chooses_it():
     model, batches = example(rows=16)
     found = autopart.search(model, devices=4, example_kwargs=batches[0], hardware="a100-80gb-sxm", count=8)

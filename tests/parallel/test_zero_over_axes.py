@@ -166,7 +166,7 @@ def train_mixture(mesh: str, zero: int) -> None:
         zoo.assert_close_outputs(found[name], value, where=name)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "zero"), [("ep2", 3), ("dp2,ep2", 1), ("dp2,ep2", 3)])
 def test_training_a_mixture_over_processes(mesh, zero):
     dist.run_ranks(train_mixture, Mesh.parse(mesh).num_ranks, mesh, zero, timeout_s=120)

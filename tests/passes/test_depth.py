@@ -88,6 +88,7 @@ EVERY_NODE = {
 """What is done of every node that there is."""
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mesh", "depths"), [("dp2,tp2", (8, 16)), ("pp2,tp2", (20, 32))])
 def test_of_like_blocks_a_few_are_planned(counts, mesh, depths):
     numbers = []

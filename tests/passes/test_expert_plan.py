@@ -146,6 +146,7 @@ def test_nothing_is_gathered(case, mesh):
             assert vocab not in sizes, f"{node.name} at {facts(node).get('key')} is {list(sizes)} on every rank"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("case", "mesh"), ALL)
 def test_outside_the_blocks_only_the_vocabulary_is_reduced(case, mesh):
     """The embedding's sum, and the loss: its maximum, its sum of exponentials and the label's logit, one per token."""

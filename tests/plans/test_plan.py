@@ -53,6 +53,13 @@ def test_a_plan_survives_its_file(name, mesh, tmp_path):
     assert list(json.loads(plan.to_json())["mesh"]) == [axis for axis in ("pp", "dp", "tp") if axis in mesh]
 
 
+def test_a_plan_of_an_input_that_needs_a_gradient_survives_its_file(tmp_path):
+    x = torch.randn(4, 8, requires_grad=True)
+    plan = autopart.plan(nn.Linear(8, 8), "tp2", example_args=(x,))
+    plan.save(tmp_path / "plan.json")
+    assert plan.model["mode"] == "train+input gradients" and Plan.load(tmp_path / "plan.json") == plan
+
+
 def test_the_schema_is_one():
     jsonschema.Draft202012Validator.check_schema(schema())
 

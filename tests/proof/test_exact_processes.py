@@ -193,6 +193,7 @@ def traced_at_first_call(mesh):
 # --- The tests -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "mesh"), [(name, mesh) for name, meshes in ON.items() for mesh in meshes])
 def test_zoo_model_on_mesh(name, mesh):
     run(same_everything, mesh, name)

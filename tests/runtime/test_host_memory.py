@@ -92,6 +92,7 @@ RESIDENT = """
 """
 
 
+@pytest.mark.large
 def test_resident_memory_falls_by_what_the_model_took(tmp_path: Any) -> None:
     code = textwrap.dedent(RESIDENT)
     run = subprocess.run(

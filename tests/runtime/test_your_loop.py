@@ -73,7 +73,6 @@ def on_a_rank(mesh, options):
     return blocks_of_the_page()["train"](model, mesh, batches, ACCUMULATE, **options)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name", MESHES)
 def test_the_loop_of_the_page_equals_one_process(name, expected):
     mesh = name.split()[0]

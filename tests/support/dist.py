@@ -103,7 +103,7 @@ def _serve(connection: Connection, log_path: str) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     threading.Thread(target=_exit_with_parent, args=(Path(log_path).parent,), daemon=True).start()
-    remembered.remember()
+    remembered.remember_on_ranks()
     gc.freeze()  # what is imported stays: only what a task has made is looked through
     try:
         connection.send_bytes(b"ready")

@@ -1,9 +1,11 @@
-"""Traces of the zoo's models and of others of transformers, remembered in a folder for one run of the tests: many tests
-and all of their ranks plan one small model, and tracing it takes longer than what they look at.
+"""What is found out of models, remembered in a folder for one run of the tests: many tests and all of their ranks plan
+one small model, and that takes longer than what they look at.
 
-Only `autopart.recipe` remembers, through which plans and programs go; `autopart.tracing.trace.trace` always traces. A
-model is the same if it pickles to the same bytes: its tensors by shapes and dtypes, buffers and inputs by values, code
-by its name, so one with a function or class that was made in another is traced. So is one whose trace has no bytes.
+In tests of traces and passes the zoo's models and those of transformers are remembered, in others all; on ranks, which
+trace and plan alike, plans too. Only `autopart.recipe` and its compiler remember, through which plans and programs
+go; `autopart.tracing.trace.trace` always traces. A model is the same if it pickles to the same bytes: its tensors by
+shapes and dtypes, buffers and inputs by values, code by its name and the numbers beside it, so one with a function or
+class that was made in another is traced. So is one whose trace has no bytes.
 """
 
 from __future__ import annotations
@@ -13,18 +15,24 @@ import hashlib
 import io
 import os
 import pickle
+import sys
 import types
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autopart import recipe
+from autopart import compiler, recipe
+from autopart.ir.mesh import Mesh
+from autopart.options import Options
+from autopart.plans.plan import Plan
 from autopart.tracing.eager_semantics import ambient_autocast
 from autopart.tracing.skeleton import has_memory
 from autopart.tracing.trace import Trace, flatten_call
@@ -32,31 +40,93 @@ from autopart.tracing.with_loss import users_model, users_name
 
 FOLDER = "AUTOPART_REMEMBERED_TRACES"
 """The variable of the environment that names the folder; without it nothing is remembered."""
+_OF_ONE_PROCESS = "autograd_function"
+"""The namespace of operators that a trace makes."""
 _CODE = type, types.FunctionType, types.ModuleType
 _NO_BYTES = TypeError, AttributeError, RuntimeError, pickle.PicklingError
 _trace = recipe.trace
+_make_plan = recipe.make_plan
+_checked = recipe.with_gradients_checked
+_DIGESTS = WeakKeyDictionary[fx.Graph, str]()
+"""Of the graphs of traces that are remembered: which they are of."""
+_ALL = False
+"""Whether those of all models are, and what is found out of them."""
 
 
 def remember() -> None:
-    """From here on."""
-    recipe.trace = _remembered
+    """From here on the traces of models that many tests have."""
+    recipe.trace, recipe.with_gradients_checked = _remembered, _checked_once
+
+
+def remember_all(all_models: bool = True) -> None:
+    """From here on those of all models, or no longer."""
+    global _ALL
+    _ALL = all_models
+
+
+def remember_on_ranks() -> None:
+    """From here on the traces and plans of all models: every rank traces and plans the same."""
+    remember()
+    remember_all()
+    compiler.make_plan = _remembered_plan
 
 
 def _remembered(model: nn.Module, arguments: Mapping[str, Any], written: Collection[str] = ()) -> Trace:
     folder = os.environ.get(FOLDER)
-    is_known = type(users_model(model)).__module__.startswith(("transformers.", "zoo"))
+    is_known = _ALL or type(users_model(model)).__module__.startswith(("transformers.", "zoo"))
     digest = _digest(model, arguments, written) if folder and is_known else None
     if digest is None:
         return _trace(model, arguments, written)
-    path = Path(folder, digest)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of ranks that ask at once one traces, and the others wait
+    with _made_once(Path(folder, digest)) as path:
+        traced = None
         if not path.exists():
             traced = _trace(model, arguments, written)
             path.write_bytes(_bytes_of(traced))
+    stored = path.read_bytes() if traced is None else b""
+    traced = traced or (_of(stored, model, arguments) if stored else _trace(model, arguments, written))
+    _DIGESTS[traced.graph] = digest
+    return traced
+
+
+def _remembered_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
+    """One that warns of something is made anew on every rank."""
+    digest = _DIGESTS.get(traced.graph)
+    if digest is None:
+        return _make_plan(model, traced, mesh, options)
+    key = hashlib.sha256(repr((digest, mesh, mesh.axes, options, traced.notes)).encode()).hexdigest()
+    with _made_once(Path(os.environ[FOLDER], f"{key}.json")) as path:
+        if not path.exists():
+            with warnings.catch_warnings(record=True) as told:
+                plan = _make_plan(model, traced, mesh, options)
+            if not told:
+                path.write_text(plan.to_json())
+            for one in told:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            return plan
+    return replace(Plan.from_json(path.read_text(), axes=mesh.axes), text="")
+
+
+def _checked_once(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, loss: fx.Node | None) -> Trace:
+    """The trace where a rank before has compared its gradients with the model's, and found nothing to say."""
+    digest = _DIGESTS.get(traced.graph) if _ALL else None
+    if digest is None:
+        return _checked(model, arguments, traced, loss)
+    key = hashlib.sha256(repr((digest, traced.notes, str(loss))).encode()).hexdigest()
+    with _made_once(Path(os.environ[FOLDER], f"{key}.same")) as path:
+        if path.exists():
             return traced
-    stored = path.read_bytes()
-    return _of(stored, model, arguments) if stored else _trace(model, arguments, written)
+        checked = _checked(model, arguments, traced, loss)
+        if (checked.notes, checked.checkpointed) == (traced.notes, traced.checkpointed):
+            path.touch()
+        return checked
+
+
+@contextmanager
+def _made_once(path: Path) -> Iterator[Path]:
+    """Of processes that ask at once one is inside, and the others wait."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
 
 
 # --- Which model and call ------------------------------------------------------------------------------------------
@@ -67,10 +137,18 @@ def _digest(model: nn.Module, arguments: Mapping[str, Any], written: Collection[
     pickled = io.BytesIO()
     modes = torch.is_grad_enabled(), torch.get_default_dtype(), ambient_autocast("cpu")
     try:
-        _Described(pickled).dump((model, dict(arguments), sorted(written), modes))
+        _Described(pickled).dump((model, dict(arguments), sorted(written), modes, _numbers_beside(model)))
     except _NO_BYTES:
         return None
     return hashlib.sha256(pickled.getvalue()).hexdigest()
+
+
+def _numbers_beside(model: nn.Module) -> list[tuple[str, str, Any]]:
+    """What the modules of the model's classes name, which their code may read."""
+    names = sorted({type(module).__module__ for module in model.modules()})
+    own = [name for name in names if name in sys.modules and not name.startswith(("torch", "transformers."))]
+    return [(name, key, value) for name in own for key, value in vars(sys.modules[name]).items()
+            if isinstance(value, (bool, int, float, str)) and not key.startswith("__")]  # fmt: skip
 
 
 class _Described(pickle.Pickler):
@@ -117,6 +195,8 @@ def _bytes_of(traced: Trace) -> bytes:
     nodes = [
         (n.op, n.target, *fx.map_arg((n.args, n.kwargs), places.__getitem__), n.name, dict(n.meta)) for n in places
     ]
+    if traced.weight_updates:
+        return b""  # they have graphs of their own
     nothing = replace(
         traced, graph=nodes, call=replace(traced.call, tensors=()),
         parameters=tuple(traced.parameters), buffers=tuple(traced.buffers),
@@ -158,6 +238,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, FakeTensor):
             return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
         if isinstance(value, torch._ops.OpOverload):
+            if value.namespace == _OF_ONE_PROCESS:
+                raise pickle.PicklingError("an operator of one process")
             return value.namespace, value._opname, value._overloadname
         if isinstance(value, fx.Node):
             raise pickle.PicklingError("a fact that names a node")

@@ -203,6 +203,30 @@ def test_a_tensor_that_the_next_call_reads_is_refused():
     assert STATE["h"] is before
 
 
+class Casts(nn.Module):
+    """Casts what it keeps to the dtype of its input, as image models do with the means of colours."""
+
+    def __init__(self, reads_before: bool = False):
+        super().__init__()
+        self.linear, self.mean, self.reads_before = nn.Linear(8, 8), torch.arange(8.0) / 7, reads_before
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads_before:
+            x = x + self.mean.sum()
+        self.mean = self.mean.type_as(x)
+        return self.linear(x - self.mean) + self.mean
+
+
+def test_what_the_first_call_casts_for_good_is_no_state():
+    model, x = Casts().double(), torch.randn(4, 8, dtype=torch.double)
+    module = autopart.parallelize(model, "dp1", example_args=(x,))
+    assert model.mean.dtype == torch.float32, "the model itself was not called"
+    for _ in range(2):
+        assert torch.equal(module(x), model(x))
+    with pytest.raises(TraceError, match="Casts keeps a tensor from one call to the next in 'mean'"):
+        autopart.plan(Casts(reads_before=True).double(), "dp2", example_args=(x,))
+
+
 class Heads(nn.Module):
     """Keeps what it computed last, with its gradient, and things that cannot be copied."""
 

@@ -388,7 +388,7 @@ def trained(mesh, options):
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.few
+@pytest.mark.large
 @pytest.mark.parametrize(("mesh", "options"), [("tp2", {}), ("dp2", {"zero": 3}), ("pp2", {"microbatches": 4})])
 def test_experts_train_over_processes_as_one_device_does(mesh, options):
     dist.run_ranks(trained, 2, mesh, options, timeout_s=120.0)

@@ -83,6 +83,7 @@ def train(mesh: str, options: dict) -> tuple:
     return loss, pm.full_state_dict(), sorted(name for name, _ in pm.named_buffers())
 
 
+@pytest.mark.few
 @pytest.mark.whole
 @pytest.mark.parametrize(("mesh", "options"), SETUPS[1:4], ids=str)
 def test_processes_train_as_one_device(mesh, options):
@@ -189,6 +190,7 @@ def train_bounded(mesh: str, options: dict) -> tuple:
     return losses, pm.full_state_dict()
 
 
+@pytest.mark.few
 @pytest.mark.whole
 @pytest.mark.parametrize(("mesh", "options"), SETUPS[1:4], ids=str)
 def test_processes_change_trained_weights_as_one_device(mesh, options):

@@ -168,6 +168,7 @@ def test_sequences_are_cut_where_ranks_keep_long_ones(tokens, sizes):
     assert {mesh.num_ranks for mesh in meshes} == {8} and {mesh.size("ep") for mesh in meshes} == {1}
 
 
+@pytest.mark.large
 def test_experts_are_cut_where_there_are_some():
     model, batch = test_experts.mixture()
     space = space_of(model, "h100-80gb-sxm", 8, batch, None)
