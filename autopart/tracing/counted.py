@@ -5,7 +5,7 @@ becomes `autopart::positions`, whose size in the trace is the most that there ca
 that follow (`counted` in its facts), and a mean over it is a sum over the number there are. Numbers that depend on
 values become tensors (`numbers.py`).
 
-What is left with a size that nobody knows (`unique(dim=0)`, a slice up to a number) is for the caller to refuse.
+What is left with a size that nobody knows (`bincount`, a slice up to a number) is for the caller to refuse.
 """
 
 from __future__ import annotations

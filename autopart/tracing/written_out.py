@@ -6,6 +6,7 @@ values are distinct) is in the graph then.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -122,43 +123,110 @@ def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
     return cast(Tensor, _where(condition, chosen, other))
 
 
+LARGEST_ROW = 64
+"""Elements of rows that are sorted, one after the other."""
+
+
 def _unique(
     input: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:  # fmt: skip
     """The first of each of the sorted values, in a form whose size a trace knows to be open: a selection by a mask."""
-    if dim is not None:
+    rows = input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
+    if not 0 < math.prod(rows.shape[1:]) <= LARGEST_ROW:
         return torch.unique(input, sorted, return_inverse, return_counts, dim)
-    values, order = input.detach().flatten().sort()
-    distinct, number = _runs(values)
-    inverse = torch.zeros_like(number).scatter(0, order, number).view(input.shape) if return_inverse else None
-    return _asked_for(distinct, inverse, _lengths(distinct, number) if return_counts else None)
+    order = _order(rows)
+    distinct, number = _runs(rows[order])
+    inverse = None
+    if return_inverse:
+        inverse = torch.zeros_like(number).scatter(0, order, number)
+        inverse = inverse.view(input.shape) if dim is None else inverse
+    counts = _lengths(distinct, number) if return_counts else None
+    return _asked_for(distinct if dim is None else distinct.movedim(0, dim), inverse, counts)
 
 
 def _unique_consecutive(
     input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
     """The first of every run of values that are the same."""
-    if dim is not None and input.ndim > 1:
-        return torch.unique_consecutive(input, return_inverse, return_counts, dim)
-    distinct, number = _runs(input.detach().flatten())
-    inverse = number.view(input.shape) if return_inverse else None
-    return _asked_for(distinct, inverse, _lengths(distinct, number) if return_counts else None)
+    rows = input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
+    distinct, number = _runs(rows)
+    inverse = None if not return_inverse else number.view(input.shape) if dim is None else number
+    counts = _lengths(distinct, number) if return_counts else None
+    return _asked_for(distinct if dim is None else distinct.movedim(0, dim), inverse, counts)
 
 
-def _runs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The value of each run of values that are the same, and the number of the run that every value is in."""
-    first = torch.cat([torch.ones_like(values[:1], dtype=torch.bool), values[1:] != values[:-1]])
-    return values[first], first.to(torch.int64).cumsum(0) - 1
+def _order(rows: Tensor) -> Tensor:
+    """Where the rows are that come one after the other when they are sorted, by their first elements first."""
+    if rows.ndim == 1:
+        return rows.sort().indices
+    flat = rows.flatten(1)
+    order = torch.arange(len(flat), device=flat.device)
+    for column in reversed(flat.unbind(1)):
+        order = order[column[order].sort(stable=True).indices]
+    return order
+
+
+def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of each run of rows that are the same, and the number of the run that every row is in."""
+    differs = rows[1:] != rows[:-1]
+    first = torch.cat([torch.ones_like(rows[:1], dtype=torch.bool), differs])
+    first = first if rows.ndim == 1 else first.flatten(1).any(1)
+    return rows[first], first.to(torch.int64).cumsum(0) - 1
 
 
 def _lengths(distinct: Tensor, number: Tensor) -> Tensor:
-    return torch.zeros_like(distinct, dtype=torch.int64).index_add(0, number, torch.ones_like(number))
+    of_each = distinct if distinct.ndim == 1 else distinct.flatten(1)[:, 0]  # of a size that may not be known
+    return torch.zeros_like(of_each, dtype=torch.int64).index_add(0, number, torch.ones_like(number))
 
 
 def _asked_for(distinct: Tensor, *more: Tensor | None) -> Any:
     asked = [tensor for tensor in more if tensor is not None]
     return (distinct, *asked) if asked else distinct
+
+
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As many counts as are asked for, and an error where there is a larger value: torch's has as many as it finds."""
+    if not minlength or (weights is not None and weights.requires_grad):  # torch has no derivative of it
+        return torch.bincount(input, weights, minlength)
+    added = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
+    added = added.to(torch.float64) if weights is not None and weights.dtype != torch.float32 else added
+    return added.new_zeros(minlength).index_add(0, input, added)
+
+
+def _cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """As torch's, which decides by values whether there are enough observations."""
+    rows = torch.atleast_2d(input)
+    weights = [w for w in (fweights, aweights) if w is not None]
+    if not weights:
+        count: Any = rows.shape[1]
+        away = rows - rows.mean(1, keepdim=True)
+        return (away @ away.mH / max(count - correction, 0)).squeeze()
+    weight = math.prod(weights[1:], start=weights[0])
+    count = weight.sum()
+    lost = correction if aweights is None else correction * (weight * aweights).sum() / count
+    away = rows - ((rows * weight).sum(1) / count).unsqueeze(1)
+    return ((away * weight) @ away.mH / (count - lost).clamp(min=0)).squeeze()
+
+
+def _corrcoef(input: Tensor) -> Tensor:
+    """As torch's, of real numbers; of complex ones it is torch's own."""
+    if input.is_complex():
+        return torch.corrcoef(input)
+    covariance = _cov(input)
+    if covariance.ndim == 0:
+        return covariance / covariance
+    deviation = covariance.diagonal().sqrt()
+    return (covariance / deviation.unsqueeze(1) / deviation.unsqueeze(0)).clamp(-1, 1)
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """Rows of the input's elements by their places, which no value decides: torch selects them by a mask."""
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = list(choose(range(len(input)), r))
+    return input[torch.tensor(places, dtype=torch.int64, device=input.device).view(len(places), r)]
 
 
 WRITTEN_OUT: Mapping[Any, Callable[..., Any]] = {
@@ -172,5 +240,12 @@ WRITTEN_OUT: Mapping[Any, Callable[..., Any]] = {
     Tensor.unique: _unique,
     torch.unique_consecutive: _unique_consecutive,
     Tensor.unique_consecutive: _unique_consecutive,
+    torch.bincount: _bincount,
+    Tensor.bincount: _bincount,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
+    torch.combinations: _combinations,
 }
 """Functions that a trace takes in another form."""

@@ -329,13 +329,13 @@ REFUSED = {
         "'split_sizes' of split_with_sizes is a number that the model computes",
     ),
     "number of rows": (
-        lambda m, x, ids: m.a(x).sum() * ids.unique(dim=0).shape[0],
+        lambda m, x, ids: m.a(x).sum() * ids.repeat_interleave(ids.flatten()[: len(ids)], 0).shape[0],
         "a size that depends on values is used as a number",
     ),
     "mean": (skipped_mean, "this line skips an empty selection, and what it skips is not nothing"),
     "layer": (skipped_layer, "Parts cannot be traced"),
     "number": (skipped_number, "Parts cannot be traced"),
-    "unique rows": (lambda m, x, ids: m.a(x).sum() * ids.unique(dim=0), "Parts cannot be traced"),
+    "bins": (lambda m, x, ids: m.a(x).sum() * ids.flatten().bincount(), "Parts cannot be traced"),
 }
 
 

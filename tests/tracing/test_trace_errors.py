@@ -67,9 +67,9 @@ class Item(Base):
         return self.out(self.gate(x)[: int(mask.sum().item())])  # here
 
 
-class Unique(Base):
+class Bins(Base):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.out(self.gate(x)) * mask.unique(dim=0).sum()  # here
+        return self.out(self.gate(x)) * mask.long().bincount().sum()  # here
 
 
 class Numpy(Base):
@@ -269,8 +269,7 @@ CASES: dict[Callable[[], nn.Module], str] = {
     IfInput: cannot(DECIDES + "the input mask", BRANCH),
     IfOutput: cannot(DECIDES + "the output of gate", BRANCH),
     Item: cannot(DECIDES + "the input mask", BRANCH),
-    Unique: cannot("how much unique_dim gives depends on the values in a tensor; they come from the input mask",
-                   SELECT),
+    Bins: cannot("how much bincount gives depends on the values in a tensor", SELECT),
     Numpy: cannot("numpy computes outside of the graph", "the same in torch operations, or before the call"),
     WrongShape: other("{name} fails in its own forward, or in its trace",
                       "RuntimeError: shape '[3, -1]' is invalid for input of size 32", OWN),

@@ -43,6 +43,50 @@ def test_distinct_values_are_torchs(name, dtype):
             torch.testing.assert_close(own, torchs, rtol=0, atol=0)
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("name", ["unique", "unique_consecutive"])
+def test_distinct_rows_are_torchs(name, dim):
+    for values in (torch.randint(2, (7, 3)), torch.randint(2, (2, 6, 2)).double(), torch.ones(3, 1)):
+        for options in ({}, {"return_inverse": True, "return_counts": True}):
+            torchs = getattr(torch, name)
+            own, expected = (f(values, dim=dim, **options) for f in (WRITTEN_OUT[torchs], torchs))
+            torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
+def test_counts_are_torchs():
+    values, weights = torch.tensor([1, 3, 1, 0]), torch.tensor([0.5, 2.0, 1.5, 4.0])
+    for given in (None, weights, weights.double(), weights.long()):
+        own, expected = (f(values, given, 6) for f in (WRITTEN_OUT[torch.bincount], torch.bincount))
+        torch.testing.assert_close(own, expected, rtol=0, atol=0)
+    with pytest.raises((RuntimeError, IndexError)):
+        WRITTEN_OUT[torch.bincount](values, minlength=3)
+
+
+COVARIANCES = {
+    "plain": (torch.cov, {}), "not corrected": (torch.cov, {"correction": 0}),
+    "times": (torch.cov, {"fweights": torch.tensor([1, 2, 0, 3, 1])}),
+    "weights": (torch.cov, {"aweights": torch.tensor([0.1, 0.5, 0.2, 1.0, 0.3], dtype=torch.float64)}),
+    "both": (torch.cov, {"fweights": torch.tensor([1, 2, 0, 3, 1]),
+                         "aweights": torch.tensor([0.1, 0.5, 0.2, 1.0, 0.3], dtype=torch.float64)}),
+    "correlation": (torch.corrcoef, {}), "pairs": (torch.combinations, {}),
+    "triples": (torch.combinations, {"r": 3, "with_replacement": True}),
+}  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", COVARIANCES)
+def test_covariances_and_combinations_are_torchs(name):
+    function, options = COVARIANCES[name]
+    shapes = ((5,),) if function is torch.combinations else ((3, 5), (5,))
+    for shape in shapes:
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        own, expected = (f(x, **options) for f in (WRITTEN_OUT[function], function))
+        torch.testing.assert_close(own, expected, rtol=1e-13, atol=1e-13)
+        grads = (torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (own, expected))
+        torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
 class Model(nn.Module):
     def __init__(self, loss):
         super().__init__()
@@ -54,6 +98,10 @@ class Model(nn.Module):
 
 LOSSES = {
     "gaussian": lambda h: F.gaussian_nll_loss(h, torch.zeros_like(h), h.exp()),
+    "covariance": lambda h: (h.flatten(0, 1) @ torch.cov(h.flatten(0, 1).T)).square().mean(),
+    "distinct rows": lambda h: h.square().mean() * (h.flatten(0, 1) > 0).unique(dim=0).sum(),
+    "counts": lambda h: (h * torch.bincount(h.argmax(-1).flatten(), minlength=8)).square().mean(),
+    "combinations": lambda h: torch.combinations(h.mean((0, 1))).prod(-1).square().sum(),
     "pairs of rows, which are not contiguous": lambda h: F.pdist(h[:, 0]).square().mean(),
 }
 
