@@ -19,14 +19,17 @@ import remembered
 import torch
 
 SEED = 0
-SAMPLE = 2
-"""How many cases of a parametrised test `make test` runs at least: of a large one one in ONE_IN, of `few` one alone."""
+SAMPLE, OF_LONGEST = 3, 2
+"""How many cases of a parametrised test `make test` runs at least, and of one in a file that takes long: of a large one
+one in ONE_IN, of `few` one alone."""
 ONE_IN = 12
 LONGEST = (
-    "test_precision", "test_sent_in_parts", "test_hangs", "test_search", "test_two_versions", "test_weights",
-    "test_context", "test_dp_sync_ranks", "test_sequence_dims", "test_written_parameters", "test_zero_levels",
-    "test_memory", "test_recompute", "test_masks", "test_random_exact", "test_other_calls", "test_dp_sync_costs",
-    "test_your_loop", "test_zero_over_axes", "test_folding", "test_rules", "test_imports", "test_ring",
+    "test_precision", "test_hangs", "test_context", "test_sent_in_parts", "test_dp_sync_ranks", "test_counted",
+    "test_memory", "test_weights", "test_folded", "test_two_versions", "test_recompute", "test_rules",
+    "test_zero_levels", "test_search", "test_verify_size", "test_other_calls", "test_folding", "test_zero_over_axes",
+    "test_chances", "test_your_loop", "test_experts", "test_masks", "test_transforms", "test_imports",
+    "test_written_parameters", "test_buffers", "test_random_exact", "test_balance", "test_dist", "test_runtime_program",
+    "test_formula", "test_published",
 )  # fmt: skip
 """The files that take longest in `make test`, the longest first (`pytest --durations=0`)."""
 hypothesis.settings.register_profile("suite", derandomize=True)  # always the same examples; `make fuzz` draws others
@@ -55,12 +58,13 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: _place(item.path.stem))  # stable: the order inside a file stays
-    for (_, name), cases in _by_function(items).items():
+    for (file, name), cases in _by_function(items).items():
+        least = OF_LONGEST if Path(file).stem in LONGEST else SAMPLE
         sampled = [case for case in cases if not (case.get_closest_marker("whole") or case.get_closest_marker("large"))]
         if cases[0].get_closest_marker("few"):
             left = beyond_one(sampled, name)
         else:
-            left = [sampled[index] for index in beyond_sample([case.name for case in sampled])]
+            left = [sampled[index] for index in beyond_sample([case.name for case in sampled], least)]
         for item in left:
             item.add_marker(pytest.mark.large)
     if torch.cuda.is_available():
@@ -94,19 +98,19 @@ def beyond_one(cases, name):
     return [case for index, case in enumerate(cases) if index != chosen]
 
 
-def beyond_sample(names):
+def beyond_sample(names, least=SAMPLE):
     """Which cases of a matrix `make test` leaves to `make test-all`, by their names, `test[dp2-zero3]`. The others are
     chosen one by one: the next is the first of those whose words are the rarest among the chosen.
 
     >>> matrix = [f"test[{mesh}-{zero}]" for mesh in ("dp2", "tp2", "pp2") for zero in range(3)]
     >>> [name for index, name in enumerate(matrix) if index not in beyond_sample(matrix)]
-    ['test[dp2-0]', 'test[tp2-1]']
+    ['test[dp2-0]', 'test[tp2-1]', 'test[pp2-2]']
     >>> len(beyond_sample(["test"])), len(beyond_sample([f"test[{index}]" for index in range(360)]))
     (0, 330)
     """
     words = {index: name[:-1].partition("[")[2].split("-") for index, name in enumerate(names)}
     times = Counter()
-    for _ in range(min(len(names), max(SAMPLE, len(names) // ONE_IN))):
+    for _ in range(min(len(names), max(least, len(names) // ONE_IN))):
         chosen = min(words, key=lambda index: fmean(times[word] for word in words[index]))
         times.update(words.pop(chosen))
     return set(words)

@@ -82,6 +82,7 @@ def test_numbers_that_are_neither_seen_nor_hidden_are_no_band():
     assert band_of(torch.zeros(1, SEQ), SEQ, SEQ) == Band(SEQ - 1, SEQ - 1)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("queries", "keys"), [(3, 7), (7, 3), (1, 5), (5, 1), (1, 1)])
 def test_bands_of_unequal_queries_and_keys(queries, keys):
     query, key = torch.arange(queries)[:, None], torch.arange(keys)[None]
@@ -316,6 +317,7 @@ def alternating(mesh):
     return [len(module.written) for module in stage_modules(pm)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mesh", ["tp2", "dp2", "pp2"])
 def test_batches_with_and_without_padding_in_turn(mesh):
     written = run_ranks(alternating, 2, mesh)
