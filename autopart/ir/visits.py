@@ -124,12 +124,22 @@ def _places(cut: Cut, rank: int) -> list[tuple[int, tuple[int, int]]]:
 
 
 Seen = tuple[Tensor, Tensor]
-"""What the visits so far give: the output [b, h, q, e] and the logarithms [b, h, q], in float32 at least."""
+"""What visits give together: the output [b, h, q, e] and the logarithms [b, h, q]."""
 
 
-def visit(so_far: Seen | None, query: Tensor, key: Tensor, value: Tensor, of: Visit) -> Seen:
-    """Put what the visiting keys [b, g, k, d] and values [b, g, k, e] add to what the visits before gave, in place.
-    None: it is the first."""
+def visited(query: Tensor, coming: Iterable[tuple[Tensor, Tensor, Visit]]) -> Seen:
+    """What these queries see of all that comes by: keys [b, g, k, d] and values [b, g, k, e], visit after visit. The
+    output is in the dtype of the queries, the logarithms in float32 at least, as all is between visits."""
+    so_far: Seen | None = None
+    for key, value, of in coming:
+        so_far = _with_visit(so_far, query, key, value, of)
+    assert so_far is not None, "a rank's own keys come by"
+    output, total = so_far
+    return output.to(query.dtype), total
+
+
+def _with_visit(so_far: Seen | None, query: Tensor, key: Tensor, value: Tensor, of: Visit) -> Seen:
+    """What the visits so far give with one more, in place; None: it is the first."""
     key, value = (_repeated(x, query) for x in (key, value))
     for part in of.parts(query.device, _has_kernel(query, value)):
         keys, values = (x.narrow(2, *part.keys) for x in (key, value))
@@ -170,8 +180,7 @@ class _Runs(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scale: float | None
     ) -> Tensor:  # fmt: skip
         ctx.visit = Visit(Cut(2, key.size(2), (), 1), 0, 0, None, scale, runs)
-        output, total = visit(None, query, key, value, ctx.visit)
-        output = output.to(query.dtype)
+        output, total = visited(query, [(key, value, ctx.visit)])
         ctx.save_for_backward(query, key, value, output, total)
         return output
 

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopart.errors import Refusal, TraceError
+from autopart.ir.graph import operator_name
 from autopart.tracing.caches import Caches
 from autopart.tracing.known_values import tensors_in
 from autopart.tracing.with_loss import users_modules
-
-aten = torch.ops.aten
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
 _OF_PARAMETERS = {"_flat_weights", "_flat_weight_refs"}
 """Where nn.RNNBase lists its own parameters again: tracing swaps them, which is nothing that forward does."""
 _CONTAINERS = (list, dict, set, OrderedDict)
 """OrderedDict: a module's hooks, which a forward may add to itself."""
-_CASTS = (aten.type_as.default, aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
+_CASTS = "aten::to", "aten::_to_copy", "aten::type_as"
 _SMALLEST, _LARGEST = 0x801102, 0x12DD9BB3
 """Words that, filled into the state of a Mersenne Twister, make its next 312 draws from [0, 1) all 6e-8, or 1 - 1e-16:
 whatever a forward decides by `random() < p`, it decides otherwise."""
@@ -171,7 +170,7 @@ def _text(program: Any) -> str:
 def _cast_of(constant: fx.Node) -> fx.Node | None:
     """What reads a constant, if that is a cast alone."""
     readers = list(constant.users)
-    return readers[0] if len(readers) == 1 and readers[0].target in _CASTS else None
+    return readers[0] if len(readers) == 1 and operator_name(readers[0]) in _CASTS else None
 
 
 def _connected(graph: fx.Graph, constants: Mapping[fx.Node, fx.Node | None]) -> str:

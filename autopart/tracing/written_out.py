@@ -123,8 +123,8 @@ def _where_method(chosen: Tensor, condition: Tensor, other: Any) -> Tensor:
     return cast(Tensor, _where(condition, chosen, other))
 
 
-LARGEST_ROW = 64
-"""Elements of rows that are sorted, one after the other."""
+_LARGEST_ROW = 64
+"""Elements of rows that are sorted: by one after the other."""
 
 
 def _unique(
@@ -132,28 +132,26 @@ def _unique(
     dim: int | None = None,
 ) -> Any:  # fmt: skip
     """The first of each of the sorted values, in a form whose size a trace knows to be open: a selection by a mask."""
-    rows = input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
-    if not 0 < math.prod(rows.shape[1:]) <= LARGEST_ROW:
+    rows = _rows(input, dim)
+    if not 0 < math.prod(rows.shape[1:]) <= _LARGEST_ROW:
         return torch.unique(input, sorted, return_inverse, return_counts, dim)
     order = _order(rows)
     distinct, number = _runs(rows[order])
-    inverse = None
-    if return_inverse:
-        inverse = torch.zeros_like(number).scatter(0, order, number)
-        inverse = inverse.view(input.shape) if dim is None else inverse
-    counts = _lengths(distinct, number) if return_counts else None
-    return _asked_for(distinct if dim is None else distinct.movedim(0, dim), inverse, counts)
+    inverse = torch.zeros_like(number).scatter(0, order, number) if return_inverse else None
+    return _asked_for(input, dim, distinct, number, inverse, return_counts)
 
 
 def _unique_consecutive(
     input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
     """The first of every run of values that are the same."""
-    rows = input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
-    distinct, number = _runs(rows)
-    inverse = None if not return_inverse else number.view(input.shape) if dim is None else number
-    counts = _lengths(distinct, number) if return_counts else None
-    return _asked_for(distinct if dim is None else distinct.movedim(0, dim), inverse, counts)
+    distinct, number = _runs(_rows(input, dim))
+    return _asked_for(input, dim, distinct, number, number if return_inverse else None, return_counts)
+
+
+def _rows(input: Tensor, dim: int | None) -> Tensor:
+    """What is told apart: elements, or rows along a dim."""
+    return input.detach().flatten() if dim is None else input.detach().movedim(dim, 0)
 
 
 def _order(rows: Tensor) -> Tensor:
@@ -175,22 +173,28 @@ def _runs(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[first], first.to(torch.int64).cumsum(0) - 1
 
 
-def _lengths(distinct: Tensor, number: Tensor) -> Tensor:
-    of_each = distinct if distinct.ndim == 1 else distinct.flatten(1)[:, 0]  # of a size that may not be known
-    return torch.zeros_like(of_each, dtype=torch.int64).index_add(0, number, torch.ones_like(number))
-
-
-def _asked_for(distinct: Tensor, *more: Tensor | None) -> Any:
-    asked = [tensor for tensor in more if tensor is not None]
-    return (distinct, *asked) if asked else distinct
+def _asked_for(
+    input: Tensor, dim: int | None, distinct: Tensor, number: Tensor, inverse: Tensor | None, counts: bool
+) -> Any:
+    """The distinct rows; where that is asked for, which of them each row of the input is, and how many are each."""
+    answer = [distinct if dim is None else distinct.movedim(0, dim)]
+    if inverse is not None:
+        answer += [inverse.view(input.shape) if dim is None else inverse]
+    if counts:
+        of_each = distinct if distinct.ndim == 1 else distinct.flatten(1)[:, 0]  # of a size that may not be known
+        none = torch.zeros_like(of_each, dtype=torch.int64)
+        answer += [none.index_add(0, number, torch.ones_like(number))]
+    return tuple(answer) if len(answer) > 1 else answer[0]
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """As many counts as are asked for, and an error where there is a larger value: torch's has as many as it finds."""
     if not minlength or (weights is not None and weights.requires_grad):  # torch has no derivative of it
         return torch.bincount(input, weights, minlength)
-    added = torch.ones_like(input, dtype=torch.int64) if weights is None else weights
-    added = added.to(torch.float64) if weights is not None and weights.dtype != torch.float32 else added
+    if weights is None:
+        added = torch.ones_like(input, dtype=torch.int64)
+    else:
+        added = weights if weights.dtype == torch.float32 else weights.to(torch.float64)
     return added.new_zeros(minlength).index_add(0, input, added)
 
 

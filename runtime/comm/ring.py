@@ -16,7 +16,7 @@ from torch import Tensor
 from autopart.compat import is_gloo, resolve_group
 from autopart.ir.attention import Run, runs_of
 from autopart.ir.pieces import Cut
-from autopart.ir.visits import Seen, Visit, visit, visit_backward
+from autopart.ir.visits import Visit, visit_backward, visited
 from autopart.runtime.comm.watch import watching
 
 
@@ -64,11 +64,10 @@ class Ring(torch.autograd.Function):
         scale: float | None, runs: Sequence[Run],
     ) -> Tensor:  # fmt: skip
         group = resolve_group(group_name)
-        seen: Seen | None = None
-        for rank, _, (keys, values) in _around(group, cut, [key, value]):
-            seen = visit(seen, query, keys, values, Visit(cut, group.rank(), rank, mask, scale, runs))
-        assert seen is not None, "a group has a rank"
-        output, total = seen[0].to(query.dtype), seen[1]
+        around = _around(group, cut, [key, value])
+        output, total = visited(query, (
+            (keys, values, Visit(cut, group.rank(), rank, mask, scale, runs)) for rank, _, (keys, values) in around
+        ))  # fmt: skip
         ctx.save_for_backward(query, key, value, mask, output, total)
         ctx.group, ctx.cut, ctx.scale, ctx.runs = group, cut, scale, runs
         return output
@@ -97,13 +96,10 @@ class RingOfLists(torch.autograd.Function):
         queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))
         ctx.masks, ctx.cut, ctx.scale, ctx.kept = masks, cut, scale, []
         for here in range(ranks):
-            seen: Seen | None = None
-            for step in range(ranks):
-                rank = (here - step) % ranks
-                of = Visit(cut, here, rank, masks[here], scale)
-                seen = visit(seen, queries[here], keys[rank], values[rank], of)
-            assert seen is not None, "there is a rank"
-            ctx.kept.append((seen[0].to(queries[here].dtype), seen[1]))
+            order = [(here - step) % ranks for step in range(ranks)]
+            ctx.kept.append(visited(queries[here], (
+                (keys[rank], values[rank], Visit(cut, here, rank, masks[here], scale)) for rank in order
+            )))  # fmt: skip
         ctx.save_for_backward(*sides)
         return tuple(result for result, _ in ctx.kept)
 

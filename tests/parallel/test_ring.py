@@ -24,7 +24,7 @@ from autopart.ir.graph import argument, operator_name
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import autopart_ops
 from autopart.ir.pieces import Cut
-from autopart.ir.visits import Visit, visit, visit_backward
+from autopart.ir.visits import Visit, visit_backward, visited
 from autopart.runtime.comm import ring
 from autopart.runtime.state import masks
 
@@ -230,10 +230,7 @@ def test_visits_together_are_attention(kind, kernel, sections):
             runs = [Run(count, 0, start + count, start - before, start + 1) for start, count in cut.spans(here)]
             visits = [Visit(cut, here, i, own, None, runs if by_runs else ()) for i in range(ranks)]
             keys, values = ([cut.take(x, i) for i in range(ranks)] for x in whole[1:])
-            seen = None
-            for k, v, one in zip(keys, values, visits, strict=True):
-                seen = visit(seen, query, k, v, one)
-            made, total = seen
+            made, total = visited(query, zip(keys, values, visits, strict=True))
             torch.testing.assert_close(made, cut.take(expected, here), rtol=0, atol=1e-12)
             for i, (k, v, one) in enumerate(zip(keys, values, visits, strict=True)):
                 parts = [torch.zeros_like(x) for x in (query, k, v)]

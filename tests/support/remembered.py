@@ -78,12 +78,13 @@ def _remembered(model: nn.Module, arguments: Mapping[str, Any], written: Collect
     if digest is None:
         return _trace(model, arguments, written)
     with _made_once(Path(folder, digest)) as path:
-        traced = None
-        if not path.exists():
+        is_first = not path.exists()
+        if is_first:
             traced = _trace(model, arguments, written)
             path.write_bytes(_bytes_of(traced))
-    stored = path.read_bytes() if traced is None else b""
-    traced = traced or (_of(stored, model, arguments) if stored else _trace(model, arguments, written))
+    if not is_first:
+        stored = path.read_bytes()
+        traced = _of(stored, model, arguments) if stored else _trace(model, arguments, written)
     _DIGESTS[traced.graph] = digest
     return traced
 
@@ -93,8 +94,7 @@ def _remembered_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Optio
     digest = _DIGESTS.get(traced.graph)
     if digest is None:
         return _make_plan(model, traced, mesh, options)
-    key = hashlib.sha256(repr((digest, mesh, mesh.axes, options, traced.notes)).encode()).hexdigest()
-    with _made_once(Path(os.environ[FOLDER], f"{key}.json")) as path:
+    with _made_once(_path("plan", digest, mesh, mesh.axes, options, traced.notes)) as path:
         if not path.exists():
             with warnings.catch_warnings(record=True) as told:
                 plan = _make_plan(model, traced, mesh, options)
@@ -107,18 +107,22 @@ def _remembered_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Optio
 
 
 def _checked_once(model: nn.Module, arguments: Mapping[str, Any], traced: Trace, loss: fx.Node | None) -> Trace:
-    """The trace where a rank before has compared its gradients with the model's, and found nothing to say."""
+    """The trace where a process before has compared its gradients with the model's, and found nothing to say."""
     digest = _DIGESTS.get(traced.graph) if _ALL else None
     if digest is None:
         return _checked(model, arguments, traced, loss)
-    key = hashlib.sha256(repr((digest, traced.notes, str(loss))).encode()).hexdigest()
-    with _made_once(Path(os.environ[FOLDER], f"{key}.same")) as path:
+    with _made_once(_path("same gradients", digest, traced.notes, loss)) as path:
         if path.exists():
             return traced
         checked = _checked(model, arguments, traced, loss)
         if (checked.notes, checked.checkpointed) == (traced.notes, traced.checkpointed):
             path.touch()
         return checked
+
+
+def _path(*known_by: Any) -> Path:
+    """Where something is remembered that these tell from all else."""
+    return Path(os.environ[FOLDER], hashlib.sha256(repr(known_by).encode()).hexdigest())
 
 
 @contextmanager
