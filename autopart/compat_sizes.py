@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch.fx.experimental import _config as shapes_config
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -59,25 +60,29 @@ def free_symbols(size: Any) -> set[Symbol]:
     return getattr(expression(size), "free_symbols", set())
 
 
-def many_elements(may_assume: Callable[[types.FrameType, set[str]], bool]) -> AbstractContextManager[None]:
+def many_elements(
+    answer_model: Callable[[types.FrameType, Callable[[], torch.Tensor]], bool | None],
+) -> AbstractContextManager[None]:
     """Inside, torch's own code that asks a trace whether a size that depends on values is 0 or 1 is told that it is
-    not: kernels are right for such sizes too. Code of the model that asks whether it is 0 is told so where `may_assume`
-    of its frame and torch's names of the sizes, else that nobody knows."""
+    not: kernels are right for such sizes too. Code of the model that asks for the truth of a comparison is told what
+    `answer_model` says of its frame and of what makes that truth a tensor; where that is None, that nobody knows."""
     ask: Any = ShapeEnv.evaluate_expr
 
     def answer(env: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return ask(env, asked, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            none, one, many = (asked.subs(dict.fromkeys(asked.free_symbols, n)) for n in (0, 1, _MANY))
             frame = _asking_frame()
-            if frame is None or many not in (sympy.true, sympy.false) or not asked.free_symbols <= env.size_like:
+            many = asked.subs(dict.fromkeys(asked.free_symbols, MANY))
+            if frame is None or (told := _told(env, asked, many, frame)) is None:
                 raise
-            if "/torch/" in frame.f_code.co_filename:
-                return many
-            if none != one == many and may_assume(frame, set(map(str, asked.free_symbols))):
-                return many
-            raise
+            return sympy.sympify(told)
+
+    def _told(env: Any, asked: Any, many: Any, frame: types.FrameType) -> Any:
+        if "/torch/" in frame.f_code.co_filename:
+            return many if many in (sympy.true, sympy.false) and asked.free_symbols <= env.size_like else None
+        is_comparison = type(asked) in _COMPARISONS
+        return answer_model(frame, lambda: _truth(env, asked)) if is_comparison else None
 
     divide = staticmethod(operator.truediv)  # torch's own fails on what a graph is made of
     return attributes({(ShapeEnv, "evaluate_expr"): answer, (PythonReferenceAnalysis, "int_truediv"): divide})
@@ -89,7 +94,24 @@ def all_selected() -> AbstractContextManager[Any]:
     return patch
 
 
-_MANY = 1_000_003
+def _truth(env: Any, asked: Any) -> torch.Tensor:
+    """A comparison of numbers that a trace does not know, as a tensor."""
+    left, right = (asked.lhs, asked.rhs) if asked.rhs.is_number else (asked.lhs - asked.rhs, 0)
+    kind, number = (int, torch.SymInt) if left.is_integer else (float, torch.SymFloat)
+    tensor = as_tensor(number(SymNode(left, env, kind, None)), torch.int64 if kind is int else torch.float64)
+    return _COMPARISONS[type(asked)](tensor, int(right) if sympy.sympify(right).is_integer else float(right))
+
+
+def as_tensor(number: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A number that a trace does not know, as a tensor of it."""
+    return torch.full((), number, dtype=dtype)
+
+
+_COMPARISONS: Mapping[Any, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    sympy.Eq: torch.eq, sympy.Ne: torch.ne, sympy.Gt: torch.gt, sympy.Ge: torch.ge, sympy.Lt: torch.lt,
+    sympy.Le: torch.le,
+}  # fmt: skip
+MANY = 1_000_003
 """A size of which no other size is a multiple."""
 _ASKING = ("/torch/fx/", "/torch/__init__.py", "/torch/utils/_sympy/", __file__)
 

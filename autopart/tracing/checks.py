@@ -58,7 +58,7 @@ def passing_answer(
         return None
     if name in _CHECKING:
         return True
-    frame = _asking(frame)
+    frame = asking_frame(frame)
     if frame is None or frame.f_lasti < 0:
         return None
     line, byte = _end_of_question(frame)
@@ -71,7 +71,7 @@ def passing_answer(
 
 def check_text(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
     """What a note says of a check: `assert x.min() > 0 (model.py:12)`, by the line of the user's that led to it."""
-    frame = _asking(frame)
+    frame = asking_frame(frame)
     users_frame = frame
     while users_frame is not None and users_frame.f_code.co_filename.startswith(not_the_users):
         users_frame = users_frame.f_back
@@ -82,7 +82,7 @@ def check_text(frame: FrameType | None, not_the_users: tuple[str, ...]) -> str:
     return f"{linecache.getline(file, line).strip():.80} ({Path(file).name}:{line})"
 
 
-def _asking(frame: FrameType | None) -> FrameType | None:
+def asking_frame(frame: FrameType | None) -> FrameType | None:
     """The frame that asked: below it are modes that a call passes through."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back

@@ -11,7 +11,7 @@ What is left with a size that nobody knows (`bincount`, a slice up to a number) 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from autopart.errors import Refusal, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, operator_name, shape, source_text, tensor_inputs, tuple_values, value
 from autopart.ir.selection import POSITIONS, is_counted
-from autopart.tracing.emptiness import Assumption, check_nothing_done
 from autopart.tracing.known_values import tensors_in
 from autopart.tracing.numbers import Numbers, added, is_number, is_open
+from autopart.tracing.skipped_code import Skipped
+from autopart.tracing.skipped_writes import Marks, check_only_writes
 
 aten = torch.ops.aten
 
@@ -39,31 +40,25 @@ _SELECTING = {"aten::where", "aten::nonzero", "aten::nonzero_numpy", "aten::argw
 _NONE, _MEAN = 0, 1
 
 
-def with_known_sizes(graph: fx.Graph, assumed: Iterable[Assumption] = ()) -> None:
+def with_known_sizes(graph: fx.Graph, skipped: Sequence[Skipped] = ()) -> None:
     """Give every selection of a traced graph the most elements that it can have, and make numbers tensors.
 
-    `assumed`: lines of the model that were told that a selection is not empty.
-    Raises TraceError where a number that depends on values is used as what no tensor can be, or an assumption counts.
+    `skipped`: lines of the model that were told to run, though it may skip them.
+    Raises TraceError where a number that depends on values is used as what no tensor can be, or skipped lines do more
+    than to write to what is selected.
     """
-    if any(_selects(node) or any(map(is_open, tuple_values(node))) for node in graph.nodes):
-        rewriter = _Rewriter(graph)
+    if skipped or any(_selects(node) or any(map(is_open, tuple_values(node))) for node in graph.nodes):
+        rewriter = _Rewriter(graph, skipped)
         rewriter.run()
-        check_nothing_done(assumed, rewriter.selected(), rewriter.counts)
-
-
-def selected_sizes(graph: fx.Graph) -> set[str]:
-    """torch's names of the sizes of all selections in a graph as it was traced."""
-    selections = [node for node in graph.nodes if node.op == "call_function" and operator_name(node) in _SELECTING]
-    return {
-        str(s) for node in selections for t in tensors_in(value(node)) for size in t.shape for s in free_symbols(size)
-    }
+        check_only_writes(graph, rewriter.marks, rewriter.selected())
 
 
 class _Rewriter:
     """Goes through a graph in order: what a node reads has its new value already."""
 
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph, skipped: Sequence[Skipped]):
         self.graph = graph
+        self.marks = Marks(skipped, lambda one, other: self._number(one) == self._number(other))
         self.numbers = Numbers(graph, self._count)
         self.traced: dict[fx.Node, Any] = {}  # values as torch gives them, with its symbols
         self.sizes: dict[Symbol, int] = {}
@@ -73,10 +68,11 @@ class _Rewriter:
         """By the mask, and how many elements it selects where that is known"""
         self.values: dict[Hashable, int] = {}  # what is computed alike has the same number
         self.known: dict[fx.Node, int] = {}
-        self.counts: dict[fx.Node, fx.Node] = {}  # by selection, what tells how many elements it has
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
+            if self.marks.pass_by(node):
+                continue
             if node.op == "call_function" and operator_name(node) not in _CHECKS and not is_number(node):
                 with self.graph.inserting_before(node):
                     self._write(node)
@@ -87,6 +83,8 @@ class _Rewriter:
 
     def _write(self, node: fx.Node) -> None:
         traced = value(node)
+        if operator_name(node) == "aten::masked_fill":
+            node.args = (node.args[0], self._guarded(node, node.args[1]), *node.args[2:])
         reads_counted = any(map(is_counted, node.all_input_nodes))
         if (
             not _selects(node)
@@ -125,6 +123,12 @@ class _Rewriter:
             return self._positions(node, node.args[0])
         if name in ("aten::nonzero", "aten::argwhere"):
             return self._call(node, aten.stack.default, self._places(node, node.args[0]), 1)
+        if (
+            name == "aten::select"
+            and node.args[0].target is aten.stack.default
+            and node.args[1:2] == node.args[0].args[1:]
+        ):
+            return node.args[0].args[0][node.args[2]]
         if name == "aten::masked_select":
             both = self._call(node, aten.broadcast_tensors.default, list(node.args[:2]))
             source, mask = (self._call(node, operator.getitem, both, i) for i in range(2))
@@ -150,6 +154,8 @@ class _Rewriter:
     def _positions(self, node: fx.Node, mask: fx.Node) -> fx.Node:
         """Where a mask is true: found once for masks that are computed alike."""
         size = self._selected(node, mask)
+        if not isinstance(size, int):
+            mask = self._guarded(node, mask)
         known = (size,) if isinstance(size, int) else ()
         key = self._number(mask), known
         if key not in self.positions:
@@ -161,6 +167,10 @@ class _Rewriter:
             self.sizes[size], self.selections[size] = value(mask).numel(), positions
             self.sized[size] = self._parts(node, positions)[0], 0
         return positions
+
+    def _guarded(self, node: fx.Node, mask: fx.Node) -> fx.Node:
+        """A mask of a node, true nowhere where the model skips it."""
+        return self.marks.guarded(mask, lambda *both: self._call(node, aten.logical_and.default, *both))
 
     def _selected(self, node: fx.Node, mask: fx.Node) -> Any:
         """How many elements a mask selects in a call, as torch has it: a symbol, or a number where that is known."""
@@ -261,7 +271,6 @@ class _Rewriter:
         selection = self.selections.get(symbol)
         if selection is None:
             return None
-        self.counts[selection] = line
         return self._call(line, aten.sum.default, selection.args[0])
 
     def selected(self) -> dict[fx.Node, set[fx.Node]]:

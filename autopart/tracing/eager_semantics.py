@@ -24,18 +24,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopart.compat import BatchNorm, InstanceNorm, Tracing, redirected_functions, tree_flatten, tree_map
+from autopart.compat_sizes import MANY
 from autopart.compat_tracing import other_lists
 from autopart.errors import Refusal
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.temporary import attributes
 from autopart.tracing.chances import Chances, is_by_chance
-from autopart.tracing.checks import check_text, passing_answer
+from autopart.tracing.checks import asking_frame, check_text, passing_answer
 from autopart.tracing.conditions import both_branches
 from autopart.tracing.floats import Floats, ReadsFloat
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.gradient_hooks import Removable, Rewrites, hook_gradient
 from autopart.tracing.known_values import UNKNOWN, KnownValues, memory_of, tensors_in, written_by
 from autopart.tracing.places import as_places, indexed
+from autopart.tracing.skipped_writes import SkippedWrites
 from autopart.tracing.trace_errors import NOT_THE_USERS, Lost
 from autopart.tracing.written_out import WRITTEN_OUT
 
@@ -92,6 +94,7 @@ class EagerSemantics(TorchFunctionMode):
         self.hooks: dict[fx.Node, fx.Node] = {}  # {operator of a hook: what it was put in place of}
         self.hook_notes: dict[str, None] = {}
         self.chances = Chances()
+        self.skipped = SkippedWrites()
         self.numbers_drawn = False  # whether forward takes a random number out of its tensor
         self.numbers_stay = False  # whether it gets the tensor instead
         self.spent: dict[Any, Tensor] = {}  # {memory that an autograd.Function has written to: whose it is}
@@ -101,6 +104,7 @@ class EagerSemantics(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        self.skipped.go_on()
         if func in _OF_METADATA:
             return func(*args, **kwargs)
         args = indexed(func, args)
@@ -109,8 +113,10 @@ class EagerSemantics(TorchFunctionMode):
         answer = self.known.answer((func, args, kwargs), tensors)
         if answer is not UNKNOWN:
             return answer
-        if func is Tensor.__bool__ and (decided := self._by_chance(args[0], sys._getframe(1))) is not None:
+        if func is Tensor.__bool__ and (decided := self._decided(args[0], sys._getframe(1))) is not None:
             return decided
+        if func is Tensor.__len__ and self.skipped.has_length(sys._getframe(1), args[0].shape[0]):
+            return MANY
         if func is Tensor.item and self._is_drawn(args[0]):
             self.numbers_drawn = True
             if self.numbers_stay:
@@ -204,13 +210,15 @@ class EagerSemantics(TorchFunctionMode):
         args, kwargs = tree_map(lambda leaf: _detached(leaf, written), (args, kwargs))
         return func(*args, **kwargs)
 
-    def _by_chance(self, condition: Tensor, frame: FrameType) -> bool | None:
-        """What Python is told of a truth value that random numbers alone decide; None for others."""
+    def _decided(self, condition: Tensor, frame: FrameType) -> bool | None:
+        """What Python is told of a truth value that random numbers alone decide, or that decides only what is written;
+        None for others."""
         answer = self.chances.answer(condition)
-        if answer is not None and not self.may_rewrite:
+        if answer is None:
+            return self.skipped.answer(asking_frame(frame), lambda: condition)
+        if not self.may_rewrite:
             raise Rewrites
-        if answer is not None:
-            self.chances.lines[check_text(frame, NOT_THE_USERS)] = None
+        self.chances.lines[check_text(frame, NOT_THE_USERS)] = None
         return answer
 
     def _is_drawn(self, number: Tensor) -> bool:

@@ -18,7 +18,6 @@ from autopart.tracing.assigned_buffers import AssignedBuffers
 from autopart.tracing.checkpoints import OwnCheckpoints
 from autopart.tracing.conditions import both_branches
 from autopart.tracing.eager_semantics import EagerSemantics, ambient_autocast
-from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.known_values import tensors_in
 from autopart.tracing.python_draws import drawn_by_torch
@@ -42,7 +41,7 @@ class Entry(nn.Module):
         dtype = ambient_autocast(device.type)
         self.autocast = torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
         self.model, self.state, self.assigned = model, PythonState(model), AssignedBuffers(model)
-        self.checkpoints, self.assumptions = OwnCheckpoints(model), Assumptions(model)
+        self.checkpoints = OwnCheckpoints(model)
         leaves, self.spec = tree_flatten(dict(arguments))
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]

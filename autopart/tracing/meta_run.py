@@ -8,6 +8,7 @@ are zero, which is a place of any tensor.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from autopart.compat import TorchDispatchMode, exporting, tree_map
 from autopart.compat_sizes import all_selected
-from autopart.tracing.checks import passing_answer
+from autopart.tracing.checks import asking_frame, passing_answer
 from autopart.tracing.known_values import UNKNOWN, KnownValues, tensors_in, written_by
+from autopart.tracing.skipped_code import skipped_by
 from autopart.tracing.written_out import WRITTEN_OUT
 
 _SMALL = 2**16
@@ -58,10 +60,13 @@ class _Placed(TorchFunctionMode):
             passing = passing_answer(func, tensors, sys._getframe(1))
             if passing is not None:
                 return passing
+            if func is Tensor.__bool__ and (skipped := skipped_by(asking_frame(sys._getframe(1)))) is not None:
+                return skipped.runs_if
             if func in (Tensor.item, Tensor.__float__):
                 return torch.ones((), dtype=args[0].dtype).item()
             if func is Tensor.tolist:
-                return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
+                zeros = torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()
+                return tree_map(lambda zero: _Listed() if type(zero) is int else zero, zeros)
         if func in (torch.masked_select, Tensor.masked_select):  # without a kernel there
             source, mask = torch.broadcast_tensors(*args, *kwargs.values())
             return source[mask]
@@ -74,6 +79,22 @@ class _Placed(TorchFunctionMode):
         if func == _IS_META:
             return False
         return self.device.type == "cuda" if func == _IS_CUDA else result
+
+
+class _Listed(int):
+    """A number in a list of a tensor's: 0, and in a condition that skips writes one with which they run."""
+
+
+def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[_Listed, Any], bool]:
+    def compared(self: _Listed, other: Any) -> bool:
+        skipped = skipped_by(sys._getframe(1))
+        return skipped.runs_if if skipped is not None else compare(int(self), other)
+
+    return compared
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(_Listed, f"__{_name}__", _compared(getattr(operator, _name)))
 
 
 class _Forms(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -132,8 +133,11 @@ class Numbers:
             result = added(self.graph, line, aten.detach.default, alone)
         elif name == "aten::sym_size":
             result = self.size(expression(value(number)), line)
+        elif number.target is torch.sym_sum:
+            first, *others = (self._operand(n, line) for n in number.args[0])
+            result = functools.reduce(functools.partial(added, self.graph, line, aten.add.Tensor), others, first)
         elif number.target in _ARITHMETIC:
-            operands = [self.tensor(n, line) if _is_number(n) else self._constant(n, line) for n in number.args]
+            operands = [self._operand(n, line) for n in number.args]
             if number.target in _IN_FLOAT:
                 operands = [self._cast(operand, torch.float64, line) for operand in operands]
             result = added(self.graph, line, _ARITHMETIC[number.target], *operands)
@@ -145,6 +149,9 @@ class Numbers:
                 hint="operations on the tensor itself, without .item()",
             )  # fmt: skip
         return self._cast(result, dtype, line)
+
+    def _operand(self, number: Any, line: fx.Node) -> fx.Node:
+        return self.tensor(number, line) if _is_number(number) else self._constant(number, line)
 
     def _cast(self, node: fx.Node, dtype: torch.dtype, line: fx.Node) -> fx.Node:
         return node if value(node).dtype == dtype else added(self.graph, line, aten._to_copy.default, node, dtype=dtype)

@@ -31,9 +31,8 @@ from autopart.ir.precision import Precision
 from autopart.ir.weight_updates import WeightUpdates
 from autopart.tracing.assigned_buffers import check_caches
 from autopart.tracing.chances import note_chances, with_chances
-from autopart.tracing.counted import selected_sizes, with_known_sizes
+from autopart.tracing.counted import with_known_sizes
 from autopart.tracing.eager_semantics import ambient_autocast, no_autocast, traceable
-from autopart.tracing.emptiness import Assumptions
 from autopart.tracing.entry import PREFIX, Entry, register_dataclasses, tensor_names
 from autopart.tracing.exported import CONSTANT, drop_checks, functional, inline_regions, name_outputs, own_graph
 from autopart.tracing.floats import ReadsFloat
@@ -45,6 +44,7 @@ from autopart.tracing.python_state import check_attributes, check_draws
 from autopart.tracing.repeated import NotAlike, Repeats
 from autopart.tracing.saved_views import saved_views
 from autopart.tracing.skeleton import without_values
+from autopart.tracing.skipped_writes import SkippedWrites
 from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace_errors import shape_by_values, trace_error
 from autopart.tracing.weight_updates import with_weight_updates
@@ -257,15 +257,14 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         read = entry.semantics.known.read
         notes = check_attributes(users_model(model), entry.state, program, read, lambda: _exported(entry, example))
         check_caches(users_model(model), entry.assigned, program, lambda: _exported(entry, example))
-        assumed = entry.assumptions.of(selected_sizes(program.graph))
-        with _quiet(entry.assumptions), keeping_draws():
+        with _quiet(entry.semantics.skipped), keeping_draws():
             program = functional(program)
     except TraceError:
         raise
     except Exception as error:  # torch.export raises many kinds; each is reported with the user's own line
         raise trace_error(model, error, entry.semantics.asked) from error
     traced = replace(_from_exported(model, program, call, arguments, notes), checkpointed=entry.checkpoints.found)
-    with_known_sizes(traced.graph, assumed)
+    with_known_sizes(traced.graph, list(entry.semantics.skipped.lines))
     passed = [f"a check of values is not in the program: {text}" for text in entry.semantics.passed]
     both = ["both branches of torch.cond are computed, and its condition chooses"] * entry.semantics.both
     notes = (
@@ -275,7 +274,7 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         *note_chances(entry.semantics.chances, traced.graph),
         *[DRAWN_BY_TORCH] * entry.draws_by_torch,
         *entry.semantics.hook_notes,
-        *entry.assumptions.notes(),
+        *entry.semantics.skipped.notes(),
     )
     traced = replace(traced, by_chance=entry.semantics.chances.count > 0)
     traced = replace(traced, notes=notes, autocast=str(dtype).removeprefix("torch.") if dtype is not None else "")
@@ -353,10 +352,11 @@ def _exported(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
 
 def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     saved = saved_views() if entry.semantics.differentiates else nullcontext()
-    quiet = _quiet(entry.assumptions)
+    quiet = _quiet(entry.semantics.skipped)
     entry.semantics.hooked.clear()
     entry.semantics.spent.clear()
     entry.semantics.hooks.clear()
+    entry.semantics.skipped.running.clear()
     traced = traceable(entry, entry.apply_function)
     with torch.enable_grad(), no_autocast(), compiled_when_called(), quiet, traced, saved:
         program = torch.export.export(entry, (), dict(example), strict=False)
@@ -415,17 +415,17 @@ def _from_exported(
 
 
 @contextmanager
-def _quiet(assumptions: Assumptions) -> Iterator[None]:
+def _quiet(skipped: SkippedWrites) -> Iterator[None]:
     """Without torch.export's warnings about itself, and without the graph it dumps on stderr when it fails.
 
-    Sizes that depend on values are many (`many_elements`), also for lines that only skip empty selections.
+    Sizes that depend on values are many (`many_elements`), and lines that only skip writes are told that they run.
     """
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels, dumped = [logger.level for logger in loggers], io.StringIO()
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), redirect_stderr(dumped), many_elements(assumptions.may_be_made):
+        with warnings.catch_warnings(), redirect_stderr(dumped), many_elements(skipped.answer):
             warnings.simplefilter("ignore", FutureWarning)
             yield
         sys.stderr.write(dumped.getvalue())

@@ -1,0 +1,196 @@
+"""Code that a condition skips, read from its source: `if mask.any(): y[mask] += ...`, `if not len(token): continue`.
+
+A graph has no such decision. It needs none where the skipped code does nothing but write to places of tensors: then it
+is run in any case, and writes to no place where the model would skip it (`skipped_writes.py`). Here is what the source
+says of that: the skipped statements write to parts of tensors, and else make what they alone read.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+OUT_OF_PLACE = {"index_add", "index_put", "index_copy", "masked_fill", "scatter_add"}
+_IN_PLACE = {f"{name}_" for name in OUT_OF_PLACE}
+_LOOPS = ast.For, ast.While
+_LEAVES = ast.Continue, ast.Return
+_IS_EMPTY = re.compile(r"len\([^()]*\)( (==|!=|>) 0| (<|>=) 1)?")
+
+
+class Skipped(NamedTuple):
+    """The lines `first` to `last` of a file, which run where the condition in `line` has the value `runs_if`."""
+
+    file: str
+    line: int
+    first: int
+    last: int
+    runs_if: bool
+
+
+class _Condition(NamedTuple):
+    """One in the lines `first` to `last`: what is asked for its truth, and what is skipped by the answer."""
+
+    first: int
+    last: int
+    asked: str
+    skipped: Skipped
+
+
+def skipped_by(frame: FrameType | None) -> Skipped | None:
+    """What the condition decides whose truth a frame asks for; None where it decides more than what is written."""
+    condition = _condition(frame) if frame is not None else None
+    return condition.skipped if condition is not None else None
+
+
+def skipped_by_length(frame: FrameType) -> Skipped | None:
+    """The same of a frame that asks for a length, to see whether it is 0."""
+    condition = _condition(frame)
+    return condition.skipped if condition is not None and _IS_EMPTY.fullmatch(condition.asked) else None
+
+
+def _condition(frame: FrameType) -> _Condition | None:
+    return next((one for one in _conditions(frame.f_code) if one.first <= frame.f_lineno <= one.last), None)
+
+
+@functools.lru_cache(64)
+def _conditions(code: CodeType) -> list[_Condition]:
+    """Those in a function that only decide what is written."""
+    function, above = _source(code)
+    conditions = []
+    for statement, path in _ifs(function.body, ()) if function is not None else ():
+        asked, runs_if = statement.test, not isinstance(statement.body[0], _LEAVES)
+        while isinstance(asked, ast.UnaryOp) and isinstance(asked.op, ast.Not):
+            asked, runs_if = asked.operand, not runs_if
+        skipped = _skipped(statement, path)
+        if not skipped or isinstance(asked, (ast.BoolOp, ast.IfExp)) or not _Writes(function, skipped, statement).only:
+            continue
+        first, last = above + skipped[0].lineno, above + (skipped[-1].end_lineno or 0)
+        begin, end = above + statement.lineno, above + (statement.test.end_lineno or 0)
+        lines = Skipped(code.co_filename, begin, first, last, runs_if)
+        conditions.append(_Condition(begin, end, ast.unparse(asked), lines))
+    return conditions
+
+
+def _source(code: CodeType) -> tuple[Any, int]:
+    """The function of some code as a tree, and how many lines of its file are above it; None where it has no source."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, TypeError):
+        return None, 0
+    function = tree.body[0]
+    return (function if isinstance(function, ast.FunctionDef) else None), first - 1
+
+
+_Path = tuple[tuple[ast.AST | None, Sequence[ast.stmt]], ...]
+"""The statements that follow one, of every block around it from the outermost on, and whose block it is."""
+
+
+def _ifs(block: Sequence[ast.stmt], path: _Path, owner: ast.AST | None = None) -> Iterator[tuple[ast.If, _Path]]:
+    """The conditions in a block."""
+    for i, statement in enumerate(block):
+        here = (*path, (owner, block[i + 1 :]))
+        if isinstance(statement, ast.If):
+            yield statement, here
+        for name in ("body", "orelse", "finalbody"):
+            inner = getattr(statement, name, None)
+            if isinstance(inner, list) and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                yield from _ifs(inner, here, statement)
+
+
+def _skipped(statement: ast.If, path: _Path) -> list[ast.stmt]:
+    """What does not run with one answer and does with the other; [] where each has code of its own."""
+    if statement.orelse:
+        return []
+    leaves = statement.body[0]
+    if isinstance(leaves, ast.Continue):
+        loop = max(i for i, (owner, _) in enumerate(path) if isinstance(owner, _LOOPS))
+        return [one for _, following in reversed(path[loop:]) for one in following]
+    if isinstance(leaves, ast.Return):
+        following = [one for _, following in reversed(path) for one in following]
+        if any(isinstance(owner, _LOOPS) for owner, _ in path):
+            return []
+        end = following[-1] if following and isinstance(following[-1], ast.Return) else ast.Return(None)
+        same = ast.dump(end.value or ast.Constant(None)) == ast.dump(leaves.value or ast.Constant(None))
+        return [one for one in following if one is not end] if same else []
+    return statement.body
+
+
+class _Writes:
+    """Whether skipped statements do nothing (`only`) but write to parts of tensors, and make what they alone read."""
+
+    def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], by: ast.If) -> None:
+        inside = {id(node) for statement in skipped for node in ast.walk(statement)}
+        names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in inside]
+        self.may_continue = isinstance(by.body[0], ast.Continue)  # all that is left of the loop is skipped
+        self.read_elsewhere = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        self.stored = {name for statement in skipped for name in _names(statement, ast.Store)}
+        self.made: set[str] = set()
+        self.only = self._all(skipped)
+
+    def _all(self, statements: Sequence[ast.stmt], in_loop: bool = False) -> bool:
+        return all(self._writes(statement, in_loop) for statement in statements)
+
+    def _writes(self, statement: ast.stmt, in_loop: bool) -> bool:
+        match statement:
+            case ast.If():
+                return self._reads(statement.test) and self._all([*statement.body, *statement.orelse], in_loop)
+            case ast.For():
+                return (
+                    self._reads(statement.iter) and self._makes(statement.target)
+                    and self._all(statement.body, in_loop=True) and not statement.orelse
+                )  # fmt: skip
+            case ast.With():
+                items = statement.items
+                return all(self._reads(item.context_expr) for item in items) and self._all(statement.body, in_loop)
+            case ast.Continue():
+                return in_loop or self.may_continue
+            case ast.Break():
+                return in_loop
+            case ast.Assert() | ast.Pass() | ast.Expr(value=ast.Constant()):
+                return True
+            case ast.Expr():  # y.index_add_(0, index, x)
+                return _method(statement.value) in _IN_PLACE and self._reads(statement.value)
+            case ast.Assign():
+                value = statement.value
+                return self._reads(value) and all(self._assigns(target, value) for target in statement.targets)
+            case ast.AugAssign():  # y[index] += x
+                target = statement.target
+                is_own = isinstance(target, ast.Name) and target.id in self.made and self._makes(target)
+                return self._reads(statement.value) and (is_own or isinstance(target, ast.Subscript))
+        return False
+
+    def _assigns(self, target: ast.expr, value: ast.expr) -> bool:
+        if isinstance(target, ast.Subscript):  # y[index] = x
+            return self._reads(target)
+        if self._makes(target):
+            return True
+        is_same = isinstance(target, ast.Name) and _method(value) in OUT_OF_PLACE  # y = y.index_add(0, index, x)
+        return is_same and ast.unparse(value.func.value) == target.id  # type: ignore[attr-defined]
+
+    def _makes(self, target: ast.expr) -> bool:
+        """Whether what is assigned is read by the skipped statements alone."""
+        names = _names(target, ast.Store)
+        self.made |= names
+        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+        are_names = all(isinstance(part.value if isinstance(part, ast.Starred) else part, ast.Name) for part in parts)
+        return are_names and not names & self.read_elsewhere
+
+    def _reads(self, value: ast.expr) -> bool:
+        """Whether an expression reads nothing that these statements made when they ran before."""
+        return not _names(value, ast.Load) & self.stored - self.made - self.read_elsewhere
+
+
+def _method(value: ast.expr) -> str:
+    """The name of the method that an expression calls; "" for what is no such call."""
+    return value.func.attr if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) else ""
+
+
+def _names(tree: ast.AST, kind: type[ast.expr_context]) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
