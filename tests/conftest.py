@@ -59,14 +59,13 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: _place(item.path.stem))  # stable: the order inside a file stays
     for (file, name), cases in _by_function(items).items():
-        least = OF_LONGEST if Path(file).stem in LONGEST else SAMPLE
         sampled = [case for case in cases if not (case.get_closest_marker("whole") or case.get_closest_marker("large"))]
+        least = OF_LONGEST if Path(file).stem in LONGEST else SAMPLE
+        count, first = max(least, len(sampled) // ONE_IN), 0
         if cases[0].get_closest_marker("few"):
-            left = beyond_one(sampled, name)
-        else:
-            left = [sampled[index] for index in beyond_sample([case.name for case in sampled], least)]
-        for item in left:
-            item.add_marker(pytest.mark.large)
+            count, first = 1, zlib.crc32(name.encode())  # another one in each matrix, not always `dp2`
+        for index in beyond_sample([case.name for case in sampled], count, first):
+            sampled[index].add_marker(pytest.mark.large)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -87,33 +86,22 @@ def _place(file):
     return LONGEST.index(file) if file in LONGEST else len(LONGEST)
 
 
-def beyond_one(cases, name):
-    """All cases of a matrix but one. Which one is kept is decided by the test's name, so that it is not `dp2`, which
-    most matrices begin with, in all of them.
-
-    >>> beyond_one(list("abc"), "test_on_processes"), beyond_one(["a"], "test_one"), beyond_one([], "test_none")
-    (['a', 'b'], [], [])
-    """
-    chosen = zlib.crc32(name.encode()) % max(1, len(cases))
-    return [case for index, case in enumerate(cases) if index != chosen]
-
-
-def beyond_sample(names, least=SAMPLE):
+def beyond_sample(names, count, first=0):
     """Which cases of a matrix `make test` leaves to `make test-all`, by their names, `test[dp2-zero3]`. The others are
-    chosen one by one: the next is the first of those whose words are the rarest among the chosen.
+    chosen one by one: the case at `first`, then each time the first of those whose words are the rarest among the
+    chosen.
 
     >>> matrix = [f"test[{mesh}-{zero}]" for mesh in ("dp2", "tp2", "pp2") for zero in range(3)]
-    >>> [name for index, name in enumerate(matrix) if index not in beyond_sample(matrix)]
+    >>> [name for index, name in enumerate(matrix) if index not in beyond_sample(matrix, 3)]
     ['test[dp2-0]', 'test[tp2-1]', 'test[pp2-2]']
-    >>> len(beyond_sample(["test"])), len(beyond_sample([f"test[{index}]" for index in range(360)]))
-    (0, 330)
+    >>> beyond_sample(["test"], 3), beyond_sample(matrix[:3], 1, first=4), beyond_sample([], 1)
+    (set(), {0, 2}, set())
     """
-    words = {index: name[:-1].partition("[")[2].split("-") for index, name in enumerate(names)}
-    times = Counter()
-    for _ in range(min(len(names), max(least, len(names) // ONE_IN))):
-        chosen = min(words, key=lambda index: fmean(times[word] for word in words[index]))
-        times.update(words.pop(chosen))
-    return set(words)
+    left, times = {index: name[:-1].partition("[")[2].split("-") for index, name in enumerate(names)}, Counter()
+    for turn in range(min(len(names), count)):
+        chosen = min(left, key=lambda index: fmean(times[word] for word in left[index])) if turn else first % len(names)
+        times.update(left.pop(chosen))
+    return set(left)
 
 
 def pytest_runtest_setup(item):

@@ -89,7 +89,8 @@ class SkippedWrites:
 
     def notes(self) -> list[str]:
         lines = dict.fromkeys(f"{code.file}:{code.line}" for code in self.lines)
-        return [f"{where} skips writes: the program runs them on no elements" for where in lines]
+        then = "the program runs them on no elements, and gives a gradient of zero where the model gives none"
+        return [f"{where} skips writes: {then}" for where in lines]
 
 
 def _frames() -> Iterator[FrameType]:
