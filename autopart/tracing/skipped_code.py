@@ -137,14 +137,22 @@ class _Writes:
     def _all(self, statements: Sequence[ast.stmt], in_loop: bool = False) -> bool:
         return all(self._writes(statement, in_loop) for statement in statements)
 
+    def _perhaps(self, statements: Sequence[ast.stmt], in_loop: bool) -> bool:
+        """The same of statements that may not run: what they make may be of an earlier time behind them."""
+        before = set(self.made)
+        writes = self._all(statements, in_loop)
+        self.made = before
+        return writes
+
     def _writes(self, statement: ast.stmt, in_loop: bool) -> bool:
         match statement:
             case ast.If():
-                return self._reads(statement.test) and self._all([*statement.body, *statement.orelse], in_loop)
+                sides = statement.body, statement.orelse
+                return self._reads(statement.test) and all(self._perhaps(side, in_loop) for side in sides)
             case ast.For():
                 return (
                     self._reads(statement.iter) and self._makes(statement.target)
-                    and self._all(statement.body, in_loop=True) and not statement.orelse
+                    and self._perhaps(statement.body, in_loop=True) and not statement.orelse
                 )  # fmt: skip
             case ast.With():
                 items = statement.items
