@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -92,8 +91,8 @@ def test_plans_are_the_same_in_every_process():
     program = "import test_plan; print(test_plan.deterministic_text())"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another order of sets than here
     text = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[1] / "support",
-        env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
     ).stdout.strip()  # fmt: skip
     assert text == deterministic_text().strip()
 
