@@ -20,6 +20,7 @@ OUT_OF_PLACE = {"index_add", "index_put", "index_copy", "masked_fill", "scatter_
 _IN_PLACE = {f"{name}_" for name in OUT_OF_PLACE}
 _LOOPS = ast.For, ast.While
 _LEAVES = ast.Continue, ast.Return
+_LEAVING = ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr
 _IS_EMPTY = re.compile(r"len\([^()]*\)( (==|!=|>) 0| (<|>=) 1)?")
 
 
@@ -68,7 +69,9 @@ def _conditions(code: CodeType) -> list[_Condition]:
         while isinstance(asked, ast.UnaryOp) and isinstance(asked.op, ast.Not):
             asked, runs_if = asked.operand, not runs_if
         skipped = _skipped(statement, path)
-        if not skipped or isinstance(asked, (ast.BoolOp, ast.IfExp)) or not _Writes(function, skipped, statement).only:
+        is_one_question = not isinstance(asked, (ast.BoolOp, ast.IfExp))
+        is_on_lines_of_its_own = bool(skipped) and skipped[0].lineno > (statement.test.end_lineno or 0)
+        if not (is_one_question and is_on_lines_of_its_own and _Writes(function, skipped, statement).only):
             continue
         first, last = above + skipped[0].lineno, above + (skipped[-1].end_lineno or 0)
         begin, end = above + statement.lineno, above + (statement.test.end_lineno or 0)
@@ -132,7 +135,8 @@ class _Writes:
         self.read_elsewhere = {name.id for name in names if isinstance(name.ctx, ast.Load)}
         self.stored = {name for statement in skipped for name in _names(statement, ast.Store)}
         self.made: set[str] = set()
-        self.only = self._all(skipped)
+        leaves = any(isinstance(node, _LEAVING) for statement in skipped for node in ast.walk(statement))
+        self.only = not leaves and self._all(skipped)
 
     def _all(self, statements: Sequence[ast.stmt], in_loop: bool = False) -> bool:
         return all(self._writes(statement, in_loop) for statement in statements)

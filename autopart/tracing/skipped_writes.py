@@ -25,10 +25,10 @@ from autopart.ir.selection import is_selection, positions_of
 from autopart.tracing.skipped_code import OUT_OF_PLACE, Skipped, skipped_by, skipped_by_length
 
 _DEFINED = torch.library.Library("autopart_skipped", "FRAGMENT")
-_DEFINED.define("begins(Tensor runs, int lines) -> Tensor")
-_DEFINED.define("ends(int lines) -> ()")
-_DEFINED.impl("begins", lambda runs, lines: runs.clone(), "CompositeExplicitAutograd")
-_DEFINED.impl("ends", lambda lines: None, "CompositeExplicitAutograd")
+_DEFINED.define("begins(Tensor runs, int turn, int lines) -> Tensor")
+_DEFINED.define("ends(int turn) -> ()")
+_DEFINED.impl("begins", lambda runs, turn, lines: runs.clone(), "CompositeExplicitAutograd")
+_DEFINED.impl("ends", lambda turn: None, "CompositeExplicitAutograd")
 _BEGINS, _ENDS = torch.ops.autopart_skipped.begins.default, torch.ops.autopart_skipped.ends.default
 keep_calls(_BEGINS)
 keep_calls(_ENDS)
@@ -47,20 +47,23 @@ class SkippedWrites:
 
     def __init__(self) -> None:
         self.lines: dict[Skipped, int] = {}
-        self.running: list[tuple[FrameType, Skipped]] = []
+        self.running: dict[tuple[FrameType, Skipped], int] = {}
+        """By the frame that runs such code and its lines, which turn it is."""
+        self.turns = 0
 
     def go_on(self) -> None:
         """Mark the ends of code that no longer runs; to be called before every call of torch's functions."""
         if not self.running:
             return
         alive = set(_frames())
-        for frame, code in reversed(self.running):
+        for frame, code in list(self.running):
             if frame not in alive or not code.first <= frame.f_lineno <= code.last:
                 self._end(frame, code)
 
     def _end(self, frame: FrameType, code: Skipped) -> None:
-        self.running.remove((frame, code))
-        _ENDS(self.lines[code])
+        turn = self.running.pop((frame, code), None)
+        if turn is not None:
+            _ENDS(turn)
 
     def answer(self, frame: FrameType | None, truth: Callable[[], Tensor]) -> bool | None:
         """What a frame of the model is told that asks for a truth; None where it decides more than what is written."""
@@ -80,11 +83,12 @@ class SkippedWrites:
     def _marked(self, frame: FrameType, skipped: Skipped | None, truth: Callable[[], Tensor]) -> bool | None:
         if skipped is None:
             return None
-        if (frame, skipped) in self.running:  # the loop goes on to its next turn
-            self._end(frame, skipped)
+        self._end(frame, skipped)  # the loop goes on to its next turn
+        self.turns += 1
         runs = truth().detach().reshape(()).to(torch.bool)
-        _BEGINS(runs if skipped.runs_if else runs.logical_not(), self.lines.setdefault(skipped, len(self.lines)))
-        self.running.append((frame, skipped))
+        number = self.lines.setdefault(skipped, len(self.lines))
+        _BEGINS(runs if skipped.runs_if else runs.logical_not(), self.turns, number)
+        self.running[frame, skipped] = self.turns
         return skipped.runs_if
 
     def notes(self) -> list[str]:
@@ -157,12 +161,13 @@ class _CountOf(NamedTuple):
 
 def _root(node: fx.Node) -> fx.Node:
     """What is true somewhere where a value is, and nowhere where it is nowhere."""
-    while (
-        (name := operator_name(node).removeprefix("aten::")) in _SAME_TRUTHS
-        or (name == "any" and len(node.args) > 1) or (name == "ne" and node.args[1] == 0)
-    ):  # fmt: skip
+    while True:
+        name = operator_name(node).removeprefix("aten::")
+        is_asked = (name == "any" and len(node.args) > 1) or (name == "ne" and node.args[1] == 0)
+        is_rounded = name == "_to_copy" and value(node.args[0]).is_floating_point() and value(node).dtype != torch.bool
+        if not is_asked and (is_rounded or name not in _SAME_TRUTHS):
+            return node
         node = node.args[0]
-    return node
 
 
 def _conjuncts(mask: fx.Node) -> list[fx.Node]:
@@ -239,7 +244,7 @@ class _SkippedCode:
     def __init__(
         self, mark: fx.Node, nodes: Sequence[fx.Node], marks: Marks, selected: Mapping[fx.Node, set[fx.Node]]
     ) -> None:
-        self.lines: Skipped = marks.lines[mark.args[1]]
+        self.lines, self.same = marks.lines[mark.args[2]], marks.same
         self.nodes, self.inside = nodes, set(nodes)
         self.masks = marks.empty[mark]
         read = {used for node in nodes for used in (node, *node.all_input_nodes)}
@@ -247,21 +252,25 @@ class _SkippedCode:
                  and (s.args[0] in self.masks or marks.is_empty(mark, s.args[0]))]  # fmt: skip
         self.nothing = {*empty, *(member for selection in empty for member in selected[selection])}
         """What has no elements where the model skips this code."""
+        self.sources = [*_numbers(mark.args[0]), *(part for mask in self.masks for part in _conjuncts(mask))]
+        """What tells that it does."""
 
     def check(self) -> None:
         for node in self.nodes:
-            if self._selects(node):
-                continue
-            if self.nothing.intersection(node.all_input_nodes):
+            if is_selection(node) or positions_of(node) is not None:
+                continue  # other code may select the same
+            more = False
+            if node not in self.nothing and self.nothing.intersection(node.all_input_nodes):
                 more = not self._writes_nothing(node) and operator_name(node) != "aten::sum"
-            else:
-                more = operator_name(node).removeprefix("aten::") in _NO_FINITE_SLOPE and _is_of_inputs(node)
+            elif node not in self.nothing and operator_name(node).removeprefix("aten::") in _NO_FINITE_SLOPE:
+                more = self._is_told(node)
             if more or not (self.inside.issuperset(node.users) or self._is_as_before(node)):
                 raise self._refused(node)
 
-    def _selects(self, node: fx.Node) -> bool:
-        """Whether a node says what is selected, or is nothing where this code is skipped."""
-        return node in self.nothing or is_selection(node) or positions_of(node) is not None
+    def _is_told(self, node: fx.Node) -> bool:
+        """Whether a value depends on what tells that this code is skipped: it may be infinite then."""
+        made = made_for([node])
+        return any(source in made or any(self.same(one, source) for one in made) for source in self.sources)
 
     def _writes_nothing(self, node: fx.Node) -> bool:
         """Whether a call writes to the places of selections alone."""
@@ -289,6 +298,12 @@ class _SkippedCode:
         )
 
 
-def _is_of_inputs(node: fx.Node) -> bool:
-    """Whether a value is made of what the model is called with."""
-    return any(made.op == "placeholder" for made in made_for([node]))
+def _numbers(runs: fx.Node) -> list[fx.Node]:
+    """The single numbers that a condition is made of, one of the other."""
+    todo, numbers = [runs], list[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in numbers and isinstance(value(node), Tensor) and value(node).numel() == 1:
+            numbers.append(node)
+            todo += node.all_input_nodes
+    return numbers

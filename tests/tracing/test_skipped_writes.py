@@ -79,7 +79,7 @@ def any_row(self, rows, gates, chosen):
         of_expert = chosen == i
         mask = of_expert.any(-1)
         if mask.any():
-            share = (gates * of_expert).sum(-1, keepdim=True)
+            share = (gates / gates.sum(-1, keepdim=True) * of_expert).sum(-1, keepdim=True)
             mixed[mask] += expert(rows[mask]) * share[mask]
     return mixed
 
@@ -234,6 +234,30 @@ def by_the_number(self, rows, gates, chosen):
     return mixed
 
 
+def kept_by_a_function(self, rows, gates, chosen):
+    mixed, kept = torch.zeros_like(rows), {}
+    for i, expert in enumerate(self.experts):
+        mask = (chosen == i).any(-1)
+        if mask.any():
+            own = _kept(kept, i, expert(rows[mask]))
+            mixed[mask] += own
+    return mixed + sum(one.sum() for one in kept.values())
+
+
+def _kept(kept, i, made):
+    kept[i] = made
+    return made
+
+
+def in_one_line(self, rows, gates, chosen):
+    mixed = torch.zeros_like(rows)
+    for i in range(EXPERTS):
+        # fmt: off
+        if torch.where(chosen == i)[0].numel(): mixed[torch.where(chosen == i)[0]] += 1  # noqa: E701
+        # fmt: on
+    return mixed
+
+
 def elsewhere(self, rows, gates, chosen):
     mixed = torch.zeros_like(rows)
     for i, expert in enumerate(self.experts):
@@ -335,8 +359,9 @@ MORE = {
     by_the_number: "div would change the result",
     elsewhere: "select_scatter would change the result",
     hidden_write: "would change the result where nothing is selected",
-    **dict.fromkeys((skips_what_follows, carried_on, of_an_earlier_turn, counter, other_branch, leaves_the_loop,
-                     two_questions), "decides what to run by the values"),
+    kept_by_a_function: "would change the result where nothing is selected",
+    **dict.fromkeys((in_one_line, skips_what_follows, carried_on, of_an_earlier_turn, counter, other_branch,
+                     leaves_the_loop, two_questions), "decides what to run by the values"),
 }  # fmt: skip
 
 
