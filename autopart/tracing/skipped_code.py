@@ -129,11 +129,9 @@ class _Writes:
     """Whether skipped statements do nothing (`only`) but write to parts of tensors, and make what they alone read."""
 
     def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], by: ast.If) -> None:
-        inside = {id(node) for statement in skipped for node in ast.walk(statement)}
-        names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in inside]
         self.may_continue = isinstance(by.body[0], ast.Continue)  # all that is left of the loop is skipped
-        self.read_elsewhere = {name.id for name in names if isinstance(name.ctx, ast.Load)}
         self.stored = {name for statement in skipped for name in _names(statement, ast.Store)}
+        self.read_elsewhere = _Behind(function, skipped, self.stored).reads
         self.made: set[str] = set()
         leaves = any(isinstance(node, _LEAVING) for statement in skipped for node in ast.walk(statement))
         self.only = not leaves and self._all(skipped)
@@ -197,6 +195,55 @@ class _Writes:
     def _reads(self, value: ast.expr) -> bool:
         """Whether an expression reads nothing that these statements made when they ran before."""
         return not _names(value, ast.Load) & self.stored - self.made - self.read_elsewhere
+
+
+class _Behind:
+    """Which of the names that skipped statements assign others may read (`reads`) as these have left them."""
+
+    def __init__(self, function: ast.FunctionDef, skipped: Sequence[ast.stmt], assigned: set[str]) -> None:
+        self.skipped, self.assigned = set(map(id, skipped)), assigned
+        self.reads: set[str] = set()
+        self._block(function.body, assigned)
+
+    def _block(self, block: Sequence[ast.stmt], others: set[str]) -> set[str]:
+        """Goes through statements. `others`: the names that have a value which is not of the skipped ones, before and
+        after."""
+        for statement in block:
+            if id(statement) in self.skipped:
+                others = others - self.assigned
+                continue
+            if not isinstance(statement, (ast.If, ast.With)) and self._holds_skipped(statement):
+                others = others - self.assigned  # of the turn before
+            match statement:
+                case ast.If() | ast.While():
+                    self._read([statement.test], others)
+                    others = others & self._block(statement.body, others) & self._block(statement.orelse, others)
+                case ast.For():
+                    self._read([statement.iter, statement.target], others)
+                    inside = self._block(statement.body, others | _names(statement.target, ast.Store))
+                    others = others & inside & self._block(statement.orelse, others)
+                case ast.With():
+                    self._read([item.context_expr for item in statement.items], others)
+                    others = others & self._block(statement.body, others)
+                case ast.Assign():
+                    self._read([statement], others)
+                    others = others | _names(ast.Tuple(statement.targets), ast.Store)
+                case ast.AugAssign():
+                    self.reads |= _names(statement.target, ast.Store) & self.assigned - others
+                    self._read([statement], others)
+                case _:
+                    self._read([statement], others)
+        return others
+
+    def _read(self, parts: Sequence[ast.AST], others: set[str]) -> None:
+        for part in parts:
+            self.reads |= _names(part, ast.Load) & self.assigned - others
+            for later in ast.walk(part):
+                if isinstance(later, (ast.Lambda, ast.FunctionDef)):
+                    self.reads |= _names(later, ast.Load) & self.assigned
+
+    def _holds_skipped(self, statement: ast.stmt) -> bool:
+        return any(id(node) in self.skipped for node in ast.walk(statement))
 
 
 def _method(value: ast.expr) -> str:

@@ -69,6 +69,15 @@ class Experts(nn.Module):
                 row = (chosen == number).any(-1).nonzero().squeeze(-1)
                 share = (weights * (chosen == number)).sum(-1)[row, None]
                 out = out.index_add(0, row, share * expert(x[row]))
+            elif self.way == "any":
+                mask = (chosen == number).any(-1)
+                if mask.any():
+                    out[mask] += expert(x[mask])
+            elif self.way == "counts":
+                if torch.bincount(chosen.flatten(), minlength=4).tolist()[number] == 0:
+                    continue
+                row, place = torch.where(chosen == number)
+                out[row] += weights[row, place, None] * expert(x[row])
             else:
                 mask = (chosen == number).any(-1)
                 out[mask] = out[mask] + expert(x[mask])
@@ -248,6 +257,8 @@ IDIOMS: dict[str, Callable[[], Case]] = {
     "experts by torch.where": functools.partial(experts, "where"),
     "experts by nonzero": functools.partial(experts, "nonzero"),
     "experts by a boolean mask": functools.partial(experts, "mask"),
+    "experts skipped by a mask": functools.partial(experts, "any"),
+    "experts skipped by counts": functools.partial(experts, "counts"),
     "a loss over the labelled tokens": masked_loss,
     "unique tokens": unique_tokens,
     "layers dropped at random": random_drop_of_layers,
