@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_LISTS: tuple[Any, ...] = list, tuple, set, frozenset
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
 
 
@@ -183,8 +184,9 @@ def _parts(thing: Any) -> list[Any]:
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, dict):
         return [*thing.keys(), *thing.values()]
-    if isinstance(thing, (list, tuple, set, frozenset)):
-        return list(thing)
+    for kind in _LISTS:
+        if isinstance(thing, kind):
+            return [*kind.__iter__(thing)]  # a class of its own may have no length (e3nn's Irrep)
     return [vars(thing)] if hasattr(thing, "__dict__") else []
 
 

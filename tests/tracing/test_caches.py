@@ -227,13 +227,20 @@ def test_what_the_first_call_casts_for_good_is_no_state():
         autopart.plan(Casts(reads_before=True).double(), "dp2", example_args=(x,))
 
 
+class Pair(tuple):
+    """One without a length, as e3nn's Irrep is."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
 class Heads(nn.Module):
     """Keeps what it computed last, with its gradient, and things that cannot be copied."""
 
     def __init__(self):
         super().__init__()
         self.linear, self.heads = nn.Linear(8, 8), [None]
-        self.lock, self.seen = threading.Lock(), {"heads": [torch.zeros(())]}
+        self.lock, self.seen, self.pair = threading.Lock(), {"heads": [torch.zeros(())]}, Pair((1, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         with self.lock:
