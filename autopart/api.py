@@ -97,7 +97,7 @@ def plan(
     precision = Precision.parse(asked.precision, asked.reduce_dtype)
     call = bind_call(model, example_args, example_kwargs or {})
     traced = prepare(model, call, precision=precision, fold=can_be_folded(sizes, asked))
-    return advised(make_plan(model, traced, sizes, asked), traced, asked)
+    return advised(make_plan(model, traced, sizes, asked), asked)
 
 
 def _module(

@@ -13,10 +13,9 @@ from autopart.plan_figures import Draft
 from autopart.plans.headline import ADVICE, fits, quantity
 from autopart.plans.plan import Plan
 from autopart.recipe import estimator, left_open
-from autopart.tracing.trace import Trace
 
 
-def advised(plan: Plan, trace: Trace, options: Options) -> Plan:
+def advised(plan: Plan, options: Options) -> Plan:
     """A plan that was just made, with a note of what would make it fit where it does not.
 
     At most `cost.fit.TRIES` other settings are drafted, always the same ones, so that every process writes the same.
@@ -26,10 +25,9 @@ def advised(plan: Plan, trace: Trace, options: Options) -> Plan:
         return plan
     if isinstance(reasons, LaterReasons):
         reasons = reasons.of_whole
-        trace = reasons.trace
     if not isinstance(reasons, Reasons):
         return plan
-    mesh = plan.mesh_object()
+    trace, mesh = reasons.trace, plan.mesh_object()
     draft = Draft(reasons.problem, decode(trace, plan, mesh), reasons.program, reasons.solved, ())
     asked = replace(options, recompute=plan.recompute)
     needed, capacity = max(row["total"] for row in plan.memory), int(plan.cost["device_memory_bytes"])

@@ -228,6 +228,13 @@ def test_a_plan_that_does_not_fit_says_so_everywhere_and_what_would_help(profile
     assert autopart.plan(model, "dp2,tp8", example_kwargs=batch, hardware=profile).notes == plan.notes
 
 
+def test_a_pipeline_of_short_stages_is_advised_too(profile):
+    """Its blocks are traced as one that stands for others, and planned one by one."""
+    model, batch = llama(torch.float32, layers=16)
+    plan = autopart.plan(model, "pp8", example_kwargs=batch, hardware=profile, microbatches=1)
+    assert fits(plan) is False and any(note.startswith(ADVICE) for note in plan.notes)
+
+
 def test_what_fits_says_so_and_tries_nothing(monkeypatch):
     monkeypatch.setattr(advice, "what_helps", lambda *_: pytest.fail("other settings were tried"))
     model, batch = llama(torch.float32)
