@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 OUT_OF_PLACE = {"index_add", "index_put", "index_copy", "masked_fill", "scatter_add"}
 _IN_PLACE = {f"{name}_" for name in OUT_OF_PLACE}
 _LOOPS = ast.For, ast.While
@@ -35,12 +37,18 @@ class Skipped(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """One in the lines `first` to `last`: what is asked for its truth, and what is skipped by the answer."""
+    """One in the lines `first` to `last`: what is asked for its truth, what is skipped by the answer, and the names of
+    what is written there."""
 
     first: int
     last: int
     asked: str
     skipped: Skipped
+    written: frozenset[str]
+
+    def holds(self, frame: FrameType) -> bool:
+        """Whether a frame asks for it, and what is written are tensors: of a list or dictionary no trace would know."""
+        return self.first <= frame.f_lineno <= self.last and all(_is_tensor(frame, name) for name in self.written)
 
 
 def skipped_by(frame: FrameType | None) -> Skipped | None:
@@ -56,7 +64,16 @@ def skipped_by_length(frame: FrameType) -> Skipped | None:
 
 
 def _condition(frame: FrameType) -> _Condition | None:
-    return next((one for one in _conditions(frame.f_code) if one.first <= frame.f_lineno <= one.last), None)
+    return next((one for one in _conditions(frame.f_code) if one.holds(frame)), None)
+
+
+def _is_tensor(frame: FrameType, name: str) -> bool:
+    """Whether a name, or attribute of one, is a tensor to a frame."""
+    first, *attributes = name.split(".")
+    thing = frame.f_locals.get(first, frame.f_globals.get(first))
+    for attribute in attributes:
+        thing = getattr(thing, attribute, None)
+    return isinstance(thing, Tensor)
 
 
 @functools.lru_cache(64)
@@ -71,12 +88,15 @@ def _conditions(code: CodeType) -> list[_Condition]:
         skipped = _skipped(statement, path)
         is_one_question = not isinstance(asked, (ast.BoolOp, ast.IfExp))
         is_on_lines_of_its_own = bool(skipped) and skipped[0].lineno > (statement.test.end_lineno or 0)
-        if not (is_one_question and is_on_lines_of_its_own and _Writes(function, skipped, statement).only):
+        if not (is_one_question and is_on_lines_of_its_own):
+            continue
+        writes = _Writes(function, skipped, statement)
+        if not writes.only:
             continue
         first, last = above + skipped[0].lineno, above + (skipped[-1].end_lineno or 0)
         begin, end = above + statement.lineno, above + (statement.test.end_lineno or 0)
         lines = Skipped(code.co_filename, begin, first, last, runs_if)
-        conditions.append(_Condition(begin, end, ast.unparse(asked), lines))
+        conditions.append(_Condition(begin, end, ast.unparse(asked), lines, frozenset(writes.written)))
     return conditions
 
 
@@ -133,6 +153,7 @@ class _Writes:
         self.stored = {name for statement in skipped for name in _names(statement, ast.Store)}
         self.read_elsewhere = _Behind(function, skipped, self.stored).reads
         self.made: set[str] = set()
+        self.written: set[str] = set()
         leaves = any(isinstance(node, _LEAVING) for statement in skipped for node in ast.walk(statement))
         self.only = not leaves and self._all(skipped)
 
@@ -173,11 +194,13 @@ class _Writes:
             case ast.AugAssign():  # y[index] += x
                 target = statement.target
                 is_own = isinstance(target, ast.Name) and target.id in self.made and self._makes(target)
-                return self._reads(statement.value) and (is_own or isinstance(target, ast.Subscript))
+                is_part = isinstance(target, ast.Subscript) and self._assigns(target, statement.value)
+                return self._reads(statement.value) and (is_own or is_part)
         return False
 
     def _assigns(self, target: ast.expr, value: ast.expr) -> bool:
         if isinstance(target, ast.Subscript):  # y[index] = x
+            self.written.add(ast.unparse(target.value))
             return self._reads(target)
         if self._makes(target):
             return True

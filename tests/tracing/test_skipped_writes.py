@@ -346,6 +346,16 @@ def of_an_earlier_turn(self, rows, gates, chosen):
     return mixed
 
 
+def counters(self, rows, gates, chosen):
+    mixed, used = torch.zeros_like(rows), [0] * EXPERTS
+    for i, expert in enumerate(self.experts):
+        mask = (chosen == i).any(-1)
+        if mask.any():
+            mixed[mask] += expert(rows[mask])
+            used[i] += 1
+    return mixed / sum(used)
+
+
 def counter(self, rows, gates, chosen):
     mixed, used = torch.zeros_like(rows), 0
     for i, expert in enumerate(self.experts):
@@ -391,7 +401,7 @@ MORE = {
     elsewhere: "select_scatter would change the result",
     hidden_write: "would change the result where nothing is selected",
     kept_by_a_function: "would change the result where nothing is selected",
-    **dict.fromkeys((in_one_line, skips_what_follows, carried_on, read_behind, of_an_earlier_turn, counter,
+    **dict.fromkeys((in_one_line, skips_what_follows, carried_on, read_behind, of_an_earlier_turn, counters, counter,
                      other_branch, leaves_the_loop, two_questions), "decides what to run by the values"),
 }  # fmt: skip
 
