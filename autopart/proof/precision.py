@@ -90,7 +90,7 @@ class OneDevice:
         """The program of an arrangement's plan against this. `in_double`: what the model computes in float64."""
         plan = arrangement.plan
         assert plan is not None, "decisions for one trace are another's only through their plan"
-        if set(in_double.grads) != set(self.results.grads):
+        if in_double.has_other_gradients(self.results):
             return Rounded(self.precision, {"which parameters have a gradient": float("inf")}, 0.0, 0.0)
         rounding = in_double.distance(_in_double(self.results))
         kinds = self.precision.compute, self.precision.reduce

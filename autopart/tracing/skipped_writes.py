@@ -8,6 +8,7 @@ checked that nothing is left of skipped code then: what is read behind it is wha
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -19,7 +20,7 @@ from torch import Tensor, fx
 from autopart.compat_sizes import as_tensor
 from autopart.compat_tracing import keep_calls
 from autopart.errors import Refusal, TraceError
-from autopart.ir.graph import argument, operator_name, short_name, source_text, value
+from autopart.ir.graph import argument, draws_random_numbers, operator_name, short_name, source_text, value
 from autopart.ir.masks import made_for
 from autopart.ir.selection import is_selection, positions_of
 from autopart.tracing.skipped_code import OUT_OF_PLACE, Skipped, skipped_by, skipped_by_length
@@ -199,12 +200,17 @@ def _counted(node: fx.Node) -> fx.Node | _CountOf | None:
         return _counted(node.args[1])
     if name == "count_nonzero" or (name == "sum" and _is_truth(node.args[0])):
         return _root(node.args[0])
-    if name == "select" and operator_name(node.args[0]) == "aten::index_add" and node.args[1] == 0:  # bincount
-        zeros, dim, of, ones = node.args[0].args
-        is_count = [operator_name(n).removeprefix("aten::") for n in (zeros, ones)] == ["new_zeros", "ones_like"]
-        if is_count and dim == 0 and isinstance(node.args[2], int):
-            return _CountOf(of, node.args[2])
-    return None
+    if node.target is operator.getitem and operator_name(node.args[0]) == "aten::unbind":  # tolist()
+        return _of_bincount(node.args[0].args[0], node.args[1])
+    return _of_bincount(node.args[0], node.args[2]) if name == "select" else None
+
+
+def _of_bincount(counts: fx.Node, number: object) -> _CountOf | None:
+    if operator_name(counts) != "aten::index_add" or not isinstance(number, int):
+        return None
+    zeros, _, of, ones = counts.args
+    is_count = [operator_name(n).removeprefix("aten::") for n in (zeros, ones)] == ["new_zeros", "ones_like"]
+    return _CountOf(of, number) if is_count and value(counts).ndim == 1 else None
 
 
 def _is_truth(node: fx.Node) -> bool:
@@ -235,8 +241,10 @@ def check_only_writes(graph: fx.Graph, marks: Marks, selected: Mapping[fx.Node, 
                 inside.setdefault(mark, []).append(node)
     for mark, nodes in inside.items():
         _SkippedCode(mark, nodes, marks, selected).check()
+    asked = made_for(marks.empty)
     for node in reversed(graph.nodes):
-        if node.target in (_BEGINS, _ENDS):
+        is_unread = node in asked and node.op == "call_function" and not node.users and not draws_random_numbers(node)
+        if node.target in (_BEGINS, _ENDS) or is_unread:
             graph.erase_node(node)
 
 

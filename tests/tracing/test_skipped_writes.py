@@ -233,6 +233,18 @@ def test_on_every_axis(mix, mesh):
     assert report.ok, report
 
 
+@pytest.mark.parametrize("mix", [any_row, counts], ids=lambda mix: mix.__name__)
+def test_rows_come_in_microbatches_where_the_condition_is_of_what_is_selected(mix):
+    report = autopart.verify(Model(mix, ONE_SIDED).double(), "pp2", example_kwargs=call(), microbatches=2)
+    assert report.ok, report
+
+
+def test_in_mixed_precision():
+    """What the model gives no gradient has one of zero."""
+    report = autopart.verify(Model(any_row, ONE_SIDED), "tp2", example_kwargs=call(), precision="bf16")
+    assert report.ok, report
+
+
 def test_one_plan_for_both_answers():
     """The condition is asked of every batch: a plan made of one in which all is written runs another."""
     plan = autopart.plan(Model(only_busy), "tp2", example_kwargs=call())
