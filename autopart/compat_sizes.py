@@ -73,13 +73,13 @@ def many_elements(
             return ask(env, asked, *args, **kwargs)
         except GuardOnDataDependentSymNode:
             frame = _asking_frame()
-            many = asked.subs(dict.fromkeys(asked.free_symbols, MANY))
-            if frame is None or (told := _told(env, asked, many, frame)) is None:
+            if frame is None or (told := _told(env, asked, frame)) is None:
                 raise
             return sympy.sympify(told)
 
-    def _told(env: Any, asked: Any, many: Any, frame: types.FrameType) -> Any:
+    def _told(env: Any, asked: Any, frame: types.FrameType) -> Any:
         if "/torch/" in frame.f_code.co_filename:
+            many = asked.subs(dict.fromkeys(asked.free_symbols, MANY))
             return many if many in (sympy.true, sympy.false) and asked.free_symbols <= env.size_like else None
         is_comparison = type(asked) in _COMPARISONS
         return answer_model(frame, lambda: _truth(env, asked)) if is_comparison else None
@@ -96,10 +96,10 @@ def all_selected() -> AbstractContextManager[Any]:
 
 def _truth(env: Any, asked: Any) -> torch.Tensor:
     """A comparison of numbers that a trace does not know, as a tensor."""
-    left, right = (asked.lhs, asked.rhs) if asked.rhs.is_number else (asked.lhs - asked.rhs, 0)
+    left, right = (asked.lhs, asked.rhs) if asked.rhs.is_number else (asked.lhs - asked.rhs, sympy.S.Zero)
     kind, number = (int, torch.SymInt) if left.is_integer else (float, torch.SymFloat)
     tensor = as_tensor(number(SymNode(left, env, kind, None)), torch.int64 if kind is int else torch.float64)
-    return _COMPARISONS[type(asked)](tensor, int(right) if sympy.sympify(right).is_integer else float(right))
+    return _COMPARISONS[type(asked)](tensor, int(right) if right.is_integer else float(right))
 
 
 def as_tensor(number: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -83,7 +83,7 @@ class Results:
     def has_other_gradients(self, other: Results) -> bool:
         """Whether a parameter has a gradient in one alone, and not of zero: of skipped code there may be none."""
         alone = self.grads.keys() ^ other.grads.keys()
-        return any(largest(grads[name]) > 0 for grads in (self.grads, other.grads) for name in alone & grads.keys())
+        return any(bool(grads[name].any()) for grads in (self.grads, other.grads) for name in alone & grads.keys())
 
     @property
     def grad_scale(self) -> float:
