@@ -19,7 +19,7 @@ import remembered
 import torch
 
 SEED = 0
-SAMPLE, OF_LONGEST = 3, 2
+SAMPLE, OF_LONGEST = 2, 2
 """How many cases of a parametrised test `make test` runs at least, and of one in a file that takes long: of a large one
 one in ONE_IN, of `few` one alone."""
 ONE_IN = 12

@@ -21,8 +21,16 @@ from torch import Tensor, fx
 
 from autopart.compat import cached_apart, resolve_group
 from autopart.ir.facts import facts
+from autopart.ir.graph import short_name
 from autopart.ir.operators import axis_of, operator_name, with_salt
 from autopart.runtime.state.recompute import Region, with_regions
+
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention", "window_attention",
+            "attention_runs", "ring_attention")  # fmt: skip
+"""What a compiler takes as it is, and makes nothing of together with what is around."""
+
+LEAST_CHAIN = 3
+"""So many blocks of one kind at least follow each other where they are cut inside: two would be of two kinds."""
 
 Piece = list[fx.Node]
 """Calls that follow each other."""
@@ -100,11 +108,29 @@ class _Pieces:
             longer = [(start, min(stop + gap, limit)) for (start, stop), limit in zip(siblings, limits, strict=True)]
             runs = min((longer, siblings), key=lambda runs: len(set(self._kinds(runs))))
             kinds = self._kinds(runs)
-            for kind, run, (start, stop) in zip(kinds, runs, siblings, strict=True):
+            for kind, alike in groupby(zip(kinds, runs, siblings, strict=True), key=itemgetter(0)):
+                _, chain, shorter = zip(*alike, strict=True)
                 if kinds.count(kind) > 1:
-                    yield run
+                    yield from self._at_seams(chain)
                 else:
-                    yield from self._blocks(start, stop, depth + 1)
+                    yield from self._blocks(*shorter[0], depth + 1)
+
+    def _at_seams(self, chain: Sequence[Run]) -> Sequence[Run]:
+        """Blocks of one kind from seam to seam, where they follow each other and are many: what is before the first
+        seam and behind the last one belongs to what stands there."""
+        seam = self._seam(*chain[0]) if len(chain) >= LEAST_CHAIN else 0
+        if not seam or any(stop != start for (_, stop), (start, _) in pairwise(chain)):
+            return chain
+        return [(start + seam, stop + seam) for start, stop in chain[:-1]]
+
+    def _seam(self, start: int, stop: int) -> int:
+        """How many calls after the start of a block a product reads what attention or another one gives, and nothing
+        else reads: both are kernels that a compiler takes as they are, forward and backward. Elsewhere a cut parts
+        what it would make one kernel, such as a norm and the sum before it. Of several the one over which the fewest
+        values go; 0: there is none."""
+        block = self.calls[start:stop]
+        seams = [index for index, call in enumerate(block) if _product_read(call) in block]
+        return min(seams, key=lambda index: len(_results(block[:index])), default=0)
 
     def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Run]]:
         """For every module that holds numbered ones: where the calls of each of those are."""
@@ -163,6 +189,31 @@ class _Pieces:
         return value.shape, value.stride(), value.dtype, value.device, needs_grad
 
 
+def _product_read(node: fx.Node) -> fx.Node | None:
+    """The product of which a product reads the result first, through views, if nothing else reads that."""
+    read: Any = node.args[0] if short_name(node) in PRODUCTS else None
+    while isinstance(read, fx.Node) and len(read.users) == 1:
+        if short_name(read) in PRODUCTS:
+            return read
+        read = read.args[0] if _is_view(read) else None
+    return None
+
+
+def _is_reordered(node: fx.Node) -> bool:
+    """Whether a value may have the elements of another in another order, each once."""
+    source: Any = node
+    while isinstance(source, fx.Node) and _is_view(source):
+        source = source.args[0]
+    both = [facts(one).get("val") for one in (node, source) if isinstance(one, fx.Node)]
+    sizes = [one.numel() for one in both if isinstance(one, Tensor)]
+    return source is not node and len(sizes) == 2 and sizes[0] == sizes[1]
+
+
+def _is_view(node: fx.Node) -> bool:
+    returned = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return any(one.alias_info is not None for one in returned)
+
+
 @dataclass(frozen=True)
 class _Value:
     """A value in the text of a kind."""
@@ -218,5 +269,8 @@ def _part(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:
     copies = {node: graph.placeholder(f"read_{index}") for index, node in enumerate(read)}
     for node in piece:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        if sum(user not in members for user in node.users) > 1 and _is_reordered(node):
+            # Each kernel that reads a transposed value, such as a bias of attention, takes several times as long.
+            copies[node] = graph.call_function(torch.ops.aten.contiguous.default, (copies[node],))
     graph.output(tuple(copies[node] for node in _results(dict.fromkeys(piece))))
     return graph, read

@@ -146,6 +146,32 @@ def test_each_kind_of_block_is_compiled_once(options, num_kinds):
         assert graphs == [num_kinds] * 20, num_blocks
 
 
+def of_transformers(kind, num_layers):
+    """What a compiled step and one that is not give, their losses and gradients, and how many graphs were compiled."""
+    counter = CompileCounterWithBackend("aot_eager")
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True))
+        for compiled in (False, True):
+            model, batch = getattr(zoo, kind)(num_layers)
+            batch |= zoo.no_cache(model)
+            pm = autopart.parallelize(model, "dp1", example_kwargs=batch, compile=compiled)
+            found.append((pm.step(**batch), pm.full_grads()))
+    torch._dynamo.reset()
+    return found, counter.frame_count
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(("kind", "num_kinds"), [("llama", 3), ("t5", 5)])
+def test_blocks_are_cut_between_attention_and_its_projection(kind, num_kinds):
+    """From there to the next: what is before the first, a block, and what is behind the last."""
+    for num_layers in (4, 5):
+        ((found, num_graphs),) = run_ranks(of_transformers, 1, kind, num_layers)
+        (loss, grads), (compiled_loss, compiled_grads) = found
+        assert abs(compiled_loss - loss) < 1e-12 and num_graphs == num_kinds
+        assert all((grads[name] - compiled_grads[name]).abs().max() < 1e-12 for name in grads)
+
+
 def test_a_block_that_is_like_no_other_is_compiled_by_itself():
     (((_, odd),), ((_, two_odd),)) = (run_ranks(graphs_after, 1, 1, (6, which), {}) for which in ((2,), (2, 4)))
     assert odd == two_odd == [4]
