@@ -19,10 +19,9 @@ import remembered
 import torch
 
 SEED = 0
-SAMPLE, OF_LONGEST = 2, 2
-"""How many cases of a parametrised test `make test` runs at least, and of one in a file that takes long: of a large one
-one in ONE_IN, of `few` one alone."""
-ONE_IN = 12
+SAMPLE = 2
+"""How many cases of a parametrised test `make test` runs at least: of a large one one in ONE_IN, of `few` one alone."""
+ONE_IN = 24
 LONGEST = (
     "test_precision", "test_hangs", "test_context", "test_sent_in_parts", "test_dp_sync_ranks", "test_counted",
     "test_memory", "test_weights", "test_folded", "test_two_versions", "test_recompute", "test_rules",
@@ -58,10 +57,9 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: _place(item.path.stem))  # stable: the order inside a file stays
-    for (file, name), cases in _by_function(items).items():
+    for (_, name), cases in _by_function(items).items():
         sampled = [case for case in cases if not (case.get_closest_marker("whole") or case.get_closest_marker("large"))]
-        least = OF_LONGEST if Path(file).stem in LONGEST else SAMPLE
-        count, first = max(least, len(sampled) // ONE_IN), 0
+        count, first = max(SAMPLE, len(sampled) // ONE_IN), 0
         if cases[0].get_closest_marker("few"):
             count, first = 1, zlib.crc32(name.encode())  # another one in each matrix, not always `dp2`
         for index in beyond_sample([case.name for case in sampled], count, first):

@@ -244,7 +244,7 @@ def test_checkpoints_go_from_level_to_level(tmp_path, made, read):
 
 def test_memory_falls_with_the_level():
     """Of a model that is large beside its batch: optimizer, then gradients, then parameters (the paper's figure 1)."""
-    model, batch = zoo.llama(num_layers=8, hidden=128)
+    model, batch = zoo.llama(num_layers=4, hidden=128)
     plans = [autopart.plan(model, "dp4", example_kwargs=batch, zero=zero, microbatches=2) for zero in (0, 1, 2, 3)]
     totals = [max(row["total"] for row in plan.memory) for plan in plans]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4, totals

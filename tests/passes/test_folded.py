@@ -157,6 +157,7 @@ def test_unfolded_is_what_a_plain_trace_is():
     assert len(few.graph.nodes) < len(plain.graph.nodes)
 
 
+@pytest.mark.large
 def test_two_chains_are_folded():
     assert traces("t5")[1].folds == (Fold("encoder.block", 4, 2), Fold("decoder.block", 4, 3))
 

@@ -92,6 +92,7 @@ def test_a_rank_that_does_not_come(mesh):
     assert seconds < 3 * TIMEOUT_S
 
 
+@pytest.mark.large
 def test_the_groups_of_a_users_device_mesh():
     (text, _), _ = dist.run_ranks(train, 2, None, "device mesh", timeout_s=90)
     assert "rank 1 does not come: rank 0 waited 1.5 s in step 3" in text
@@ -110,6 +111,7 @@ def test_a_rank_that_hangs_inside_a_step(mesh, place):
         assert "(test_hangs.py:" in first, "the line of the model"
 
 
+@pytest.mark.large
 def test_a_rank_that_does_not_come_to_the_backward():
     (text, _), _ = dist.run_ranks(train, 2, "tp2", "backward", timeout_s=90)
     assert "rank 1 does not come: rank 0 waited" in text and "at the backward of " in text
