@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from autopart.ir.buckets import UNDER_WAY, bucketed, kinds
+from autopart.ir.buckets import SUMS_UNDER_WAY, UNDER_WAY, bucketed, kinds
 
 
 class Weight(NamedTuple):
@@ -41,7 +41,7 @@ class Sent(NamedTuple):
     """A bucket of gradients. `flat_bytes`: copied together, while they are sent. `part_bytes`: of what becomes a rank's
     part. `gather_bytes`: what the wholes are received in, and sent from. `scatters`: the whole gradients are gone then.
     `each`: after every microbatch. `kept_bytes`: of the gradients of earlier microbatches, where these are added up in
-    a higher precision."""
+    a higher precision. `most_under_way`: how many are sent at a time, with this one."""
 
     names: tuple[str, ...]
     flat_bytes: int
@@ -50,6 +50,7 @@ class Sent(NamedTuple):
     scatters: bool = False
     each: bool = False
     kept_bytes: int = 0
+    most_under_way: int = UNDER_WAY
 
 
 class Row(NamedTuple):
@@ -79,7 +80,7 @@ def summed_buckets(weights: Mapping[str, Weight]) -> Iterator[Sent]:
     for bucket, members in _buckets(weights, {name: one.part_bytes for name, one in weights.items()}):
         size, summed = sum(one.part_bytes for one in members), members[0].summed
         is_copied = len(bucket) > 1 or summed != 1
-        yield Sent(bucket, round(size * summed) if is_copied else 0)
+        yield Sent(bucket, round(size * summed) if is_copied else 0, most_under_way=SUMS_UNDER_WAY)
 
 
 def _buckets(
@@ -226,7 +227,7 @@ class _Running:
                 elif kind == "ahead":
                     self.ahead = size
                 else:
-                    self._send(size, part, True)
+                    self._send(size, part, True, UNDER_WAY)
         return self.most, self.most_later
 
     def _reach(self, peak: float) -> None:
@@ -247,13 +248,13 @@ class _Running:
         grads = sum(self.whole[name] for name in sent.names) if sent.scatters else 0
         before = grads if sent.kept_bytes else 0  # they are added to those of earlier microbatches
         self.now -= before
-        self._send(sent.flat_bytes, sent.part_bytes, sent.each)
+        self._send(sent.flat_bytes, sent.part_bytes, sent.each, sent.most_under_way)
         self.now -= grads - before + sent.kept_bytes
 
-    def _send(self, flat_bytes: float, part_bytes: float, is_added: bool) -> None:
-        """Gradients are copied together and sent, when what was sent before has arrived. `is_added`: after the first
-        microbatch what arrives is added to what is there."""
-        while len(self.flats) >= UNDER_WAY:
+    def _send(self, flat_bytes: float, part_bytes: float, is_added: bool, most_under_way: int) -> None:
+        """Gradients are copied together and sent, when of what was sent before enough has arrived. `is_added`: after
+        the first microbatch what arrives is added to what is there."""
+        while len(self.flats) >= most_under_way:
             flat, part = self.flats.popleft()
             self.now -= flat
             self.added_bytes += part

@@ -1,7 +1,8 @@
 """Which parameters travel together: one collective for each block of a model, which runs beside the work of another.
 
 A bucket holds consecutive parameters in the order in which a stage reads them, of one repeated block; blocks smaller
-than `LEAST_BYTES` share one, and a larger one may be split. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the
+than `LEAST_BYTES` share one, and a larger one may be split. What is read first is split most: its gradients come last,
+and little is left to compute beside which they could be sent. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the
 reasons for buckets; Zhao et al. 2023, arXiv:2304.11277, section 3.3, for blocks.)
 """
 
@@ -22,9 +23,10 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients are summed, and wholes that live for a step gathered, in buckets of at most so much, which are copied."""
 
 
-UNDER_WAY = 1
-"""How many buckets of gradients are sent at a time: each holds a copy of its gradients, and a part of what it gets. The
-one before is waited for where the next is complete, before that is copied."""
+UNDER_WAY, SUMS_UNDER_WAY = 1, 2
+"""How many buckets of gradients are sent at a time, of parts and of whole sums: each holds a copy of its gradients, and
+of parts what it gets; those may be whole blocks, sums fill `BUCKET_BYTES` at most. One of those before is waited for
+where the next is complete, before that is copied."""
 
 
 def in_order_of_use(graph: fx.Graph, names: Iterable[str]) -> list[str]:
@@ -66,17 +68,19 @@ def bucketed(
     sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES, least_bytes: float = LEAST_BYTES
 ) -> list[tuple[str, ...]]:
     """The buckets of parameters, {name: bytes} in the order of their use; with `most_bytes` None no block is
-    split, and with `least_bytes` infinite a bucket goes on from block to block.
+    split, else the first bucket has `least_bytes` at most, and each other twice as much as the one before. With
+    `least_bytes` infinite a bucket goes on from block to block.
 
     >>> mega = 2**20
     >>> bucketed({"a": 10, "h.0.up": mega, "h.0.down": mega, "h.1.up": mega}, 2 * mega)
-    [('a', 'h.0.up'), ('h.0.down',), ('h.1.up',)]
+    [('a',), ('h.0.up', 'h.0.down'), ('h.1.up',)]
     """
     buckets: list[list[str]] = []
     filled, block = 0, ""
     for name, size in sizes.items():
         begins = block_of(name) != block and filled >= least_bytes
-        overflows = most_bytes is not None and filled + size > most_bytes
+        grown = least_bytes * 2 ** max(len(buckets) - 1, 0)
+        overflows = most_bytes is not None and filled + size > min(most_bytes, grown)
         if not buckets or begins or (overflows and filled):
             buckets.append([])
             filled = 0

@@ -113,7 +113,8 @@ class _Pieces:
                 if kinds.count(kind) > 1:
                     yield from self._at_seams(chain)
                 else:
-                    yield from self._blocks(*shorter[0], depth + 1)
+                    ((start, stop),) = shorter
+                    yield from self._blocks(start, stop, depth + 1)
 
     def _at_seams(self, chain: Sequence[Run]) -> Sequence[Run]:
         """Blocks of one kind from seam to seam, where they follow each other and are many: what is before the first

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.ir.buckets import UNDER_WAY
+from autopart.ir.buckets import SUMS_UNDER_WAY, UNDER_WAY
 from autopart.runtime.comm.parts import begin_sum
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ class Crossing:
 
     names: tuple[str, ...]
     under_way: deque[Pending]
+    most_under_way: int = UNDER_WAY
+    """How many are sent at a time, with this one."""
+
     unsummed: Unsummed | None = None
     """Which calls leave their gradients as they are."""
 
@@ -145,7 +148,7 @@ class _Leave(torch.autograd.Function):
             ctx.pending.sums = present_grads
         elif present:
             under_way = ctx.crossing.under_way
-            while len(under_way) >= UNDER_WAY:
+            while len(under_way) >= ctx.crossing.most_under_way:
                 under_way.popleft().advance()
             ctx.pending.wait = ctx.crossing.send(present_grads, present)
             under_way.append(ctx.pending)
@@ -194,6 +197,8 @@ def added(wait: Waits, parts: Sequence[Tensor]) -> Finish:
 
 class SumBucket(Bucket):
     """Gradients of whole parameters, summed over one group after the other."""
+
+    most_under_way = SUMS_UNDER_WAY
 
     def __init__(
         self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], under_way: deque[Pending],
@@ -349,7 +354,7 @@ class Reducer:
         if not bucket.each and not self.is_last:
             return
         self.before_first()
-        while len(self.begun) >= UNDER_WAY:
+        while len(self.begun) >= bucket.most_under_way:
             self._finish_first()
         finish = bucket.begin(self.is_last)
         if finish is not None:

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopart
 from autopart.runtime.state import part_buckets, reducing
 
-WIDTHS = (512, 520, 528, 536)
-"""Of the blocks' inner sides: each block is more than a megabyte, which makes a bucket."""
+WIDTHS = (256, 260, 264, 268)
+"""Of the blocks' inner sides: each block is more than a megabyte, which makes a bucket, and less than two, which the
+second bucket of a stage may have; the first one is that of the stem."""
 OUTER = 288
 
 
@@ -37,9 +38,11 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.stem = nn.Linear(OUTER, OUTER, bias=False)
         self.blocks = nn.ModuleList(map(Block, WIDTHS))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
@@ -59,7 +62,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, what: str, names: tuple[str, ...]) -> None:
-        for block in sorted({int(name.split(".")[1]) for name in names}):
+        for block in sorted({int(name.split(".")[1]) for name in names if name.startswith("blocks")}):
             self.events.append((what, block))
 
 
@@ -192,9 +195,10 @@ def test_gradients_of_several_microbatches_are_sent_once():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 def test_stages_send_their_own_gradients(schedule):
-    """In the last microbatch's backward; a backward in two parts sends when the second ends."""
+    """In the last microbatch's backward; a backward in two parts sends when the second ends. The first block of the
+    second stage is more than its first bucket may have."""
     ranks = dist.run_ranks(events, 4, "pp2,dp2", {"schedule": schedule, "zero": 1}, False, timeout_s=120)
     assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
     for found in ranks:
         sent = [block for what, block in found if what == "reduce"]
-        assert sorted(sent) == sorted({block for what, block in found if what == "work"})
+        assert set(sent) == {block for what, block in found if what == "work"} and len(sent) <= 3
