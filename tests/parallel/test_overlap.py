@@ -187,6 +187,35 @@ def test_what_lives_for_a_step_is_gathered_once(zero, own_backward):
     assert sum(what == "reduce" for what, _ in found) == len(WIDTHS) * (1 if own_backward else zero)
 
 
+def most_sums_at_a_time():
+    """How many buckets of whole gradients were under way at a time."""
+    model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
+    pm = autopart.parallelize(model, "dp2", example_kwargs=batch)
+    summed, open_sums, most = reducing.SumBucket._sum, set(), 0
+
+    def sums(self: Any, flat: Tensor) -> Any:
+        nonlocal most
+        wait = summed(self, flat)
+        open_sums.add(self.names)
+        most = max(most, len(open_sums))
+
+        def waits() -> None:
+            wait()
+            open_sums.discard(self.names)
+
+        return waits
+
+    with mock.patch.object(reducing.SumBucket, "_sum", sums):
+        pm.step(**batch)
+    assert not open_sums
+    return most
+
+
+def test_two_sums_are_under_way_at_a_time():
+    """As a plan counts their copies."""
+    assert dist.run_ranks(most_sums_at_a_time, 2) == [2, 2]
+
+
 def test_gradients_of_several_microbatches_are_sent_once():
     (found, _) = dist.run_ranks(events, 2, "dp2", {"zero": 0, "microbatches": 4}, False)
     assert sum(what == "reduce" for what, _ in found) == len(WIDTHS)
