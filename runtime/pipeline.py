@@ -114,7 +114,8 @@ class StageModule(nn.Module):
             blocks = gather_blocks(graph, self.program, self.process, self.reducer, self.splits, self.compiled)
             graph = with_entries(graph, [*self.reducer.buckets, *self.shared_buckets])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
-            return _Written(compiled(graph) if self.compiled else with_regions(graph), blocks, names)
+            graph = compiled(graph, has_seams=blocks is None) if self.compiled else with_regions(graph)
+            return _Written(graph, blocks, names)
 
         return self.written.get(bands, write)
 

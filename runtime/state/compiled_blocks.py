@@ -38,10 +38,11 @@ Run = tuple[int, int]
 """Where a piece begins and stops among the calls of a graph."""
 
 
-def compiled(module: fx.GraphModule) -> fx.GraphModule:
-    """A bound stage graph that runs compiled, its regions as in `with_regions`."""
+def compiled(module: fx.GraphModule, has_seams: bool = True) -> fx.GraphModule:
+    """A bound stage graph that runs compiled, its regions as in `with_regions`. `has_seams`: blocks may be cut inside;
+    where weights are gathered block by block that would hold those of two."""
     module = with_regions(_with_salts(module))
-    pieces = _Pieces(module).of_graph()
+    pieces = _Pieces(module, has_seams).of_graph()
     if len(pieces) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes
                                 if _is_given(node, module)):  # fmt: skip
         return _compile(module)
@@ -84,8 +85,8 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
 class _Pieces:
     """How the calls of a stage graph are cut."""
 
-    def __init__(self, module: fx.GraphModule):
-        self.module = module
+    def __init__(self, module: fx.GraphModule, has_seams: bool):
+        self.module, self.has_seams = module, has_seams
         self.calls = [node for node in module.graph.nodes if not _is_given(node, module) and node.op != "output"]
 
     def of_graph(self) -> list[tuple[str, Piece]]:
@@ -119,7 +120,7 @@ class _Pieces:
     def _at_seams(self, chain: Sequence[Run]) -> Sequence[Run]:
         """Blocks of one kind from seam to seam, where they follow each other and are many: what is before the first
         seam and behind the last one belongs to what stands there."""
-        seam = self._seam(*chain[0]) if len(chain) >= LEAST_CHAIN else 0
+        seam = self._seam(*chain[0]) if self.has_seams and len(chain) >= LEAST_CHAIN else 0
         if not seam or any(stop != start for (_, stop), (start, _) in pairwise(chain)):
             return chain
         return [(start + seam, stop + seam) for start, stop in chain[:-1]]

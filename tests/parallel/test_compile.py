@@ -176,6 +176,23 @@ def test_blocks_are_cut_between_attention_and_its_projection(kind, num_kinds, nu
         assert all((grads[name] - compiled_grads[name]).abs().max() < 1e-12 for name in grads)
 
 
+def cut_inside(options):
+    """Whether blocks were looked through for a place to cut them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda forward, **_: forward)
+        patch.setattr(compiled_blocks._Pieces, "_seam", seam := unittest.mock.Mock(return_value=0))
+        model, batch = zoo.llama(3)
+        batch |= zoo.no_cache(model)
+        autopart.parallelize(model, "dp2", example_kwargs=batch, compile=True, **options).step(**batch)
+    return seam.called
+
+
+def test_blocks_whose_weights_are_gathered_are_cut_at_their_ends():
+    """A piece of two would hold the weights of both."""
+    assert run_ranks(cut_inside, 2, {}) == [True] * 2
+    assert run_ranks(cut_inside, 2, {"zero": 3}) == [False] * 2
+
+
 def test_a_block_that_is_like_no_other_is_compiled_by_itself():
     (((_, odd),), ((_, two_odd),)) = (run_ranks(graphs_after, 1, 1, (6, which), {}) for which in ((2,), (2, 4)))
     assert odd == two_odd == [4]
