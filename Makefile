@@ -1,7 +1,7 @@
 # The system's first, if it can make an environment and torch can compile for it: distributions build Python with a
 # profile of what it runs, pyenv by default does not, and there the tests take 1.15 times as long.
-WHOLE := import ensurepip, sysconfig; open(sysconfig.get_path("include") + "/Python.h")
-PYTHON := $(or $(shell for p in /usr/bin/python3.11 python3.11 python3; do $$p -c '$(WHOLE)' 2>/dev/null && echo $$p && break; done),python3)
+WHOLE = import ensurepip, sysconfig; open(sysconfig.get_path("include") + "/Python.h")
+PYTHON = $(or $(shell for p in /usr/bin/python3.11 python3.11 python3; do $$p -c '$(WHOLE)' 2>/dev/null && echo $$p && break; done),python3)
 PY := .venv/bin/python
 STAMP := .venv/.stamp
 # Many processes import the same files: each would compile them anew where the environment says not to keep that.

@@ -25,8 +25,8 @@ from autopart.ir.graph import short_name
 from autopart.ir.operators import axis_of, operator_name, with_salt
 from autopart.runtime.state.recompute import Region, with_regions
 
-PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention", "window_attention",
-            "attention_runs", "ring_attention")  # fmt: skip
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "scaled_dot_product_attention", "window_attention", "attention_runs",
+            "ring_attention")  # fmt: skip
 """What a compiler takes as it is, and makes nothing of together with what is around."""
 
 LEAST_CHAIN = 3
@@ -38,7 +38,7 @@ Run = tuple[int, int]
 """Where a piece begins and stops among the calls of a graph."""
 
 
-def compiled(module: fx.GraphModule, has_seams: bool = True) -> fx.GraphModule:
+def compiled(module: fx.GraphModule, has_seams: bool) -> fx.GraphModule:
     """A bound stage graph that runs compiled, its regions as in `with_regions`. `has_seams`: blocks may be cut inside;
     where weights are gathered block by block that would hold those of two."""
     module = with_regions(_with_salts(module))
@@ -212,8 +212,7 @@ def _is_reordered(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    returned = getattr(getattr(node.target, "_schema", None), "returns", ())
-    return any(one.alias_info is not None for one in returned)
+    return getattr(node.target, "is_view", False)
 
 
 @dataclass(frozen=True)

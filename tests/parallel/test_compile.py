@@ -112,14 +112,20 @@ def test_compiled_stages_compute_the_same(mesh, options):
             assert (grad - compiled_grads[name]).abs().max() < 1e-12, name
 
 
-def graphs_after(num_steps, sizes, options):
-    """What two runs alike but for `compile` say (losses, gradients), and how many graphs each compiled step made."""
+def of_transformers(kind, num_layers):
+    model, batch = getattr(zoo, kind)(num_layers)
+    return model, batch | zoo.no_cache(model)
+
+
+def graphs_after(num_steps, make, sizes, options):
+    """What two runs alike but for `compile` say (losses, gradients); how many graphs each compiled step made, and in
+    how many of all a value is laid in order."""
     counter = CompileCounterWithBackend("aot_eager")
     found, num_graphs = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True))
         for compiled in (False, True):
-            model, batch = example(*sizes)
+            model, batch = make(*sizes)
             torch.manual_seed(1)
             pm = autopart.parallelize(model, "dp1", example_kwargs=batch, compile=compiled, **options)
             losses = []
@@ -128,7 +134,8 @@ def graphs_after(num_steps, sizes, options):
                 num_graphs.append(counter.frame_count)
             found.append((losses, pm.full_grads()))
     torch._dynamo.reset()
-    return found, num_graphs[num_steps:]
+    laid = sum(torch.ops.aten.contiguous.default in {node.target for node in g.graph.nodes} for g in counter.graphs)
+    return found, num_graphs[num_steps:], laid
 
 
 @pytest.mark.few
@@ -140,27 +147,10 @@ def graphs_after(num_steps, sizes, options):
 ])  # fmt: skip
 def test_each_kind_of_block_is_compiled_once(options, num_kinds):
     for num_blocks in (5, 8):
-        ((runs, graphs),) = run_ranks(graphs_after, 1, 20, (num_blocks,), options)
+        ((runs, graphs, _),) = run_ranks(graphs_after, 1, 20, example, (num_blocks,), options)
         (losses, grads), (compiled_losses, compiled_grads) = runs
         assert compiled_losses == losses and all(grads[name].equal(compiled_grads[name]) for name in grads)
         assert graphs == [num_kinds] * 20, num_blocks
-
-
-def of_transformers(kind, num_layers):
-    """What a compiled step and one that is not give, their losses and gradients; how many graphs were compiled, and in
-    how many a value is laid in order."""
-    counter = CompileCounterWithBackend("aot_eager")
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True))
-        for compiled in (False, True):
-            model, batch = getattr(zoo, kind)(num_layers)
-            batch |= zoo.no_cache(model)
-            pm = autopart.parallelize(model, "dp1", example_kwargs=batch, compile=compiled)
-            found.append((pm.step(**batch), pm.full_grads()))
-    torch._dynamo.reset()
-    laid = sum(torch.ops.aten.contiguous.default in {node.target for node in g.graph.nodes} for g in counter.graphs)
-    return found, counter.frame_count, laid
 
 
 @pytest.mark.parametrize(("kind", "num_kinds", "num_laid"), [
@@ -170,9 +160,9 @@ def test_blocks_are_cut_between_attention_and_its_projection(kind, num_kinds, nu
     """From there to the next: what is before the first, a block, and what is behind the last. The biases of positions,
     of encoder and decoder, are transposed values that all blocks read."""
     for num_layers in (4, 5):
-        ((found, num_graphs, laid),) = run_ranks(of_transformers, 1, kind, num_layers)
-        (loss, grads), (compiled_loss, compiled_grads) = found
-        assert abs(compiled_loss - loss) < 1e-12 and (num_graphs, laid) == (num_kinds, num_laid)
+        ((found, graphs, laid),) = run_ranks(graphs_after, 1, 1, of_transformers, (kind, num_layers), {})
+        ((loss,), grads), ((compiled_loss,), compiled_grads) = found
+        assert abs(compiled_loss - loss) < 1e-12 and (graphs, laid) == ([num_kinds], num_laid)
         assert all((grads[name] - compiled_grads[name]).abs().max() < 1e-12 for name in grads)
 
 
@@ -181,8 +171,7 @@ def cut_inside(options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda forward, **_: forward)
         patch.setattr(compiled_blocks._Pieces, "_seam", seam := unittest.mock.Mock(return_value=0))
-        model, batch = zoo.llama(3)
-        batch |= zoo.no_cache(model)
+        model, batch = of_transformers("llama", 3)
         autopart.parallelize(model, "dp2", example_kwargs=batch, compile=True, **options).step(**batch)
     return seam.called
 
@@ -194,7 +183,9 @@ def test_blocks_whose_weights_are_gathered_are_cut_at_their_ends():
 
 
 def test_a_block_that_is_like_no_other_is_compiled_by_itself():
-    (((_, odd),), ((_, two_odd),)) = (run_ranks(graphs_after, 1, 1, (6, which), {}) for which in ((2,), (2, 4)))
+    ((_, odd, _),), ((_, two_odd, _),) = (
+        run_ranks(graphs_after, 1, 1, example, (6, which), {}) for which in ((2,), (2, 4))
+    )
     assert odd == two_odd == [4]
 
 
