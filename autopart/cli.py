@@ -291,9 +291,11 @@ def run(steps: int, learning_rate: float, compare: bool, as_json: bool, **option
 @click.option("--name", help="The profile's.  [default: the file's, or the device's]")
 @click.option("--base", metavar="NAME|PATH", help="A profile that has what cannot be measured here.  [default: chosen]")
 @click.option("--quick", is_flag=True, help="Few sizes, once: seconds, and less exact.")
+@click.option("--raw", metavar="PATH", help="Where to write every measurement, a .json file.  [default: nowhere]")
+@click.option("--of", metavar="PATH", help="Make the profile of measurements that --raw has written.")
 @JSON
 @told
-def calibrate(out: str | None, name: str | None, base: str | None, quick: bool, as_json: bool) -> None:
+def calibrate(out: str | None, as_json: bool, **options: Any) -> None:
     """Measure this machine as a hardware profile; predicted against measured.
 
     Started with torchrun it measures on every process at once, and collectives between them; rank 0 writes and prints.
@@ -308,7 +310,7 @@ def calibrate(out: str | None, name: str | None, base: str | None, quick: bool, 
     from autopart.tuning.calibrate import calibrate as calibrate_machine
 
     with ending_processes():
-        calibration = calibrate_machine(out, name=name, base=base, quick=quick, progress=True)
+        calibration = calibrate_machine(out, progress=True, **options)
     if rank() != 0:
         return
     lines = [str(calibration)]

@@ -37,6 +37,7 @@ from autopart.tracing.trace import (
     Trace,
     batch_size,
     bind_call,
+    bind_next_call,
     check_values,
     flatten_call,
 )
@@ -147,7 +148,7 @@ class Compiler:
         loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
         """The program for a call and its tensors; traces the call where it is a new one."""
-        arguments = bind_call(self.model, args, kwargs)
+        arguments = (bind_next_call if self._num_traces else bind_call)(self.model, args, kwargs)
         if not torch.is_grad_enabled() and purpose == "forward":
             arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
         if loss_fn is not None:

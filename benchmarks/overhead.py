@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 Batch = dict[str, Tensor]
 Subject = tuple[nn.Module, Batch]
@@ -62,6 +63,8 @@ ON_GPU = Sizes(
     hidden=2048, layers=16, heads=16, kv_heads=8, vocab=32000, tokens=8192, positions=(1024, 4096),
     attention_heads=16, attention_width=128, attention_positions=(1024, 4096, 16384), warm_ups=3, rounds=12,
 )  # fmt: skip
+ON_GPU_OF = {"gpt2": replace(ON_GPU, hidden=1024, layers=24, vocab=50257)}
+"""GPT-2 medium; the others have `ON_GPU`'s sizes, with which a Llama has 1.1 billion parameters."""
 QUICK = Sizes(
     hidden=32, layers=1, heads=4, kv_heads=2, vocab=64, tokens=32, positions=(16,), attention_heads=2,
     attention_width=8, attention_positions=(16,), rounds=2,
@@ -238,14 +241,13 @@ def first_vector(model: nn.Module) -> str:
     return next(name for name, parameter in model.named_parameters() if parameter.dim() == 1)
 
 
-def on_device(model: nn.Module, batch: Batch, device: str) -> Subject:
-    """On a GPU in bfloat16."""
+def on_device(make: Callable[[], Subject], device: str) -> Subject:
+    """Made on the device; on a GPU in bfloat16."""
+    with torch.device(device):
+        model, batch = make()
     if device == "cpu":
         return model, batch
-    batch = {
-        name: value.cuda().bfloat16() if value.is_floating_point() else value.cuda() for name, value in batch.items()
-    }
-    return model.cuda().bfloat16(), batch
+    return model.bfloat16(), {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
 
 
 class Case(NamedTuple):
@@ -259,12 +261,15 @@ class Case(NamedTuple):
 
 
 def model_cases(sizes: Sizes, arguments: argparse.Namespace) -> Iterator[Case]:
-    print(f"{sizes.layers} layers, hidden {sizes.hidden}, vocabulary {sizes.vocab}, float32, one thread")
+    on_gpu = arguments.device == "cuda"
+    kind = "bfloat16" if on_gpu else "float32, one thread"
+    print(f"{sizes.layers} layers, hidden {sizes.hidden}, vocabulary {sizes.vocab}, {kind}")
     print_heading()
     for name in arguments.only:
+        of_model = ON_GPU_OF.get(name, sizes) if on_gpu and not arguments.quick else sizes
         for positions in arguments.positions or sizes.positions:
             torch.manual_seed(0)
-            model, batch = on_device(*MODELS[name](sizes, positions), arguments.device)
+            model, batch = on_device(partial(MODELS[name], of_model, positions), arguments.device)
             makers = {"module": plain, "graph": traced}
             variants = {variant: partial(make, copy.deepcopy(model), batch) for variant, make in makers.items()}
             pairs = [("graph", "module")]
@@ -283,13 +288,13 @@ def attention_cases(sizes: Sizes, arguments: argparse.Namespace) -> Iterator[Cas
     print_heading()
     for positions in arguments.positions or sizes.attention_positions:
         torch.manual_seed(0)
-        batch = {name: torch.randn(1, heads, positions, width) for name in "qkv"}
-        told, masked = (on_device(CausalAttention(width, mask), batch, arguments.device) for mask in (False, True))
-        variants = {
-            "module": partial(plain, *told),
-            "masked": partial(plain, *masked),
-            "graph": partial(traced, *on_device(CausalAttention(width, has_mask=True), batch, arguments.device)),
-        }
+        with torch.device(arguments.device):
+            batch = {name: torch.randn(1, heads, positions, width) for name in "qkv"}
+        told, masked, graph = (
+            on_device(lambda mask=mask, batch=batch: (CausalAttention(width, mask), batch), arguments.device)
+            for mask in (False, True, True)
+        )
+        variants = {"module": partial(plain, *told), "masked": partial(plain, *masked), "graph": partial(traced, *graph)}
         yield Case("attention", positions, 1, variants, [("masked", "module"), ("graph", "module")])
 
 
@@ -336,10 +341,15 @@ def measured(case: Case, sizes: Sizes) -> list[Row]:
     peak_bytes = {name: 0 if "compiled" in name else counted_bytes(step) for name, step in steps.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(sizes.warm_ups + sizes.rounds):
+        if number == 1:
+            graphs = compiled_graphs()
         for name in list(steps)[:: 1 if number % 2 else -1]:  # none is always the first
             taken = timed(steps[name])
             if number >= sizes.warm_ups:
                 times[name].append(taken)
+    if any("compiled" in name for name in steps):
+        breaks = sum(counters["graph_break"].values())
+        print(f"graph breaks {breaks}, graphs compiled after the first round {compiled_graphs() - graphs}")
     figures = {}
     for name, values in times.items():
         wall_s, cpu_s = (statistics.median(column) for column in zip(*values, strict=True))
@@ -353,6 +363,11 @@ def measured(case: Case, sizes: Sizes) -> list[Row]:
         rows.append(Row(case.model, case.positions, case.rows, variant, base, *found, wall, cpu, size))
         print_row(rows[-1])
     return rows
+
+
+def compiled_graphs() -> int:
+    """So far in this process, by the compiler's own count."""
+    return counters["stats"]["unique_graphs"]
 
 
 def result(step: Step) -> dict[str, float]:

@@ -16,6 +16,7 @@ from autopart.ir.measurement import LINKS, Device, Measured
 
 from .collectives import PARTS, S, g, k, n, time_s
 from .hardware import USUAL_DTYPES, Hardware
+from .work import optimizer_s
 
 _SHORTEST_S = 1e-9
 """Where a fit finds no latency."""
@@ -36,7 +37,8 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
     source = f"measured on {device.name}, {device.software}, {ranks}, {date}"
     by_kind = defaultdict(list)
     for row in measurements:
-        by_kind[row.kind].append(row)
+        if not row.is_held_out:
+            by_kind[row.kind].append(row)
     launch_s = min(row.time_s for row in by_kind["launch"])
     (in_place,) = by_kind["memory in place"]
     memory = in_place.size_bytes / in_place.time_s
@@ -75,6 +77,15 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
         return hardware.matmul_time_s(row.flops, _operand_bytes(row), row.dtype)
     if row.kind == "memory":
         return hardware.traffic_time_s(row.size_bytes) + hardware.launch_s
+    if row.kind.startswith("attention"):
+        share = hardware.causal_share(row.shape[1]) if row.form == "causal" else 1.0
+        return hardware.matmul_time_s(row.flops * share, 0.0, row.dtype)
+    if row.kind == "sustained":
+        return hardware.matmul_time_s(row.flops, _operand_bytes(row), row.dtype)
+    if row.kind in ("copy", "norm"):
+        return hardware.traffic_time_s(row.size_bytes) + hardware.launch_s
+    if row.kind == "optimizer":
+        return optimizer_s(row.size_bytes, hardware)
     if row.kind == "memory in place":
         return row.size_bytes / hardware.memory_bytes_per_s
     if row.kind == "launch":

@@ -1,13 +1,14 @@
 """Measures the machine it runs on: matrix products, memory, the launch of an operator, and collectives where there are
 several ranks, all of which measure at once, as they compute at once in a step.
 
-`torch.utils.benchmark.Timer` times what one rank does alone: on a CPU with one thread by that thread's processor time,
-from which what else runs on the machine takes nothing. Every measurement is made several times, some time apart, and
-the fastest counts: other work can only slow it.
+`torch.utils.benchmark.Timer` times what one rank does alone on a CPU, with one thread by that thread's processor time,
+from which what else runs on the machine takes nothing. On a GPU a call is made many times in a row. Every measurement
+is made several times, some time apart, and the fastest counts: other work can only slow it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -29,9 +30,11 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.processes import Process, connect, reduce_over_all
+from autopart.runtime.gpu_calls import Maker, calls
 
 _CHAIN = 100  # operators in a row whose launch is measured
 _CALLS = 4  # of a collective, between two barriers
+_SUSTAINED_S = 2.0  # after which a GPU's clock has come down to what its power allows
 _GROUPS = {"link": "tp", "node_link": "dp"}  # the axes of the mesh that stands for nodes of processes
 
 
@@ -49,6 +52,8 @@ class Effort:
     rounds: int
     repeats: int
     """Of a collective in a round."""
+    is_of_gpus: bool = False
+    """Measures what `gpu_calls` has, too."""
 
     @staticmethod
     def of(quick: bool, on_gpu: bool) -> Effort:
@@ -57,7 +62,7 @@ class Effort:
         widths = (32, 64, 128, 256, 512, 1024, 2048)
         tensors, messages = tuple(2**n for n in range(12, 28, 2)), tuple(2**n for n in range(10, 26, 2))
         if on_gpu:
-            return Effort((*widths, 4096, 8192), (*tensors, 2**28), (*messages, 2**26, 2**28), 2**31, 0.05, 3, 5)
+            return Effort((*widths, 4096, 8192), (*tensors, 2**28), (*messages, 2**26, 2**28), 2**31, 0.02, 2, 5, True)
         return Effort(widths, tensors, messages, 2**28, 0.05, 3, 5)
 
 
@@ -77,15 +82,48 @@ class Bench:
 
     def tasks(self) -> list[Task]:
         """What there is to measure, the same on every rank, and how to measure it once."""
-        return [*self.products(), *self.memory(), *self.launches(), *self.collectives()]
+        return [*self.products(), *self.memory(), *self.launches(), *self.of_gpus(), *self.collectives()]
 
     def alone(self, call: Callable[[], Any]) -> float:
         """Seconds of a call that no other rank takes part in. All ranks begin at once."""
         self.barrier()
+        if self.device.type == "cuda":
+            return self.on_gpu(call, self.effort.run_s)
         threads = torch.get_num_threads()
         clock = time.thread_time if self.device.type == "cpu" and threads == 1 else default_timer
         timer = Timer("call()", globals={"call": call}, num_threads=threads, timer=clock)
         return timer.blocked_autorange(min_run_time=self.effort.run_s).median
+
+    def on_gpu(self, call: Callable[[], Any], run_s: float) -> float:
+        """Seconds of one of many calls in a row: of the kernel, or of issuing it where that takes longer."""
+
+        def seconds(count: int) -> float:
+            self.wait()
+            start_s = time.perf_counter()
+            for _ in range(count):
+                call()
+            self.wait()
+            return (time.perf_counter() - start_s) / count
+
+        seconds(2)  # kernels are chosen and loaded
+        return seconds(max(3, min(1000, int(run_s / seconds(3)))))
+
+    def of_gpus(self) -> Iterator[Task]:
+        if self.effort.is_of_gpus:
+            for what, maker in calls():
+                yield what, self.made(maker, _SUSTAINED_S if what.kind == "sustained" else self.effort.run_s)
+
+    def made(self, maker: Maker, run_s: float) -> Callable[[], float]:
+        """Infinite where the device has no such thing, as float8 before Hopper, or not the memory for it."""
+
+        def run() -> float:
+            self.barrier()
+            try:
+                return self.on_gpu(maker(self.device), run_s)
+            except (RuntimeError, NotImplementedError):
+                return math.inf
+
+        return run
 
     def together(self, call: Callable[[], Any]) -> float:
         """Seconds of a call that all ranks take part in."""
@@ -237,12 +275,13 @@ def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, 
     tasks = Bench(process, effort).tasks()
     times: dict[Measured, float] = {}
     for what, run in progress(tasks * effort.rounds):
-        times[what] = min(run(), times.get(what, float("inf")))
+        times[what] = min(run(), times.get(what, math.inf))
     mean_times = torch.tensor(list(times.values()), dtype=torch.float64)
     if process.host_group is not None:
         reduce_over_all(mean_times, dist.ReduceOp.SUM, process)
         mean_times /= dist.get_world_size(process.host_group)
-    return device_of(process), [replace(what, time_s=s) for what, s in zip(times, mean_times.tolist(), strict=True)]
+    rows = [replace(what, time_s=s) for what, s in zip(times, mean_times.tolist(), strict=True)]
+    return device_of(process), [row for row in rows if math.isfinite(row.time_s)]
 
 
 def device_of(process: Process) -> Device:

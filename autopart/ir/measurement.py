@@ -12,9 +12,13 @@ LINKS = ("link", "node_link")
 class Measured:
     """Seconds that one call of something took.
 
-    `kind`: `"matmul"` (a product of `shape` (m, k, n) in `dtype`), `"memory"` (an operator that reads and writes
-    `size_bytes`, into memory that is new each time), `"memory in place"`, `"launch"`, or a collective as
-    `autopart.cost.collectives` names it, over an array of `size_bytes`, of `num_ranks` ranks on a `link`.
+    `kind`: `"matmul"` (a product of `shape` (m, k, n) in `dtype`), `"sustained"` (the same in a row for seconds, as a
+    device that grows warm computes it), `"attention"` and `"attention backward"` (of `shape` (rows x heads, positions,
+    width of a head)), `"memory"` (an operator that reads and writes `size_bytes`, into memory that is new each time),
+    `"memory in place"`, `"copy"`, `"norm"`, `"optimizer"` (AdamW's update of `size_bytes` of parameters), `"launch"`,
+    or a collective as `autopart.cost.collectives` names it, over an array of `size_bytes`, of `num_ranks` ranks on a
+    `link`. `form`: which of several ways, `"causal"` or `"weight gradient"`. `is_held_out`: no profile is fitted to it,
+    so that its error says how far what was not measured may be off.
     """
 
     kind: str
@@ -24,20 +28,25 @@ class Measured:
     size_bytes: float = 0.0
     link: str = ""
     num_ranks: int = 1
+    form: str = ""
+    is_held_out: bool = False
 
     @property
     def flops(self) -> float:
-        """Of a product, a multiplication and an addition counted as two."""
-        rows, inner, columns = self.shape or (0, 0, 0)
-        return 2.0 * rows * inner * columns
+        """Of a product, a multiplication and an addition counted as two; of attention to all keys, causal or not, with
+        the five products of the backward that a fused kernel makes."""
+        first, second, third = self.shape or (0, 0, 0)
+        if self.kind.startswith("attention"):
+            return first * second**2 * third * (10.0 if self.kind == "attention backward" else 4.0)
+        return 2.0 * first * second * third
 
     @property
     def label(self) -> str:
-        if self.kind == "matmul":
-            return f"{self.dtype} {' x '.join(map(str, self.shape))}"
+        if self.shape:
+            return f"{self.dtype} {' x '.join(map(str, self.shape))}{f', {self.form}' * bool(self.form)}"
         size = f"{self.size_bytes / 1e6:.4g} MB" if self.size_bytes else ""
         where = f"{self.num_ranks} ranks, {self.link.replace('_', ' ')}" if self.link else ""
-        return ", ".join(part for part in (size, where) if part)
+        return ", ".join(part for part in (size, self.dtype, self.form, where) if part)
 
 
 @dataclass(frozen=True)

@@ -172,11 +172,16 @@ def batch_size(trace: Trace) -> int:
 def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's arguments by name, in the order of the model's `forward`; those of `*args` in a tuple.
 
-    Raises InputError where the call does not fit the signature.
+    Raises InputError where the call does not fit the signature, TraceError where the model is none that can be traced.
     """
     if isinstance(model, nn.Module):
         give_lazy_weights(model, args, kwargs)
     check_model(model)
+    return bind_next_call(model, args, kwargs)
+
+
+def bind_next_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """`bind_call` of a model that has been traced: its modules, of which there may be thousands, are not looked at."""
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from tqdm import tqdm
 from autopart.cost.calibration import mean_error, predicted_s, profile
 from autopart.cost.hardware import DEFAULT, Hardware
 from autopart.errors import OptionError
+from autopart.files import read_text
 from autopart.ir.measurement import Device, Measured
 from autopart.runtime.measure import measure
 
+_FORM = "a file that autopart calibrate --raw has written"
 _KINDS = {"matmul": "product", "memory": "pointwise", "memory in place": "in place", "launch": "launch"}
 
 
@@ -77,7 +79,7 @@ class Calibration:
 
 def calibrate(
     path: str | Path | None = None, *, name: str | None = None, base: str | Path | None = None, quick: bool = False,
-    progress: bool = False,
+    progress: bool = False, raw: str | Path | None = None, of: str | Path | None = None,
 ) -> Calibration:  # fmt: skip
     """Measure this machine: matrix products by size, shape and dtype, memory, the launch of an operator, and, on every
     process of a `torchrun`, the collectives inside a node and between nodes.
@@ -92,6 +94,8 @@ def calibrate(
             [default: cpu-gloo on a CPU, a100-80gb-sxm on a GPU]
         quick: few sizes, once: seconds, and less exact.
         progress: show a bar on standard error, where that is a terminal.
+        raw: where every measurement is written, a `.json` file.
+        of: such a file: the profile is made of what is in there, and nothing is measured.
 
     Raises OptionError where there can be no such file, before anything is measured.
 
@@ -99,15 +103,18 @@ def calibrate(
         >>> report = autopart.calibrate("here.json")                                         # doctest: +SKIP
         >>> autopart.plan(model, "tp2", example_kwargs=batch, hardware="here.json")          # doctest: +SKIP
     """
-    if path is not None:
-        check_path(path)
+    for written in (path, raw):
+        if written is not None:
+            check_path(written)
     base_profile = Hardware.load(base) if base is not None else None
     shown = progress and os.environ.get("RANK", "0") == "0"
 
     def bar(tasks: list[Any]) -> Any:
         return tqdm(tasks, desc="measuring", disable=None if shown else True)  # None: where it is not a terminal
 
-    device, measured = measure(quick, bar)
+    device, measured = read_measurements(of) if of is not None else measure(quick, bar)
+    if raw is not None and device.rank == 0:
+        _write(Path(raw), _measurements_as_text(device, measured))
     other = base_profile or Hardware.load(DEFAULT if device.kind == "cuda" else "cpu-gloo")
     called = name or (Path(path).stem if path is not None else "-".join(device.name.lower().split()))
     data = profile(called, device, measured, datetime.now(UTC).date().isoformat(), other)
@@ -145,3 +152,25 @@ def _as_text(data: Mapping[str, Any]) -> str:
         else:
             lines.append(f"  {json.dumps(key)}: {json.dumps(entry)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _measurements_as_text(device: Device, measured: Sequence[Measured]) -> str:
+    """JSON with a measurement on every line."""
+    rows = ",\n".join(f"    {json.dumps(_without_defaults(row))}" for row in measured)
+    return f'{{\n  "device": {json.dumps(asdict(device))},\n  "measured": [\n{rows}\n  ]\n}}\n'
+
+
+def _without_defaults(row: Measured) -> dict[str, Any]:
+    usual = asdict(Measured(row.kind))
+    return {name: value for name, value in asdict(row).items() if name == "kind" or value != usual[name]}
+
+
+def read_measurements(path: str | Path) -> tuple[Device, list[Measured]]:
+    """What `calibrate(raw=path)` has written. Raises OptionError where the file holds something else."""
+    text = read_text(Path(path), "measurements", OptionError, _FORM)
+    try:
+        data = json.loads(text)
+        rows = [Measured(**{**row, "shape": tuple(row.get("shape", ()))}) for row in data["measured"]]
+        return Device(**data["device"]), rows
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise OptionError(f"{path} holds no measurements", why=str(error), hint=_FORM) from None

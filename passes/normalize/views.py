@@ -27,7 +27,7 @@ _TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
-    """Remove what changes neither values nor gradients: copies, casts to the same type, dropout that drops nothing."""
+    """Remove what changes neither values nor gradients: copies, casts to the same type and device, dropout that drops nothing."""
     with_gradient = _with_gradient(graph) if graph.find_nodes(op="call_function", target=aten.detach.default) else set()
     for node in list(graph.nodes):
         name = operator_name(node) if node.op == "call_function" else ""
@@ -37,7 +37,8 @@ def drop_no_ops(graph: fx.Graph) -> None:
             graph.erase_node(node)
             continue
         source = node.args[0]
-        same = value(node).shape == value(source).shape and value(node).dtype == value(source).dtype
+        now, before = value(node), value(source)
+        same = (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
         if "dropout" in name:
             same = node.args[1] == 0 or not node.args[2]
         if name == "aten::detach":

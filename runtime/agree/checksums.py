@@ -54,7 +54,8 @@ def _weighted(words: Tensor) -> Tensor:
     """int64 [n] -> []. Sums wrap around; a weight is odd, so that no change of one word is lost."""
     weights = _weights(words.device)
     if words.numel() <= WEIGHTED_WORDS:
-        return torch.dot(words, weights[: words.numel()])
+        weights = weights[: words.numel()]
+        return (words * weights).sum() if words.is_cuda else torch.dot(words, weights)  # CUDA has no `dot` of integers
     stride = -(-words.numel() // WEIGHTED_WORDS)
     sample = words[::stride]
     return words.sum() + (sample * (weights[: sample.numel()] - 1)).sum()

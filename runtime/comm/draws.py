@@ -19,7 +19,7 @@ from autopart.errors import OptionError, RuntimeSetupError
 from autopart.ir.facts import facts
 from autopart.ir.graph import NOT_EXACT, describe, inexact
 from autopart.ir.program import Program
-from autopart.runtime.comm.processes import Process
+from autopart.runtime.comm.processes import Process, reduce_over_all
 
 
 @contextmanager
@@ -78,9 +78,8 @@ def check_same_state(program: Program, process: Process) -> None:
     for on in drawn_on(program, process.device):
         digest.update(get_state(on).numpy().tobytes())
     number = int.from_bytes(digest.digest(), "little")
-    extremes = torch.tensor([number, -number], device=process.device)
-    for group in process.groups.values():
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    extremes = torch.tensor([number, -number])
+    reduce_over_all(extremes, dist.ReduceOp.MAX, process)
     if extremes.sum() != 0:
         raise RuntimeSetupError(
             "the ranks' random generators are not in the same state",

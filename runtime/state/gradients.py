@@ -59,7 +59,8 @@ def tied_buckets(
     tensors: Mapping[str, Tensor], program: Program, stage_style: str, bucket_bytes: int = BUCKET_BYTES
 ) -> list[SummedTogether]:
     """The buckets of those `tensors` that several `pp` coordinates hold, in the program's order on every rank."""
-    held = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in program.parameters.items()}
+    several = {name: stored for name, stored in program.parameters.items() if len(stored.stages) > 1}
+    held = {name: tuple(sorted(owners(program, stored, stage_style))) for name, stored in several.items()}
     shared = {name: tensors[name] for name, by in held.items() if len(by) > 1 and name in tensors}
     return [SummedTogether(names, owners=held[names[0]]) for names in alike(shared, held, bucket_bytes)]
 
