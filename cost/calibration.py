@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from statistics import fmean, geometric_mean
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from autopart.ir.measurement import LINKS, Device, Measured
 
+from . import gpu_fit
 from .collectives import PARTS, S, g, k, n, time_s
 from .hardware import USUAL_DTYPES, Hardware
 from .work import optimizer_s
@@ -21,6 +21,8 @@ from .work import optimizer_s
 _SHORTEST_S = 1e-9
 """Where a fit finds no latency."""
 
+_OF_FLOPS = "[FLOPs of one matrix product, share of the dense peak]"
+_OF_BYTES = "[bytes that an operator reads and writes, share of memory_bytes_per_s]"
 _LINK_UNITS = "B/s per device and direction", "s per hop"
 
 Entry = dict[str, Any]
@@ -39,27 +41,16 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
     for row in measurements:
         if not row.is_held_out:
             by_kind[row.kind].append(row)
-    launch_s = min(row.time_s for row in by_kind["launch"])
-    (in_place,) = by_kind["memory in place"]
-    memory = in_place.size_bytes / in_place.time_s
-    peaks, curve = _products(by_kind["matmul"], launch_s)
+    computed = _of_gpu(by_kind, source) if by_kind["attention"] else _computed(by_kind, source)
     entries = {
-        "flops_per_s": {dtype: _entry(peak, "FLOP/s", f"{source}: the best rate of any product")
-                        for dtype, peak in peaks.items()},
-        "matmul_efficiency": _entry(curve, "[FLOPs of one matrix product, share of the dense peak]",
-                                    f"{source}: means over square, tall, wide and deep products in "
-                                    f"{_usual(peaks)}, without the launch"),
-        "launch_s": _entry(launch_s, "s per operator", f"{source}: forward and backward of operators on one value"),
+        **computed,
         "memory_bytes": _entry(device.memory_bytes, "B", f"what {device.name} says, {date}"
                                + (f", for each of {device.local_ranks} processes" * (device.kind == "cpu"))),
-        "memory_bytes_per_s": _entry(memory, "B/s", f"{source}: adding in place"),
-        "memory_efficiency": _entry(_traffic(by_kind["memory"], memory, launch_s),
-                                    "[bytes that an operator reads and writes, share of memory_bytes_per_s]",
-                                    f"{source}: pointwise operators whose results are kept, without the launch"),
         "devices_per_node": _per_node(device, base, source),
         "overlap": _entry(*_overlap(device, base)),
-        "causal_block": _entry(base.causal_block, "queries", f"not measured: from profile {base.name}"),
     }  # fmt: skip
+    if "causal_block" not in entries:
+        entries["causal_block"] = _entry(base.causal_block, "queries", f"not measured: from profile {base.name}")
     by_collective: defaultdict[str, Entry] = defaultdict(dict)
     for link in LINKS:
         rows = [row for row in measurements if row.link == link]
@@ -71,23 +62,82 @@ def profile(name: str, device: Device, measurements: Sequence[Measured], date: s
     return {"name": name, **entries}
 
 
+def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
+    """What operators take that one after the other computes and is launched."""
+    launch_s = min(row.time_s for row in by_kind["launch"])
+    memory = _in_place(by_kind)
+    peaks = _peaks(by_kind["matmul"])
+    usual = _usual(peaks)
+    return {
+        "flops_per_s": _peak_entries(peaks, source),
+        "matmul_efficiency": _entry(_products(by_kind["matmul"], usual, peaks[usual], launch_s), _OF_FLOPS,
+                                    f"{source}: means over square, tall, wide and deep products in {usual}, "
+                                    "without the launch"),
+        "launch_s": _entry(launch_s, "s per operator", f"{source}: forward and backward of operators on one value"),
+        "memory_bytes_per_s": _entry(memory, "B/s", f"{source}: adding in place"),
+        "memory_efficiency": _entry(_traffic(by_kind["memory"], memory, launch_s), _OF_BYTES,
+                                    f"{source}: pointwise operators whose results are kept, without the launch"),
+    }  # fmt: skip
+
+
+def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
+    """What kernels take that the host has issued before."""
+    memory, peaks = _in_place(by_kind), _peaks(by_kind["matmul"])
+    usual = _usual(peaks)
+    lone, half_depth, unaligned = gpu_fit.products(by_kind["matmul"], usual, peaks[usual], memory)
+    pointwise = [*by_kind["memory"], *by_kind["copy"], *by_kind["norm"]]
+    half_width, block = gpu_fit.attention([*by_kind["attention"], *by_kind["attention backward"]], peaks[usual], lone)
+    return {
+        "flops_per_s": _peak_entries(peaks, source),
+        "matmul_efficiency": _entry(lone, _OF_FLOPS, f"{source}: means over products in {usual} of sums over many "
+                                    "features, whose rows are whole 16 bytes"),
+        "matmul_half_depth": _entry(half_depth, "features that an element of a product is the sum over",
+                                    f"{source}: least squares over the same products"),
+        "matmul_unaligned": _entry(unaligned, "share of the rate of the same product with aligned rows",
+                                   f"{source}: mean over products in {usual} whose rows are no whole 16 bytes"),
+        "launch_s": _entry(min(row.time_s for row in by_kind["launch"]), "s per operator",
+                           f"{source}: a kernel on one value, one of many in a CUDA graph"),
+        "memory_bytes_per_s": _entry(memory, "B/s", f"{source}: adding in place"),
+        "memory_efficiency": _entry(gpu_fit.traffic(pointwise, memory), _OF_BYTES,
+                                    f"{source}: means over sums, casts, transposed copies, norms, softmax and gelu"),
+        "attention_half_width": _entry(half_width, "features of a head at which attention has half of the rate",
+                                       f"{source}: least squares over attention forward and backward"),
+        "causal_block": _entry(block, "queries", f"{source}: the same"),
+    }  # fmt: skip
+
+
+def _in_place(by_kind: Mapping[str, Sequence[Measured]]) -> float:
+    (row,) = by_kind["memory in place"]
+    return row.size_bytes / row.time_s
+
+
+def _peaks(rows: Sequence[Measured]) -> dict[str, float]:
+    peaks: dict[str, float] = defaultdict(float)
+    for row in rows:
+        peaks[row.dtype] = max(peaks[row.dtype], row.flops / row.time_s)
+    return dict(peaks)
+
+
+def _peak_entries(peaks: Mapping[str, float], source: str) -> Entry:
+    return {dtype: _entry(peak, "FLOP/s", f"{source}: the best rate of any product") for dtype, peak in peaks.items()}
+
+
 def predicted_s(row: Measured, hardware: Hardware) -> float:
     """What the profile says that a measured call takes."""
-    if row.kind == "matmul":
-        return hardware.matmul_time_s(row.flops, _operand_bytes(row), row.dtype)
-    if row.kind == "memory":
-        return hardware.traffic_time_s(row.size_bytes) + hardware.launch_s
+    if row.kind in ("matmul", "sustained"):
+        moved, depth = gpu_fit.operand_bytes(row, getattr(torch, row.dtype).itemsize), gpu_fit.depth(row)
+        return hardware.matmul_time_s(row.flops, moved, row.dtype, depth, is_unaligned=gpu_fit.is_unaligned(row))
     if row.kind.startswith("attention"):
         share = hardware.causal_share(row.shape[1]) if row.form == "causal" else 1.0
-        return hardware.matmul_time_s(row.flops * share, 0.0, row.dtype)
-    if row.kind == "sustained":
-        return hardware.matmul_time_s(row.flops, _operand_bytes(row), row.dtype)
-    if row.kind in ("copy", "norm"):
+        return hardware.matmul_time_s(row.flops * share, 0.0, row.dtype, row.shape[2], "attention")
+    if row.kind in ("memory", "copy", "norm"):
         return hardware.traffic_time_s(row.size_bytes) + hardware.launch_s
     if row.kind == "optimizer":
         return optimizer_s(row.size_bytes, hardware)
     if row.kind == "memory in place":
         return row.size_bytes / hardware.memory_bytes_per_s
+    if row.kind == "issue":
+        return row.time_s  # of the host, which is ahead of the GPU: nothing is predicted of it
     if row.kind == "launch":
         return hardware.launch_s
     stride = 1 if row.link == "link" else hardware.devices_per_node
@@ -109,46 +159,26 @@ def _usual(peaks: Mapping[str, float]) -> str:
     return next(dtype for dtype in USUAL_DTYPES if dtype in peaks)
 
 
-def _products(rows: Sequence[Measured], launch_s: float) -> tuple[dict[str, float], list[list[float]]]:
-    """The peak of each dtype, and the curve of the one that models are trained in."""
+def _products(rows: Sequence[Measured], usual: str, peak: float, launch_s: float) -> list[list[float]]:
+    """The curve of the dtype that models are trained in."""
     from scipy.optimize import isotonic_regression
 
-    peaks: dict[str, float] = defaultdict(float)
-    for row in rows:
-        peaks[row.dtype] = max(peaks[row.dtype], row.flops / row.time_s)
-    usual = _usual(peaks)
     shares = defaultdict(list)
     for row in rows:
         if row.dtype == usual:
-            shares[row.flops].append(row.flops / _work_s(row, launch_s) / peaks[usual])
+            shares[row.flops].append(row.flops / _work_s(row, launch_s) / peak)
     amounts = sorted(shares)
     rising = isotonic_regression([geometric_mean(shares[flops]) for flops in amounts]).x
-    return dict(peaks), _curve(zip(amounts, rising.tolist(), strict=True), most=1.0)
+    return gpu_fit.curve(zip(amounts, rising.tolist(), strict=True), most=1.0)
 
 
 def _traffic(rows: Sequence[Measured], rate: float, launch_s: float) -> list[list[float]]:
-    return _curve((row.size_bytes, row.size_bytes / _work_s(row, launch_s) / rate) for row in rows)
+    return gpu_fit.curve((row.size_bytes, row.size_bytes / _work_s(row, launch_s) / rate) for row in rows)
 
 
 def _work_s(row: Measured, launch_s: float) -> float:
     """Without the launch, of which a small operator of a library may take less than the launch that was measured."""
     return max(row.time_s - launch_s, row.time_s / 10)
-
-
-def _curve(points: Iterable[tuple[float, float]], most: float = math.inf) -> list[list[float]]:
-    """Points of an efficiency curve by which no larger amount takes less time: from the largest down, a share is as
-    high as that asks for."""
-    curve = [[amount, float(f"{min(share, most):.4g}")] for amount, share in sorted(points)]
-    for smaller, larger in reversed([*pairwise(curve)]):
-        least = larger[1] / (1 + math.log(larger[0] / smaller[0]))
-        if smaller[1] < least:
-            smaller[1] = math.ceil(least * 1e4) / 1e4
-    return curve
-
-
-def _operand_bytes(row: Measured) -> float:
-    rows, inner, columns = row.shape
-    return (rows * inner + inner * columns + rows * columns) * getattr(torch, row.dtype).itemsize
 
 
 def _per_node(device: Device, base: Hardware, source: str) -> Entry:

@@ -164,7 +164,12 @@ class Formula:
                 queries = self.of(work.causal)
                 share = (queries + _exact(self.hardware.causal_block)) / (2 * queries)
                 flops *= sympy.Min(1, share, evaluate=False)
-            shallow = 1 + H / self.of(work.depth) if work.depth.terms and self.hardware.matmul_half_depth else 1
+            shallow: Any = 1
+            if work.depth.terms and self.hardware.half_depth(work.kind):
+                half = H if work.kind != "attention" else _exact(self.hardware.attention_half_width)
+                shallow += half / self.of(work.depth)
+            if work.is_unaligned:
+                shallow /= _exact(self.hardware.matmul_unaligned)
             peak = sympy.Symbol(f"X_{self.hardware.known_dtype(work.dtype)}", positive=True)
             work_s = flops * shallow / (peak * self._eff(flops))
             once_s = sympy.Max(work_s, self._traffic_s(size), evaluate=False) + L  # it looks long for which is larger

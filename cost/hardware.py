@@ -32,7 +32,11 @@ class Hardware:
 
     `matmul_half_depth`: a product whose elements are sums over `k` features runs at `k / (k + matmul_half_depth)` of
     the share of its FLOPs; 0: FLOPs alone decide. `matmul_sustained`: the share of a lone product's rate that products
-    keep up in a training step.
+    keep up in a training step. `matmul_unaligned`: the share of a rate in 16 bits that is left where the rows of an
+    operand or of the result are no whole 16 bytes, as those of a vocabulary of 50,257 are.
+
+    `attention_half_width`: fused attention with heads of `w` features runs at `w / (w + attention_half_width)` of the
+    share of its FLOPs: what it computes for every score takes as long whatever the width.
 
     `causal_block`: causal attention of `s` queries takes `(s + causal_block) / 2s` of what attention to all keys takes:
     as many queries as a kernel works on at a time, and more where the work of its blocks is uneven.
@@ -60,6 +64,8 @@ class Hardware:
     node_link_latency_s: float
     matmul_half_depth: float = 0.0
     matmul_sustained: float = 1.0
+    matmul_unaligned: float = 1.0
+    attention_half_width: float = 0.0
     causal_block: float = 128.0
     overlap: float = 1.0
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
@@ -149,9 +155,20 @@ class Hardware:
         rates = [of_kind.get(name, getattr(self, name)) for name in LINK_NUMBERS]
         return rates[0], rates[1], rates[2], rates[3]
 
-    def matmul_time_s(self, flops: float, size_bytes: float, dtype: str | torch.dtype, depth: float = 0.0) -> float:
+    def half_depth(self, kind: str) -> float:
+        """The terms of a sum at which "matmul" or "attention" has half of its rate."""
+        return self.attention_half_width if kind == "attention" else self.matmul_half_depth
+
+    def matmul_time_s(
+        self, flops: float, size_bytes: float, dtype: str | torch.dtype, depth: float = 0.0, kind: str = "matmul",
+        is_unaligned: bool = False,
+    ) -> float:  # fmt: skip
         """Seconds of one matrix product that reads and writes `size_bytes`: its work or its memory traffic, whichever
-        takes longer, and the launch. `depth`: the terms each element is a sum of; 0: not known.
+        takes longer, and the launch.
+
+        Args:
+            depth: the terms each element is a sum of, of "attention" (the `kind`) the width of a head; 0: not known.
+            is_unaligned: rows are no whole 16 bytes.
 
         Raises OptionError where the profile has no peak for the dtype.
         """
@@ -162,7 +179,9 @@ class Hardware:
                               hint="one of these, or a copy of the profile with that peak")  # fmt: skip
         work_s = flops / (self.flops_per_s[dtype] * self.efficiency(flops))
         if depth:
-            work_s *= 1 + self.matmul_half_depth / depth
+            work_s *= 1 + self.half_depth(kind) / depth
+        if is_unaligned:
+            work_s /= self.matmul_unaligned
         return max(work_s, self.traffic_time_s(size_bytes)) + self.launch_s
 
 
@@ -189,8 +208,13 @@ def names() -> list[str]:
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
-OPTIONAL = ("memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained", "causal_block", "overlap")
+OPTIONAL = (
+    "memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained", "matmul_unaligned",
+    "attention_half_width", "causal_block", "overlap",
+)  # fmt: skip
 """What a profile may leave out."""
+
+_SHARES = "overlap", "matmul_unaligned"
 
 
 @dataclass(frozen=True)
@@ -218,7 +242,7 @@ class _File:
         if not isinstance(peaks, dict) or not any(dtype in peaks for dtype in USUAL_DTYPES):
             raise self._error("has no peak of matrix work", f"flops_per_s has none of {', '.join(USUAL_DTYPES)}")
         values: dict[str, Any] = {
-            **{f.name: self._number(f.name, data[f.name], f.name == "overlap") for f in fields(Hardware)
+            **{f.name: self._number(f.name, data[f.name], f.name in _SHARES) for f in fields(Hardware)
                if f.type == "float" and f.name in data},
             "name": data["name"],
             "flops_per_s": {d: self._number(f"flops_per_s of {d}", entry) for d, entry in peaks.items()},

@@ -134,8 +134,8 @@ def as_data(table: Table) -> dict[str, Any]:
 def from_data(data: Mapping[str, Any]) -> Table:
     """From a plan's."""
     works = [
-        Work(row["kind"], _read(row["bytes"]), dtype=row.get("dtype", ""), axis=row.get("axis", ""),
-             times=row.get("times", 1.0), in_place=row.get("in_place", False),
+        Work(row["kind"], _read(row["bytes"]), times=row.get("times", 1.0),
+             **{name: row[name] for name in _WORDS if name in row},
              **{name: _read(row.get(name, ())) for name in _MORE_SIZES})
         for row in data["works"]
     ]  # fmt: skip
@@ -200,6 +200,7 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
 _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0}
 """What is said of a parameter in mixed precision or with a method of `dp_sync`, and what it is else."""
 _MORE_SIZES = ("flops", "depth", "causal")
+_WORDS = ("dtype", "axis", "in_place", "is_unaligned")
 _RANKS = tuple(CHOSEN)
 """What a table was counted on, where it was on more than one."""
 _BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")
@@ -217,7 +218,7 @@ def _work_data(work: Work) -> dict[str, Any]:
     return {
         "kind": work.kind, "bytes": _listed(work.size),
         **{name: _listed(size) for name in _MORE_SIZES if (size := getattr(work, name)).terms},
-        **{name: value for name in ("dtype", "axis", "in_place") if (value := getattr(work, name))},
+        **{name: value for name in _WORDS if (value := getattr(work, name))},
         **({"times": work.times} if work.times != 1 else {}),
     }  # fmt: skip
 

@@ -2,7 +2,7 @@
 several ranks, all of which measure at once, as they compute at once in a step.
 
 `torch.utils.benchmark.Timer` times what one rank does alone on a CPU, with one thread by that thread's processor time,
-from which what else runs on the machine takes nothing. On a GPU a call is made many times in a row. Every measurement
+from which what else runs on the machine takes nothing. On a GPU a call is made many times in a row, as a CUDA graph. Every measurement
 is made several times, some time apart, and the fastest counts: other work can only slow it.
 """
 
@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from autopart.runtime.gpu_calls import Maker, calls
 
 _CHAIN = 100  # operators in a row whose launch is measured
 _CALLS = 4  # of a collective, between two barriers
+_RECORDED_S = 2e-4  # of the calls in one CUDA graph
 _SUSTAINED_S = 2.0  # after which a GPU's clock has come down to what its power allows
 _GROUPS = {"link": "tp", "node_link": "dp"}  # the axes of the mesh that stands for nodes of processes
 
@@ -49,6 +51,8 @@ class Effort:
     kept_bytes: int
     """What operators in a row write before anything is freed, as the forward of a training step does."""
     run_s: float
+    """Of one call repeated. On a GPU a millisecond: in a step products come between operators that take less power, and
+    run at the clock that they have alone for so long."""
     rounds: int
     repeats: int
     """Of a collective in a round."""
@@ -62,7 +66,7 @@ class Effort:
         widths = (32, 64, 128, 256, 512, 1024, 2048)
         tensors, messages = tuple(2**n for n in range(12, 28, 2)), tuple(2**n for n in range(10, 26, 2))
         if on_gpu:
-            return Effort((*widths, 4096, 8192), (*tensors, 2**28), (*messages, 2**26, 2**28), 2**31, 0.02, 2, 5, True)
+            return Effort((*widths, 4096, 8192), (*tensors, 2**28), (*messages, 2**26, 2**28), 2**31, 0.001, 4, 5, True)
         return Effort(widths, tensors, messages, 2**28, 0.05, 3, 5)
 
 
@@ -86,44 +90,43 @@ class Bench:
 
     def alone(self, call: Callable[[], Any]) -> float:
         """Seconds of a call that no other rank takes part in. All ranks begin at once."""
-        self.barrier()
         if self.device.type == "cuda":
-            return self.on_gpu(call, self.effort.run_s)
+            return self.on_gpu(lambda _: call, self.effort.run_s)
+        self.barrier()
         threads = torch.get_num_threads()
         clock = time.thread_time if self.device.type == "cpu" and threads == 1 else default_timer
         timer = Timer("call()", globals={"call": call}, num_threads=threads, timer=clock)
         return timer.blocked_autorange(min_run_time=self.effort.run_s).median
 
-    def on_gpu(self, call: Callable[[], Any], run_s: float) -> float:
-        """Seconds of one of many calls in a row: of the kernel, or of issuing it where that takes longer."""
+    def issued(self, call: Callable[[], Any]) -> float:
+        """Seconds of one of many calls in a row, which the host issues: of the kernel, or of that where it is longer."""
+        self.barrier()
+        seconds(call, 2)  # kernels are chosen and loaded
+        return seconds(call, most_calls(self.effort.run_s, seconds(call, 3)))
 
-        def seconds(count: int) -> float:
-            self.wait()
-            start_s = time.perf_counter()
-            for _ in range(count):
-                call()
-            self.wait()
-            return (time.perf_counter() - start_s) / count
-
-        seconds(2)  # kernels are chosen and loaded
-        return seconds(max(3, min(1000, int(run_s / seconds(3)))))
+    def on_gpu(self, maker: Maker, run_s: float) -> float:
+        """Seconds of one of many calls in a row on the GPU alone: they are recorded as a CUDA graph, which one call
+        replays. Infinite where the device has no such thing, as float8 before Hopper, or not the memory for it."""
+        self.barrier()
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                call = maker(self.device)
+                call()  # kernels are chosen and loaded
+                count = most_calls(_RECORDED_S, seconds(call, 3))
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(count):
+                    call()
+        except (RuntimeError, NotImplementedError):
+            return math.inf
+        seconds(graph.replay, 1)
+        return seconds(graph.replay, most_calls(run_s, seconds(graph.replay, 3))) / count
 
     def of_gpus(self) -> Iterator[Task]:
         if self.effort.is_of_gpus:
             for what, maker in calls():
-                yield what, self.made(maker, _SUSTAINED_S if what.kind == "sustained" else self.effort.run_s)
-
-    def made(self, maker: Maker, run_s: float) -> Callable[[], float]:
-        """Infinite where the device has no such thing, as float8 before Hopper, or not the memory for it."""
-
-        def run() -> float:
-            self.barrier()
-            try:
-                return self.on_gpu(maker(self.device), run_s)
-            except (RuntimeError, NotImplementedError):
-                return math.inf
-
-        return run
+                run_s = _SUSTAINED_S if what.kind == "sustained" else self.effort.run_s
+                yield what, partial(self.on_gpu, maker, run_s)
 
     def together(self, call: Callable[[], Any]) -> float:
         """Seconds of a call that all ranks take part in."""
@@ -213,9 +216,22 @@ class Bench:
                 y.backward()
                 x.grad = None
 
-            return self.alone(chain) / (2 * _CHAIN)
+            return (self.issued(chain) if self.device.type == "cuda" else self.alone(chain)) / (2 * _CHAIN)
 
-        yield Measured("launch"), run
+        if self.device.type != "cuda":
+            yield Measured("launch"), run
+            return
+        yield Measured("issue"), run
+        yield Measured("launch"), self.smallest()
+
+    def smallest(self) -> Callable[[], float]:
+        """An operator on one value, alone."""
+
+        def run() -> float:
+            x = torch.ones(1, device=self.device)
+            return self.alone(lambda: x * 0.5)
+
+        return run
 
     def collectives(self) -> Iterator[Task]:
         for link, axis in _GROUPS.items():
@@ -260,6 +276,20 @@ class Bench:
             return self.together(call) / 2
 
         return run
+
+
+def seconds(call: Callable[[], Any], count: int) -> float:
+    """Of one of so many calls in a row, until a GPU has done them."""
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    for _ in range(count):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start_s) / count
+
+
+def most_calls(in_s: float, one_s: float) -> int:
+    return max(3, min(1000, int(in_s / one_s)))
 
 
 def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, list[Measured]]:

@@ -177,7 +177,7 @@ class _Counter:
         traffic, moving = Size.sum(self.size(n) for n in (query, key, value, node)), self.size(key) + self.size(value)
         dtype = str(self.walk.values[node].form.dtype).removeprefix("torch.")
         counted = Size.of(float(flops), self.growth.of_product(node))
-        one = Work("attention", traffic, counted, dtype)
+        one = Work("attention", traffic, counted, dtype, depth=self._width(query))
         if cost_notes(node).counts_seen:
             one = self._of_seen(one, node, int(node.args[5]))
         sent = Work("send", moving, axis=axis, times=ranks - 1.0)
@@ -224,12 +224,14 @@ class _Counter:
         counted = Size.of(float(flops), self.growth.of_product(node))
         notes = cost_notes(node)
         if notes.backward_work:
-            one = Work(notes.kind, traffic, counted, dtype, causal=self._queries(node) if notes.is_causal else NOTHING)
+            causal = self._queries(node) if notes.is_causal else NOTHING
+            one = Work(notes.kind, traffic, counted, dtype, depth=self._width(tensor_inputs(node)[0]), causal=causal)
             if notes.counts_seen:
                 one = self._of_seen(one, node, self.walk.values[tensor_inputs(node)[1]].form.shape[-2])
             back = (one._replace(times=notes.backward_work),) * (node in self.alive)
             return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
-        one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted))
+        is_unaligned = widest.itemsize == 2 and any(map(self._is_unaligned, (node, *tensor_inputs(node))))
+        one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted), is_unaligned=is_unaligned)
         parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
         for weight, used, v in zip(of_weights, tensor_inputs(node), read, strict=True):
             if node in self.alive and needs_grad(v):
@@ -237,6 +239,17 @@ class _Counter:
                 product = one._replace(depth=self._depth(used, counted))
                 parts[weight] += (product if len(v.form.shape) > 1 else sum_of_rows,)
         return Counted(node, (one,), parts[False], parts[True])
+
+    def _width(self, query: fx.Node) -> Size:
+        """Of a head; which mesh or batch does not change."""
+        return Size.of(float(self.walk.values[query].form.shape[-1]), Powers())
+
+    def _is_unaligned(self, node: fx.Node) -> bool:
+        """Whether the rows of a matrix on a rank are no whole 16 bytes, which units of matrix work load at once."""
+        found = self.walk.values[node]
+        if not isinstance(found, Value) or len(found.form.shape) < 2:
+            return False
+        return found.form.shape[-1] * found.form.dtype.itemsize % 16 != 0
 
     def _queries(self, node: fx.Node) -> Size:
         """How many queries attention has, which grow where its scores grow by more than their keys."""
