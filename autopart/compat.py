@@ -399,3 +399,8 @@ def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: C
 
     state_dicts._gather_state_dict = gathered
     state_dicts._broadcast_state_dict = filled  # type: ignore[assignment]  # its arguments have other names
+
+
+def product_of_float8(first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [m, n] of float8 matrices [m, k] and, by columns, [k, n], each times a scale []."""
+    return torch._scaled_mm(first, second, scale, scale, out_dtype=torch.bfloat16)

@@ -52,7 +52,10 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
     from scipy.optimize import minimize_scalar
 
     of_usual = [row for row in rows if row.dtype == usual]
-    even = [row for row in of_usual if not is_unaligned(row) and operand_bytes(row, 2) / rate < MOST_TRAFFIC * row.time_s]
+    even = [
+        row for row in of_usual
+        if not is_unaligned(row) and operand_bytes(row, 2) / rate < MOST_TRAFFIC * row.time_s
+    ]  # fmt: skip
 
     def error(half: float) -> float:
         curve = _shares(even, peak, half)
@@ -126,7 +129,7 @@ def operand_bytes(row: Measured, itemsize: int) -> float:
 def curve(points: Iterable[Sequence[float]], most: float = math.inf) -> list[list[float]]:
     """Points of an efficiency curve by which no larger amount takes less time: from the largest down, a share is as
     high as that asks for."""
-    found = [[amount, float(f"{min(share, most):.4g}")] for amount, share in sorted(points)]
+    found = [[amount, float(f"{min(share, most):.4g}")] for amount, share in sorted(map(tuple, points))]
     for smaller, larger in reversed([*pairwise(found)]):
         least = larger[1] / (1 + math.log(larger[0] / smaller[0]))
         if smaller[1] < least:

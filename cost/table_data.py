@@ -135,8 +135,7 @@ def from_data(data: Mapping[str, Any]) -> Table:
     """From a plan's."""
     works = [
         Work(row["kind"], _read(row["bytes"]), times=row.get("times", 1.0),
-             **{name: row[name] for name in _WORDS if name in row},
-             **{name: _read(row.get(name, ())) for name in _MORE_SIZES})
+             **_optional(row))
         for row in data["works"]
     ]  # fmt: skip
     rows = tuple(
@@ -221,6 +220,11 @@ def _work_data(work: Work) -> dict[str, Any]:
         **{name: value for name in _WORDS if (value := getattr(work, name))},
         **({"times": work.times} if work.times != 1 else {}),
     }  # fmt: skip
+
+
+def _optional(row: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {name: _read(row[name]) for name in _MORE_SIZES if name in row}
+    return sizes | {name: row[name] for name in _WORDS if name in row}
 
 
 def _listed(size: Size) -> list[list[float]]:

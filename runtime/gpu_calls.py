@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from autopart.compat import product_of_float8
 from autopart.ir.measurement import Measured
 
 Shape = tuple[int, int, int]
@@ -97,7 +98,7 @@ def scaled_product(shape: Shape) -> Maker:
     def make(device: torch.device) -> Call:
         first, second = (random(device, torch.bfloat16, size, k).to(torch.float8_e4m3fn) for size in (m, n))
         scale = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(first, second.t(), scale, scale, out_dtype=torch.bfloat16)
+        return lambda: product_of_float8(first, second.t(), scale)
 
     return make
 

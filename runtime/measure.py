@@ -2,8 +2,8 @@
 several ranks, all of which measure at once, as they compute at once in a step.
 
 `torch.utils.benchmark.Timer` times what one rank does alone on a CPU, with one thread by that thread's processor time,
-from which what else runs on the machine takes nothing. On a GPU a call is made many times in a row, as a CUDA graph. Every measurement
-is made several times, some time apart, and the fastest counts: other work can only slow it.
+from which what else runs on the machine takes nothing. On a GPU a call is made many times in a row, as a CUDA graph.
+Every measurement is made several times, some time apart, and the fastest counts: other work can only slow it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from autopart.runtime.gpu_calls import Maker, calls
 _CHAIN = 100  # operators in a row whose launch is measured
 _CALLS = 4  # of a collective, between two barriers
 _RECORDED_S = 2e-4  # of the calls in one CUDA graph
-_SUSTAINED_S = 2.0  # after which a GPU's clock has come down to what its power allows
+_BURSTS = 4  # of calls on a GPU, of which the fastest counts
+_SUSTAINED_S = 0.5  # after which a GPU's clock has come down to what its power allows
 _GROUPS = {"link": "tp", "node_link": "dp"}  # the axes of the mesh that stands for nodes of processes
 
 
@@ -66,7 +67,7 @@ class Effort:
         widths = (32, 64, 128, 256, 512, 1024, 2048)
         tensors, messages = tuple(2**n for n in range(12, 28, 2)), tuple(2**n for n in range(10, 26, 2))
         if on_gpu:
-            return Effort((*widths, 4096, 8192), (*tensors, 2**28), (*messages, 2**26, 2**28), 2**31, 0.001, 4, 5, True)
+            return Effort((*widths, 4096, 8192), (*tensors, 2**28), (*messages, 2**26, 2**28), 2**31, 0.001, 1, 5, True)
         return Effort(widths, tensors, messages, 2**28, 0.05, 3, 5)
 
 
@@ -99,7 +100,7 @@ class Bench:
         return timer.blocked_autorange(min_run_time=self.effort.run_s).median
 
     def issued(self, call: Callable[[], Any]) -> float:
-        """Seconds of one of many calls in a row, which the host issues: of the kernel, or of that where it is longer."""
+        """Seconds of one of many calls in a row that the host issues: of the kernel, or of that where it is longer."""
         self.barrier()
         seconds(call, 2)  # kernels are chosen and loaded
         return seconds(call, most_calls(self.effort.run_s, seconds(call, 3)))
@@ -119,8 +120,8 @@ class Bench:
                     call()
         except (RuntimeError, NotImplementedError):
             return math.inf
-        seconds(graph.replay, 1)
-        return seconds(graph.replay, most_calls(run_s, seconds(graph.replay, 3))) / count
+        number = most_calls(run_s, seconds(graph.replay, 3))
+        return min(seconds(graph.replay, number) for _ in range(_BURSTS)) / count
 
     def of_gpus(self) -> Iterator[Task]:
         if self.effort.is_of_gpus:

@@ -1,10 +1,10 @@
-"""Several ranks that share one GPU, over gloo with CUDA tensors: the losses of a Llama of 100 million parameters, and of
-a mixture of experts, in bfloat16 beside float32 parameters, are those of one rank.
+"""Several ranks that share one GPU, over gloo with CUDA tensors: the losses of a Llama of 100 million parameters, and
+of a mixture of experts, in bfloat16 beside float32 parameters, are those of one rank.
 
     python benchmarks/gpu/sharing.py [--ranks 2 4] [--quick] [--device cpu] [--trace FILE.json] [--json]
 
-What ranks send goes through the host, so no time is shown. `--trace` writes a profile of one step under zero=3, with the
-order in which the first of two ranks issues kernels and gathers, for Chrome's or Perfetto's viewer.
+What ranks send goes through the host, so no time is shown. `--trace` writes a profile of one step under zero=3, with
+the order in which the first of two ranks issues kernels and gathers, for Chrome's or Perfetto's viewer.
 """
 
 from __future__ import annotations

@@ -3,14 +3,15 @@
     python benchmarks/gpu/steps.py measure STEPS.json [--only gpt2 ...] [--quick]
     python benchmarks/gpu/steps.py predict STEPS.json --hardware PROFILE [--json]
 
-`measure` needs a GPU: forward, backward, fused AdamW; the median of ten steps, the most bytes that torch's allocator has
-handed out in one, and the seconds of its kernels by name. `predict` needs none: it plans the same models on `meta`.
-No number of a profile is fitted to these steps.
+`measure` needs a GPU: forward, backward, fused AdamW; the median of ten steps, the most bytes that torch's allocator
+has handed out in one, and the seconds of its kernels by name. `predict` needs none: it plans the same models on
+`meta`. No number of a profile is fitted to these steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -142,8 +143,7 @@ def main() -> None:
 
 def measured(step: Step, device: str) -> dict[str, Any]:
     on_gpu = device == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
+    gc.collect()  # the step before has left cycles that hold its weights
     model, batch = step.built(device)
     start_s = time.perf_counter()
     pm = autopart.parallelize(model, "dp1", example_kwargs=batch, **step.options)

@@ -27,7 +27,8 @@ _TAKE_CONTIGUOUS = {"aten::_pdist_forward"}
 
 
 def drop_no_ops(graph: fx.Graph) -> None:
-    """Remove what changes neither values nor gradients: copies, casts to the same type and device, dropout that drops nothing."""
+    """Remove what changes neither values nor gradients: copies on a device, casts to the same type, dropout that drops
+    nothing."""
     with_gradient = _with_gradient(graph) if graph.find_nodes(op="call_function", target=aten.detach.default) else set()
     for node in list(graph.nodes):
         name = operator_name(node) if node.op == "call_function" else ""
