@@ -22,6 +22,9 @@ POINTS_PER_DECADE = 2
 MOST_TRAFFIC = 0.5
 """Products whose operands take a larger share of the time to move tell nothing of matrix units."""
 
+LARGE = 1e10
+"""FLOPs of a product that takes longer than what is around it, so that the depth of its sums tells."""
+
 BY_GRADIENT = "weight gradient"
 
 
@@ -59,7 +62,8 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
 
     def error(half: float) -> float:
         curve = _shares(even, peak, half)
-        return sum(math.log(_predicted(row, peak, half, curve) / row.time_s) ** 2 for row in even)
+        of_large = (_predicted(row, peak, half, curve) / row.time_s for row in even if row.flops >= LARGE)
+        return sum(math.log(ratio) ** 2 for ratio in of_large)
 
     half = float(minimize_scalar(error, bounds=(0.0, 2000.0), method="bounded").x)
     curve = _shares(even, peak, half)

@@ -170,7 +170,8 @@ def read_measurements(path: str | Path) -> tuple[Device, list[Measured]]:
     text = read_text(Path(path), "measurements", OptionError, _FORM)
     try:
         data = json.loads(text)
-        rows = [Measured(**{**row, "shape": tuple(row.get("shape", ()))}) for row in data["measured"]]
-        return Device(**data["device"]), rows
+        device, rows = Device(**data["device"]), data["measured"]
+        return device, [Measured(**{**row, "shape": tuple(row.get("shape", ()))}) for row in rows]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise OptionError(f"{path} holds no measurements", why=str(error), hint=_FORM) from None
+        why = "it has no 'device' and 'measured' of that form"
+        raise OptionError(f"{path} holds no measurements", why=why, hint=_FORM) from error

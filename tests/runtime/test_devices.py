@@ -15,7 +15,7 @@ from traced import plan_of, run_of
 from autopart.compiler import Compiler
 from autopart.errors import OptionError
 from autopart.ir import experts, operators
-from autopart.ir.graph import draws_random_numbers
+from autopart.ir.graph import draws_random_numbers, short_name, value
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
 from autopart.options import Options
@@ -60,8 +60,8 @@ def gpus(monkeypatch):
         monkeypatch.setattr(processes.dist, "get_backend_config", lambda: config or f"cuda:{backend}")
         for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, str(value))
+        for name, text in environment.items():
+            monkeypatch.setenv(name, str(text))
         return chosen
 
     return machine
@@ -349,6 +349,15 @@ def test_what_a_model_on_a_gpu_makes_on_the_host_stays_there(monkeypatch, kind):
     assert len(drawn) == 2
     program = types.SimpleNamespace(drawn=drawn, draws="exact")
     assert set(draws.drawn_on(program, elsewhere)) == {elsewhere, here}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_copy_to_another_device_stays(device):
+    """Where a trace has it on another one than it comes from; between the same it is none."""
+    with torch.device(device):
+        model, x = Hosted(), torch.randn(4, 8)
+    copied = [value(node).device.type for node in prepare(model, {"x": x}).graph.nodes if short_name(node) == "to"]
+    assert copied == ([] if device == "cpu" else ["meta", "meta"])
 
 
 @pytest.mark.parametrize("rng", ["exact", "fast"])

@@ -10,9 +10,11 @@ import pytest
 import torch
 import zoo
 from random_models import MODELS, trained
+from torch import nn
 
 import autopart
 from autopart.compat import tree_flatten
+from autopart.runtime.agree.checksums import checksum
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +25,18 @@ TABLE = [
     ("bert", "dp2,tp2"),
 ]
 TIMEOUT_S = 180.0
+
+
+class Hosted(nn.Module):
+    """Draws and makes numbers on the host by name, whatever it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        places = torch.arange(8, device=x.device) + torch.arange(8, device="cpu").to(x.device)
+        return (self.inner(x) * torch.rand(8, device="cpu").to(x.device) * torch.rand_like(x) + places).mean()
 
 
 def on_device(model, batch):
@@ -124,6 +138,24 @@ def test_batch_on_the_host(mesh):
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_own_loop(mesh):
     dist.run_ranks(own_loop, 2, mesh, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_checksum_is_that_of_the_host(dtype):
+    """By which ranks on any device compare their weights and calls; for all sizes of words."""
+    for size in (1, 7, 64, 5000, 2**18 + 3):
+        values = torch.randint(0, 100, (size,)).to(dtype)
+        assert int(checksum(values.to(DEVICE))) == int(checksum(values))
+
+
+def test_what_is_copied_from_the_host_is_on_the_gpu():
+    """A model that draws and makes numbers on the host by name."""
+    model, x = Hosted().to(DEVICE), torch.randn(4, 8, device=DEVICE)
+    pm = autopart.parallelize(copy.deepcopy(model), "dp1", example_args=(x,), rng="exact")
+    torch.manual_seed(5)
+    found = pm.step(x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(found, model(x).detach())
 
 
 def test_one_rank_needs_no_process_group():

@@ -307,6 +307,16 @@ def test_only_the_calls_used_last_are_kept():
         assert call(2) is first and compiler._num_traces == 3
 
 
+def test_a_later_call_does_not_walk_the_model():
+    """A model may have thousands of modules, and a GPU waits meanwhile."""
+    model, batch = zoo.gpt2()
+    pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
+    pm.step(**batch)
+    with mock.patch.object(nn.Module, "named_modules", autospec=True, side_effect=nn.Module.named_modules) as walked:
+        pm.step(**batch)
+    assert not any(call.args[0] is model for call in walked.call_args_list)
+
+
 def test_many_calls_are_warned_of_once():
     compiler = Compiler(nn.Linear(3, 3), Mesh.parse("tp1"), Options())
     with warnings.catch_warnings(record=True) as caught:

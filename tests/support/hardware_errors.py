@@ -51,7 +51,25 @@ def curve(*points: Any) -> Callable[[], Any]:
     return value("matmul_efficiency", list(points))
 
 
+def measurements(data: Any) -> Callable[[], Any]:
+    """A case: a profile of measurements that are none."""
+
+    def case() -> Any:
+        FILE.write_text(json.dumps(data))
+        try:
+            return autopart.calibrate(of=FILE)
+        finally:
+            FILE.unlink()
+
+    return case
+
+
 PROFILE = "OptionError: the hardware profile "
+A_DEVICE = {"name": "", "kind": "cpu", "software": "", "memory_bytes": 1, "local_ranks": 1, "num_ranks": 1}
+NO_MEASUREMENTS = (
+    f"OptionError: {FILE} holds no measurements\n  why    it has no 'device' and 'measured' of that form\n  try    "
+    "a file that autopart calibrate --raw has written"
+)
 
 HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "hardware: no file": (lambda: Hardware.load("none.json"),
@@ -123,6 +141,9 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "OptionError: there is no hardware profile 'none.json'\n  why    the profiles are a100-40gb-sxm, "
         "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of "
         "these, or the path of a JSON file of the same form"),
+    "calibrate: no measurements": (measurements({"rows": []}), NO_MEASUREMENTS),
+    "calibrate: measurements of something else": (
+        measurements({"device": A_DEVICE, "measured": [{"rows": 1}]}), NO_MEASUREMENTS),
     "hardware: a dtype it has not": (lambda: Hardware.load("v100-32gb-sxm").matmul_time_s(1e9, 1e6, "bfloat16"),
         "OptionError: hardware profile 'v100-32gb-sxm' has no peak for bfloat16\n  why    it has float16, float32, "
         "float64\n  try    one of these, or a copy of the profile with that peak"),

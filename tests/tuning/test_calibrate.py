@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from dist import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopart
 from autopart.cli import main
@@ -19,6 +20,7 @@ from autopart.cost.calibration import predicted_s, profile
 from autopart.cost.collectives import time_s
 from autopart.cost.hardware import Hardware
 from autopart.ir.measurement import Device, Measured
+from autopart.runtime.gpu_calls import calls
 
 BASE = replace(Hardware.load("cpu-gloo"), collectives={})  # all kinds see the same links
 DEVICE = Device("a device", "cpu", "torch 2", memory_bytes=1e9, local_ranks=2, num_ranks=2)
@@ -156,3 +158,84 @@ def test_on_two_processes(tmp_path, local_ranks, link, other):
     assert first[f"{other}_bytes_per_s"]["source"] == "not measured: from profile cpu-gloo"
     assert first["devices_per_node"]["value"] == local_ranks
     Hardware.load(tmp_path / "rank0.json")
+
+
+# --- GPUs, from descriptions of what is called there.
+
+GPU = Device("a GPU", "cuda", "torch 2", memory_bytes=8e10, local_ranks=1, num_ranks=1)
+PEAK, RATE, HALF, UNALIGNED, HALF_WIDTH, BLOCK = 8e14, 4e12, 150.0, 0.2, 30.0, 600.0
+
+
+def taken_s(row):
+    """Of a GPU whose rates are the same for all sizes, but for shallow sums, odd rows and narrow heads."""
+    if row.kind in ("matmul", "sustained"):
+        shallow = 1 + HALF / row.shape[1] if row.form != "weight gradient" else 1
+        last = (row.shape[0], row.shape[2]) if row.form == "weight gradient" else row.shape[1:]
+        odd = UNALIGNED if row.dtype in ("bfloat16", "float16") and any(size % 8 for size in last) else 1
+        return max(row.flops / PEAK * shallow / odd, 2e-6)
+    if row.kind.startswith("attention"):
+        _, queries, width = row.shape
+        share = (queries + BLOCK) / (2 * queries) if row.form == "causal" else 1
+        return row.flops / PEAK * min(1, share) * (1 + HALF_WIDTH / width)
+    return row.size_bytes / RATE * (7 if row.kind == "optimizer" else 1) + 1e-6
+
+
+def of_gpu():
+    rows = [replace(what, time_s=taken_s(what)) for what, _ in calls()]
+    rows += [Measured("launch", 1e-6), Measured("issue", 2e-5), Measured("memory in place", 3e8 / RATE, size_bytes=3e8)]
+    return rows + [Measured("memory", size / RATE, size_bytes=size) for size in (1e6, 1e8)]
+
+
+def test_the_numbers_of_a_gpu_come_back():
+    rows = of_gpu()
+    found = Hardware.parse(profile("gpu", GPU, rows, "2026-01-01", Hardware.load("h100-80gb-sxm")))
+    assert found.matmul_half_depth == pytest.approx(HALF, rel=0.1)
+    assert found.matmul_unaligned == pytest.approx(UNALIGNED, rel=0.03)
+    assert found.attention_half_width == pytest.approx(HALF_WIDTH, rel=0.15)
+    assert found.causal_block == pytest.approx(BLOCK, rel=0.03)
+    assert found.launch_s == 1e-6
+    held_out = [row for row in rows if row.is_held_out and row.flops > 1e10]
+    assert len(held_out) > 200
+    for row in held_out:
+        assert predicted_s(row, found) == pytest.approx(row.time_s, rel=0.08), row
+
+
+def test_what_is_held_out_is_in_no_fit():
+    rows = of_gpu()
+    wrong = [replace(row, time_s=100 * row.time_s) if row.is_held_out else row for row in rows]
+    first, second = (profile("gpu", GPU, r, "2026-01-01", BASE) for r in (rows, wrong))
+    assert first == second
+    third = sum(row.is_held_out for row in rows) / len(rows)
+    assert 0.3 < third < 0.35
+
+
+def test_over_300_shapes_of_products():
+    shapes = {what.shape for what, _ in calls() if what.kind == "matmul" and what.dtype == "bfloat16" and not what.form}
+    assert len(shapes) >= 300
+    assert {what.dtype for what, _ in calls() if what.kind == "matmul"} == {"bfloat16", "float16", "float8_e4m3fn"}
+
+
+def test_every_call_of_a_gpu_computes_what_it_says():
+    """On a CPU, at small sizes: products have the shape, and work, that their description has."""
+    from autopart.runtime import gpu_calls
+
+    here = torch.device("cpu")
+    for form in ("", gpu_calls.INPUT_GRADIENT, gpu_calls.WEIGHT_GRADIENT):
+        with FlopCounterMode(display=False) as counter:
+            assert gpu_calls.product((8, 16, 24), torch.float32, form)(here)().shape == (8, 24)
+        assert counter.get_total_flops() == Measured("matmul", shape=(8, 16, 24)).flops
+    for is_backward in (False, True):
+        result = gpu_calls.attend((1, 2, 8, 4), True, is_backward)(here)()
+        assert (result[0] if is_backward else result).shape == (1, 2, 8, 4)
+    for function in (gpu_calls.cast, gpu_calls.transposed, gpu_calls.normed, gpu_calls.softmaxed):
+        assert gpu_calls.of_matrix(3, torch.float32, function)(here)().numel() == 3 * 4096
+
+
+def test_measurements_are_kept_and_read_again(tmp_path):
+    raw, first, again = (tmp_path / name for name in ("raw.json", "first.json", "again.json"))
+    measured = autopart.calibrate(first, quick=True, raw=raw, name="here")
+    read = autopart.calibrate(again, of=raw, name="here")
+    assert read.measured == measured.measured and read.device == measured.device
+    assert first.read_text() == again.read_text()
+    result = CliRunner().invoke(main, ["calibrate", "--of", str(raw), "--json"])
+    assert result.exit_code == 0 and len(json.loads(result.output)["rows"]) == len(measured.measured)
