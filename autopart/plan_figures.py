@@ -14,6 +14,7 @@ from autopart.cost.table import Priced
 from autopart.cost.table_data import as_data, of_few_rows, own_setting
 from autopart.ir.decisions import Decisions
 from autopart.ir.program import Program
+from autopart.passes.choose.alignment import alignment_notes
 from autopart.passes.choose.codec import encode
 from autopart.passes.choose.divides import expert_notes
 from autopart.passes.choose.partition import partition
@@ -68,7 +69,7 @@ def plan_of(
     own_notes = (*traced.notes, *size_notes(traced, decisions), *storage_notes(traced, decisions, problem.zero),
                  *recompute_notes(traced.graph, decisions.recompute), *mask_notes(traced),
                  *selection_notes(traced), *expert_notes(traced, mesh),
-                 *position_notes(traced, decisions))  # fmt: skip
+                 *position_notes(traced, decisions), *alignment_notes(traced, decisions, hardware))  # fmt: skip
     rows, moved = stage_rows(traced, decisions, program), collectives(traced, program)
     names = {"class": kind, **identity_of(traced.all_parameters), "mode": traced.mode}
     if traced.autocast:

@@ -92,7 +92,7 @@ def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
                                     "features, whose rows are whole 16 bytes"),
         "matmul_half_depth": _entry(half_depth, "features that an element of a product is the sum over",
                                     f"{source}: least squares over the same products"),
-        "matmul_unaligned": _entry(unaligned, "share of the rate of the same product with aligned rows",
+        "matmul_unaligned": _entry(unaligned, "share of a rate that is left where rows have an odd number of values",
                                    f"{source}: mean over products in {usual} whose rows are no whole 16 bytes"),
         "launch_s": _entry(min(row.time_s for row in by_kind["launch"]), "s per operator",
                            f"{source}: a kernel on one value, one of many in a CUDA graph"),
@@ -125,7 +125,7 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
     """What the profile says that a measured call takes."""
     if row.kind in ("matmul", "sustained"):
         moved, depth = gpu_fit.operand_bytes(row, getattr(torch, row.dtype).itemsize), gpu_fit.depth(row)
-        return hardware.matmul_time_s(row.flops, moved, row.dtype, depth, is_unaligned=gpu_fit.is_unaligned(row))
+        return hardware.matmul_time_s(row.flops, moved, row.dtype, depth, unaligned=gpu_fit.odd(row))
     if row.kind.startswith("attention"):
         share = hardware.causal_share(row.shape[1]) if row.form == "causal" else 1.0
         return hardware.matmul_time_s(row.flops * share, 0.0, row.dtype, row.shape[2], "attention")

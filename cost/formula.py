@@ -168,8 +168,8 @@ class Formula:
             if work.depth.terms and self.hardware.half_depth(work.kind):
                 half = H if work.kind != "attention" else _exact(self.hardware.attention_half_width)
                 shallow += half / self.of(work.depth)
-            if work.is_unaligned:
-                shallow /= _exact(self.hardware.matmul_unaligned)
+            if work.unaligned:
+                shallow /= _exact(self.hardware.aligned_share(work.unaligned))
             peak = sympy.Symbol(f"X_{self.hardware.known_dtype(work.dtype)}", positive=True)
             work_s = flops * shallow / (peak * self._eff(flops))
             once_s = sympy.Max(work_s, self._traffic_s(size), evaluate=False) + L  # it looks long for which is larger

@@ -15,6 +15,7 @@ from statistics import geometric_mean
 import numpy as np
 
 from autopart.ir.measurement import Measured
+from autopart.ir.sizes import MOST_UNALIGNED, unaligned
 
 POINTS_PER_DECADE = 2
 """Of the curve of rates by FLOPs."""
@@ -34,9 +35,9 @@ def last_dims(row: Measured) -> tuple[int, ...]:
     return (rows, columns) if row.form == BY_GRADIENT else (inner, columns)
 
 
-def is_unaligned(row: Measured) -> bool:
-    """Of two bytes an element: rows are no whole 16 bytes."""
-    return row.dtype in ("bfloat16", "float16") and any(size % 8 for size in last_dims(row))
+def odd(row: Measured) -> int:
+    """`unaligned` of a product's rows, in 16 bits."""
+    return unaligned(last_dims(row)) if row.dtype in ("bfloat16", "float16") else 0
 
 
 def depth(row: Measured) -> float:
@@ -57,7 +58,7 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
     of_usual = [row for row in rows if row.dtype == usual]
     even = [
         row for row in of_usual
-        if not is_unaligned(row) and operand_bytes(row, 2) / rate < MOST_TRAFFIC * row.time_s
+        if not odd(row) and operand_bytes(row, 2) / rate < MOST_TRAFFIC * row.time_s
     ]  # fmt: skip
 
     def error(half: float) -> float:
@@ -67,8 +68,8 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
 
     half = float(minimize_scalar(error, bounds=(0.0, 2000.0), method="bounded").x)
     curve = _shares(even, peak, half)
-    odd = [row for row in of_usual if is_unaligned(row)]
-    left = [_predicted(row, peak, half, curve) / row.time_s for row in odd]
+    slowed = [row for row in of_usual if odd(row) and row.flops >= LARGE]
+    left = [(_predicted(row, peak, half, curve) / row.time_s) ** (MOST_UNALIGNED / odd(row)) for row in slowed]
     return curve, half, geometric_mean(left) if left else 1.0
 
 

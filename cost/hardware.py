@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopart.errors import OptionError
 from autopart.files import read_text
+from autopart.ir.sizes import MOST_UNALIGNED
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,8 @@ class Hardware:
     `matmul_half_depth`: a product whose elements are sums over `k` features runs at `k / (k + matmul_half_depth)` of
     the share of its FLOPs; 0: FLOPs alone decide. `matmul_sustained`: the share of a lone product's rate that products
     keep up in a training step. `matmul_unaligned`: the share of a rate in 16 bits that is left where the rows of an
-    operand or of the result are no whole 16 bytes, as those of a vocabulary of 50,257 are.
+    operand or of the result have an odd number of values, as those of a vocabulary of 50,257 do; where it is a multiple
+    of 2 or 4, and not of 8 (16 bytes), the share is its power of 2/3 or 1/3.
 
     `attention_half_width`: fused attention with heads of `w` features runs at `w / (w + attention_half_width)` of the
     share of its FLOPs: what it computes for every score takes as long whatever the width.
@@ -159,16 +161,20 @@ class Hardware:
         """The terms of a sum at which "matmul" or "attention" has half of its rate."""
         return self.attention_half_width if kind == "attention" else self.matmul_half_depth
 
+    def aligned_share(self, unaligned: int) -> float:
+        """The share of its rate that is left to a product in 16 bits whose rows have so few values loaded at once."""
+        return self.matmul_unaligned ** (unaligned / MOST_UNALIGNED)
+
     def matmul_time_s(
         self, flops: float, size_bytes: float, dtype: str | torch.dtype, depth: float = 0.0, kind: str = "matmul",
-        is_unaligned: bool = False,
+        unaligned: int = 0,
     ) -> float:  # fmt: skip
         """Seconds of one matrix product that reads and writes `size_bytes`: its work or its memory traffic, whichever
         takes longer, and the launch.
 
         Args:
             depth: the terms each element is a sum of, of "attention" (the `kind`) the width of a head; 0: not known.
-            is_unaligned: rows are no whole 16 bytes.
+            unaligned: as `autopart.ir.sizes.unaligned` of its rows.
 
         Raises OptionError where the profile has no peak for the dtype.
         """
@@ -180,8 +186,8 @@ class Hardware:
         work_s = flops / (self.flops_per_s[dtype] * self.efficiency(flops))
         if depth:
             work_s *= 1 + self.half_depth(kind) / depth
-        if is_unaligned:
-            work_s /= self.matmul_unaligned
+        if unaligned:
+            work_s /= self.aligned_share(unaligned)
         return max(work_s, self.traffic_time_s(size_bytes)) + self.launch_s
 
 

@@ -113,10 +113,11 @@ class Work(NamedTuple):
 
     `kind`: "matmul", "attention" or "other" (priced by its memory traffic alone), or the primitive of a collective over
     `axis`, whose whole array has `size` bytes. `flops`: of a product, in `dtype`. `size`: bytes read and written.
-    `times`: how often; may be a fraction. `in_place`: it writes to no new memory. `depth`: the terms that an
-    element of a matrix product is the sum of, of attention the width of a head. `is_unaligned`: a product in 16 bits
-    with rows that are no whole 16 bytes. `causal`: the queries of causal attention, of which a kernel leaves out
-    what they do not see; its FLOPs count as those of the whole, as torch and publications count them.
+    `times`: how often; may be a fraction. `in_place`: it writes to no new memory. `depth`: the terms that an element of
+    a matrix product is the sum of, of attention the width of a head. `unaligned`: by how many halvings the rows of a
+    product in 16 bits are loaded in less than 16 bytes at a time (`ir.sizes`). `causal`: the queries of causal
+    attention, of which a kernel leaves out what they do not see; its FLOPs count as those of the whole, as torch and
+    publications count them.
     """
 
     kind: str
@@ -128,7 +129,7 @@ class Work(NamedTuple):
     in_place: bool = False
     depth: Size = NOTHING
     causal: Size = NOTHING
-    is_unaligned: bool = False
+    unaligned: int = 0
 
     @property
     def name(self) -> str:
@@ -145,7 +146,7 @@ class Work(NamedTuple):
             if self.causal.terms:
                 flops *= hardware.causal_share(float(self.causal.at(times)))
             dtype = hardware.known_dtype(self.dtype)
-            once_s = hardware.matmul_time_s(flops, size, dtype, depth, self.kind, self.is_unaligned)
+            once_s = hardware.matmul_time_s(flops, size, dtype, depth, self.kind, self.unaligned)
         elif self.in_place:
             once_s = size / hardware.memory_bytes_per_s + hardware.launch_s
         else:

@@ -19,8 +19,8 @@ HIDDEN = (2048, 4096, 5120, 8192, 12288, 16384)
 TENSOR_RANKS = (1, 2, 4, 8)
 TOKENS = (1024, 4096, 16384)
 SKINNY = (8, 16, 32, 64, 128, 256)
-ODD = (1000, 2047, 2049, 3000, 4095, 4097, 4104, 4160, 5000, 6000, 7168, 9216)
-VOCABULARIES = (32000, 50257, 50304, 128256)
+ODD = (1000, 2047, 2050, 3000, 3002, 4095, 4097, 4100, 4104, 4160, 5000, 5004, 7168)
+VOCABULARIES = (30522, 32000, 50257, 50304, 128256)
 MOST_FLOPS = 2e13
 """Larger ones are left out: they take as long as all others."""
 
@@ -40,7 +40,7 @@ def shapes() -> list[Shape]:
     ]  # fmt: skip
     skinny = [shape for size in SKINNY for shape in around(size)]
     odd = [shape for size in ODD for shape in around(size)]
-    squares = [(size, size, size) for size in (*SKINNY, 512, 1024, 1536, 2048, 3072, *ODD, 8192, 16384)]
+    squares = [(size, size, size) for size in (*SKINNY, 512, 1024, 1536, 2048, 3072, *ODD, 8192)]
     heads = [(tokens, hidden, size) for tokens in TOKENS for hidden in HIDDEN[:4] for size in VOCABULARIES]
     every = dict.fromkeys([*layers, *skinny, *odd, *squares, *heads])
     return [shape for shape in every if 2 * shape[0] * shape[1] * shape[2] <= MOST_FLOPS]
@@ -61,10 +61,10 @@ def products() -> Iterator[tuple[Measured, Maker]]:
     every = shapes()
     for shape in every:
         yield Measured("matmul", dtype="bfloat16", shape=shape), product(shape, torch.bfloat16)
-    for shape in every[::3]:
-        yield Measured("matmul", dtype="float16", shape=shape), product(shape, torch.float16)
-        for form in (INPUT_GRADIENT, WEIGHT_GRADIENT):
-            yield Measured("matmul", dtype="bfloat16", shape=shape, form=form), product(shape, torch.bfloat16, form)
+    for dtype, form in ((torch.float16, ""), (torch.bfloat16, INPUT_GRADIENT), (torch.bfloat16, WEIGHT_GRADIENT)):
+        for shape in every[::3]:
+            name = str(dtype).removeprefix("torch.")
+            yield Measured("matmul", dtype=name, shape=shape, form=form), product(shape, dtype, form)
     for shape in every[1::3]:
         if not any(size % 16 for size in shape):
             yield Measured("matmul", dtype="float8_e4m3fn", shape=shape), scaled_product(shape)

@@ -27,6 +27,7 @@ from autopart.ir.graph import operator_name, tensor_inputs
 from autopart.ir.layout import DIRECTIONS, parts_of
 from autopart.ir.operators import ROTATING, is_cast
 from autopart.ir.program import Program
+from autopart.ir.sizes import unaligned
 from autopart.tracing.trace import Trace
 
 _SUMMED = 3
@@ -230,8 +231,8 @@ class _Counter:
                 one = self._of_seen(one, node, self.walk.values[tensor_inputs(node)[1]].form.shape[-2])
             back = (one._replace(times=notes.backward_work),) * (node in self.alive)
             return Counted(node, (one,), (), back) if node in self.weights else Counted(node, (one,), back)
-        is_unaligned = widest.itemsize == 2 and any(map(self._is_unaligned, (node, *tensor_inputs(node))))
-        one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted), is_unaligned=is_unaligned)
+        odd = unaligned(map(self._row, (node, *tensor_inputs(node)))) if widest.itemsize == 2 else 0
+        one = Work(notes.kind, traffic, counted, dtype, depth=self._depth(node, counted), unaligned=odd)
         parts: dict[bool, tuple[Work, ...]] = {False: (), True: ()}
         for weight, used, v in zip(of_weights, tensor_inputs(node), read, strict=True):
             if node in self.alive and needs_grad(v):
@@ -244,12 +245,10 @@ class _Counter:
         """Of a head; which mesh or batch does not change."""
         return Size.of(float(self.walk.values[query].form.shape[-1]), Powers())
 
-    def _is_unaligned(self, node: fx.Node) -> bool:
-        """Whether the rows of a matrix on a rank are no whole 16 bytes, which units of matrix work load at once."""
+    def _row(self, node: fx.Node) -> int:
+        """Values in a row of a matrix on a rank; 0 of what is none."""
         found = self.walk.values[node]
-        if not isinstance(found, Value) or len(found.form.shape) < 2:
-            return False
-        return found.form.shape[-1] * found.form.dtype.itemsize % 16 != 0
+        return found.form.shape[-1] if isinstance(found, Value) and len(found.form.shape) > 1 else 0
 
     def _queries(self, node: fx.Node) -> Size:
         """How many queries attention has, which grow where its scores grow by more than their keys."""
