@@ -25,6 +25,7 @@ from autopart.ir.program import Program, Stage, StageGraph, StageInput
 
 _OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host", "block", "times")
 """The facts of a call that what is written for it has too."""
+_ATTENTION = ("aten::scaled_dot_product_attention", "autopart::attention_dropout")
 
 
 def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
@@ -70,7 +71,8 @@ def mask_of(node: fx.Node) -> fx.Node | None:
 
 
 def is_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and operator_name(node) == "aten::scaled_dot_product_attention"
+    """Whether a call is attention in one operator, all keys at once; of a stage graph also such as drops weights."""
+    return node.op == "call_function" and operator_name(node) in _ATTENTION
 
 
 def is_ring(node: fx.Node) -> bool:
@@ -236,18 +238,23 @@ def _tell(call: fx.Node, band: Told) -> None:
             call.replace_all_uses_with(_view(call, torch.ops.aten.expand.default, scores, sizes))
             call.graph.erase_node(call)
         return
-    options = {name: argument(call, name) for name in ("dropout_p", "scale", "enable_gqa")}
+    options = {name: argument(call, name) for name in ("scale", "enable_gqa")}
     if band == (queries - 1, keys - 1):
-        options["is_causal"] = False
+        _without_mask(call, is_causal=False)
     elif band == (queries - 1, 0) and queries == keys:
-        options["is_causal"] = True
+        _without_mask(call, is_causal=True)
     elif queries == keys and len(shape(call)) == 4 and not dropout_probability(call) and blocks_fit(band, queries):
         call.target = autopart_ops.window_attention.default
-        call.args, call.kwargs = (*call.args[:3], *band), {name: options[name] for name in ("scale", "enable_gqa")}
-        return
+        call.args, call.kwargs = (*call.args[:3], *band), options
+
+
+def _without_mask(call: fx.Node, is_causal: bool) -> None:
+    """Let attention read no mask, but hide what a causal one hides."""
+    options = {name: argument(call, name) for name in ("scale", "enable_gqa")} | {"is_causal": is_causal}
+    if call.target is autopart_ops.attention_dropout.default:
+        call.args, call.kwargs = (*call.args[:3], None, *call.args[4:]), options
     else:
-        return
-    call.args, call.kwargs = call.args[:3], options
+        call.args, call.kwargs = call.args[:3], {"dropout_p": argument(call, "dropout_p"), **options}
 
 
 def _count_seen(call: fx.Node, runs: Iterable[Run]) -> None:

@@ -60,7 +60,7 @@ from autopart.tracing.trace import Trace
 
 aten = torch.ops.aten
 
-CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band", "queries")
+CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band", "queries", "attention")
 """The facts of a traced node that those written for it have too."""
 
 
