@@ -33,6 +33,9 @@ def attention_dropout(
     if type(query) is Tensor and _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
             return _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # as kernels are given it, and keep it
+        hidden = attn_mask.logical_not()
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(hidden, -math.inf)
     drawn = attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa
     return attention_dropout_forward(query, key, value, *drawn)[0]
 
@@ -66,13 +69,13 @@ def attention_dropout_forward(
     if _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
             output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return _in_order(query, value).copy_(output), _sums(query)
+        return _in_order(output), _sums(query, dropout_p)
     scores, _, wide_value = _scores(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     sums = scores.logsumexp(-1)
     weights = scores.sub_(_finite(sums)).exp_()
     weights *= _kept(weights, dropout_p, seed, salt, shard)
     output = weights.matmul(wide_value).mul_(_factor(dropout_p))
-    return _in_order(query, value).copy_(output), sums
+    return _in_order(output.to(query.dtype)), sums
 
 
 @torch.library.custom_op("autopart::attention_dropout_backward", mutates_args=())
@@ -132,10 +135,8 @@ def _scores(
         key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
     scores = (query @ key.mT).mul_(scale or query.size(-1) ** -0.5)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores.masked_fill_(~attn_mask, -math.inf)
-    elif attn_mask is not None:
+        scores.masked_fill_(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu_(1), -math.inf)
+    if attn_mask is not None:
         scores += attn_mask
     return scores, key, value
 
@@ -164,21 +165,22 @@ def _like(grad: Tensor, operand: Tensor) -> Tensor:
     return grad.to(operand.dtype).contiguous()
 
 
-def _in_order(query: Tensor, value: Tensor) -> Tensor:
-    """Room for the output, in the order in memory that the kernels give it: heads beside each other."""
-    *rows, heads, queries, _ = query.shape
-    return query.new_empty(*rows, queries, heads, value.size(-1)).transpose(-2, -3)
+def _in_order(output: Tensor) -> Tensor:
+    """An output in the order in memory that the kernels give it: heads beside each other."""
+    return output.transpose(-2, -3).contiguous().transpose(-2, -3)
 
 
-def _sums(query: Tensor) -> Tensor:
-    """Room for a number for every query."""
+def _sums(query: Tensor, dropout_p: float) -> Tensor:
+    """Room for a number for every query, which a kernel's backward here does not read."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(0 if query.is_cuda else query.shape[:-1], dtype=wide)
+    return query.new_empty(0 if _has_kernel(query, dropout_p) else query.shape[:-1], dtype=wide)
 
 
 @attention_dropout_forward.register_fake
-def _like_output(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _in_order(query, value), _sums(query)
+def _like_output(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, *others: Any
+) -> tuple[Tensor, Tensor]:
+    return _in_order(query.new_empty(*query.shape[:-1], value.size(-1))), _sums(query, dropout_p)
 
 
 @attention_dropout_backward.register_fake

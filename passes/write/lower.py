@@ -180,6 +180,7 @@ class _Writer:
         if stage.seed is None:
             assert stage.seeds is not None, "a program that draws nothing in place has no seeds"
             stage.seed = stage.placeholder(f"{SEEDS}_{stage.index}")
+            stage.seed.meta["val"] = torch.empty(1, dtype=torch.int64, device="meta")
             stage.inputs.append(StageInput(stage.seed.target, 0))
             stage.prologue_outputs.append(stage.seeds)
         return stage.seed

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import autopart
 from autopart.compiler import Compiler
 from autopart.cost.count.kept import KNOWN, Form
+from autopart.ir.facts import facts
 from autopart.ir.graph import argument, short_name
 from autopart.ir.mesh import Mesh
 from autopart.ir.operators import autopart_ops
@@ -98,6 +99,16 @@ def test_is_the_formula(mask, heads, p):
 def test_is_causal(keys):
     tensors, call = operands(keys=keys), (None, P, SEED, SALT, SHARD, True)
     assert_same(results(autopart_ops.attention_dropout, tensors, *call), results(formula, tensors, *call))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_rank_without_rows_runs_it_too(is_causal):
+    tensors = [t.detach()[:0].requires_grad_() for t in operands()]
+    call = (None if is_causal else some_seen(rows=0), P, SEED, SALT, SHARD, is_causal)
+    assert_same(
+        results(autopart_ops.attention_dropout, tensors, *call),
+        [torch.empty(0, HEADS, QUERIES, WIDTH + 1).double(), *tensors],
+    )
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])
@@ -273,6 +284,21 @@ def test_recomputation_draws_the_same(recompute):
     assert_same(losses_and_gradients(gpt2, "tp2", recompute=recompute), losses_and_gradients(gpt2, "tp2"))
 
 
+def test_selective_recomputation_leaves_the_operator():
+    """It keeps nothing between its products; the plan says so. Of the formula they are run again."""
+    model, batch = gpt2()
+    regions = {}
+    for rng in ("fast", "exact"):
+        program, _ = program_of(model, batch, "tp2", recompute="selective", rng=rng)
+        regions[rng] = {facts(n)["region"] for s in program.stages for n in s.graph.graph.nodes if "region" in facts(n)}
+    assert regions == {"fast": set(), "exact": {0, 1}}
+    plan = autopart.plan(model, "tp2", example_kwargs=batch, recompute="selective")
+    assert [note for note in plan.notes if "recompute" in note] == [
+        "recompute='selective' changes nothing with rng='fast': attention is one operator (attention_dropout), which "
+        "keeps nothing between its products"
+    ]
+
+
 def test_seeds_and_layers_draw_apart():
     model, batch = gpt2()
     program, _ = program_of(model, batch, "tp2")
@@ -300,5 +326,5 @@ def test_compiled_steps_are_the_same(build, options, monkeypatch):
         assert losses[0] != losses[1]
         found.append([*losses, *pm.full_grads().values()])
     torch._dynamo.reset()
-    assert counter.frame_count
+    assert counter.frame_count == 3  # what is before the blocks, one of their kind, and what is behind
     assert_same(*found, atol=1e-12)
