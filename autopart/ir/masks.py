@@ -60,13 +60,14 @@ def differ_by_rank(stage: Stage) -> set[str]:
 
 
 def mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask that a call reads: attention, or the `where` that hides some of its scores or of their bias."""
+    """The mask that a call reads: attention, the `where` that hides some of its scores or of their bias, or the `add`
+    to the scores of attention that a pass has written out."""
     if is_ring(node):
         mask = argument(node, "mask")
     elif is_attention(node):
         mask = argument(node, "attn_mask")
     else:
-        mask = node.args[0] if _hides_scores(node) else None
+        mask = node.args[0] if _hides_scores(node) else node.args[1] if _adds_mask(node) else None
     return mask if isinstance(mask, fx.Node) else None
 
 
@@ -85,6 +86,10 @@ def _hides_scores(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.where.ScalarOther or len(shape(node)) < 2:
         return False
     return bool(value(node).is_floating_point() and node.args[2] <= torch.finfo(value(node).dtype).min / 2)
+
+
+def _adds_mask(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor and "attention" in facts(node)
 
 
 def scores_of(call: fx.Node) -> tuple[int, int]:
@@ -231,7 +236,7 @@ def _tell(call: fx.Node, band: Told) -> None:
         return
     if not is_attention(call):
         if band == (queries - 1, keys - 1):
-            sizes, scores = list(shape(call)), call.args[1]
+            sizes, scores = list(shape(call)), call.args[0 if _adds_mask(call) else 1]
             same = zip(reversed(sizes), reversed(shape(scores)), strict=False)
             for dim, (size, scores_size) in enumerate(same, 1):
                 sizes[-dim] = -1 if size == scores_size else size  # which other ranks may have more of

@@ -252,11 +252,14 @@ def test_attention_that_drops_weights_costs_what_the_kernel_costs(how, mesh):
     assert drops.memory == plain.memory
 
 
+@pytest.mark.parametrize("as_numbers", [False, True])
 @pytest.mark.parametrize("name", [*KINDS[:3], "window", "told"])
-def test_attention_that_drops_weights_is_told_what_its_mask_is(name):
+def test_attention_that_drops_weights_is_told_what_its_mask_is(name, as_numbers):
     """Causal, or that nothing is hidden, and with keys as they are; other masks stay, and their values are the same."""
     torch.manual_seed(0)
     made, mask = ("told", None) if name == "told" else ("given", MASKS[name][0].expand(ROWS, 1, SEQ, SEQ).contiguous())
+    if mask is not None and as_numbers:
+        mask = torch.where(mask, 0.0, -torch.inf).double()
     model = Masked(made, dropout=0.2).double()
     batch = {"x": torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)} | ({} if mask is None else {"mask": mask})
     found = []
@@ -277,10 +280,29 @@ def test_attention_that_drops_weights_is_told_what_its_mask_is(name):
             assert (mask_of(call) is None) == (told is not None)
             assert call.kwargs.get("is_causal", None) == told
             assert call.kwargs.get("enable_gqa", False) == (told is not None)
+    program = drafted(prepare(model, bind_call(model, (), batch)), Mesh.parse("dp1"), Options()).program
+    planned = [node for stage in program.stages for node in stage.graph.graph.nodes if is_attention(node)]
+    assert [call.kwargs.get("is_causal") for call in planned] == [
+        {"causal": True, "told": True, "all": False}.get(name)
+    ] * 2
     (loss, grads), (read, of_read) = found
     torch.testing.assert_close(loss, read, rtol=0, atol=1e-12)
     for key, grad in grads.items():
         torch.testing.assert_close(grad, of_read[key], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["causal", "all", "padded right"])
+def test_numbers_as_masks_of_attention_that_drops_weights_are_exact(name):
+    """The formula of it, with the masks of one device."""
+
+    def drops():
+        model, batch = build("all")
+        mask = torch.where(MASKS[name][0], 0.0, -torch.inf).double().expand(ROWS, 1, SEQ, SEQ).contiguous()
+        for module in model.modules():
+            module.dropout = 0.2
+        return model.train(), {**batch, "mask": mask}
+
+    assert verified(run_of(drops), "dp2,tp2").ok
 
 
 def test_causal_attention_takes_what_the_profile_says():

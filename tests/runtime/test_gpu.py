@@ -189,7 +189,6 @@ def test_attention_that_drops_weights_runs_the_kernel_of_the_module(compiled):
 
     held, kernels = most_allocated(step)
     assert any("flash" in name for name in kernels), sorted(kernels)
-    assert not any("softmax" in name.lower() and "attn" in name.lower() for name in kernels)
     assert held <= 1.05 * most_allocated(of_the_module)[0]
 
 
