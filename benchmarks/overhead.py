@@ -294,11 +294,7 @@ def attention_cases(sizes: Sizes, arguments: argparse.Namespace) -> Iterator[Cas
             on_device(lambda mask=mask, batch=batch: (CausalAttention(width, mask), batch), arguments.device)
             for mask in (False, True, True)
         )
-        variants = {
-            "module": partial(plain, *told),
-            "masked": partial(plain, *masked),
-            "graph": partial(traced, *graph),
-        }
+        variants = {"module": partial(plain, *told), "masked": partial(plain, *masked), "graph": partial(traced, *graph)}
         yield Case("attention", positions, 1, variants, [("masked", "module"), ("graph", "module")])
 
 
