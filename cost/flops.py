@@ -70,8 +70,15 @@ def _expert_flops(rows_shape: list[int], weight_shape: list[int], *_: Any, **__:
     return 2 * rows_shape[0] * math.prod(weight_shape[1:])
 
 
+def _attention_flops(query_shape: list[int], key_shape: list[int], value_shape: list[int], *_: Any, **__: Any) -> int:
+    """The product of queries and keys, and that of weights and values."""
+    return 2 * math.prod(query_shape[:-1]) * key_shape[-2] * (query_shape[-1] + value_shape[-1])
+
+
 FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
     autopart_ops.expert_linear: _expert_flops,
+    autopart_ops.attention_dropout: _attention_flops,
+    autopart_ops.attention_dropout_forward: _attention_flops,
 }
 """{operator: its FLOPs, of the shapes of its arguments}."""

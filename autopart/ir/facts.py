@@ -61,6 +61,7 @@ class Facts(TypedDict, total=False):
     # Of the passes that normalise.
     named: str  # what `key` calls it, where it was written in place of another operator
     written_for: str  # the operator for which it was written, among others
+    attention: str  # of the formula of attention that drops weights: for which call it was written out
     tied_to_mode: bool  # it is there in train mode alone, or in eval mode
     inexact: str  # why `rng="exact"` cannot repeat this draw
     inexact_on_gpu: str  # the same, of what runs on a GPU

@@ -25,6 +25,7 @@ from autopart.ir.program import Program, Stage, StageGraph, StageInput
 
 _OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host", "block", "times")
 """The facts of a call that what is written for it has too."""
+_ATTENTION = ("aten::scaled_dot_product_attention", "autopart::attention_dropout")
 
 
 def masks_of(stage: Stage) -> dict[fx.Node, list[fx.Node]]:
@@ -59,18 +60,20 @@ def differ_by_rank(stage: Stage) -> set[str]:
 
 
 def mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask that a call reads: attention, or the `where` that hides some of its scores or of their bias."""
+    """The mask that a call reads: attention, the `where` that hides some of its scores or of their bias, or the `add`
+    to the scores of attention that a pass has written out."""
     if is_ring(node):
         mask = argument(node, "mask")
     elif is_attention(node):
         mask = argument(node, "attn_mask")
     else:
-        mask = node.args[0] if _hides_scores(node) else None
+        mask = node.args[0] if _hides_scores(node) else node.args[1] if _adds_mask(node) else None
     return mask if isinstance(mask, fx.Node) else None
 
 
 def is_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and operator_name(node) == "aten::scaled_dot_product_attention"
+    """Whether a call is attention in one operator, all keys at once; of a stage graph also such as drops weights."""
+    return node.op == "call_function" and operator_name(node) in _ATTENTION
 
 
 def is_ring(node: fx.Node) -> bool:
@@ -83,6 +86,10 @@ def _hides_scores(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.where.ScalarOther or len(shape(node)) < 2:
         return False
     return bool(value(node).is_floating_point() and node.args[2] <= torch.finfo(value(node).dtype).min / 2)
+
+
+def _adds_mask(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor and "attention" in facts(node)
 
 
 def scores_of(call: fx.Node) -> tuple[int, int]:
@@ -229,25 +236,30 @@ def _tell(call: fx.Node, band: Told) -> None:
         return
     if not is_attention(call):
         if band == (queries - 1, keys - 1):
-            sizes, scores = list(shape(call)), call.args[1]
+            sizes, scores = list(shape(call)), call.args[0 if _adds_mask(call) else 1]
             same = zip(reversed(sizes), reversed(shape(scores)), strict=False)
             for dim, (size, scores_size) in enumerate(same, 1):
                 sizes[-dim] = -1 if size == scores_size else size  # which other ranks may have more of
             call.replace_all_uses_with(_view(call, torch.ops.aten.expand.default, scores, sizes))
             call.graph.erase_node(call)
         return
-    options = {name: argument(call, name) for name in ("dropout_p", "scale", "enable_gqa")}
+    options = {name: argument(call, name) for name in ("scale", "enable_gqa")}
     if band == (queries - 1, keys - 1):
-        options["is_causal"] = False
+        _without_mask(call, is_causal=False)
     elif band == (queries - 1, 0) and queries == keys:
-        options["is_causal"] = True
+        _without_mask(call, is_causal=True)
     elif queries == keys and len(shape(call)) == 4 and not dropout_probability(call) and blocks_fit(band, queries):
         call.target = autopart_ops.window_attention.default
-        call.args, call.kwargs = (*call.args[:3], *band), {name: options[name] for name in ("scale", "enable_gqa")}
-        return
+        call.args, call.kwargs = (*call.args[:3], *band), options
+
+
+def _without_mask(call: fx.Node, is_causal: bool) -> None:
+    """Let attention read no mask, but hide what a causal one hides."""
+    options = {name: argument(call, name) for name in ("scale", "enable_gqa")} | {"is_causal": is_causal}
+    if call.target is autopart_ops.attention_dropout.default:
+        call.args, call.kwargs = (*call.args[:3], None, *call.args[4:]), options
     else:
-        return
-    call.args, call.kwargs = call.args[:3], options
+        call.args, call.kwargs = call.args[:3], {"dropout_p": argument(call, "dropout_p"), **options}
 
 
 def _count_seen(call: fx.Node, runs: Iterable[Run]) -> None:

@@ -24,16 +24,14 @@ Of a parameter in mixed precision conversions also have `dtype`, to which `x` is
 
 `size` is the size of dim `dim` before it is cut over this axis. In a program `axis` is the name of a mesh axis. What
 they do on process groups is in `runtime/comm/collectives.py`. Local helpers know where a shard starts
-(`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`), leave
-out what a mask hides (`window_attention` of `attention.py`, `attention_runs` of `visits.py`), or say where a mask is
-true (`positions` of `selection.py`).
+(`embedding_shard`, `pick_class`, and `expert_linear` of `experts.py`), draw what each shard drops (`dropout`, and
+`attention_dropout` of the file of that name), leave out what a mask hides (`window_attention` of `attention.py`,
+`attention_runs` of `visits.py`), or say where a mask is true (`positions` of `selection.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,9 +39,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from autopart.ir import ctc, experts, selection
+from autopart.ir import attention_dropout, ctc, experts, selection
 from autopart.ir.attention import window_attention
 from autopart.ir.layout import CONVERSIONS, ROUTING
+from autopart.ir.seeds import seeded
 from autopart.ir.visits import attention_runs
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
@@ -98,25 +97,11 @@ def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequen
 
 
 def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What torch's one kernel makes, and its mask. The device's generator, from which that draws, is left as it was."""
+    """What torch's one kernel makes, and its mask."""
     if not x.numel():
         return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would give `x` itself
-    numbers = seed.tolist() if salt is None else (int(seed), salt)
-    packed = struct.pack(f"<{2 + len(shard)}q", *numbers, *shard)
-    number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
-    generator = _default_generator(x.device)
-    before = generator.get_state()
-    generator.manual_seed(number)
-    try:
+    with seeded(x.device, seed, salt, shard):
         return torch.native_dropout(x, p, True)
-    finally:
-        generator.set_state(before)
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type != "cuda":
-        return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def drop(x: Tensor, noise: Tensor, p: float) -> Tensor:
@@ -186,6 +171,11 @@ def _define_operators() -> torch.library.Library:
     define("window_attention", window, window_attention)
     runs = "Tensor query, Tensor key, Tensor value, int[] runs, float? scale=None, bool enable_gqa=False"
     define("attention_runs", runs, attention_runs)
+    dropped = (
+        "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, Tensor seed, int? salt, "
+        "int[] shard, bool is_causal=False, float? scale=None, bool enable_gqa=False"
+    )
+    define("attention_dropout", dropped, attention_dropout.attention_dropout)
     return library
 
 
@@ -199,7 +189,7 @@ def all_operators() -> list[str]:
     """The names of all operators of the namespace."""
     local = ["cast", "draw_mask", "drop", "dropout", "embedding_shard", "pick_class", "window_attention",
              "attention_runs"]  # fmt: skip
-    families = (experts, selection, ctc)
+    families = (experts, selection, ctc, attention_dropout)
     return [
         *MOVES,
         *WITHOUT_BACKWARD,

@@ -3,7 +3,8 @@
 `"full"` (Chen et al. 2016, arXiv:1604.06174): every repeated block in a stage is a region, whose inputs are kept.
 `"selective"` (Korthikanti et al. 2022, arXiv:2205.05198, section 5): the core of attention is, which takes much memory
 and little work: from one product of two activations (queries and keys) over everything that follows without a weight
-(scale, mask, softmax, dropout) to the next (times values). Attention that is one operator keeps none of that.
+(scale, mask, softmax, dropout) to the next (times values). Attention that is one operator keeps none of that, also
+where it is one in the stage graph alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from autopart.ir.graph import (
     size_bytes,
     source_of,
     tensor_inputs,
+    value,
 )
 from autopart.ir.layout import CONVERSIONS
 from autopart.ir.names import first_of
@@ -78,7 +80,12 @@ def recompute_notes(traced: fx.Graph, recompute: Recompute) -> tuple[str, ...]:
     words = words_of(recompute)
     if "full" in words and not any(blocks(traced).values()):
         return ("recompute='full' changes nothing: the model has no repeated blocks",)
-    if "selective" in words and not cores(traced):
+    core_of = cores(traced) if "selective" in words else {}
+    written_out = {facts(node)["key"] for node in operators(traced) if "attention" in facts(node)}
+    if core_of and written_out.issuperset(core_of):
+        why = "attention is one operator (attention_dropout), which keeps nothing between its products"
+        return (f"recompute='selective' changes nothing with rng='fast': {why}",)
+    if "selective" in words and not core_of:
         weights = _weights(traced)
         fused = [short_name(n) for n in active_operators(traced) if len(_activations(n, weights)) > 2]
         why = "no product of two activations leads to another without a weight between"
@@ -223,7 +230,8 @@ def _core_regions(graph: fx.Graph, core_of: Groups) -> list[Region]:
     regions: list[Region] = []
     for positions in members.values():
         region = _closed([calls[i] for i in positions], calls[positions[0] : positions[-1] + 1])
-        if not any(set(region) & set(other) for other in regions):
+        values = [node for node in region if value(node) is not None]
+        if len(values) > 1 and not any(set(region) & set(other) for other in regions):
             regions.append(region)
     return regions
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from autopart.passes.pipeline import Pass
 
+from .attention import explicit_attention_dropout, explicit_causal_masks
 from .creation import plain_creation, plain_numbers
 from .decompose import take_apart
 from .experts import unsorted_experts
 from .losses import explicit_reductions, losses_of_all_positions, whole_means
 from .norms import plain_norms
 from .precision import in_double
-from .products import explicit_attention_dropout, explicit_causal_masks, one_linear, pairs_of_factors, plain_products
+from .products import one_linear, pairs_of_factors, plain_products
 from .random import draws_as_data
 from .recurrent import explicit_recurrent_dropout
 from .routed import looked_up_products, rows_to_experts

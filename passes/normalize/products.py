@@ -1,4 +1,4 @@
-"""Matrix products and attention in one form each."""
+"""Matrix products in one form each."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import math
 import torch
 from torch import fx
 
-from autopart.ir.facts import facts
 from autopart.ir.graph import (
     argument,
-    dropout_probability,
     is_sparse,
     is_tensor,
     operator_name,
@@ -21,8 +19,7 @@ from autopart.ir.graph import (
 from autopart.passes.pipeline import on_calls
 from autopart.passes.rules.equations import read_equation
 
-from .new_calls import emit, name_written_out, repeat_each, replace
-from .random import drop, noise_like
+from .new_calls import emit, replace
 
 aten = torch.ops.aten
 
@@ -165,60 +162,3 @@ def _unmerged(node: fx.Node) -> fx.Node | None:
     source = node.args[0]
     merges = shape(node) == (math.prod(shape(source)[:-1]), shape(source)[-1])
     return source if merges and len(shape(source)) > 2 else None
-
-
-@on_calls("aten::scaled_dot_product_attention")
-def explicit_attention_dropout(graph: fx.Graph, node: fx.Node) -> None:
-    """Attention that drops weights becomes its formula, so that dropout is an operator of its own.
-
-    The first new operator keeps the attention's name, so that a pipeline cut there is found in eval mode too.
-    """
-    if dropout_probability(node):
-        before = node.prev
-        with graph.inserting_before(node):
-            result = _attention_formula(graph, node)
-        name_written_out(node, before, "attention_dropout")
-        replace(node, result)
-
-
-@on_calls("aten::scaled_dot_product_attention")
-def explicit_causal_masks(graph: fx.Graph, node: fx.Node) -> None:
-    """Causal attention is attention with a mask, as all is: what its kernel does with it is decided where it runs, by
-    the queries that are there (`ir/masks.py`)."""
-    if not argument(node, "is_causal"):
-        return
-    with graph.inserting_before(node):
-        sizes, device = [shape(side)[-2] for side in node.args[:2]], value(node).device
-        query, key = (emit(graph, node, aten.arange.default, size, device=device) for size in sizes)
-        others = [1] * (len(shape(node)) - 2)
-        query = emit(graph, node, aten.reshape.default, query, [*others, sizes[0], 1])
-        key = emit(graph, node, aten.reshape.default, key, [*others, 1, sizes[1]])
-        mask = emit(graph, node, aten.le.Tensor, key, query)
-        options = {name: argument(node, name) for name in ("dropout_p", "scale", "enable_gqa")}
-        replace(node, emit(graph, node, node.target, *node.args[:3], mask, **options))
-
-
-def _attention_formula(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    query, key, val = node.args[:3]
-    groups = shape(query)[-3] // shape(key)[-3] if argument(node, "enable_gqa") else 1
-    if groups > 1:
-        key, val = (repeat_each(graph, node, heads, 1, groups) for heads in (key, val))
-    scores = emit(graph, node, aten.matmul.default, query, emit(graph, node, aten.transpose.int, key, -2, -1))
-    scores = emit(graph, node, aten.mul.Tensor, scores, argument(node, "scale") or shape(query)[-1] ** -0.5)
-    mask = argument(node, "attn_mask")
-    if argument(node, "is_causal"):
-        size, device = list(shape(scores)[-2:]), value(query).device
-        mask = emit(
-            graph, node, aten.tril.default, emit(graph, node, aten.ones.default, size, dtype=torch.bool, device=device)
-        )
-    if mask is not None and value(mask).dtype == torch.bool:
-        scores = emit(graph, node, aten.where.ScalarOther, mask, scores, -math.inf)
-    elif mask is not None:
-        scores = emit(graph, node, aten.add.Tensor, scores, mask)
-    weights = emit(graph, node, aten.softmax.int, scores, -1)
-    p = dropout_probability(node) or 0.0
-    noise = noise_like(graph, node, value(weights), p)
-    facts(noise)["inexact_on_gpu"] = (
-        "the fused attention kernels of a GPU draw their masks inside, in an order of their own"
-    )
-    return emit(graph, node, aten.matmul.default, drop(graph, node, weights, noise, p), val)

@@ -202,6 +202,7 @@ WITHOUT_GRADIENT = {"aten::detach"}
 
 COSTS: dict[str, CostNotes] = {
     "aten::scaled_dot_product_attention": CostNotes(kind="attention", backward_work=2.5),
+    "autopart::attention_dropout": CostNotes(kind="attention", backward_work=2.5),
     "aten::embedding": CostNotes(looks_up=True),
     "autopart::embedding_shard": CostNotes(looks_up=True),
     "aten::sum": CostNotes(gradient_is_view=True),

@@ -60,7 +60,7 @@ from autopart.tracing.trace import Trace
 
 aten = torch.ops.aten
 
-CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band", "queries")
+CARRIED = ("nn_module_stack", "stack_trace", "key", "inexact_on_gpu", "on_host", "band", "queries", "attention")
 """The facts of a traced node that those written for it have too."""
 
 
@@ -180,6 +180,7 @@ class _Writer:
         if stage.seed is None:
             assert stage.seeds is not None, "a program that draws nothing in place has no seeds"
             stage.seed = stage.placeholder(f"{SEEDS}_{stage.index}")
+            stage.seed.meta["val"] = torch.empty(1, dtype=torch.int64, device="meta")
             stage.inputs.append(StageInput(stage.seed.target, 0))
             stage.prologue_outputs.append(stage.seeds)
         return stage.seed

@@ -13,6 +13,7 @@ from autopart.ir.graph import parameters_of, shape, value
 from autopart.ir.layout import Placement, local_shape
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
+from autopart.passes.normalize.attention import fuse_attention_dropout
 from autopart.passes.normalize.products import fuse_bias
 from autopart.passes.pipeline import Pass, eliminate_dead_code, run_passes
 from autopart.tracing.trace import Trace
@@ -66,7 +67,7 @@ class StageDraft:
         keywords = [n for n in self.graph.find_nodes(op="placeholder") if n not in received]
         for placeholder in reversed([*received, *keywords]):  # received values come first
             next(iter(self.graph.nodes)).prepend(placeholder)
-        run_passes(self.graph, (Pass(fuse_bias),), of=f"stage {self.index}")
+        run_passes(self.graph, (Pass(fuse_bias), Pass(fuse_attention_dropout)), of=f"stage {self.index}")
         run_passes(self.prologue, (Pass(eliminate_dead_code),), of=f"prologue {self.index}")
         mark(self.graph)
         return Stage(

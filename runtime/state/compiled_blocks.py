@@ -26,7 +26,7 @@ from autopart.ir.operators import axis_of, operator_name, with_salt
 from autopart.runtime.state.recompute import Region, with_regions
 
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "scaled_dot_product_attention", "window_attention", "attention_runs",
-            "ring_attention")  # fmt: skip
+            "ring_attention", "attention_dropout")  # fmt: skip
 """What a compiler takes as it is, and makes nothing of together with what is around."""
 
 LEAST_CHAIN = 3
@@ -73,11 +73,11 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
     """Every dropout reads its salt with the seed: the salt is a constant that is another in every block."""
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in [node for node in graph.nodes if operator_name(node) == "dropout"]:
-        x, p, seed, salt, shard = node.args
+    for node in [node for node in graph.nodes if operator_name(node) in ("dropout", "attention_dropout")]:
+        *others, seed, salt, shard = node.args
         with graph.inserting_before(first):
             both = graph.call_function(with_salt, (seed, salt))
-        node.args = (x, p, both, None, shard)
+        node.args = (*others, both, None, shard)
     module.recompile()
     return module
 

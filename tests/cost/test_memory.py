@@ -34,6 +34,7 @@ RUNS = {
     "tp2": (ALL, "tp2", 0.1, {}),
     "pp2": (("gpt2", "llama", "vit", "conv_net"), "pp2", 0.0, {}),
     "dp2": (("gpt2", "conv_net"), "dp2", 0.1, {}),
+    "one rank": (("gpt2", "bert", "vit"), "dp1", 0.1, {}),
     "zero": (("llama",), "dp2", 0.0, {"zero": 3}),
     "sequence": (("gpt2", "llama", "bert"), "tp2", 0.1, {"sequence_parallel": True}),
     "context": (("gpt2", "llama", "bert", "t5"), "cp2", 0.0, {}),
@@ -48,7 +49,7 @@ RUNS = {
 @pytest.mark.parametrize(("run", "name"), [(run, name) for run, (models, *_) in RUNS.items() for name in models])
 def test_activations_are_those_that_autograd_saves(name, run):
     """To the byte, of one microbatch, counted at the end of a forward on real processes."""
-    for rank in run_ranks(saved_on_a_rank, 2, name, *RUNS[run][1:]):
+    for rank in run_ranks(saved_on_a_rank, Mesh.parse(RUNS[run][1]).num_ranks, name, *RUNS[run][1:]):
         for stage, held, estimated in rank:
             assert held == estimated > 0, f"stage {stage}"
 
@@ -144,6 +145,14 @@ def test_a_real_step_takes_what_is_counted(name, mesh, options, margin):
         ranks = [min(ranks)]
     for rank, (found, counted) in enumerate(ranks):
         assert found * (1 - HELD_BACK) <= counted <= found * (1 + margin), f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_attention_that_drops_weights_takes_what_is_counted(name):
+    """That is what its fused kernel takes: no more than the rest of the step leaves free. (A CPU writes scores out.)"""
+    (found, counted), (_, without) = (run_ranks(peak_on_a_rank, 1, name, "dp1", {}, p)[0] for p in (0.1, 0.0))
+    assert counted == pytest.approx(found, rel=1e-4)
+    assert counted > without  # the masks of the other dropouts
 
 
 @pytest.mark.few

@@ -121,10 +121,10 @@ def test_window_attention_is_attention_with_its_mask(length, before, after, grou
 class Masked(nn.Module):
     """Two blocks of attention with fewer heads of keys, which reads a mask that is given or made of positions."""
 
-    def __init__(self, made="given", repeated=True):
+    def __init__(self, made="given", repeated=True, dropout=0.0):
         super().__init__()
         size = HIDDEN // HEADS
-        self.made, self.repeated = made, repeated
+        self.made, self.repeated, self.dropout = made, repeated, dropout
         self.q = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
         self.kv = nn.ModuleList(nn.Linear(HIDDEN, 2 * GROUPS * size) for _ in range(2))
         self.out = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
@@ -140,6 +140,7 @@ class Masked(nn.Module):
             if self.repeated:
                 key, value = (heads.repeat_interleave(HEADS // GROUPS, 1) for heads in (key, value))
             tell = {"is_causal": True} if self.made == "told" else {"attn_mask": mask}
+            tell["dropout_p"] = self.dropout
             seen = F.scaled_dot_product_attention(query, key, value, **tell, enable_gqa=not self.repeated)
             x = x + out(seen.transpose(1, 2).flatten(2))
         return x.square().mean()
@@ -225,9 +226,9 @@ def stage_modules(pm):
     return [module for executable in pm._executables._entries.values() for module in executable.modules]
 
 
-def of_positions(made, repeated=True):
+def of_positions(made, repeated=True, dropout=0.0):
     torch.manual_seed(0)
-    return Masked(made, repeated).double(), {"x": torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)}
+    return Masked(made, repeated, dropout).double(), {"x": torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)}
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "dp2,pp2"])
@@ -239,6 +240,69 @@ def test_a_causal_mask_costs_what_the_causal_kernel_costs(mesh):
         k: v for k, v in told.cost.items() if k not in prices
     }
     assert made.memory == told.memory
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "tp2", "dp2,pp2"])
+@pytest.mark.parametrize("how", [("from positions",), ("told", False)], ids=str)
+def test_attention_that_drops_weights_costs_what_the_kernel_costs(how, mesh):
+    """FLOPs, time and memory are those of a model that drops nothing, but for the seeds of microbatches."""
+    plain, drops = (plan_of(run_of(partial(of_positions, *how, dropout=p)), mesh) for p in (0.0, 0.1))
+    assert drops.cost["parts_s"]["attention"] == pytest.approx(plain.cost["parts_s"]["attention"], rel=1e-12)
+    assert drops.cost["step_time_s"] == pytest.approx(plain.cost["step_time_s"], rel=1e-12)
+    assert drops.memory == plain.memory
+
+
+@pytest.mark.parametrize("as_numbers", [False, True])
+@pytest.mark.parametrize("name", [*KINDS[:3], "window", "told"])
+def test_attention_that_drops_weights_is_told_what_its_mask_is(name, as_numbers):
+    """Causal, or that nothing is hidden, and with keys as they are; other masks stay, and their values are the same."""
+    torch.manual_seed(0)
+    made, mask = ("told", None) if name == "told" else ("given", MASKS[name][0].expand(ROWS, 1, SEQ, SEQ).contiguous())
+    if mask is not None and as_numbers:
+        mask = torch.where(mask, 0.0, -torch.inf).double()
+    model = Masked(made, dropout=0.2).double()
+    batch = {"x": torch.randn(ROWS, SEQ, HIDDEN, dtype=torch.float64)} | ({} if mask is None else {"mask": mask})
+    found = []
+    for recognises in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not recognises:
+                patch.setattr(masks, "band_of", lambda *_: None)
+            torch.manual_seed(1)
+            pm = autopart.parallelize(model, "dp1", example_kwargs=batch)
+            loss = pm.step(**batch)
+        found.append((loss, pm.full_grads()))
+        (module,) = stage_modules(pm)
+        *_, written = module.written._entries.values()  # the last is that of this batch
+        calls = [node for node in written.graph.graph.nodes if is_attention(node)]
+        assert [node.target for node in calls] == [torch.ops.autopart.attention_dropout.default] * 2
+        told = {"causal": True, "told": True, "all": False}.get(name) if recognises else None
+        for call in calls:
+            assert (mask_of(call) is None) == (told is not None)
+            assert call.kwargs.get("is_causal", None) == told
+            assert call.kwargs.get("enable_gqa", False) == (told is not None)
+    program = drafted(prepare(model, bind_call(model, (), batch)), Mesh.parse("dp1"), Options()).program
+    planned = [node for stage in program.stages for node in stage.graph.graph.nodes if is_attention(node)]
+    assert [call.kwargs.get("is_causal") for call in planned] == [
+        {"causal": True, "told": True, "all": False}.get(name)
+    ] * 2
+    (loss, grads), (read, of_read) = found
+    torch.testing.assert_close(loss, read, rtol=0, atol=1e-12)
+    for key, grad in grads.items():
+        torch.testing.assert_close(grad, of_read[key], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["causal", "all", "padded right"])
+def test_numbers_as_masks_of_attention_that_drops_weights_are_exact(name):
+    """The formula of it, with the masks of one device."""
+
+    def drops():
+        model, batch = build("all")
+        mask = torch.where(MASKS[name][0], 0.0, -torch.inf).double().expand(ROWS, 1, SEQ, SEQ).contiguous()
+        for module in model.modules():
+            module.dropout = 0.2
+        return model.train(), {**batch, "mask": mask}
+
+    assert verified(run_of(drops), "dp2,tp2").ok
 
 
 def test_causal_attention_takes_what_the_profile_says():

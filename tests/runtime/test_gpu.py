@@ -186,3 +186,71 @@ def test_a_causal_mask_takes_no_more_than_the_kernel_of_the_module(dtype):
     assert torch.cuda.max_memory_allocated() - before < 2 * scores_bytes
     kernels = {event.key for event in profile.key_averages()}
     assert dtype == torch.float32 or any("flash" in name for name in kernels), sorted(kernels)
+
+
+def most_allocated(step):
+    """The bytes that a second call takes at most beside what was there, and the names of its kernels."""
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_that_drops_weights_runs_the_kernel_of_the_module(compiled):
+    """GPT-2 with its dropout: flash attention, and no more memory."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(use_cache=False)).to(DEVICE, torch.bfloat16).train()
+    tokens = torch.randint(0, 50257, (4, 1024), device=DEVICE)
+    batch = {"input_ids": tokens, "labels": tokens}
+    pm = autopart.parallelize(copy.deepcopy(model), "dp1", example_kwargs=batch, compile=compiled)
+
+    def step():
+        pm.zero_grad()
+        pm.step(**batch)
+
+    def of_the_module():
+        model.zero_grad()
+        model(**batch).loss.backward()
+
+    held, kernels = most_allocated(step)
+    assert any("flash" in name for name in kernels), sorted(kernels)
+    assert held <= 1.05 * most_allocated(of_the_module)[0]
+
+
+SEED, P = torch.tensor([3]), 0.3
+
+
+def kept_weights(dtype, salt=1, function=None):
+    """What attention to all keys alike makes of values that are the rows of the identity, and their gradient."""
+    query, key = (torch.zeros(2, 3, 128, 64, dtype=dtype, device=DEVICE, requires_grad=True) for _ in "qk")
+    value = torch.eye(128, dtype=dtype, device=DEVICE)[:, :64].expand(2, 3, 128, 64).contiguous().requires_grad_()
+    arguments = (query, key, value, None, P, SEED, salt, [0], False, None, False)
+    output = (function or torch.ops.autopart.attention_dropout)(*arguments)
+    grad = torch.eye(128, dtype=dtype, device=DEVICE)[:, :64].expand_as(output)
+    return [output.detach(), *torch.autograd.grad(output, (query, key, value), grad)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_kernel_draws_by_its_seed(dtype):
+    """Forward and backward drop the same weights, so does a compiled call; the generator is left as it was."""
+    state = torch.cuda.get_rng_state()
+    output, _, _, of_value = kept_weights(dtype)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    share = (output != 0).double().mean().item()
+    assert abs(share - (1 - P)) < 4 * (P * (1 - P) / output.numel()) ** 0.5
+    # Of weights [query, key]: the output is their first 64 keys, the gradient of values their first 64 queries.
+    assert torch.equal(output[..., :64, :] != 0, of_value.transpose(-2, -1)[..., :64] != 0)
+    torch.randn(5, device=DEVICE)
+    again = kept_weights(dtype)
+    assert torch.equal(output, again[0]) and torch.equal(of_value, again[-1])
+    opaque = kept_weights(dtype, function=lambda *call: torch.ops.autopart.attention_dropout_forward(*call)[0])
+    for one, other in zip(again, opaque, strict=True):
+        torch.testing.assert_close(one, other)
+    assert not torch.equal(output, kept_weights(dtype, salt=2)[0])

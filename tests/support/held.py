@@ -166,10 +166,10 @@ ROWS = 8
 """For each row of a batch, so that a step is fullest in its backward and not after it."""
 
 
-def peak_on_a_rank(name: str, mesh: str, options: Mapping[str, Any]) -> tuple[int, int]:
+def peak_on_a_rank(name: str, mesh: str, options: Mapping[str, Any], dropout: float = 0.0) -> tuple[int, int]:
     """The most bytes that torch's allocator has handed out at a time in a training step of a rank, and what the plan
     says. The least of several steps: threads that communicate hold what they have sent a moment longer."""
-    model, batch = small(name)
+    model, batch = small(name, dropout)
     batch = {key: tensor.repeat_interleave(ROWS, 0) for key, tensor in batch.items()}
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
     optimizer = torch.optim.AdamW(pm.parameters(), fused=True)
