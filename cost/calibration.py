@@ -82,10 +82,13 @@ def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
 def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
     """What kernels take that the host has issued before."""
     memory, peaks = _in_place(by_kind), _peaks(by_kind["matmul"])
-    usual = _usual(peaks)
-    lone, half_depth, unaligned = gpu_fit.products(by_kind["matmul"], usual, peaks[usual], memory)
-    pointwise = [*by_kind["memory"], *by_kind["copy"], *by_kind["norm"]]
-    half_width, block = gpu_fit.attention([*by_kind["attention"], *by_kind["attention backward"]], peaks[usual], lone)
+    usual, launch_s = _usual(peaks), min(row.time_s for row in by_kind["launch"])
+
+    def of(*kinds: str) -> list[Measured]:
+        return gpu_fit.without_launch((row for kind in kinds for row in by_kind[kind]), launch_s)
+
+    lone, half_depth, unaligned = gpu_fit.products(of("matmul"), usual, peaks[usual], memory)
+    half_width, block = gpu_fit.attention(of("attention", "attention backward"), peaks[usual], lone)
     return {
         "flops_per_s": _peak_entries(peaks, source),
         "matmul_efficiency": _entry(lone, _OF_FLOPS, f"{source}: means over products in {usual} of sums over many "
@@ -93,11 +96,11 @@ def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
         "matmul_half_depth": _entry(half_depth, "features that an element of a product is the sum over",
                                     f"{source}: least squares over the same products"),
         "matmul_unaligned": _entry(unaligned, "share of a rate that is left where rows have an odd number of values",
-                                   f"{source}: mean over products in {usual} whose rows are no whole 16 bytes"),
-        "launch_s": _entry(min(row.time_s for row in by_kind["launch"]), "s per operator",
+                                   f"{source}: mean over products in {usual} with such rows"),
+        "launch_s": _entry(launch_s, "s per operator",
                            f"{source}: a kernel on one value, one of many in a CUDA graph"),
         "memory_bytes_per_s": _entry(memory, "B/s", f"{source}: adding in place"),
-        "memory_efficiency": _entry(gpu_fit.traffic(pointwise, memory), _OF_BYTES,
+        "memory_efficiency": _entry(gpu_fit.traffic(of("memory", "copy", "norm"), memory), _OF_BYTES,
                                     f"{source}: means over sums, casts, transposed copies, norms, softmax and gelu"),
         "attention_half_width": _entry(half_width, "features of a head at which attention has half of the rate",
                                        f"{source}: least squares over attention forward and backward"),
@@ -135,8 +138,6 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
         return optimizer_s(row.size_bytes, hardware)
     if row.kind == "memory in place":
         return row.size_bytes / hardware.memory_bytes_per_s
-    if row.kind == "issue":
-        return row.time_s  # of the host, which is ahead of the GPU: nothing is predicted of it
     if row.kind == "launch":
         return hardware.launch_s
     stride = 1 if row.link == "link" else hardware.devices_per_node

@@ -1,7 +1,7 @@
 """The numbers of a GPU's profile that calls recorded as CUDA graphs tell (`runtime/gpu_calls.py`).
 
-A call's time is that of its kernels alone: no launch is taken off it. Rates in 16 bits hardly rise beyond 10 GFLOP, as
-the device's power limits them; below, short sums and narrow heads cost most.
+What the least kernel takes comes off every time, as a profile adds it to every operator. Rates in 16 bits hardly rise
+beyond 10 GFLOP, as the device's power limits them; below, short sums and narrow heads cost most.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import geometric_mean
 
@@ -46,8 +47,8 @@ def depth(row: Measured) -> float:
 
 
 def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> tuple[list[list[float]], float, float]:
-    """The curve of shares of the peak by FLOPs, the depth at which a share is half, and the share that is left to
-    products with unaligned rows.
+    """The curve of shares of the peak by FLOPs, the depth at which a share is half, and the share that is left where
+    rows have an odd number of values.
 
     Args:
         usual: the dtype of which the curve is.
@@ -68,8 +69,8 @@ def products(rows: Sequence[Measured], usual: str, peak: float, rate: float) -> 
 
     half = float(minimize_scalar(error, bounds=(0.0, 2000.0), method="bounded").x)
     curve = _shares(even, peak, half)
-    slowed = [row for row in of_usual if odd(row) and row.flops >= LARGE]
-    left = [(_predicted(row, peak, half, curve) / row.time_s) ** (MOST_UNALIGNED / odd(row)) for row in slowed]
+    slowed = [row for row in of_usual if odd(row) == MOST_UNALIGNED and row.flops >= LARGE]
+    left = [_predicted(row, peak, half, curve) / row.time_s for row in slowed]
     return curve, half, geometric_mean(left) if left else 1.0
 
 
@@ -115,6 +116,11 @@ def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[f
 
     found = least_squares(errors, [32.0, 256.0], bounds=([0.0, 0.0], [1000.0, 10000.0]))
     return float(found.x[0]), float(found.x[1])
+
+
+def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
+    """The same calls, as what their kernels take beyond the least."""
+    return [replace(row, time_s=max(row.time_s - launch_s, row.time_s / 10)) for row in rows]
 
 
 def traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:

@@ -34,8 +34,8 @@ class Hardware:
     `matmul_half_depth`: a product whose elements are sums over `k` features runs at `k / (k + matmul_half_depth)` of
     the share of its FLOPs; 0: FLOPs alone decide. `matmul_sustained`: the share of a lone product's rate that products
     keep up in a training step. `matmul_unaligned`: the share of a rate in 16 bits that is left where the rows of an
-    operand or of the result have an odd number of values, as those of a vocabulary of 50,257 do; where it is a multiple
-    of 2 or 4, and not of 8 (16 bytes), the share is its power of 2/3 or 1/3.
+    operand or of the result have an odd number of values, as those of a vocabulary of 50,257 do; where it is even and
+    no multiple of 8 (16 bytes), it is its power of two thirds.
 
     `attention_half_width`: fused attention with heads of `w` features runs at `w / (w + attention_half_width)` of the
     share of its FLOPs: what it computes for every score takes as long whatever the width.
@@ -162,7 +162,7 @@ class Hardware:
         return self.attention_half_width if kind == "attention" else self.matmul_half_depth
 
     def aligned_share(self, unaligned: int) -> float:
-        """The share of its rate that is left to a product in 16 bits whose rows have so few values loaded at once."""
+        """The share of its rate that is left to a product in 16 bits with such rows (`autopart.ir.sizes`)."""
         return self.matmul_unaligned ** (unaligned / MOST_UNALIGNED)
 
     def matmul_time_s(

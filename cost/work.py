@@ -114,8 +114,8 @@ class Work(NamedTuple):
     `kind`: "matmul", "attention" or "other" (priced by its memory traffic alone), or the primitive of a collective over
     `axis`, whose whole array has `size` bytes. `flops`: of a product, in `dtype`. `size`: bytes read and written.
     `times`: how often; may be a fraction. `in_place`: it writes to no new memory. `depth`: the terms that an element of
-    a matrix product is the sum of, of attention the width of a head. `unaligned`: by how many halvings the rows of a
-    product in 16 bits are loaded in less than 16 bytes at a time (`ir.sizes`). `causal`: the queries of causal
+    a matrix product is the sum of, of attention the width of a head. `unaligned`: as `ir.sizes` has it of the rows of
+    a product in 16 bits. `causal`: the queries of causal
     attention, of which a kernel leaves out what they do not see; its FLOPs count as those of the whole, as torch and
     publications count them.
     """

@@ -8,6 +8,7 @@ Every measurement is made several times, some time apart, and the fastest counts
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import platform
@@ -26,7 +27,7 @@ from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as default_timer
 
 from autopart.compat import is_gloo
-from autopart.ir.measurement import Device, Measured
+from autopart.ir.measurement import ISSUE, Device, Measured
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
 from autopart.runtime.comm.collectives import PRIMITIVES
@@ -222,7 +223,7 @@ class Bench:
         if self.device.type != "cuda":
             yield Measured("launch"), run
             return
-        yield Measured("issue"), run
+        yield Measured(ISSUE), run
         yield Measured("launch"), self.smallest()
 
     def smallest(self) -> Callable[[], float]:
@@ -305,8 +306,12 @@ def measure(quick: bool, progress: Callable[[list[Any]], Any]) -> tuple[Device, 
     effort = Effort.of(quick, process.device.type == "cuda")
     tasks = Bench(process, effort).tasks()
     times: dict[Measured, float] = {}
-    for what, run in progress(tasks * effort.rounds):
-        times[what] = min(run(), times.get(what, math.inf))
+    gc.freeze()  # torch collects garbage before each CUDA graph, through all that has been made so far
+    try:
+        for what, run in progress(tasks * effort.rounds):
+            times[what] = min(run(), times.get(what, math.inf))
+    finally:
+        gc.unfreeze()
     mean_times = torch.tensor(list(times.values()), dtype=torch.float64)
     if process.host_group is not None:
         reduce_over_all(mean_times, dist.ReduceOp.SUM, process)

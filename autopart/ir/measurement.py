@@ -7,6 +7,9 @@ from dataclasses import dataclass
 LINKS = ("link", "node_link")
 """Between ranks of one node, and between nodes."""
 
+ISSUE = "issue"
+"""Of what the host takes, which is ahead of a GPU: no profile predicts it."""
+
 
 @dataclass(frozen=True)
 class Measured:

@@ -17,7 +17,7 @@ from autopart.cost.calibration import mean_error, predicted_s, profile
 from autopart.cost.hardware import DEFAULT, Hardware
 from autopart.errors import OptionError
 from autopart.files import read_text
-from autopart.ir.measurement import Device, Measured
+from autopart.ir.measurement import ISSUE, Device, Measured
 from autopart.runtime.measure import measure
 
 _FORM = "a file that autopart calibrate --raw has written"
@@ -43,23 +43,31 @@ class Calibration:
         _write(Path(path), _as_text(self.profile))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Predicted against measured, for JSON: `{"kind", "of", "measured_s", "predicted_s", "error"}`."""
-        predictions = [(row, predicted_s(row, self.hardware)) for row in self.measured]
+        """Predicted against measured, for JSON: `{"kind", "of", "measured_s", "predicted_s", "error", "is_held_out"}`,
+        the last where no number of the profile is fitted to it."""
+        predictions = [(row, predicted_s(row, self.hardware)) for row in self.measured if row.kind != ISSUE]
         return [
             {"kind": row.kind, "of": row.label, "measured_s": row.time_s, "predicted_s": seconds,
-             "error": seconds / row.time_s - 1}
+             "error": seconds / row.time_s - 1, "is_held_out": row.is_held_out}
             for row, seconds in predictions
         ]  # fmt: skip
 
-    def errors(self) -> dict[str, dict[str, float]]:
-        """The mean and the largest relative error of each kind of measurement."""
+    def errors(self, held_out: bool = False) -> dict[str, dict[str, float]]:
+        """The mean and the largest relative error of each kind of measurement; `held_out`: of those alone that no
+        number of the profile is fitted to."""
         by_kind: dict[str, list[tuple[float, float]]] = {}
         for row in self.rows():
-            by_kind.setdefault(row["kind"], []).append((row["predicted_s"], row["measured_s"]))
+            if row["is_held_out"] or not held_out:
+                by_kind.setdefault(row["kind"], []).append((row["predicted_s"], row["measured_s"]))
         return {kind: dict(zip(("mean", "worst"), mean_error(rows), strict=True)) for kind, rows in by_kind.items()}
 
     def as_data(self) -> dict[str, Any]:
-        return {"profile": self.profile, "rows": self.rows(), "errors": self.errors()}
+        return {
+            "profile": self.profile,
+            "rows": self.rows(),
+            "errors": self.errors(),
+            "held_out": self.errors(held_out=True),
+        }
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -70,10 +78,14 @@ class Calibration:
             measured, predicted = (f"{row[key] * 1e6:,.1f}" for key in ("measured_s", "predicted_s"))
             kind = _KINDS.get(row["kind"], row["kind"])
             lines.append(f"{kind:<16} {row['of']:<{width}} {measured:>12} {predicted:>12} {row['error']:>+7.0%}")
-        lines += [
-            f"{_KINDS.get(kind, kind)}: off by {error['mean']:.0%} on average, {error['worst']:.0%} at worst"
-            for kind, error in self.errors().items()
-        ]
+        lines += [f"the host issues an operator in {row.time_s * 1e6:.1f} us" for row in self.measured
+                  if row.kind == ISSUE]  # fmt: skip
+        held_out = self.errors(held_out=True)
+        for kind, error in self.errors().items():
+            text = f"{_KINDS.get(kind, kind)}: off by {error['mean']:.0%} on average, {error['worst']:.0%} at worst"
+            if kind in held_out:
+                text += f"; those kept out of the fit by {held_out[kind]['mean']:.0%} on average"
+            lines.append(text)
         return "\n".join(lines)
 
 

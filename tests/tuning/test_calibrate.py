@@ -129,7 +129,7 @@ def test_the_command(tmp_path):
     result = CliRunner().invoke(main, ["calibrate", "--quick", "--out", str(path), "--name", "mine", "--json"])
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
-    assert data.keys() == {"profile", "rows", "errors"} and data["profile"] == json.loads(path.read_text())
+    assert data.keys() == {"profile", "rows", "errors", "held_out"} and data["profile"] == json.loads(path.read_text())
     assert Hardware.load(path).name == data["profile"]["name"] == "mine"
     assert not result.stderr  # no bar where there is no terminal
 
@@ -190,7 +190,7 @@ def of_gpu():
 def test_the_numbers_of_a_gpu_come_back():
     rows = of_gpu()
     found = Hardware.parse(profile("gpu", GPU, rows, "2026-01-01", Hardware.load("h100-80gb-sxm")))
-    assert found.matmul_half_depth == pytest.approx(HALF, rel=0.1)
+    assert found.matmul_half_depth == pytest.approx(HALF, rel=0.2)
     assert found.matmul_unaligned == pytest.approx(UNALIGNED, rel=0.03)
     assert found.attention_half_width == pytest.approx(HALF_WIDTH, rel=0.15)
     assert found.causal_block == pytest.approx(BLOCK, rel=0.03)
