@@ -404,3 +404,18 @@ def full_state_dicts_through(put_together: Callable[[Any], Any], check_loaded: C
 def product_of_float8(first: torch.Tensor, second: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """bfloat16 [m, n] of float8 matrices [m, k] and, by columns, [k, n], each times a scale []."""
     return torch._scaled_mm(first, second, scale, scale, out_dtype=torch.bfloat16)
+
+
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Inside an operator of one's own, which autograd does not look into, what is called is recorded for it again."""
+    keys = torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView
+    before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
+    for key in keys:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for key, was_excluded in zip(keys, before, strict=True):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was_excluded)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopart.compat import recording_gradients
 from autopart.ir.seeds import seeded
 
 OPERATORS = ("attention_dropout", "attention_dropout_forward", "attention_dropout_backward")
@@ -113,14 +114,15 @@ def _backward_of_kernel(
     is_causal: bool, scale: float | None, enable_gqa: bool, of_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The kernel's, behind its forward once more. Inside, the generator is where it was at the forward."""
-    query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-    towards = [query, key, value]
-    if attn_mask is not None and of_mask:
-        attn_mask = attn_mask.detach().requires_grad_()
-        towards.append(attn_mask)
-    with torch.enable_grad():
+    with recording_gradients():
+        query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
+        towards = [query, key, value]
+        if attn_mask is not None and of_mask:
+            attn_mask = attn_mask.detach().requires_grad_()
+            towards.append(attn_mask)
         output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    of_query, of_key, of_value, *of_the_mask = (g.contiguous() for g in torch.autograd.grad(output, towards, grad))
+        grads = torch.autograd.grad(output, towards, grad)
+    of_query, of_key, of_value, *of_the_mask = (g.contiguous() for g in grads)
     return of_query, of_key, of_value, of_the_mask[0] if of_the_mask else grad.new_empty(0)
 
 

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import autopart
 from autopart.compiler import Compiler
 from autopart.cost.count.kept import KNOWN, Form
+from autopart.ir import attention_dropout
 from autopart.ir.facts import facts
 from autopart.ir.graph import argument, short_name
 from autopart.ir.mesh import Mesh
@@ -93,6 +94,22 @@ def test_is_the_formula(mask, heads, p):
     for scale in (None, 0.7):
         call = (made, p, SEED, SALT, SHARD, False, scale, heads < HEADS)
         assert_same(results(autopart_ops.attention_dropout, tensors, *call), results(formula, tensors, *call))
+
+
+@pytest.mark.parametrize("mask", ["none", "float", "trained"])
+@pytest.mark.parametrize("heads", [HEADS, 2])
+def test_a_kernel_that_a_compiler_does_not_see_has_its_own_gradients(mask, heads, monkeypatch):
+    """As on a GPU: the opaque operator's backward records the kernel's forward, and goes back through that."""
+    monkeypatch.setattr(attention_dropout, "_has_kernel", lambda query, dropout_p: dropout_p < 1)
+    tensors, made = operands(heads=heads), MASKS[mask]()
+    call = (made, P, SEED, SALT, SHARD, False, None, heads < HEADS)
+
+    def opaque(*call):
+        return autopart_ops.attention_dropout_forward(*call)[0]
+
+    assert_same(results(opaque, tensors, *call), results(autopart_ops.attention_dropout, tensors, *call))
+    key = torch._C.DispatchKey.AutogradFunctionality
+    assert not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
 
 
 @pytest.mark.parametrize("keys", [QUERIES, KEYS])
