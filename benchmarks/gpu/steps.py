@@ -48,13 +48,13 @@ class Step:
         return model, {"input_ids": ids, "labels": ids.clone()}
 
 
-def gpt2(width: int, layers: int, heads: int) -> Callable[[int], nn.Module]:
+def gpt2(width: int, layers: int, heads: int, dropout: float = 0.0) -> Callable[[int], nn.Module]:
     def make(positions: int) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         config = GPT2Config(
-            n_embd=width, n_layer=layers, n_head=heads, n_positions=positions, embd_pdrop=0.0, attn_pdrop=0.0,
-            resid_pdrop=0.0, use_cache=False,
+            n_embd=width, n_layer=layers, n_head=heads, n_positions=positions, embd_pdrop=dropout, attn_pdrop=dropout,
+            resid_pdrop=dropout, use_cache=False,
         )  # fmt: skip
         model = GPT2LMHeadModel(config)
         model.loss_type = "ForCausalLM"  # which transformers would fall back to, with a warning
@@ -75,13 +75,16 @@ def llama(width: int, layers: int, heads: int, inner: int) -> Callable[[int], nn
     return make
 
 
-def bert(positions: int) -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
+def bert(dropout: float = 0.0) -> Callable[[int], nn.Module]:
+    def make(positions: int) -> nn.Module:
+        from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=positions,
-    ))  # fmt: skip
+        return BertForMaskedLM(BertConfig(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, max_position_embeddings=positions,
+        ))  # fmt: skip
+
+    return make
 
 
 def tiny(positions: int) -> nn.Module:
@@ -96,7 +99,9 @@ STEPS: dict[str, Step] = {
     "gpt2-medium-float32": Step(MEDIUM, 4, 1024, dtype=torch.float32),
     "gpt2-medium-recomputed": Step(MEDIUM, 16, 1024, {"recompute": "full"}),
     "gpt2-large-selective": Step(LARGE, 8, 1024, {"recompute": "selective"}),
-    "bert-large": Step(bert, 32, 512),
+    "gpt2-medium-dropout": Step(gpt2(1024, 24, 16, 0.1), 8, 1024),
+    "bert-large": Step(bert(), 32, 512),
+    "bert-large-dropout": Step(bert(0.1), 32, 512),
     "llama-1b": Step(LLAMA_1B, 4, 2048),
     "llama-1b-long": Step(LLAMA_1B, 1, 16384),
     "llama-1b-mixed": Step(LLAMA_1B, 4, 2048, {"precision": "bf16"}, torch.float32),

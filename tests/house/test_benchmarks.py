@@ -13,12 +13,16 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TIME_LIMIT_S = 240
 
 
-def figures(name, *options):
+def ran(name, *options):
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, str(BENCHMARKS / name), *(options or ("--quick",)), "--json"]
+    command = [sys.executable, str(BENCHMARKS / name), *options]
     answer = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIME_LIMIT_S)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    return json.loads(answer.stdout.splitlines()[-1])
+    return answer.stdout
+
+
+def figures(name, *options):
+    return json.loads(ran(name, *(options or ("--quick",)), "--json").splitlines()[-1])
 
 
 @pytest.mark.large
@@ -167,6 +171,41 @@ def test_probe_of_gpus():
     points = figures("gpu/probe.py", "--device", "cpu")["points"]
     assert len(points) >= 12
     assert {name: point for name, point in points.items() if "error" in point or point["ok"] is False} == {}
+
+
+@pytest.mark.large
+def test_gpu_benchmarks_run(tmp_path):
+    """On the CPU, tiny: steps are measured and predicted, kernels compared, and ranks that share a device agree."""
+    steps = tmp_path / "steps.json"
+    ran("gpu/steps.py", "measure", str(steps), "--quick", "--device", "cpu")
+    (row,) = figures("gpu/steps.py", "predict", str(steps), "--quick")["rows"]
+    assert row["measured_s"] > 0 and row["predicted_s"] > 0
+    assert figures("gpu/kernels.py", "--quick", "--device", "cpu")["rows"]["tiny"]["ratio"] > 0
+    rows = figures("gpu/sharing.py", "--quick", "--device", "cpu", "--ranks", "2")["rows"]
+    assert len(rows) == 12 and all(row["ok"] for row in rows)
+
+
+@pytest.mark.parametrize("only", [
+    ("gpt2-small", "llama-1b"),
+    pytest.param((), marks=pytest.mark.large),
+], ids=str)  # fmt: skip
+def test_steps_measured_on_a_gpu_are_predicted(only):
+    """By the profile that was measured there, of which no number is fitted to a step."""
+    chosen = ("--only", *only) if only else ()
+    rows = figures(
+        "gpu/steps.py",
+        "predict",
+        str(BENCHMARKS / "gpu" / "h200" / "steps.json"),
+        "--hardware",
+        "h200-141gb-sxm",
+        *chosen,
+    )["rows"]
+    assert len(rows) == (len(only) or 13)
+    errors = [abs(row["error"]) for row in rows]
+    assert sum(errors) / len(errors) < 0.08 and max(errors) < 0.25
+    for row in rows:
+        if not row["step"].endswith("compiled"):
+            assert -0.012 < row["memory_error"] < 0, row["step"]  # what is missing is what cuBLAS keeps for itself
 
 
 @pytest.mark.large
