@@ -5,9 +5,7 @@ step on tp2, pp2 and dp2, and the step is run: forward, backward, gradients summ
 time of a rank's thread, in all and by operator, which other work on the machine changes less. Memory is what torch's
 allocator hands out at the fullest moment of a step; gradients are freed before it.
 
-With `--device cuda` one process runs dp1 on a GPU, in bfloat16: step time, and memory by torch's own count.
-
-    python benchmarks/predicted.py [--quick] [--json] [--only tp2 ...] [--hardware PROFILE] [--device cuda]
+    python benchmarks/predicted.py [--quick] [--json] [--only tp2 ...] [--hardware PROFILE]
 
 With `--json` the last line is one JSON object. Other work on the machine is met by step and calibration alike, though
 not at the same moments: load averages are printed.
@@ -22,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,6 @@ import autopart
 
 NUM_RANKS = 2
 MESHES: dict[str, dict[str, Any]] = {"tp2": {}, "pp2": {"schedule": "1f1b", "microbatches": 4}, "dp2": {}}
-ON_GPU = "dp1"
 TARGETS = {"step": 0.15, "memory": 0.10}  # relative errors
 KINDS = {  # by the names of aten operators
     "matmul": ("mm", "addmm", "bmm", "baddbmm"),
@@ -59,7 +56,6 @@ Batch = dict[str, Tensor]
 class Sizes:
     rows: int = 4
     seq: int = 128
-    device: str = "cpu"
     warm_ups: int = 1
     rounds: int = 5
     quick: bool = False
@@ -71,30 +67,19 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--only", nargs="+", choices=MESHES, help="leave the others out")
     parser.add_argument("--hardware", help="a profile in place of a calibration")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one rank on a GPU")
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, arguments), nprocs=num_ranks(arguments.device))
-
-
-def num_ranks(device: str) -> int:
-    return 1 if device == "cuda" else NUM_RANKS
+        mp.spawn(rank_main, (folder, arguments), nprocs=NUM_RANKS)
 
 
 def rank_main(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks(arguments.device)
-    )
-    device = arguments.device
-    sizes = Sizes(seq=32, rounds=2, quick=True, device=device) if arguments.quick else Sizes(device=device)
-    if device == "cuda":
-        sizes = replace(sizes, rows=8, seq=min(sizes.seq * 8, 1024), warm_ups=3, rounds=10)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
+    sizes = Sizes(seq=32, rounds=2, quick=True) if arguments.quick else Sizes()
     load = [os.getloadavg()[0]]
     hardware = arguments.hardware or f"{folder}/here.json"
     meshes = arguments.only or (list(MESHES)[:1] if sizes.quick else MESHES)
-    meshes = [ON_GPU] if device == "cuda" else meshes
     calibration = None if arguments.hardware else autopart.calibrate(hardware, quick=sizes.quick)
     dist.barrier()
     rows = {mesh: measure(mesh, hardware, sizes, Path(folder, f"trace{rank}.json")) for mesh in meshes}
@@ -117,8 +102,6 @@ def build(sizes: Sizes) -> tuple[nn.Module, Batch]:
     model = GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"  # which transformers would fall back to, with a warning
     ids = torch.randint(0, config.vocab_size, (sizes.rows, sizes.seq))
-    if sizes.device == "cuda":
-        model, ids = model.bfloat16().cuda(), ids.cuda()
     return model, {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -142,20 +125,13 @@ class Step:
     def timed(self) -> tuple[float, float]:
         """Seconds from a common start until the slowest rank is done, and processor seconds of this thread."""
         self.optimizer.zero_grad()
-        self.wait()
         dist.barrier()
         start_s, thread_start_s = time.perf_counter(), time.thread_time()
         self.run()
-        self.wait()
         taken_s = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
         thread_s = time.thread_time() - thread_start_s
         dist.all_reduce(taken_s, dist.ReduceOp.MAX)
         return float(taken_s), thread_s
-
-    def wait(self) -> None:
-        """For what was launched on a GPU."""
-        if self.pm.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def by_operator(self) -> dict[str, tuple[int, float]]:
         """Calls and processor seconds of every aten operator in a step."""
@@ -191,10 +167,10 @@ def measure(mesh: str, hardware: str, sizes: Sizes, trace: Path) -> dict[str, An
         step.run()
     times_s, threads_s = zip(*(step.timed() for _ in range(sizes.rounds)), strict=True)
     operators = step.by_operator()
-    ranks: list[dict[str, Any]] = [{}] * num_ranks(sizes.device)
+    ranks: list[dict[str, Any]] = [{}] * NUM_RANKS
     mine = {"thread_s": min(threads_s), "operators": operators, "kinds_s": by_kind(operators)}
     dist.all_gather_object(ranks, mine | {"peak_bytes": peak_bytes(step, trace)})
-    rows = [step.pm.plan.memory[rank if mesh == "pp2" else 0] for rank in range(num_ranks(sizes.device))]
+    rows = [step.pm.plan.memory[rank if mesh == "pp2" else 0] for rank in range(NUM_RANKS)]
     return {
         "predicted_s": predicted.step_time_s, "median_s": statistics.median(times_s), "min_s": min(times_s),
         "predicted_parts_s": dict(predicted.parts), "predicted_kinds_s": [computed(step.pm.plan, row) for row in rows],
@@ -223,10 +199,6 @@ def by_kind(operators: dict[str, tuple[int, float]]) -> dict[str, float]:
 def peak_bytes(step: Step, path: Path) -> int:
     """The most that torch's allocator has handed out at a time in a step, by the profiler's record of every piece."""
     step.optimizer.zero_grad()
-    if step.pm.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step.run()
-        return torch.cuda.max_memory_allocated()
     before = [*step.pm.parameters(), *step.pm.buffers(), *step.batch.values()]
     before += [v for state in step.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     storages = [tensor.untyped_storage() for tensor in before]
@@ -244,8 +216,9 @@ def peak_bytes(step: Step, path: Path) -> int:
 
 def report(sizes: Sizes, rows: dict[str, dict[str, Any]], load: list[float]) -> None:
     print(f"GPT-2 {'tiny' if sizes.quick else 'small'}, batch {sizes.rows} x {sizes.seq}, ", end="")
-    print(f"{'bfloat16' if sizes.device == 'cuda' else 'float32'}, {num_ranks(sizes.device)} ", end="")
-    print(f"processes; {sizes.rounds} rounds; load average {load[0]:.1f} before, {load[-1]:.1f} after\n")
+    print(
+        f"float32, {NUM_RANKS} processes; {sizes.rounds} rounds; load average {load[0]:.1f} before, {load[-1]:.1f} after\n"
+    )
     print(f"step   {'predicted s':>12}{'fastest s':>11}{'error':>8}{'median s':>10}{'error':>8}   target ", end="")
     print(f"{TARGETS['step']:.0%}")
     for mesh, row in rows.items():
@@ -257,8 +230,6 @@ def report(sizes: Sizes, rows: dict[str, dict[str, Any]], load: list[float]) -> 
         for rank, (predicted, found) in enumerate(zip(row["predicted_peak_bytes"], row["ranks"], strict=True)):
             peak = found["peak_bytes"]
             print(f"{mesh} rank {rank} {predicted / 1e6:>9.1f}{peak / 1e6:>10.1f}{predicted / peak - 1:>+8.1%}")
-    if sizes.device == "cuda":
-        return  # a processor's seconds say nothing of what a GPU computes
     print("\nprocessor seconds of a step   predicted | measured, rank 0 and rank 1")
     for mesh, row in rows.items():
         pairs = [(p, rank["kinds_s"]) for p, rank in zip(row["predicted_kinds_s"], row["ranks"], strict=True)]
