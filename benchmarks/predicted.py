@@ -216,9 +216,8 @@ def peak_bytes(step: Step, path: Path) -> int:
 
 def report(sizes: Sizes, rows: dict[str, dict[str, Any]], load: list[float]) -> None:
     print(f"GPT-2 {'tiny' if sizes.quick else 'small'}, batch {sizes.rows} x {sizes.seq}, ", end="")
-    print(
-        f"float32, {NUM_RANKS} processes; {sizes.rounds} rounds; load average {load[0]:.1f} before, {load[-1]:.1f} after\n"
-    )
+    print(f"float32, {NUM_RANKS} processes; {sizes.rounds} rounds; ", end="")
+    print(f"load average {load[0]:.1f} before, {load[-1]:.1f} after\n")
     print(f"step   {'predicted s':>12}{'fastest s':>11}{'error':>8}{'median s':>10}{'error':>8}   target ", end="")
     print(f"{TARGETS['step']:.0%}")
     for mesh, row in rows.items():

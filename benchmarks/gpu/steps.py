@@ -140,7 +140,14 @@ def main() -> None:
             found["steps"][step_name] = {"error": f"{type(error).__name__}: {error}"[:500]}
         shown = {key: value for key, value in found["steps"][step_name].items() if key != "kernels"}
         print(f"{step_name:<24} {shown}", flush=True)
-        arguments.path.write_text(json.dumps(found, indent=1))
+        arguments.path.write_text(as_text(found))
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """JSON with a step on every line."""
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(step)}" for name, step in found["steps"].items())
+    head = json.dumps({key: value for key, value in found.items() if key != "steps"})
+    return f'{head[:-1]}, "steps": {{\n{lines}\n}}}}\n'
 
 
 # --- Measuring.
