@@ -53,8 +53,8 @@ class Effort:
     kept_bytes: int
     """What operators in a row write before anything is freed, as the forward of a training step does."""
     run_s: float
-    """Of one call repeated. On a GPU a millisecond: in a step products come between operators that take less power, and
-    run at the clock that they have alone for so long."""
+    """Of one call repeated. On a GPU a millisecond, after which its power limit lowers the clock: in a step products
+    come between operators that take less power."""
     rounds: int
     repeats: int
     """Of a collective in a round."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from dist import run_ranks
 from torch import nn
 from traced import plan_of, run_of
@@ -308,18 +309,6 @@ def written(model, batch, rng):
     return compiler.program((), batch, purpose="step", training=True)[0]
 
 
-class Hosted(nn.Module):
-    """Draws and makes numbers on the host by name, whatever it is on."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        places = torch.arange(8, device=x.device) + torch.arange(8, device="cpu").to(x.device)
-        return (self.inner(x) * torch.rand(8, device="cpu").to(x.device) * torch.rand_like(x) + places).mean()
-
-
 def placed(graph, kind):
     """The graph as a trace of the model on a GPU has it: all but what names the host is there."""
     gpu = torch.device(kind, 0)
@@ -336,7 +325,7 @@ def placed(graph, kind):
 def test_what_a_model_on_a_gpu_makes_on_the_host_stays_there(monkeypatch, kind):
     """And its draws move the host's generator, which ranks must have alike too. In a trace on the CPU nothing tells."""
     monkeypatch.setattr(analyze, "is_tensor", lambda node: node.meta.get("val") is not None)
-    graph = placed(prepare(Hosted(), {"x": torch.randn(4, 8)}).graph, kind)
+    graph = placed(prepare(zoo.Hosted(), {"x": torch.randn(4, 8)}).graph, kind)
     analyze._note_host(graph)
     elsewhere = torch.device("cuda", 3)
     devices = {
@@ -355,7 +344,7 @@ def test_what_a_model_on_a_gpu_makes_on_the_host_stays_there(monkeypatch, kind):
 def test_a_copy_to_another_device_stays(device):
     """Where a trace has it on another one than it comes from; between the same it is none."""
     with torch.device(device):
-        model, x = Hosted(), torch.randn(4, 8)
+        model, x = zoo.Hosted(), torch.randn(4, 8)
     copied = [value(node).device.type for node in prepare(model, {"x": x}).graph.nodes if short_name(node) == "to"]
     assert copied == ([] if device == "cpu" else ["meta", "meta"])
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import zoo
 from random_models import MODELS, trained
-from torch import nn
 
 import autopart
 from autopart.compat import tree_flatten
@@ -25,18 +24,6 @@ TABLE = [
     ("bert", "dp2,tp2"),
 ]
 TIMEOUT_S = 180.0
-
-
-class Hosted(nn.Module):
-    """Draws and makes numbers on the host by name, whatever it is on."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        places = torch.arange(8, device=x.device) + torch.arange(8, device="cpu").to(x.device)
-        return (self.inner(x) * torch.rand(8, device="cpu").to(x.device) * torch.rand_like(x) + places).mean()
 
 
 def on_device(model, batch):
@@ -150,7 +137,7 @@ def test_a_checksum_is_that_of_the_host(dtype):
 
 def test_what_is_copied_from_the_host_is_on_the_gpu():
     """A model that draws and makes numbers on the host by name."""
-    model, x = Hosted().to(DEVICE), torch.randn(4, 8, device=DEVICE)
+    model, x = zoo.Hosted().to(DEVICE), torch.randn(4, 8, device=DEVICE)
     pm = autopart.parallelize(copy.deepcopy(model), "dp1", example_args=(x,), rng="exact")
     torch.manual_seed(5)
     found = pm.step(x)

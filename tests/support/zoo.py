@@ -113,6 +113,18 @@ def causal_batch(rows: int, seq: int, vocab: int) -> Batch:
 # --- plain modules -------------------------------------------------------------------------------------------------
 
 
+class Hosted(nn.Module):
+    """Draws and makes numbers on the host by name, whatever it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        places = torch.arange(8, device=x.device) + torch.arange(8, device="cpu").to(x.device)
+        return (self.inner(x) * torch.rand(8, device="cpu").to(x.device) * torch.rand_like(x) + places).mean()
+
+
 class SkipMLP(nn.Module):
     """Every layer also gets what came out three layers earlier, and the last gets the first's: cuts cross skips."""
 
