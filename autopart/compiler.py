@@ -119,9 +119,11 @@ class Compiler:
     def _plan_as_run(self, plan: Plan, call: _Traced) -> Plan:
         """The plan of a call that follows a plan made for another."""
         outputs = plan_outputs(call.trace, call.with_outputs)
-        program, walks = written(call.trace, call.decisions, outputs, "fast")
-        in_parts = call.decisions.scatter_sends
-        whole = written(call.trace, replace(call.decisions, scatter_sends=False), outputs, "fast") if in_parts else None
+        whole = None
+        program, walks = written(call.trace, call.decisions, outputs, "fast", plan.compile)
+        if call.decisions.scatter_sends:
+            sent_whole = replace(call.decisions, scatter_sends=False)
+            whole = written(call.trace, sent_whole, outputs, "fast", plan.compile)
         schedule = replace(plan.schedule, microbatches=call.decisions.microbatches)
         options = replace(self.options, hardware=plan.hardware or self.options.hardware, compile=plan.compile,
                           sequence_dims=plan.sequence_dims)  # fmt: skip

@@ -15,6 +15,7 @@ from torch import fx, nn
 from autopart.compat import tree_unflatten
 from autopart.cost.count.footprint import walked
 from autopart.cost.count.rank_memory import memory_of
+from autopart.cost.count.remade import with_compiled
 from autopart.cost.count.summary import crossings
 from autopart.cost.fit import Estimate, does_not_fit, fullest
 from autopart.cost.hardware import Hardware
@@ -258,23 +259,26 @@ def drafted(traced: Trace, mesh: Mesh, options: Options, known: Draft | None = N
     decisions = replace(decisions, stored=choose_parts(problem, decisions.stored))
     check_methods(traced, decisions)
     rng: Rng = "fast" if options.memory is None else options.rng  # a limit is for the program that will be run
-    whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng)
+    whole = written(traced, replace(decisions, scatter_sends=False), plan_outputs(traced), rng, options.compile)
     check_sent_whole(whole.program)
     decisions = replace(
         decisions, scatter_sends=scattering_pays(crossings(traced, whole.program), mesh, problem.hardware)
     )
     if not decisions.scatter_sends:
         return Draft(problem, decisions, whole.program, solved, whole.walks)
-    parts = written(traced, decisions, plan_outputs(traced), rng)
+    parts = written(traced, decisions, plan_outputs(traced), rng, options.compile)
     return Draft(problem, decisions, parts.program, solved, parts.walks, whole)
 
 
-def written(traced: Trace, decisions: Decisions, outputs: Sequence[Any], rng: Rng) -> Written:
+def written(
+    traced: Trace, decisions: Decisions, outputs: Sequence[Any], rng: Rng, is_compiled: bool = False
+) -> Written:  # fmt: skip
     """The program of a training step for a plan's figures."""
     program = as_traced(lower(traced, decisions, outputs, whole_outputs=False, rng=rng))
     for stage in program.stages:
         check_written(stage.graph.graph, traced.folds)
-    return Written(program, [walked(traced, program, stage) for stage in program.stages])
+    walks = [walked(traced, program, stage) for stage in program.stages]
+    return Written(program, [with_compiled(walk) if is_compiled else walk for walk in walks])
 
 
 def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule | None = None) -> Problem:

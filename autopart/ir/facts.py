@@ -6,7 +6,7 @@ pass reads or writes another key, so that a name that is not here is an error of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from torch import fx
 
@@ -27,7 +27,9 @@ class CostNotes(NamedTuple):
     in forwards, where that is one kernel; 0: one product for every operand. `looks_up`: it reads, of its first
     operand, a row for each that it makes. `gradient_is_view`: the gradient of its operand is a view of its output's.
     `is_causal`: it is attention whose kernel leaves out the keys behind a query. `counts_seen`: the same, of work
-    that was counted of the keys that are seen alone.
+    that was counted of the keys that are seen alone. `joins`: a compiler makes it part of a kernel with others, as it
+    does with all that works number by number: "remade" in the backward where that keeps less, "copied" where it is not
+    made again, or "drawn" where the mask that it keeps is not.
     """
 
     kind: str = "matmul"
@@ -36,6 +38,7 @@ class CostNotes(NamedTuple):
     gradient_is_view: bool = False
     is_causal: bool = False
     counts_seen: bool = False
+    joins: Literal["", "remade", "copied", "drawn"] = ""
 
 
 class Facts(TypedDict, total=False):

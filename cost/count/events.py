@@ -58,9 +58,11 @@ def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic
             new_bytes = sum(made_bytes[other] for other, at in traffic.row_of.items() if at == row)
         else:
             new_bytes = 0
-        yield Event("takes", new_bytes + (saved_others(walk, node) if node in saved else 0))
+        new_bytes += saved_others(walk, node) if node in saved else 0
+        written_over = _bytes(ended) if node in walk.in_place else 0
+        yield Event("takes", new_bytes - written_over)
         yield Event("peak", 0)
-        yield Event("takes", -_bytes(ended))
+        yield Event("takes", written_over - _bytes(ended))
 
     return forward_peak(_of_all(walk.trace.folds, (
         _Step(step.node, tuple(events(step.node, step.ended))) for step in steps if step.node.op == "call_function"
@@ -99,13 +101,15 @@ class _Backward:
 
     def _events(self, step: Backward) -> Iterator[Event]:
         node, values = step.node, self.walk.values
-        new_bytes, done = _bytes(step.made), _bytes(step.done)
+        new_bytes, done, written_over = _bytes(step.made), _bytes(step.done), 0
         further = sum(_size(values[used]) for used in step.further)
         yield from self._before(step)
         row = self.traffic.row_of.get(node)
         if row is None:
             yield Event("needs", self.walk.takes.get(node, (0, 0))[1])
-            yield Event("takes", new_bytes)
+            if node in self.walk.in_place:
+                written_over = done + self.kept.get(node, 0) + self.again.get(node, 0)
+            yield Event("takes", new_bytes - written_over)
         else:  # gradients of parts are made where those of all wholes are there, which are sent
             self.parts_bytes[row] += new_bytes
             self.wholes_bytes[row] += done
@@ -117,7 +121,7 @@ class _Backward:
                 yield Event("takes", -self.traffic.rows[row].whole_bytes)
             yield Event("sends", self.traffic.rows[row].grad_bytes, self.parts_bytes[row])
             done = self.wholes_bytes[row]
-        yield Event("takes", -done - self.kept.get(node, 0) - self.again.get(node, 0))
+        yield Event("takes", written_over - done - self.kept.get(node, 0) - self.again.get(node, 0))
         yield Event("peak", 2 * further)
         for name, memory in step.whole.items():
             yield Event("gives", memory.size_bytes if memory and name not in self.in_rows else 0, name=name)

@@ -106,7 +106,8 @@ def memories(result: Any, lasting: bool = False) -> set[Memory]:
 @dataclass
 class Walk:
     """A stage graph run on forms. `input_bytes`: of values of the inputs alone, for all microbatches. `takes`: the most
-    new memory in a node's forward and in its backward."""
+    new memory in a node's forward and in its backward. `compiled`: the same as it is in memory where the stage is
+    compiled (`remade.py`)."""
 
     trace: Trace
     program: Program
@@ -120,6 +121,14 @@ class Walk:
     others: dict[fx.Node, int] = field(default_factory=dict)
     takes: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
     outputs: tuple[Any, ...] = ()
+    compiled: Walk | None = None
+    in_place: Set[fx.Node] = frozenset()
+    """The operators that write over what they read last, as kernels of a compiler do."""
+
+    @property
+    def in_memory(self) -> Walk:
+        """What is held of it."""
+        return self.compiled or self
 
     def run(self) -> None:
         received, attributes = iter(self.stage.receives), dict[str, Value]()

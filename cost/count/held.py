@@ -122,8 +122,9 @@ class Held:
             kept = self.kept.get(step.node, NOTHING) * -1
             needs = now.size() + self._takes(step.node, 0) + kept
             now.add(self._values(step.made) + self.others.get(step.node, NOTHING) + kept)
-            beyond[step.node] = _largest(now.size(), needs)
+            peak = now.size()
             now.add(self._values(step.ended), -1)
+            beyond[step.node] = _largest(now.size() if step.node in self.walk.in_place else peak, needs)
         return beyond
 
     def _in_backward(self) -> dict[fx.Node, Size]:
@@ -138,7 +139,7 @@ class Held:
             peak = _largest(now.size() + further, needs)
             now.add(self._values(step.done) + self.rerun.get(step.node, NOTHING), -1)
             ends = now.size() + further * 2 + self.kept.get(step.node, NOTHING) * -1
-            beyond[step.node] = _largest(peak, ends)
+            beyond[step.node] = ends if step.node in self.walk.in_place else _largest(peak, ends)
         return beyond
 
     def _takes(self, node: fx.Node, direction: int) -> Size:

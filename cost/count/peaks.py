@@ -46,6 +46,7 @@ class StageMemory:
 
 def stage_memory(walk: Walk) -> StageMemory:
     """What one microbatch of a stage holds on its heaviest rank."""
+    walk = walk.in_memory
     stage, program = walk.stage, walk.program
     alive = walk.reached()
     saved = saved_memory(walk, alive)

@@ -4,8 +4,9 @@ Here it is pieces of memory: `events.py` measures them in bytes, for a plan's me
 a table says of other sizes.
 
 The gradient of a view is a view of the gradient, and that of what is summed the sum's, expanded. A further gradient of
-the same value is added out of place, when what made it is gone. A parameter's stays in the first backward of a step; in
-later ones it is added to the earlier, in place, when it is whole.
+the same value is added out of place, when what made it is gone; in place by operators that write over what they read.
+A parameter's stays in the first backward of a step; in later ones it is added to the earlier, in place, when it is
+whole.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def backward_steps(walk: Walk, alive: Set[fx.Node]) -> Iterator[Backward]:
         grads |= new
         for memory in new:
             made_by[memory.made_by].add(memory)
-        further = [used for used in towards if received[_key(used)]]
+        further = [used for used in towards if received[_key(used)]] if node not in walk.in_place else []
         received.update(map(_key, towards))
         done = made_by.pop(node, set())
         grads -= done

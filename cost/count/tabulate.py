@@ -61,7 +61,7 @@ def tabulate(trace: Trace, program: Program, walks: Sequence[Walk], blocks: Bloc
     stages = counted(trace, program, walks, fused)
     held = list[Held]()
     for walk in walks:
-        held.append(Held(walk, growth, held[-1].sends_kept if held else set()))
+        held.append(Held(walk.in_memory, growth, held[-1].sends_kept if held else set()))
     nodes = [each.node for operators in stages for each in operators]
     places, loads = _places(trace, nodes), _loads(trace, growth, nodes)
     places |= {operators[0].node for operators in stages[1:]}  # maybe a conversion of what is received

@@ -200,11 +200,27 @@ PARTS = {"aten::select", "aten::eq"}
 WITHOUT_GRADIENT = {"aten::detach"}
 """Operators whose result has no gradient, whatever they are given."""
 
-COSTS: dict[str, CostNotes] = {
+REMADE = (
+    "aten::to", "aten::_to_copy", "aten::type_as", "aten::contiguous", "aten::clone", "aten::reshape", "aten::flatten",
+    "aten::repeat", "aten::expand_as", "aten::sum", "aten::mean", "aten::var", "aten::std", "aten::amax", "aten::amin",
+    "aten::softmax", "aten::log_softmax", "aten::logsumexp", "aten::layer_norm", "aten::rms_norm", "aten::group_norm",
+    "aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd", "aten::mse_loss", "aten::gather", "aten::index",
+    "aten::index_select", "aten::arange", "aten::full", "aten::zeros", "aten::ones", "aten::zeros_like",
+    "aten::ones_like", "aten::full_like", "aten::pad", "aten::constant_pad_nd", "aten::tril", "aten::triu",
+    "aten::one_hot", "aten::where", "aten::glu", "autopart::cast", "autopart::pick_class", "autopart::drop",
+)  # fmt: skip
+"""What torch.compile joins with other operators, and computes again in the backward where less is kept then, beside
+what works number by number and what makes views (`get_default_op_list` of torch/_functorch/partitioners.py)."""
+
+COSTS: dict[str, CostNotes] = dict.fromkeys(REMADE, CostNotes(joins="remade")) | {
+    "aten::cat": CostNotes(joins="copied"),
+    "aten::stack": CostNotes(joins="copied"),
+    "aten::dropout": CostNotes(joins="drawn"),
+    "autopart::dropout": CostNotes(joins="drawn"),
     "aten::scaled_dot_product_attention": CostNotes(kind="attention", backward_work=2.5),
     "autopart::attention_dropout": CostNotes(kind="attention", backward_work=2.5),
     "aten::embedding": CostNotes(looks_up=True),
     "autopart::embedding_shard": CostNotes(looks_up=True),
-    "aten::sum": CostNotes(gradient_is_view=True),
+    "aten::sum": CostNotes(gradient_is_view=True, joins="remade"),
 }
 """What of the cost of an operator, traced or of a local form, does not follow from the shapes of a call."""

@@ -196,7 +196,7 @@ def test_chains_of_pointwise_operators_are_one_kernel():
     assert after.step_time_s < before.step_time_s and after.parts["other"] < before.parts["other"]
     assert after.parts["matmul"] == before.parts["matmul"] and after.collectives == before.collectives
     assert compiled.cost.at(tp=2).parts_s == after.parts
-    assert compiled.memory == eager.memory
+    assert all(row["total"] < before["total"] for row, before in zip(compiled.memory, eager.memory, strict=True))
 
 
 def test_a_plan_says_that_it_is_compiled(tmp_path):

@@ -200,3 +200,38 @@ def _most_allocated(call: Callable[[], Any]) -> int:
         events = json.loads(path.read_text())["traceEvents"]
     taken = [e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"]) if e["name"] == "[memory]"]
     return max(accumulate(taken, initial=0))
+
+
+def partitioned_on_this_process(name: str, dtype: torch.dtype, options: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes that torch's own partitioner keeps of a step on `dp1`, where nothing is turned into kernels; and what the
+    plan says."""
+    model, batch = ZOO[name](num_layers=3, hidden=64, heads=4, rows=8, seq=64)
+    pm = autopart.parallelize(model.to(dtype), "dp1", example_kwargs=batch, compile=True, **options)
+    program, inputs = pm._compiler.program((), batch, purpose="step", training=True)
+    executable, comparison = _started(pm, program, inputs)
+    with executable.loaded(inputs, comparison):
+        (module,) = executable.modules
+        return _saved_of(module), pm.plan.memory[0]["activations"]
+
+
+def compiled_peak_on_a_rank(name: str, mesh: str, options: Mapping[str, Any]) -> tuple[int, int]:
+    """As `peak_on_a_rank`, of compiled stages in float32 of which activations are most."""
+    vocab = 1024
+    model, batch = ZOO[name](num_layers=2, hidden=64, heads=2, vocab=vocab, rows=8, seq=128)
+    pm = autopart.parallelize(model.float(), mesh, example_kwargs=batch, compile=True, **options)
+    optimizer = torch.optim.AdamW(pm.parameters(), fused=True)
+
+    def step() -> None:
+        pm.step(**batch)
+        optimizer.step()
+
+    step()
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    before = sum(storages([*pm.parameters(), *pm.buffers(), *batch.values(), *state]).values())
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.distributed.barrier()
+        found.append(before + _most_allocated(step))
+    rank = torch.distributed.get_rank() if mesh == "pp2" else 0
+    return min(found), pm.plan.memory[rank]["total"]

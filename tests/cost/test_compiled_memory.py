@@ -1,0 +1,115 @@
+"""The memory of compiled stages: what is kept is what torch's partitioner keeps, and a real step takes what is
+counted."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+
+import pytest
+import torch
+from dist import run_ranks
+from functorch.compile import nop
+from held import compiled_peak_on_a_rank, partitioned_on_this_process
+from test_one_number import llama
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from traced import plan_of, run_of
+from zoo import ZOO
+
+import autopart
+from autopart.cost.count import remade
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+
+KEPT = [
+    # model, the parameters' dtype, options
+    ("llama", torch.float32, {}), ("llama", torch.bfloat16, {}), ("llama", torch.float32, {"precision": "bf16"}),
+    ("llama", torch.float32, {"recompute": "full"}), ("gpt2", torch.float32, {}), ("gpt2", torch.bfloat16, {}),
+    ("gpt2", torch.float32, {"recompute": "full"}), ("gpt2", torch.float32, {"recompute": "selective"}),
+    ("bert", torch.float32, {}), ("bert", torch.float32, {"precision": "bf16"}), ("t5", torch.float32, {}),
+    ("t5", torch.float32, {"recompute": "full"}),
+]  # fmt: skip
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(("name", "dtype", "options"), KEPT, ids=str)
+def test_what_is_kept_is_what_the_partitioner_keeps(monkeypatch, name, dtype, options):
+    """On the runtime's own pieces, with its own decompositions, whose graphs run operator by operator."""
+    backend = aot_autograd(
+        fw_compiler=nop, bw_compiler=nop, partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    kept, planned = partitioned_on_this_process(name, dtype, options)
+    assert abs(planned / kept - 1) < 0.03, f"{kept} bytes are kept, {planned} planned"
+
+
+PEAKS = [
+    ("llama", "dp2", {}), ("gpt2", "dp2", {}), ("llama", "tp2", {}), ("llama", "dp2", {"recompute": "full"}),
+    ("llama", "dp2", {"zero": 3}), ("gpt2", "dp2", {"zero": 3}), ("gpt2", "dp2", {"recompute": "full"}),
+    ("bert", "dp2", {}), ("t5", "dp2", {}), ("llama", "pp2", {"schedule": "1f1b", "microbatches": 2}),
+]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.large
+@pytest.mark.parametrize(("name", "mesh", "options"), PEAKS, ids=str)
+def test_a_compiled_step_takes_what_is_counted(name, mesh, options):
+    """Within a tenth, of live bytes; before compiled stages had a count of their own it was 40 to 60 % more."""
+    for held, planned in run_ranks(compiled_peak_on_a_rank, 2, name, mesh, options, timeout_s=500):
+        assert abs(planned / held - 1) < 0.1, f"{held} bytes are held, {planned} planned"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+def test_a_compiled_stage_keeps_less(name):
+    run = run_of(ZOO[name])
+    plain, compiled = (plan_of(run, "dp1", compile=is_compiled).memory[0] for is_compiled in (False, True))
+    assert compiled["activations"] < plain["activations"] and compiled["total"] < plain["total"]
+    for kind in ("parameters", "gradients", "optimizer", "buffers", "inputs"):
+        assert compiled[kind] == plain[kind]
+
+
+ONE_NUMBER = [
+    ("dp1", {}), ("tp2", {}), ("pp2,dp2", {}), ("dp2", {"zero": 3}), ("dp2", {"precision": "bf16"}),
+    ("pp2,tp2", {"recompute": "full"}), ("tp2", {"recompute": "selective", "sequence_parallel": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "options"), ONE_NUMBER, ids=str)
+def test_the_table_says_what_the_plan_says(mesh, options):
+    model, batch = llama(torch.float32)
+    plan = autopart.plan(model, mesh, example_kwargs=batch, compile=True, **options)
+    most = max(row["total"] for row in plan.memory)
+    assert plan.cost.at().memory_bytes == pytest.approx(most, rel=1e-9)
+
+
+def test_it_grows_with_rows_as_a_plan_made_anew():
+    few, many = (
+        autopart.plan(model, "dp2", example_kwargs=batch, compile=True)
+        for model, batch in (llama(torch.float32, rows=rows) for rows in (16, 64))
+    )
+    expected = max(row["total"] for row in many.memory)
+    assert few.cost.at(b=32).memory_bytes == pytest.approx(expected, rel=0.01)
+
+
+def test_one_block_stands_for_many():
+    """A deep model's memory is counted of few blocks, and of every further one as much more."""
+    totals = [
+        autopart.plan(model, "dp1", example_kwargs=batch, compile=True).memory[0]["activations"]
+        for model, batch in (llama(torch.float32, layers=layers) for layers in (8, 16, 32))
+    ]
+    assert totals[2] - totals[1] == 2 * (totals[1] - totals[0]) > 0
+
+
+def test_blocks_that_are_alike_are_cut_once():
+    model, batch = ZOO["llama"](num_layers=3, hidden=48)
+    remade._least.cache_clear()
+    plan_of(run_of(lambda: (model, batch)), "dp1", compile=True)
+    before = remade._least.cache_info()
+    model, batch = ZOO["llama"](num_layers=6, hidden=48)
+    plan_of(run_of(lambda: (model, batch)), "dp1", compile=True)
+    after = remade._least.cache_info()
+    assert after.misses == before.misses and after.hits > before.hits
