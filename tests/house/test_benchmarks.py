@@ -186,7 +186,7 @@ def test_gpu_benchmarks_run(tmp_path):
 
 
 @pytest.mark.parametrize("only", [
-    ("gpt2-small", "llama-1b"),
+    ("gpt2-small",),
     pytest.param((), marks=pytest.mark.large),
 ], ids=str)  # fmt: skip
 def test_steps_measured_on_a_gpu_are_predicted(only):
