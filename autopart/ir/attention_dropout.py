@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopart.compat import recording_gradients
-from autopart.ir.seeds import seeded
+from autopart.ir.seeds import kept, seeded
 
 OPERATORS = ("attention_dropout", "attention_dropout_forward", "attention_dropout_backward")
 
@@ -72,8 +72,9 @@ def attention_dropout_forward(
             output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return _in_order(output), _sums(query, dropout_p)
     scores, _, wide_value = _scores(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    sums = scores.logsumexp(-1)
-    weights = scores.sub_(_finite(sums)).exp_()
+    largest = scores.amax(-1)
+    weights = _weights(scores, largest == -math.inf)
+    sums = torch.where(largest == -math.inf, largest, largest - weights.amax(-1).log())
     weights *= _kept(weights, dropout_p, seed, salt, shard)
     output = weights.matmul(wide_value).mul_(_factor(dropout_p))
     return _in_order(output.to(query.dtype)), sums
@@ -93,7 +94,7 @@ def attention_dropout_backward(
             )
     scores, wide_key, wide_value = _scores(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     wide_grad = grad.to(scores.dtype)
-    weights = scores.sub_(_finite(sums)).exp_()
+    weights = _weights(scores, sums == -math.inf)
     dropped = _kept(weights, dropout_p, seed, salt, shard).to(weights.dtype).mul_(_factor(dropout_p))
     of_value = (weights * dropped).mT @ wide_grad
     of_weights = (wide_grad @ wide_value.mT).mul_(dropped)
@@ -143,15 +144,15 @@ def _scores(
     return scores, key, value
 
 
-def _finite(sums: Tensor) -> Tensor:
-    """What is taken off the scores of each query; of one that sees no key nothing, and its weights are zeros."""
-    return torch.where(sums == -math.inf, 0.0, sums).unsqueeze(-1)
+def _weights(scores: Tensor, sees_none: Tensor) -> Tensor:
+    """The softmax of scores; zeros for queries that see no key."""
+    return scores.softmax(-1).masked_fill_(sees_none.unsqueeze(-1), 0.0)
 
 
 def _kept(weights: Tensor, dropout_p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
     """The mask that `dropout` draws for these weights."""
     with seeded(weights.device, seed, salt, shard):
-        return torch.empty_like(weights, dtype=torch.bool).bernoulli_(1 - dropout_p)
+        return kept(weights, dropout_p)
 
 
 def _factor(dropout_p: float) -> float:

@@ -42,7 +42,7 @@ from torch import Tensor, fx
 from autopart.ir import attention_dropout, ctc, experts, selection
 from autopart.ir.attention import window_attention
 from autopart.ir.layout import CONVERSIONS, ROUTING
-from autopart.ir.seeds import seeded
+from autopart.ir.seeds import kept, seeded
 from autopart.ir.visits import attention_runs
 
 OPERATORS = {conversion.operator: conversion for conversion in CONVERSIONS.values()}
@@ -97,11 +97,14 @@ def draw_mask(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequen
 
 
 def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What torch's one kernel makes, and its mask."""
+    """The value without what is dropped, and the mask; on a GPU by torch's one kernel."""
     if not x.numel():
         return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would give `x` itself
     with seeded(x.device, seed, salt, shard):
-        return torch.native_dropout(x, p, True)
+        if x.device.type != "cpu":
+            return torch.native_dropout(x, p, True)
+        mask = kept(x.detach(), p)
+    return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
 
 
 def drop(x: Tensor, noise: Tensor, p: float) -> Tensor:
