@@ -166,7 +166,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_draws_once_and_keeps_a_byte_an_element(dtype):
-    """On the host half as many integers as there are elements; on a GPU it is one kernel (`benchmarks/gpu/probe.py`)."""
+    """On the host half as many integers as elements; on a GPU it is one kernel (`benchmarks/gpu/probe.py`)."""
     x, seed = torch.ones(64, 8, dtype=dtype, requires_grad=True), torch.tensor(5)
     before, kept = torch.get_rng_state(), []
     with Calls() as calls, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
