@@ -67,14 +67,15 @@ def _computed(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
     memory = _in_place(by_kind)
     peaks = _peaks(by_kind["matmul"])
     usual = _usual(peaks)
+    products, pointwise = (gpu_fit.without_launch(by_kind[kind], launch_s) for kind in ("matmul", "memory"))
     return {
         "flops_per_s": _peak_entries(peaks, source),
-        "matmul_efficiency": _entry(_products(by_kind["matmul"], usual, peaks[usual], launch_s), _OF_FLOPS,
+        "matmul_efficiency": _entry(_products(products, usual, peaks[usual]), _OF_FLOPS,
                                     f"{source}: means over square, tall, wide and deep products in {usual}, "
                                     "without the launch"),
         "launch_s": _entry(launch_s, "s per operator", f"{source}: forward and backward of operators on one value"),
         "memory_bytes_per_s": _entry(memory, "B/s", f"{source}: adding in place"),
-        "memory_efficiency": _entry(_traffic(by_kind["memory"], memory, launch_s), _OF_BYTES,
+        "memory_efficiency": _entry(_traffic(pointwise, memory), _OF_BYTES,
                                     f"{source}: pointwise operators whose results are kept, without the launch"),
     }  # fmt: skip
 
@@ -159,26 +160,21 @@ def _usual(peaks: Mapping[str, float]) -> str:
     return next(dtype for dtype in USUAL_DTYPES if dtype in peaks)
 
 
-def _products(rows: Sequence[Measured], usual: str, peak: float, launch_s: float) -> list[list[float]]:
+def _products(rows: Sequence[Measured], usual: str, peak: float) -> list[list[float]]:
     """The curve of the dtype that models are trained in."""
     from scipy.optimize import isotonic_regression
 
     shares = defaultdict(list)
     for row in rows:
         if row.dtype == usual:
-            shares[row.flops].append(row.flops / _work_s(row, launch_s) / peak)
+            shares[row.flops].append(row.flops / row.time_s / peak)
     amounts = sorted(shares)
     rising = isotonic_regression([geometric_mean(shares[flops]) for flops in amounts]).x
     return gpu_fit.curve(zip(amounts, rising.tolist(), strict=True), most=1.0)
 
 
-def _traffic(rows: Sequence[Measured], rate: float, launch_s: float) -> list[list[float]]:
-    return gpu_fit.curve((row.size_bytes, row.size_bytes / _work_s(row, launch_s) / rate) for row in rows)
-
-
-def _work_s(row: Measured, launch_s: float) -> float:
-    """Without the launch, of which a small operator of a library may take less than the launch that was measured."""
-    return max(row.time_s - launch_s, row.time_s / 10)
+def _traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:
+    return gpu_fit.curve((row.size_bytes, row.size_bytes / row.time_s / rate) for row in rows)
 
 
 def _per_node(device: Device, base: Hardware, source: str) -> Entry:

@@ -119,7 +119,7 @@ def attention(rows: Sequence[Measured], peak: float, points: Sequence[Sequence[f
 
 
 def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
-    """The same calls, as what their kernels take beyond the least."""
+    """The same calls without the launch, of which a small operator of a library may take less than was measured."""
     return [replace(row, time_s=max(row.time_s - launch_s, row.time_s / 10)) for row in rows]
 
 

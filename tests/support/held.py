@@ -172,6 +172,10 @@ def peak_on_a_rank(name: str, mesh: str, options: Mapping[str, Any], dropout: fl
     model, batch = small(name, dropout)
     batch = {key: tensor.repeat_interleave(ROWS, 0) for key, tensor in batch.items()}
     pm = autopart.parallelize(model, mesh, example_kwargs=batch, **options)
+    return _peak_of_steps(pm, batch, mesh, 8)
+
+
+def _peak_of_steps(pm: Any, batch: Mapping[str, Any], mesh: str, times: int) -> tuple[int, int]:
     optimizer = torch.optim.AdamW(pm.parameters(), fused=True)
 
     def step() -> None:
@@ -182,7 +186,7 @@ def peak_on_a_rank(name: str, mesh: str, options: Mapping[str, Any], dropout: fl
     state = [value for values in optimizer.state.values() for value in values.values()]
     before = sum(storages([*pm.parameters(), *pm.buffers(), *batch.values(), *state]).values())
     found = []
-    for _ in range(8):
+    for _ in range(times):
         optimizer.zero_grad()
         torch.distributed.barrier()
         found.append(before + _most_allocated(step))
@@ -219,19 +223,4 @@ def compiled_peak_on_a_rank(name: str, mesh: str, options: Mapping[str, Any]) ->
     vocab = 1024
     model, batch = ZOO[name](num_layers=2, hidden=64, heads=2, vocab=vocab, rows=8, seq=128)
     pm = autopart.parallelize(model.float(), mesh, example_kwargs=batch, compile=True, **options)
-    optimizer = torch.optim.AdamW(pm.parameters(), fused=True)
-
-    def step() -> None:
-        pm.step(**batch)
-        optimizer.step()
-
-    step()
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    before = sum(storages([*pm.parameters(), *pm.buffers(), *batch.values(), *state]).values())
-    found = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        torch.distributed.barrier()
-        found.append(before + _most_allocated(step))
-    rank = torch.distributed.get_rank() if mesh == "pp2" else 0
-    return min(found), pm.plan.memory[rank]["total"]
+    return _peak_of_steps(pm, batch, mesh, 3)
