@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from traceback import FrameSummary, StackSummary
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -48,6 +51,34 @@ def compiled_when_called() -> AbstractContextManager[None]:
     """Graphs that are made in it turn into Python when they are first called, not at every change. torch's compiler
     makes its graphs so; `torch.export` compiles each of its own about thirty times and calls none."""
     return _use_lazy_graph_module(True)
+
+
+def short_stacks(outermost: CodeType) -> AbstractContextManager[None]:
+    """Inside, the lines that a trace notes of an operator are looked up no further out than the function `outermost`.
+    torch looks up every frame of the process for each operator, and keeps those of the model's call."""
+    if not hasattr(fx.proxy, "CapturedTraceback"):  # a torch that asks otherwise
+        return nullcontext()
+    return attributes({(fx.proxy, "CapturedTraceback"): _Stack(outermost)})
+
+
+class _Stack:
+    """What a trace asks of torch's `CapturedTraceback`."""
+
+    def __init__(self, outermost: CodeType):
+        self.outermost = outermost
+
+    def extract(self) -> _Stack:
+        return self
+
+    def summary(self) -> StackSummary:
+        """The frames from the outermost on. The text of a line is read when it is asked for."""
+        frames = list[FrameSummary]()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            frames.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
+            frame = frame.f_back if code is not self.outermost else None
+        return StackSummary.from_list(frames[::-1])
 
 
 def noted(call: Callable[[], Any], note: str) -> Any:

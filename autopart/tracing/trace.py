@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from autopart.compat import TreeSpec, keeping_draws, leaves_with_names
 from autopart.compat_sizes import many_elements
-from autopart.compat_tracing import compiled_when_called
+from autopart.compat_tracing import compiled_when_called, short_stacks
 from autopart.errors import InputError, TraceError
 from autopart.ir.facts import facts
 from autopart.ir.fold import Folds, original
@@ -363,7 +363,8 @@ def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     entry.semantics.hooks.clear()
     entry.semantics.skipped.running.clear()
     traced = traceable(entry, entry.apply_function)
-    with torch.enable_grad(), no_autocast(), compiled_when_called(), quiet, traced, saved:
+    stacks = short_stacks(Entry.forward.__code__)
+    with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, saved:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)

@@ -16,9 +16,11 @@ from torch.utils import _pytree as pytree
 from zoo import gpt2
 
 import autopart
+from autopart import compat_tracing
 from autopart.ir.facts import facts
 from autopart.ir.graph import describe, module_path, operator_name, source_line
 from autopart.recipe import prepare
+from autopart.tracing import entry
 from autopart.tracing.trace import Trace, bind_call, trace
 
 ROWS, SIZE = 4, 8
@@ -273,6 +275,21 @@ def test_source_lines_and_module_paths_are_kept():
     (tanh,) = [n for n in trace.graph.nodes if n.op == "call_function" and operator_name(n) == "aten::tanh"]
     number = Block.forward.__code__.co_firstlineno + 1
     assert describe(tanh) == f"tanh at test_trace.py:{number}"
+
+
+def test_lines_are_looked_up_no_further_out_than_the_models_call(monkeypatch):
+    """Who calls autopart is no concern of an operator's: only what torch asks outside of the call sees all frames."""
+    outermost, summary = [], compat_tracing._Stack.summary
+
+    def seen(stack):
+        frames = summary(stack)
+        outermost.append((frames[0].filename, frames[0].name))
+        return frames
+
+    monkeypatch.setattr(compat_tracing._Stack, "summary", seen)
+    model = Block()
+    called = [n for n in trace(model, bind_call(model, (X,), {})).graph.nodes if n.op == "call_function"]
+    assert outermost.count((entry.__file__, "forward")) >= len(called) >= 3
 
 
 def test_a_pass_that_adds_operators_keeps_where_they_come_from():
