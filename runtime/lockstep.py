@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autopart.compat import LazyGraphModule
 from autopart.ir.facts import facts
 from autopart.ir.intervals import Told
 from autopart.ir.layout import ROUTING, Conversion
@@ -73,7 +74,7 @@ def run_lockstep(
     with one_stream(program, inputs, device) as rewind:
         for stage in program.stages:
             rewind()
-            values = bind(stage.prologue, {}, {}, device, buffers).forward(*inputs)
+            values = _prologue_values(stage, device, buffers, inputs)
             ranks = stage_ranks(program, stage.index, stage_style)
             count = len(stage.inputs)
             keywords = {
@@ -99,6 +100,16 @@ def run_lockstep(
             for rank in run.ranks:
                 new_buffers.setdefault(rank, {}).update(run.new_buffers(program, rank))
     return outputs
+
+
+def _prologue_values(
+    stage: Stage, device: torch.device, buffers: Mapping[str, Tensor], inputs: Sequence[Any]
+) -> tuple[Any, ...]:
+    """What a stage's prologue makes. It runs once, so it is interpreted, and no code is written for it."""
+    run = fx.Interpreter(bind(stage.prologue, {}, {}, device, buffers, module_type=LazyGraphModule))
+    run.extra_traceback = False
+    values: tuple[Any, ...] = run.run(*inputs)
+    return values
 
 
 def _device_of(inputs: Sequence[Any], parameters: Mapping[int, Mapping[str, Tensor]]) -> torch.device:

@@ -81,6 +81,11 @@ def is_ring(node: fx.Node) -> bool:
     return node.target is autopart_ops.ring_attention.default
 
 
+def _is_any_attention(node: fx.Node) -> bool:
+    """Whether a call may be written otherwise by what its mask is, or by where it runs."""
+    return is_attention(node) or is_ring(node) or node.target is autopart_ops.attention_runs.default
+
+
 def _hides_scores(node: fx.Node) -> bool:
     """Whether a call is a `where` of numbers and of one as low as there is."""
     if node.target is not torch.ops.aten.where.ScalarOther or len(shape(node)) < 2:
@@ -159,6 +164,8 @@ def made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
 def with_bands(stage: Stage, bands: Mapping[str, Told | None], device: torch.device | None = None) -> Stage:
     """A stage whose attention is told these bands, {name of a mask: its band}, without the masks that nothing reads
     then, and without the inputs that they alone were made of. `device`: where it runs, if that is known."""
+    if not bands and not any(map(_is_any_attention, stage.graph.graph.nodes)):
+        return stage
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(stage.graph.graph, copies))
     known = {copies[mask]: band for mask in masks_of(stage) if (band := bands.get(mask.name)) is not None}

@@ -250,6 +250,8 @@ def _closed(nodes: Sequence[fx.Node], span: Sequence[fx.Node]) -> Region:
 
 def _in_one_piece(graph: fx.Graph, regions: list[Region]) -> list[Region]:
     """The regions without those that wait for each other; the graph gets an order in which each is in one piece."""
+    if not regions:
+        return []
     place = {node: number for number, node in enumerate(graph.nodes)}
     unit = place | {node: place[region[0]] for region in regions for node in region}
     members: dict[int, list[fx.Node]] = defaultdict(list)

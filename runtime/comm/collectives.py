@@ -200,13 +200,14 @@ def bind(
     device: torch.device,
     tensors: Mapping[str, Tensor] | None = None,
     whole: Collection[str] = (),
+    module_type: type[fx.GraphModule] = fx.GraphModule,
 ) -> fx.GraphModule:
     """A copy of a program's graph that runs on this rank.
 
     Axis names become process groups (an axis without a group has one rank: its conversions fall away), `axis_index`
     an int, every device but the host `device`. `get_attr` nodes read `tensors` by their dotted name where it is there,
     so several bound graphs share one Parameter; others come from `graph_module`, moved to `device`. Those in `whole`
-    are gathered before the graph runs: what gathers them in it falls away.
+    are gathered before the graph runs: what gathers them in it falls away. `module_type` is that of the copy.
     """
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
@@ -230,7 +231,7 @@ def bind(
                 copy.args = (copy.args[0], groups[axis].group_name, *copy.args[2:])
             if node.op == "get_attr":
                 attributes[str(node.target)] = attribute(graph_module, str(node.target), tensors or {}, device)
-    return fx.GraphModule(attributes, graph, class_name=graph_module.__class__.__name__)
+    return module_type(attributes, graph, class_name=graph_module.__class__.__name__)
 
 
 def _reads(node: fx.Node, names: Collection[str]) -> bool:
