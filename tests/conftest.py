@@ -23,12 +23,14 @@ SAMPLE = 2
 """How many cases of a parametrised test `make test` runs at least: of a large one one in ONE_IN, of `few` one alone."""
 ONE_IN = 24
 LONGEST = (
-    "test_precision", "test_hangs", "test_context", "test_sent_in_parts", "test_dp_sync_ranks", "test_counted",
-    "test_memory", "test_weights", "test_folded", "test_two_versions", "test_recompute", "test_rules",
-    "test_zero_levels", "test_search", "test_verify_size", "test_other_calls", "test_folding", "test_zero_over_axes",
-    "test_chances", "test_your_loop", "test_experts", "test_masks", "test_transforms", "test_imports",
-    "test_written_parameters", "test_buffers", "test_random_exact", "test_balance", "test_dist", "test_runtime_program",
-    "test_formula", "test_published",
+    "test_precision", "test_rules", "test_hangs", "test_context", "test_memory", "test_skipped_writes",
+    "test_sent_in_parts", "test_weights", "test_dp_sync_ranks", "test_two_versions", "test_compile", "test_search",
+    "test_recompute", "test_counted", "test_folded", "test_zero_levels", "test_other_calls", "test_dist", "test_masks",
+    "test_imports", "test_attention_dropout", "test_verify_size", "test_one_number", "test_random_exact",
+    "test_zero_over_axes", "test_published", "test_compiled_memory", "test_folding", "test_experts", "test_formula",
+    "test_zero", "test_chances", "test_balance", "test_pins", "test_written_parameters", "test_expert_plan", "test_cli",
+    "test_formats", "test_axes", "test_sequence_parallel", "test_verify_loop", "test_local_batch", "test_expert_loops",
+    "test_sequence_dims", "test_plan", "test_buffers",
 )  # fmt: skip
 """The files that take longest in `make test`, the longest first (`pytest --durations=0`)."""
 hypothesis.settings.register_profile("suite", derandomize=True)  # always the same examples; `make fuzz` draws others

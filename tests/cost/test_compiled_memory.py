@@ -99,7 +99,7 @@ def test_one_block_stands_for_many():
     """A deep model's memory is counted of few blocks, and of every further one as much more."""
     totals = [
         autopart.plan(model, "dp1", example_kwargs=batch, compile=True).memory[0]["activations"]
-        for model, batch in (llama(torch.float32, layers=layers) for layers in (8, 16, 32))
+        for model, batch in (llama(torch.float32, layers=layers) for layers in (8, 12, 20))
     ]
     assert totals[2] - totals[1] == 2 * (totals[1] - totals[0]) > 0
 

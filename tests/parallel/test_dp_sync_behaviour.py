@@ -79,7 +79,7 @@ EXACT = {
 @pytest.mark.whole
 @pytest.mark.parametrize("name", BIASED)
 def test_bias_halves_with_the_step(name):
-    coarse, fine = (model_distance(BIASED[name](lr), 4000) for lr in (0.02, 0.01))
+    coarse, fine = (model_distance(BIASED[name](lr), 2500) for lr in (0.02, 0.01))
     assert fine > 1e-4
     assert coarse / fine == pytest.approx(2, rel=0.25)
 
@@ -87,7 +87,7 @@ def test_bias_halves_with_the_step(name):
 @pytest.mark.whole
 @pytest.mark.parametrize("name", EXACT)
 def test_corrected_methods_are_exact(name):
-    assert model_distance(EXACT[name](0.1), 2000) < 1e-8
+    assert model_distance(EXACT[name](0.1), 1000) < 1e-8
 
 
 def test_ef21_is_exact():

@@ -54,9 +54,19 @@ def proof_of(sample: Sample) -> Proof:
     return Proof.of(*called(sample))
 
 
+PROOFS: dict[int, Proof] = {}
+
+
+def known_proof(sample: Sample) -> Proof:
+    """That of one of `SAMPLES`, made once: to be read and checked, never written to."""
+    if id(sample) not in PROOFS:
+        PROOFS[id(sample)] = proof_of(sample)
+    return PROOFS[id(sample)]
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_the_normal_form_computes_what_the_operator_computes(sample):
-    proof = proof_of(sample)
+    proof = known_proof(sample)
     target, args, kwargs = called(sample)
     leaves: list[torch.Tensor] = []
 
@@ -79,7 +89,7 @@ def test_the_normal_form_computes_what_the_operator_computes(sample):
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.whole), 3])
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_every_strategy_computes_what_the_operator_computes(sample, num_ranks):
-    proof = proof_of(sample)
+    proof = known_proof(sample)
     wrong = []
     for node in proof.nodes:
         for strategy in strategies(node, num_ranks, ANY_KIND):
@@ -91,7 +101,7 @@ def test_every_strategy_computes_what_the_operator_computes(sample, num_ranks):
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_two_axes_may_cut_two_factors(sample):
     """An operator cut on one axis may be cut on another one by what the same rule says: a rule mentions no mesh."""
-    proof = proof_of(sample)
+    proof = known_proof(sample)
     wrong = []
     for node in proof.nodes:
         found = [s for s in strategies(node, 2, ANY_KIND) if s.factor and "+" not in str(s)]
@@ -107,7 +117,7 @@ def nodes_of_samples() -> dict[str, list[fx.Node]]:
     """By operator: those of the samples' normal forms that have a rule."""
     found = defaultdict(list)
     for sample in SAMPLES:
-        for node in operators(proof_of(sample).trace.graph):
+        for node in operators(known_proof(sample).trace.graph):
             if facts(node)["pattern"] is not None:
                 found[operator_name(node)].append(node)
     return found
@@ -149,7 +159,7 @@ def test_what_has_no_rule_runs_replicated(sample):
 def unclaimed(sample: Sample) -> list[tuple[str, str]]:
     """(operator, sharding) of what holds for a call and its rule does not claim."""
     found = []
-    for node in proof_of(sample).nodes:
+    for node in known_proof(sample).nodes:
         claimed = strategies(node, 2, ANY_KIND)
         found += [(operator_name(node), str(c)) for c in candidates(node) if not c.is_claimed_by(claimed)]
     return found
