@@ -2,7 +2,7 @@
 
 On a GPU it is torch's own fused kernel. Elsewhere it keeps what that keeps for its backward (its operands, its output
 and a number for every query; Dao et al. 2022, arXiv:2205.14135, section 3.1), which computes the weights and draws
-the mask again: the same mask as `dropout` draws of the weights.
+the mask again: the same mask as `dropout` draws of the weights. Both work on a piece of them at a time.
 """
 
 from __future__ import annotations
