@@ -406,6 +406,11 @@ def product_of_float8(first: torch.Tensor, second: torch.Tensor, scale: torch.Te
     return torch._scaled_mm(first, second, scale, scale, out_dtype=torch.bfloat16)
 
 
+def softmax_backward_(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The gradient of what softmax over the last dim has made weights of, in the place of theirs."""
+    return cast(torch.Tensor, torch.ops.aten._softmax_backward_data.out(grad, weights, -1, grad.dtype, grad_input=grad))
+
+
 @contextmanager
 def recording_gradients() -> Iterator[None]:
     """Inside an operator of one's own, which autograd does not look into, what is called is recorded for it again."""

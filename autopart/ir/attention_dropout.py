@@ -2,21 +2,23 @@
 
 On a GPU it is torch's own fused kernel. Elsewhere it keeps what that keeps for its backward (its operands, its output
 and a number for every query; Dao et al. 2022, arXiv:2205.14135, section 3.1), which computes the weights and draws
-the mask again: the same mask as `dropout` draws of the weights.
+the mask again: the same mask as `dropout` draws of the weights. Both work on a piece of them at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopart.compat import recording_gradients
-from autopart.ir.seeds import kept, seeded
+from autopart.compat import recording_gradients, softmax_backward_
+from autopart.ir.seeds import PART, Masks, seeded
 
 OPERATORS = ("attention_dropout", "attention_dropout_forward", "attention_dropout_backward")
 
@@ -65,24 +67,19 @@ def attention_dropout_forward(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, seed: Tensor,
     salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None, enable_gqa: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output, and the logarithm of the sum of every query's weights before they are divided by it. A compiler does
-    not look inside; on a GPU, there alone, the backward runs the kernel's forward again and needs no sums."""
+    """The output, and of every query a number, as a kernel keeps one. A compiler does not look inside; on a GPU, there
+    alone, the backward runs the kernel's forward again and needs no numbers."""
     if _has_kernel(query, dropout_p):
         with seeded(query.device, seed, salt, shard):
             output = _by_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return _in_order(output), _sums(query, dropout_p)
-    scores, _, wide_value = _scores(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    largest = scores.amax(-1)
-    weights = _weights(scores, largest == -math.inf)
-    sums = torch.where(largest == -math.inf, largest, largest - weights.amax(-1).log())
-    weights *= _kept(weights, dropout_p, seed, salt, shard)
-    output = weights.matmul(wide_value).mul_(_factor(dropout_p))
-    return _in_order(output.to(query.dtype)), sums
+        return _in_order(output), _numbers(query, dropout_p)
+    call = _OnHost.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
+    return call.forward(query.dtype)
 
 
 @torch.library.custom_op("autopart::attention_dropout_backward", mutates_args=())
 def attention_dropout_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, output: Tensor, sums: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, output: Tensor, largest: Tensor,
     dropout_p: float, seed: Tensor, salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None,
     enable_gqa: bool, of_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -92,22 +89,13 @@ def attention_dropout_backward(
             return _backward_of_kernel(
                 grad, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, of_mask
             )
-    scores, wide_key, wide_value = _scores(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    wide_grad = grad.to(scores.dtype)
-    weights = _weights(scores, sums == -math.inf)
-    dropped = _kept(weights, dropout_p, seed, salt, shard).to(weights.dtype).mul_(_factor(dropout_p))
-    of_value = (weights * dropped).mT @ wide_grad
-    of_weights = (wide_grad @ wide_value.mT).mul_(dropped)
-    # What softmax takes off is the sum of weights times their gradients: that of outputs times theirs.
-    of_scores = of_weights.sub_((wide_grad * output).sum(-1, keepdim=True)).mul_(weights)
-    factor = scale or query.size(-1) ** -0.5
-    of_query = (of_scores @ wide_key).mul_(factor)
-    of_key = (of_scores.mT @ query.to(scores.dtype)).mul_(factor)
-    of_the_mask = grad.new_empty(0)
-    if of_mask and attn_mask is not None:
-        of_the_mask = of_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
+    call = _OnHost.of(query, key, value, attn_mask, dropout_p, seed, salt, shard, is_causal, scale, enable_gqa)
+    of_mask = of_mask and attn_mask is not None
+    of_query, of_key, of_value, of_scores = call.backward(grad, largest, of_mask)
     of_key, of_value = _of_groups(of_key, key), _of_groups(of_value, value)
-    return _like(of_query, query), _like(of_key, key), _like(of_value, value), of_the_mask
+    if of_mask and attn_mask is not None:
+        of_scores = of_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
+    return _like(of_query, query), _like(of_key, key), _like(of_value, value), of_scores
 
 
 def _backward_of_kernel(
@@ -127,36 +115,149 @@ def _backward_of_kernel(
     return of_query, of_key, of_value, of_the_mask[0] if of_the_mask else grad.new_empty(0)
 
 
-def _scores(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None,
-    enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The scores, keys and values that softmax and products are computed in, a key for each head of queries."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query, key, value = (x.to(wide) for x in (query, key, value))
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
-    scores = (query @ key.mT).mul_(scale or query.size(-1) ** -0.5)
-    if is_causal:
-        scores.masked_fill_(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu_(1), -math.inf)
-    if attn_mask is not None:
-        scores += attn_mask
-    return scores, key, value
+_FEWEST = 16
+"""Queries of a piece at least, where a head has them: products of fewer are slow."""
+_BLOCK = 128
+"""Queries of a piece of causal attention, which leaves out the keys behind the last of them. Of fewer, or where there
+are few pieces, the calls cost more than the keys."""
 
 
-def _weights(scores: Tensor, sees_none: Tensor) -> Tensor:
-    """The softmax of scores; zeros for queries that see no key."""
-    return scores.softmax(-1).masked_fill_(sees_none.unsqueeze(-1), 0.0)
+class _Piece(NamedTuple):
+    """A piece of the weights that stays in a cache: all of some rows, of some heads of one, or of some queries of one
+    head."""
+
+    rows: slice
+    heads: slice
+    queries: slice
+    keys: slice
+
+    @property
+    def of_queries(self) -> tuple[slice, slice, slice]:
+        return self.rows, self.heads, self.queries
+
+    @property
+    def of_keys(self) -> tuple[slice, slice, slice]:
+        return self.rows, self.heads, self.keys
 
 
-def _kept(weights: Tensor, dropout_p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
-    """The mask that `dropout` draws for these weights."""
-    with seeded(weights.device, seed, salt, shard):
-        return kept(weights, dropout_p)
+def _pieces(num_rows: int, num_heads: int, num_queries: int, num_keys: int, is_causal: bool) -> Iterator[_Piece]:
+    """In the order in which the weights lie in memory."""
+    queries = min(num_queries, max(_FEWEST, PART // max(1, num_keys)))
+    if is_causal and num_queries >= 4 * _BLOCK:
+        queries = min(queries, _BLOCK)
+    heads = max(1, min(num_heads, PART // max(1, num_queries * num_keys))) if queries >= num_queries else 1
+    rows = max(1, PART // max(1, num_heads * num_queries * num_keys)) if heads >= num_heads else 1
+    for row in range(0, num_rows, rows):
+        for head in range(0, num_heads, heads):
+            for query in range(0, num_queries, queries):
+                stop = min(query + queries, num_queries)
+                keys = min(stop, num_keys) if is_causal else num_keys
+                yield _Piece(slice(row, row + rows), slice(head, head + heads), slice(query, stop), slice(keys))
 
 
-def _factor(dropout_p: float) -> float:
-    return 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+@dataclass
+class _OnHost:
+    """A call on a CPU, in the precision in which it is computed, a key for each head of queries."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    factor: float
+    masks: Masks
+
+    @functools.cached_property
+    def hidden(self) -> Tensor:
+        """What causal attention adds to the scores of a piece's queries with the keys from the first of them on."""
+        queries = next(self.pieces()).queries
+        return self.query.new_full((queries.stop, queries.stop), -math.inf).triu_(1)
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, seed: Tensor,
+        salt: int | None, shard: Sequence[int], is_causal: bool, scale: float | None, enable_gqa: bool,
+    ) -> _OnHost:  # fmt: skip
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        query, key, value = (x.to(wide) for x in (query, key, value))
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
+        mask = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], key.size(-2))
+        factor = 1 / (1 - dropout_p) if dropout_p < 1 else 0.0
+        masks = Masks(dropout_p, seed, salt, shard)
+        return cls(query, key, value, mask, is_causal, scale or query.size(-1) ** -0.5, factor, masks)
+
+    def pieces(self) -> Iterator[_Piece]:
+        rows, heads, queries, _ = self.query.shape
+        return _pieces(rows, heads, queries, self.key.size(-2), self.is_causal)
+
+    def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The output, and the largest score of every query; zeros without a mask, as every query sees a key then."""
+        output = _in_order(self.query.new_empty(*self.query.shape[:-1], self.value.size(-1), dtype=dtype))
+        largest = self.query.new_zeros(self.query.shape[:-1])
+        rooms = [self.query.new_empty(0) for _ in range(3)]
+        for piece in self.pieces():
+            value, to = self.value[piece.of_keys].flatten(0, 1), output[piece.of_queries]
+            scores = self._scores(piece, rooms[0])
+            if self.mask is not None:
+                torch.amax(scores.view(*to.shape[:-1], -1), -1, out=largest[piece.of_queries])
+            weights = self._weights(scores, largest[piece.of_queries])
+            weights.mul_(self.masks.draw(_room(rooms[1], weights.shape), self.key.size(-2)))
+            products = torch.bmm(weights, value, out=_room(rooms[2], (*weights.shape[:-1], value.size(-1))))
+            torch.mul(products.view(to.shape), self.factor, out=to)
+        return output, largest
+
+    def backward(self, grad: Tensor, largest: Tensor, of_mask: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of query, key (of every head of queries), value (the same) and, where that of the mask is asked
+        for, all scores (else an empty tensor)."""
+        operands = self.query, self.key, self.value
+        of_query, of_key, of_value = (x.new_zeros(x.shape) for x in operands)
+        of_scores = self.query.new_zeros((*self.query.shape[:-1], self.key.size(-2)) if of_mask else 0)
+        rooms = [self.query.new_empty(0) for _ in range(3)]
+        grad = grad.to(self.query.dtype) * self.factor
+        for piece in self.pieces():
+            query, of_output, to_query = (x[piece.of_queries].flatten(0, 1) for x in (self.query, grad, of_query))
+            keyed = self.key, self.value, of_key, of_value
+            key, value, to_key, to_value = (x[piece.of_keys].flatten(0, 1) for x in keyed)
+            weights = self._weights(self._scores(piece, rooms[0]), largest[piece.of_queries])
+            mask = self.masks.draw(_room(rooms[1], weights.shape), self.key.size(-2))
+            of_weights = torch.bmm(of_output, value.mT, out=_room(rooms[2], weights.shape)).mul_(mask)
+            to_value.baddbmm_(mask.mul_(weights).mT, of_output)
+            of_piece = softmax_backward_(of_weights, weights)
+            to_key.baddbmm_(of_piece.mT, query, alpha=self.scale)
+            to_query.baddbmm_(of_piece, key, alpha=self.scale)
+            if of_mask:
+                to_scores = of_scores[piece.of_queries][..., piece.keys]
+                to_scores.copy_(of_piece.view(to_scores.shape))
+        return of_query, of_key, of_value, of_scores
+
+    def _scores(self, piece: _Piece, room: Tensor) -> Tensor:
+        query, key = self.query[piece.of_queries].flatten(0, 1), self.key[piece.of_keys].flatten(0, 1)
+        scores = _room(room, (*query.shape[:-1], key.size(-2)))
+        if self.mask is None:
+            torch.baddbmm(scores, query, key.mT, beta=0, alpha=self.scale, out=scores)
+        else:
+            mask = self.mask[piece.of_queries][..., piece.keys].to(scores.dtype).flatten(0, 1)
+            torch.baddbmm(mask, query, key.mT, alpha=self.scale, out=scores)
+        if self.is_causal:
+            last = scores[..., piece.queries.start :]  # of keys that some of these queries do not see
+            last += self.hidden[: last.size(-2), : last.size(-1)]
+        return scores
+
+    def _weights(self, scores: Tensor, largest: Tensor) -> Tensor:
+        """The softmax of scores, in their place; zeros for queries that see no key."""
+        weights = torch.softmax(scores, -1, out=scores)
+        if self.mask is not None and (sees_none := largest == -math.inf).any():
+            weights.masked_fill_(sees_none.view(*weights.shape[:-1], 1), 0.0)
+        return weights
+
+
+def _room(room: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of such a shape where another one was."""
+    if room.numel() < (number := math.prod(shape)):
+        room.resize_(number)
+    return room[:number].view(shape)
 
 
 def _of_groups(grad: Tensor, heads: Tensor) -> Tensor:
@@ -173,7 +274,7 @@ def _in_order(output: Tensor) -> Tensor:
     return output.transpose(-2, -3).contiguous().transpose(-2, -3)
 
 
-def _sums(query: Tensor, dropout_p: float) -> Tensor:
+def _numbers(query: Tensor, dropout_p: float) -> Tensor:
     """Room for a number for every query, which a kernel's backward here does not read."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(0 if _has_kernel(query, dropout_p) else query.shape[:-1], dtype=wide)
@@ -183,7 +284,7 @@ def _sums(query: Tensor, dropout_p: float) -> Tensor:
 def _like_output(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    return _in_order(query.new_empty(*query.shape[:-1], value.size(-1))), _sums(query, dropout_p)
+    return _in_order(query.new_empty(*query.shape[:-1], value.size(-1))), _numbers(query, dropout_p)
 
 
 @attention_dropout_backward.register_fake

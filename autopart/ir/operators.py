@@ -100,10 +100,10 @@ def _seeded_dropout(x: Tensor, p: float, seed: Tensor, salt: int | None, shard: 
     """The value without what is dropped, and the mask; on a GPU by torch's one kernel."""
     if not x.numel():
         return x.clone(), torch.empty_like(x, dtype=torch.bool)  # torch would give `x` itself
-    with seeded(x.device, seed, salt, shard):
-        if x.device.type != "cpu":
+    if x.device.type != "cpu":
+        with seeded(x.device, seed, salt, shard):
             return torch.native_dropout(x, p, True)
-        mask = kept(x.detach(), p)
+    mask = kept(x.detach(), p, seed, salt, shard)
     return (x * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask
 
 

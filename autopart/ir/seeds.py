@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,34 +11,69 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+PART = 2**17
+"""Elements of a part of a value that stays in a core's cache while it is worked on."""
+
 
 @contextmanager
 def seeded(device: torch.device, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Iterator[None]:
     """Inside, the device's generator draws what follows from `seed` (one number, of the microbatch), `salt` (of the
     operator; None where it is the second number of `seed`) and `shard` (which shard of the value is drawn for)."""
-    numbers = seed.tolist() if salt is None else (int(seed), salt)
-    packed = struct.pack(f"<{2 + len(shard)}q", *numbers, *shard)
-    number = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
     generator = _default_generator(device)
     before = generator.get_state()
-    generator.manual_seed(number)
+    generator.manual_seed(_joined(seed, salt, shard))
     try:
         yield
     finally:
         generator.set_state(before)
 
 
-def kept(like: Tensor, p: float) -> Tensor:
-    """A mask of dropout for a value, true for what is kept. On the host it is drawn as integers of 32 bits, two at a
-    time, which takes a third of the time of `bernoulli_`."""
-    if like.device.type != "cpu":
-        return torch.empty_like(like, dtype=torch.bool).bernoulli_(1 - p)
-    if not 0 < p < 1 or not like.numel():
-        return torch.full_like(like, p < 1, dtype=torch.bool)
-    pairs = torch.empty((like.numel() + 1) // 2, dtype=torch.int64).random_(-(2**63), None)
-    below = min(round((1 - p) * 2**32), 2**32 - 1) - 2**31
-    mask = (pairs.view(torch.int32)[: like.numel()] < below).view(like.shape)
+class Masks:
+    """Masks of dropout on the host, true for what is kept: the next part of one mask at every `draw`, so that a large
+    one is never there as a whole. Every element is decided by an integer of 32 bits of those that follow from the seed.
+    They are drawn two at a time, which takes a third of the time of `bernoulli_`."""
+
+    def __init__(self, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]):
+        self.p = p
+        self.below = min(round((1 - p) * 2**32), 2**32 - 1) - 2**31
+        self.generator = torch.Generator().manual_seed(_joined(seed, salt, shard))
+        self.pairs = torch.empty(0, dtype=torch.int64)
+        self.spare: int | None = None
+        """The second of a pair whose first was the last one read."""
+
+    def draw(self, out: Tensor, row: int) -> Tensor:
+        """Write the next part: of rows of `row` elements those that are first, as many as `out` has in its last dim."""
+        if not 0 < self.p < 1:
+            return out.fill_(self.p < 1)
+        shape = (*out.shape[:-1], row)
+        number, has_spare = math.prod(shape), self.spare is not None
+        num_pairs = (number + 1 - has_spare) // 2
+        if self.pairs.numel() <= num_pairs:
+            self.pairs = torch.empty(num_pairs + 1, dtype=torch.int64)
+        self.pairs[1 : num_pairs + 1].random_(-(2**63), None, generator=self.generator)
+        numbers = self.pairs.view(torch.int32)
+        if self.spare is not None:
+            numbers[1] = self.spare
+        start = 2 - has_spare
+        stop = start + number
+        self.spare = int(numbers[stop]) if stop < 2 * num_pairs + 2 else None
+        return torch.lt(numbers[start:stop].view(shape)[..., : out.size(-1)], self.below, out=out)
+
+
+def kept(like: Tensor, p: float, seed: Tensor, salt: int | None, shard: Sequence[int]) -> Tensor:
+    """The mask of dropout for a value on the host, true for what is kept."""
+    masks = Masks(p, seed, salt, shard)
+    mask = torch.empty(like.shape, dtype=torch.bool)
+    for part in mask.view(-1).split(PART):
+        masks.draw(part, part.numel())
     return mask if like.is_contiguous() else torch.empty_like(like, dtype=torch.bool).copy_(mask)
+
+
+def _joined(seed: Tensor, salt: int | None, shard: Sequence[int]) -> int:
+    """The number that a generator is seeded by."""
+    numbers = seed.tolist() if salt is None else (int(seed), salt)
+    packed = struct.pack(f"<{2 + len(shard)}q", *numbers, *shard)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

@@ -118,6 +118,17 @@ def test_is_causal(keys):
     assert_same(results(autopart_ops.attention_dropout, tensors, *call), results(formula, tensors, *call))
 
 
+@pytest.mark.parametrize("part", [1, 16, 2 * QUERIES * KEYS, HEADS * QUERIES * KEYS])
+@pytest.mark.parametrize("mask", ["none", "trained", "causal"])
+def test_pieces_are_those_of_the_whole(part, mask, monkeypatch):
+    """Also of an odd number of elements, of which the masks are drawn two at a time."""
+    for name, size in {"PART": part, "_FEWEST": 1, "_BLOCK": 1}.items():
+        monkeypatch.setattr(attention_dropout, name, size)
+    made = MASKS["trained"]() if mask == "trained" else None
+    tensors, call = operands(), (made, P, SEED, SALT, SHARD, mask == "causal")
+    assert_same(results(autopart_ops.attention_dropout, tensors, *call), results(formula, tensors, *call))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_rank_without_rows_runs_it_too(is_causal):
     tensors = [t.detach()[:0].requires_grad_() for t in operands()]
