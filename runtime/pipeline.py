@@ -23,6 +23,7 @@ from autopart.runtime.loop.step_options import scaled
 from autopart.runtime.state.batch import Arguments, stage_arguments
 from autopart.runtime.state.buffers import Made, made_by
 from autopart.runtime.state.compiled_blocks import compiled
+from autopart.runtime.state.constants import Constants
 from autopart.runtime.state.entries import with_entries
 from autopart.runtime.state.gathering import GatheredBlocks, gather_blocks
 from autopart.runtime.state.masks import Bands, Masks, told_of_positions
@@ -70,7 +71,9 @@ class StageModule(nn.Module):
         self.tensors = {**tensors, **wholes.parameters}
         stage, known = told_of_positions(stage, program, process, self._bind)
         self.stage = stage
-        self.prologue = self._bind(stage.prologue).forward  # not a submodule: it holds nothing that is trained
+        prologue = self._bind(stage.prologue)
+        self.constants = Constants(prologue)
+        self.prologue = prologue.forward  # not a submodule: it holds nothing that is trained
         self.masks = Masks(stage, self._bind, known)
         self.written: Recent[_Written] = Recent(_MOST_WRITTEN)
         """The stage's graph as it is written for the bands that its masks are."""
@@ -151,7 +154,7 @@ class StageModule(nn.Module):
         count = len(self.stage.sends)
         if self.stage.graph_updates:
             self.graph_updates.append(outputs[count:])
-        return tuple(outputs[:count])
+        return self.constants.apart(outputs[:count])
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
         if received:

@@ -7,7 +7,7 @@ A model that is traced makes its masks as tensors, also a causal one. What a mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.operators import autopart_ops, axis_of
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, Stage, StageGraph, StageInput
+from autopart.ir.subgraphs import erase_unread, is_given, made_for, part_of
 
 _OF_PLACE = ("nn_module_stack", "stack_trace", "key", "region", "on_host", "block", "times")
 """The facts of a call that what is written for it has too."""
@@ -109,7 +110,7 @@ def scores_of(call: fx.Node) -> tuple[int, int]:
 
 def mask_graph(stage: Stage, masks: Sequence[fx.Node]) -> fx.GraphModule:
     """The part of a stage's graph that makes these masks, of the keyword inputs that it needs."""
-    return _part(stage.graph, masks)
+    return part_of(stage.graph, masks)
 
 
 def of_positions(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.GraphModule]:
@@ -118,7 +119,7 @@ def of_positions(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.Grap
     value_of = dict(zip(stage.inputs, stage.prologue.graph.output_node().args[0], strict=False))
     of_nothing = {
         stage_input.name: stage_input for stage_input, value in value_of.items()
-        if isinstance(value, fx.Node) and not any(map(_is_given, made_for([value])))
+        if isinstance(value, fx.Node) and not any(map(is_given, made_for([value])))
     }  # fmt: skip
     masks: list[fx.Node] = []
     read: dict[str, StageInput] = {}
@@ -128,37 +129,7 @@ def of_positions(stage: Stage) -> tuple[list[fx.Node], list[StageInput], fx.Grap
             masks.append(mask)
             read |= {name: of_nothing[name] for name in names}
     inputs = list(read.values())
-    return masks, inputs, _part(stage.prologue, [value_of[stage_input] for stage_input in inputs])
-
-
-def _is_given(node: fx.Node) -> bool:
-    return node.op != "call_function" or draws_random_numbers(node)
-
-
-def _part(module: fx.GraphModule, values: Sequence[fx.Node]) -> fx.GraphModule:
-    """The part of a graph that makes these values, of the inputs that it needs. What layers make alike is made once."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    alike: dict[Any, fx.Node] = {}
-    needed = made_for(values)
-    for node in module.graph.nodes:
-        if node in needed:
-            copied = graph.node_copy(node, copies.__getitem__)
-            copies[node] = alike.setdefault((copied.op, copied.target, repr(copied.args), repr(copied.kwargs)), copied)
-            if copies[node] is not copied:
-                graph.erase_node(copied)
-    graph.output(tuple(copies[one] for one in values))
-    return fx.GraphModule(module, graph)
-
-
-def made_for(values: Iterable[fx.Node]) -> set[fx.Node]:
-    """What these values are made of, they themselves included. (Masks are made of few: the graph is not looked at.)"""
-    nodes, todo = set[fx.Node](), list(values)
-    while todo:
-        node = todo.pop()
-        if node not in nodes:
-            nodes.add(node)
-            todo += node.all_input_nodes
-    return nodes
+    return masks, inputs, part_of(stage.prologue, [value_of[stage_input] for stage_input in inputs])
 
 
 def with_bands(stage: Stage, bands: Mapping[str, Told | None], device: torch.device | None = None) -> Stage:
@@ -217,7 +188,7 @@ def _tell_all(stage: Stage, known: Mapping[fx.Node, Told], device: torch.device 
         _group_heads(call)
     if not known:
         return stage
-    _erase_unread(graph, of_masks)
+    erase_unread(graph, of_masks)
     left = {node.target for node in graph.find_nodes(op="placeholder")}
     is_read = [stage_input.name in left for stage_input in stage.inputs]
     inputs = tuple(i for i, read in zip(stage.inputs, is_read, strict=True) if read)
@@ -352,12 +323,5 @@ def _with_outputs(prologue: fx.GraphModule, is_read: Sequence[bool]) -> fx.Graph
     unread = [
         output for output, read in zip(outputs, is_read, strict=False) if not read and isinstance(output, fx.Node)
     ]
-    _erase_unread(graph, {node for node in made_for(unread) if not _is_given(node)})
+    erase_unread(graph, {node for node in made_for(unread) if not is_given(node)})
     return fx.GraphModule(prologue, graph)
-
-
-def _erase_unread(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
-    """Take those of the nodes away that nothing reads, and then those that they alone read."""
-    for node in reversed(graph.nodes):
-        if node in nodes and not node.users:
-            graph.erase_node(node)

@@ -21,7 +21,7 @@ from autopart.compat_tracing import keep_calls
 from autopart.errors import Refusal
 from autopart.ir.facts import facts
 from autopart.ir.graph import draws_random_numbers, value
-from autopart.ir.masks import made_for
+from autopart.ir.subgraphs import made_for
 from autopart.tracing.trace_errors import Lost
 
 _DEFINED = torch.library.Library("autopart_chance", "FRAGMENT")

@@ -21,8 +21,8 @@ from autopart.compat_sizes import as_tensor
 from autopart.compat_tracing import keep_calls
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import argument, draws_random_numbers, operator_name, short_name, source_text, value
-from autopart.ir.masks import made_for
 from autopart.ir.selection import is_selection, positions_of
+from autopart.ir.subgraphs import made_for
 from autopart.tracing.skipped_code import OUT_OF_PLACE, Skipped, skipped_by, skipped_by_length
 
 _DEFINED = torch.library.Library("autopart_skipped", "FRAGMENT")

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import describe, draws_random_numbers, operator_name, shape
-from autopart.ir.masks import made_for
+from autopart.ir.subgraphs import made_for
 from autopart.ir.weight_updates import ByElement, RowNorms, WeightUpdate
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from autopart.ir.attention import Band, band_of
 from autopart.ir.facts import ACTIVE, DATA, INPUT, facts, times
 from autopart.ir.graph import argument, draws_random_numbers, is_tensor, tuple_values
 from autopart.ir.intervals import Seen
-from autopart.ir.masks import is_attention, made_for, mask_of, scores_of
+from autopart.ir.masks import is_attention, mask_of, scores_of
+from autopart.ir.subgraphs import made_for
 from autopart.passes.pipeline import driven
 from autopart.tracing.trace import Trace, batch_size
 

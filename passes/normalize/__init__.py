@@ -13,6 +13,7 @@ from .decompose import take_apart
 from .experts import unsorted_experts
 from .losses import explicit_reductions, losses_of_all_positions, whole_means
 from .norms import plain_norms
+from .once import narrow_choices
 from .precision import in_double
 from .products import one_linear, pairs_of_factors, plain_products
 from .random import draws_as_data
@@ -52,6 +53,7 @@ _FORMS = (
     plain_creation,
     plain_numbers,
     plain_norms,
+    narrow_choices,
     unsorted_experts,
     explicit_causal_masks,
     plain_products,

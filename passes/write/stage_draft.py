@@ -14,6 +14,7 @@ from autopart.ir.layout import Placement, local_shape
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Boundary, BufferUpdate, Stage, StageGraph, StageInput
 from autopart.passes.normalize.attention import fuse_attention_dropout
+from autopart.passes.normalize.once import alike_once
 from autopart.passes.normalize.products import fuse_bias
 from autopart.passes.pipeline import Pass, eliminate_dead_code, run_passes
 from autopart.tracing.trace import Trace
@@ -70,6 +71,7 @@ class StageDraft:
         run_passes(self.graph, (Pass(fuse_bias), Pass(fuse_attention_dropout)), of=f"stage {self.index}")
         run_passes(self.prologue, (Pass(eliminate_dead_code),), of=f"prologue {self.index}")
         mark(self.graph)
+        run_passes(self.graph, (Pass(alike_once),), of=f"stage {self.index}")
         return Stage(
             self.index, _module(self.prologue, trace), tuple(self.inputs), _module(self.graph, trace),
             tuple(_boundary(n, k, sizes) for n, k in self.receives),

@@ -201,14 +201,14 @@ def _product_read(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _is_reordered(node: fx.Node) -> bool:
-    """Whether a value may have the elements of another in another order, each once."""
+def _may_be_reordered(node: fx.Node) -> bool:
+    """Whether the elements of a value, each there once, may lie in another order than that of its dims."""
     source: Any = node
     while isinstance(source, fx.Node) and _is_view(source):
         source = source.args[0]
     both = [facts(one).get("val") for one in (node, source) if isinstance(one, fx.Node)]
     sizes = [one.numel() for one in both if isinstance(one, Tensor)]
-    return source is not node and len(sizes) == 2 and sizes[0] == sizes[1]
+    return len(sizes) == 2 and sizes[0] == sizes[1]
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -270,8 +270,9 @@ def _part(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:
     copies = {node: graph.placeholder(f"read_{index}") for index, node in enumerate(read)}
     for node in piece:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        if sum(user not in members for user in node.users) > 1 and _is_reordered(node):
+        if sum(user not in members for user in node.users) > 1 and _may_be_reordered(node):
             # Each kernel that reads a transposed value, such as a bias of attention, takes several times as long.
+            # (Of one that lies in order this is no copy.)
             copies[node] = graph.call_function(torch.ops.aten.contiguous.default, (copies[node],))
     graph.output(tuple(copies[node] for node in _results(dict.fromkeys(piece))))
     return graph, read

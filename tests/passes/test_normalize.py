@@ -6,6 +6,7 @@ That the normal form of a single operator computes what the operator computes is
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from torch import Tensor, nn
 from traced import plan_of, verified
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -179,3 +180,21 @@ def test_a_loss_without_the_last_positions_is_that_of_all(form, options):
     assert plan.operators["/cross_entropy_loss"]["cp"].startswith("S(")
     report = autopart.verify(model, "cp2", example_args=(ids,))
     assert report.ok, report
+
+
+def hidden_biases(pm):
+    return [n for n in pm.graph(0).graph.nodes if operator_name(n) == "aten::where" and n.meta["needs_grad"]]
+
+
+def test_blocks_hide_the_same_of_one_bias_once():
+    """Of T5's encoder and of its decoder one value is kept, the same for all rows."""
+    model, batch = zoo.t5(num_layers=3)
+    hidden = hidden_biases(autopart.parallelize(model, "dp1", example_kwargs=batch))
+    assert [node.meta["val"].size(0) for node in hidden] == [1, 1]
+    assert [len(node.users) for node in hidden] == [3, 3]
+
+
+def test_blocks_that_are_computed_again_hide_for_themselves():
+    model, batch = zoo.t5(num_layers=3)
+    hidden = hidden_biases(autopart.parallelize(model, "dp1", example_kwargs=batch, recompute="full"))
+    assert len({node.meta["region"] for node in hidden}) == len(hidden) == 6

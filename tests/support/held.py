@@ -184,7 +184,8 @@ def _peak_of_steps(pm: Any, batch: Mapping[str, Any], mesh: str, times: int) -> 
 
     step()
     state = [value for values in optimizer.state.values() for value in values.values()]
-    before = sum(storages([*pm.parameters(), *pm.buffers(), *batch.values(), *state]).values())
+    constants = [value for one in pm._executables.values() for m in one.modules for value in m.constants.values]
+    before = sum(storages([*pm.parameters(), *pm.buffers(), *batch.values(), *state, *constants]).values())
     found = []
     for _ in range(times):
         optimizer.zero_grad()
