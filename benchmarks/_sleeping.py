@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,20 +32,28 @@ class Sent(NamedTuple):
 
 @dataclass
 class Link:
-    """What all groups of this process send over."""
+    """What all groups of this process send over. `is_blocking`: a call returns when all has arrived, for what waits
+    with Python's lock, which the thread needs."""
 
+    is_blocking: bool = False
     rate_bytes_per_s: float = float("inf")
     sent_bytes: float = 0.0
     sent: list[Sent] = field(default_factory=list)
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
-    def send(self, what: str, call: Callable[[], dist.Work], result: Any, size_bytes: float) -> dist.Work:
-        """Begins a collective of which this rank sends so many bytes; its future gives `result`."""
+    def send(
+        self, what: str, call: Callable[[], dist.Work | _Several], result: Any, size_bytes: float,
+        arrives_last: bool = False,
+    ) -> dist.Work:  # fmt: skip
+        """Begins a collective of which this rank sends so many bytes; its future gives `result`. `arrives_last`: it
+        sleeps before the call."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def run() -> None:
             start_s = time.perf_counter()
             try:
+                if arrives_last:
+                    time.sleep(size_bytes / self.rate_bytes_per_s)
                 call().wait()
                 time.sleep(max(0.0, size_bytes / self.rate_bytes_per_s - (time.perf_counter() - start_s)))
                 self.sent_bytes += size_bytes
@@ -53,11 +62,25 @@ class Link:
             except RuntimeError as error:
                 future.set_exception(error)
 
-        self.thread.submit(run)
+        if self.is_blocking:
+            run()
+        else:
+            self.thread.submit(run)
         return torch._C._distributed_c10d._create_work_from_future(future)
 
 
 LINK = Link()
+
+
+@dataclass
+class _Several:
+    """Collectives that are waited for as one."""
+
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class SleepingGroup(dist.ProcessGroup):
@@ -96,15 +119,13 @@ class SleepingGroup(dist.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         size = (self.size() - 1) * _bytes(inputs)
-        return LINK.send(
-            "all-gather", lambda: self.inner.allgather_into_tensor_coalesced(outputs, inputs, opts), outputs, size
-        )  # fmt: skip
+        each = [partial(self.inner._allgather_base, *pair) for pair in zip(outputs, inputs, strict=True)]
+        return LINK.send("all-gather", lambda: _Several([call() for call in each]), outputs, size)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         size = (self.size() - 1) * _bytes(outputs)
-        return LINK.send(
-            "reduce-scatter", lambda: self.inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts), outputs, size
-        )  # fmt: skip
+        each = [partial(self.inner._reduce_scatter_base, *pair) for pair in zip(outputs, inputs, strict=True)]
+        return LINK.send("reduce-scatter", lambda: _Several([call() for call in each]), outputs, size)
 
     def alltoall_base(self, output: Tensor, values: Tensor, outs: Any, ins: Any, opts: Any = None) -> dist.Work:
         size = values.nbytes * (self.size() - 1) / self.size()
@@ -114,6 +135,18 @@ class SleepingGroup(dist.ProcessGroup):
 
     def all_to_all_single(self, output: Tensor, values: Tensor, outs: Any, ins: Any, opts: Any = None) -> dist.Work:
         return self.alltoall_base(output, values, outs, ins, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Only to set up."""
+        return LINK.send("scatter", lambda: self.inner.scatter(outputs, inputs, opts), outputs, 0)
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> dist.Work:
+        """Its receiver has it when its bytes have arrived."""
+        call = lambda: self.inner.send(tensors, to, tag)  # noqa: E731
+        return LINK.send("send", call, tensors, _bytes(tensors), arrives_last=True)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> dist.Work:
+        return self.inner.recv(tensors, source, tag)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return LINK.send("barrier", lambda: self.inner.barrier(opts), [], 0)

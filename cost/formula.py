@@ -28,7 +28,7 @@ from . import collectives
 from .collectives import levels
 from .dp_sync import Carried, exchanges, passes, remembered_bytes
 from .hardware import Hardware
-from .work import BUCKET_COPIES, CHOSEN, COPY_TRAFFIC, OPTIMIZER_TRAFFIC, Size, Sizes, Work
+from .work import CHOSEN, COPY_TRAFFIC, OPTIMIZER_TRAFFIC, Size, Sizes, Work
 
 
 def ranks_of(axis: str) -> sympy.Expr:
@@ -244,10 +244,9 @@ class Formula:
         )
 
     def _sums(self) -> dict[str, sympy.Expr]:
-        """All-reduces in buckets over each axis that cuts rows, and the copies into these and out, but for what runs
-        beside a backward; of what ZeRO cuts, gathers and reduce-scatters (named after the data axis, over whatever is
-        joined to it): once a step with 1, a reduce-scatter a microbatch with 2 and two gathers more with 3, but for
-        what runs beside the work."""
+        """All-reduces in buckets over each axis that cuts rows, but for what runs beside a backward; of what ZeRO cuts,
+        gathers and reduce-scatters (named after the data axis, over whatever is joined to it): once a step with 1, a
+        reduce-scatter a microbatch with 2 and two gathers more with 3, but for what runs beside the work."""
         whole = self.of(self.totals.trained) - self._cut
         work = sympy.Add(*self.kinds_s.values()) / pp
         sums = []
@@ -260,7 +259,7 @@ class Formula:
         for axis, summed in over.items():
             several = sympy.Piecewise((0, sympy.Eq(ranks_of(axis), 1)), (1, True))
             one = self._collective("all_reduce", axis, sympy.Integer(BUCKET_BYTES))
-            sums.append(several * summed / pp * (one / BUCKET_BYTES + 2 * BUCKET_COPIES / M))
+            sums.append(several * summed / pp * one / BUCKET_BYTES)
         parts = {"gradient sums": self._beside(sympy.Add(*sums) * _exact(self.totals.summed), work * BACKWARD_SHARE)}
         if self.zero and self.totals.cut and not self.totals.gathers:
             gathers, scatters = {1: (1, 1), 2: (1, m), 3: (2 * m, m)}[self.zero]

@@ -7,13 +7,14 @@ Read by what counts a plan's memory operator by operator (`cost.count`) and by w
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from autopart.ir.buckets import SUMS_UNDER_WAY, UNDER_WAY, bucketed, kinds
+from autopart.ir.buckets import ALONE_BYTES, SUMS_UNDER_WAY, UNDER_WAY, bucketed, kinds
 
 
 class Weight(NamedTuple):
@@ -77,18 +78,18 @@ class Row(NamedTuple):
 
 def summed_buckets(weights: Mapping[str, Weight]) -> Iterator[Sent]:
     """Gradients that are summed once a step."""
-    for bucket, members in _buckets(weights, {name: one.part_bytes for name, one in weights.items()}):
+    for bucket, members in _buckets(weights, {name: one.part_bytes for name, one in weights.items()}, ALONE_BYTES):
         size, summed = sum(one.part_bytes for one in members), members[0].summed
         is_copied = len(bucket) > 1 or summed != 1
         yield Sent(bucket, round(size * summed) if is_copied else 0, most_under_way=SUMS_UNDER_WAY)
 
 
 def _buckets(
-    weights: Mapping[str, Weight], sizes: Mapping[str, float]
+    weights: Mapping[str, Weight], sizes: Mapping[str, float], alone_bytes: float = math.inf
 ) -> Iterator[tuple[tuple[str, ...], list[Weight]]]:
     """What travels together of weights of so many bytes."""
     for names in kinds(list(weights), {name: one.kind for name, one in weights.items()}):
-        for bucket in bucketed({name: round(sizes[name]) for name in names}):
+        for bucket in bucketed({name: round(sizes[name]) for name in names}, alone_bytes=alone_bytes):
             yield bucket, [weights[name] for name in bucket]
 
 
@@ -254,10 +255,12 @@ class _Running:
     def _send(self, flat_bytes: float, part_bytes: float, is_added: bool, most_under_way: int) -> None:
         """Gradients are copied together and sent, when of what was sent before enough has arrived. `is_added`: after
         the first microbatch what arrives is added to what is there."""
-        while len(self.flats) >= most_under_way:
+        is_copied = bool(flat_bytes or part_bytes)
+        while is_copied and len(self.flats) >= most_under_way:
             flat, part = self.flats.popleft()
             self.now -= flat
             self.added_bytes += part
-        self.flats.append((flat_bytes, part_bytes * is_added))
+        if is_copied:
+            self.flats.append((flat_bytes, part_bytes * is_added))
         self.now += flat_bytes + part_bytes
         self._reach(self.now)

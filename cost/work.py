@@ -23,7 +23,7 @@ COPY_TRAFFIC = 2
 """Of a copy: each value is read and written."""
 
 BUCKET_COPIES = 2
-"""A gradient is copied into a flat bucket, and out of it again; each reads and writes it."""
+"""What is scattered or gathered is copied into a flat bucket, and out of it again; each reads and writes it."""
 
 
 class Powers(NamedTuple):
@@ -172,18 +172,18 @@ def flops_by_dtype(works: Iterable[tuple[Work, float]], times: Sizes = SAME) -> 
 def gradient_sum_s(
     size_bytes: float, groups: Sequence[tuple[str, int, int]], hardware: Hardware, kind: str = "all_reduce"
 ) -> float:
-    """Seconds of summing gradients of so many bytes, in buckets that are copied together and apart again; or of
-    scattering them, or gathering parameters.
+    """Seconds of summing gradients of so many bytes, large ones in place; or of scattering them, or gathering
+    parameters, in buckets that are copied together and apart again.
 
     Args:
         groups: of ranks, one after the other: (axis, ranks, how far apart they are).
     """
     whole, rest = divmod(size_bytes, BUCKET_BYTES)
-    total_s = 0.0
+    copies, total_s = 0 if kind == "all_reduce" else BUCKET_COPIES, 0.0
     for count, size in ((whole, BUCKET_BYTES), (1, rest)):
         if count and size:
             summed = sum(time_s(kind, n, size, hardware, stride) for _, n, stride in groups)
-            total_s += count * (summed + BUCKET_COPIES * hardware.traffic_time_s(2 * size))
+            total_s += count * (summed + copies * hardware.traffic_time_s(2 * size))
     return total_s
 
 

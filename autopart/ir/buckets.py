@@ -2,7 +2,8 @@
 
 A bucket holds consecutive parameters in the order in which a stage reads them, of one repeated block; blocks smaller
 than `LEAST_BYTES` share one, and a larger one may be split. What is read first is split most: its gradients come last,
-and little is left to compute beside which they could be sent. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the
+and little is left to compute beside which they could be sent. A gradient that is large, and summed whole, does not wait
+for others. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the
 reasons for buckets; Zhao et al. 2023, arXiv:2304.11277, section 3.3, for blocks.)
 """
 
@@ -22,10 +23,12 @@ LEAST_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
 """Gradients are summed, and wholes that live for a step gathered, in buckets of at most so much, which are copied."""
 
+ALONE_BYTES = 4 * LEAST_BYTES
+"""A gradient of so much is summed by itself: as soon as it is there, and in place."""
 
 UNDER_WAY, SUMS_UNDER_WAY = 1, 2
-"""How many buckets of gradients are sent at a time, of parts and of whole sums: each holds a copy of its gradients, and
-of parts what it gets; those may be whole blocks, sums fill `BUCKET_BYTES` at most. One of those before is waited for
+"""How many buckets of gradients are sent at a time, of parts and of whole sums, if each holds a copy of its gradients,
+or of parts what it gets; those may be whole blocks, sums fill `BUCKET_BYTES` at most. One of those before is waited for
 where the next is complete, before that is copied."""
 
 
@@ -65,16 +68,24 @@ def block_runs(names: Iterable[str]) -> list[int]:
 
 
 def bucketed(
-    sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES, least_bytes: float = LEAST_BYTES
-) -> list[tuple[str, ...]]:
+    sizes: Mapping[str, int], most_bytes: int | None = BUCKET_BYTES, least_bytes: float = LEAST_BYTES,
+    alone_bytes: float = math.inf,
+) -> list[tuple[str, ...]]:  # fmt: skip
     """The buckets of parameters, {name: bytes} in the order of their use; with `most_bytes` None no block is
     split, else the first bucket has `least_bytes` at most, and each other twice as much as the one before. With
-    `least_bytes` infinite a bucket goes on from block to block.
+    `least_bytes` infinite a bucket goes on from block to block. What has `alone_bytes` is in a bucket of its own.
 
     >>> mega = 2**20
     >>> bucketed({"a": 10, "h.0.up": mega, "h.0.down": mega, "h.1.up": mega}, 2 * mega)
     [('a',), ('h.0.up', 'h.0.down'), ('h.1.up',)]
+    >>> bucketed({"h.0.norm": 10, "h.0.up": mega, "h.0.bias": 10}, alone_bytes=mega)
+    [('h.0.norm', 'h.0.bias'), ('h.0.up',)]
     """
+    alone = [(name,) for name, size in sizes.items() if size >= alone_bytes]
+    if alone:
+        rest = {name: size for name, size in sizes.items() if size < alone_bytes}
+        order = {name: index for index, name in enumerate(sizes)}
+        return sorted([*alone, *bucketed(rest, most_bytes, least_bytes)], key=lambda names: order[names[0]])
     buckets: list[list[str]] = []
     filled, block = 0, ""
     for name, size in sizes.items():

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.ir.buckets import BUCKET_BYTES, alike, bucketed, in_order_of_use, kinds
+from autopart.ir.buckets import ALONE_BYTES, BUCKET_BYTES, alike, bucketed, in_order_of_use, kinds
 from autopart.ir.program import Program, Stage
 from autopart.ir.storing import storing_axes
 from autopart.runtime.comm.processes import Process
@@ -95,7 +95,8 @@ def stage_reducers(
     def sums(names: Iterable[str]) -> list[SumBucket]:
         axes = {name: over[name] for name in names if name in over and name not in by_blocks}
         same_kind = kinds([n for n in axes if axes[n]], {n: (axes[n], parameters[n].dtype) for n in axes})
-        rows = [row for group in same_kind for row in bucketed({name: parameters[name].nbytes for name in group})]
+        sizes = [{name: parameters[name].nbytes for name in group} for group in same_kind]
+        rows = [row for group in sizes for row in bucketed(group, alone_bytes=ALONE_BYTES)]
         groups = {row[0]: [process.beside(axis) for axis in axes[row[0]]] for row in rows}
         tensors = {row: {name: parameters[name] for name in row} for row in rows}
         return [SumBucket(tensors[row], groups[row[0]], under_way, program.reduce_dtype, unsummed) for row in rows]

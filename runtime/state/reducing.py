@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.ir.buckets import SUMS_UNDER_WAY, UNDER_WAY
+from autopart.ir.buckets import BUCKET_BYTES, SUMS_UNDER_WAY, UNDER_WAY
 from autopart.runtime.comm.parts import begin_sum
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class Crossing:
     under_way: deque[Pending]
     most_under_way: int = UNDER_WAY
     """How many are sent at a time, with this one."""
+
+    small_bytes: int = 0
+    """So many bytes together may be sent at a time, however many they are in a differentiable call, which copies all.
+    """
 
     unsummed: Unsummed | None = None
     """Which calls leave their gradients as they are."""
@@ -87,9 +91,11 @@ class Crossing:
 
 
 class Bucket(Crossing):
-    """Gradients that are summed in one collective. `each`: after every microbatch, and not once a step."""
+    """Gradients that are summed in one collective. `each`: after every microbatch, and not once a step. `is_copied`: it
+    takes memory while it is under way, so that few may be."""
 
     each: bool = False
+    is_copied: bool = True
 
     def begin(self, is_last: bool = True) -> Finish | None:
         """Begins to sum the gradients that are there, and gives what waits for the sums and puts them in their place;
@@ -112,6 +118,7 @@ class Pending:
 
     wait: Waits | None = None
     sums: list[Tensor] | None = None
+    size_bytes: int = 0
 
     def advance(self) -> None:
         """Waits for the ranks that sum them now; others may be next."""
@@ -147,10 +154,13 @@ class _Leave(torch.autograd.Function):
         if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
             ctx.pending.sums = present_grads
         elif present:
-            under_way = ctx.crossing.under_way
-            while len(under_way) >= ctx.crossing.most_under_way:
+            under_way, crossing = ctx.crossing.under_way, ctx.crossing
+            ctx.pending.size_bytes = sum(grad.nbytes for grad in present_grads)
+            while len(under_way) >= crossing.most_under_way and (
+                ctx.pending.size_bytes + sum(one.size_bytes for one in under_way) > crossing.small_bytes
+            ):
                 under_way.popleft().advance()
-            ctx.pending.wait = ctx.crossing.send(present_grads, present)
+            ctx.pending.wait = crossing.send(present_grads, present)
             under_way.append(ctx.pending)
         return None, None, *(ctx.forms[i] if i in present else None for i in range(len(grads)))
 
@@ -199,6 +209,7 @@ class SumBucket(Bucket):
     """Gradients of whole parameters, summed over one group after the other."""
 
     most_under_way = SUMS_UNDER_WAY
+    small_bytes = SUMS_UNDER_WAY * BUCKET_BYTES
 
     def __init__(
         self, parameters: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], under_way: deque[Pending],
@@ -206,6 +217,8 @@ class SumBucket(Bucket):
     ):  # fmt: skip
         self.names, self.parameters, self.groups, self.under_way = tuple(parameters), parameters, groups, under_way
         self.reduce_dtype, self.unsummed = reduce_dtype, unsummed
+        first = next(iter(parameters.values()))
+        self.is_copied = len(parameters) > 1 or sent_dtype(reduce_dtype, first) != first.dtype
 
     @torch.no_grad()
     def begin(self, is_last: bool = True) -> Finish | None:
@@ -294,7 +307,7 @@ class Reducer:
         self.before_first: Callable[[], None] = _nothing
         self.missing: list[int] = []
         self.next = self.backwards = 0
-        self.begun: deque[Finish] = deque()
+        self.begun: deque[tuple[Bucket, Finish]] = deque()
         self.going_on: list[Finish] = []
         """What is summed over more ranks: in no memory but that of the sums."""
         self.completed: set[str] = set()
@@ -354,16 +367,17 @@ class Reducer:
         if not bucket.each and not self.is_last:
             return
         self.before_first()
-        while len(self.begun) >= bucket.most_under_way:
+        while bucket.is_copied and sum(one.is_copied for one, _ in self.begun) >= bucket.most_under_way:
             self._finish_first()
         finish = bucket.begin(self.is_last)
         if finish is not None:
-            self.begun.append(finish)
+            self.begun.append((bucket, finish))
 
     def _finish_first(self) -> None:
-        finish = self.begun.popleft()()
-        if finish is not None:
-            self.going_on.append(finish)
+        _, finish = self.begun.popleft()
+        goes_on = finish()
+        if goes_on is not None:
+            self.going_on.append(goes_on)
 
     def after_backward(self) -> None:
         """A microbatch's backward has ended."""

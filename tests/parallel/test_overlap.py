@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopart
+from autopart.ir.buckets import ALONE_BYTES
 from autopart.runtime.state import part_buckets, reducing
 
 WIDTHS = (256, 260, 264, 268)
 """Of the blocks' inner sides: each block is more than a megabyte, which makes a bucket, and less than two, which the
 second bucket of a stage may have; the first one is that of the stem."""
 OUTER = 288
+WIDE = 1824
 
 
 class Block(nn.Module):
@@ -46,6 +48,17 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
+
+
+class Uneven(nn.Module):
+    """The middle one is more than four megabytes, the others are less than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(OUTER, OUTER, bias=False), nn.Linear(OUTER, WIDE), nn.Linear(WIDE, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
 
 
 class Recorder(TorchDispatchMode):
@@ -187,8 +200,8 @@ def test_what_lives_for_a_step_is_gathered_once(zero, own_backward):
     assert sum(what == "reduce" for what, _ in found) == len(WIDTHS) * (1 if own_backward else zero)
 
 
-def most_sums_at_a_time():
-    """How many buckets of whole gradients were under way at a time."""
+def most_copies_at_a_time():
+    """How many buckets of small gradients, which are copied together, were under way at a time."""
     model, batch = Blocks().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
     pm = autopart.parallelize(model, "dp2", example_kwargs=batch)
     summed, open_sums, most = reducing.SumBucket._sum, set(), 0
@@ -196,7 +209,8 @@ def most_sums_at_a_time():
     def sums(self: Any, flat: Tensor) -> Any:
         nonlocal most
         wait = summed(self, flat)
-        open_sums.add(self.names)
+        if self.is_copied:
+            open_sums.add(self.names)
         most = max(most, len(open_sums))
 
         def waits() -> None:
@@ -211,9 +225,35 @@ def most_sums_at_a_time():
     return most
 
 
-def test_two_sums_are_under_way_at_a_time():
-    """As a plan counts their copies."""
-    assert dist.run_ranks(most_sums_at_a_time, 2) == [2, 2]
+def messages_of_a_step() -> list[tuple[int, bool]]:
+    """The elements of what is summed at a time, and whether that is in the memory of a gradient."""
+    torch.manual_seed(0)
+    model, batch = Uneven().double(), {"x": torch.randn(8, OUTER, dtype=torch.float64)}
+    pm = autopart.parallelize(copy.deepcopy(model), "dp2", example_kwargs=batch)
+    summed, sent = reducing.SumBucket._sum, []
+
+    def sums(self: Any, flat: Tensor) -> Any:
+        sent.append((flat.numel(), flat.data_ptr()))
+        return summed(self, flat)
+
+    with mock.patch.object(reducing.SumBucket, "_sum", sums):
+        pm.step(**batch)
+    model(**batch).backward()
+    for own, expected in zip(pm.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad, atol=1e-10, rtol=0)
+    large = {p.grad.data_ptr() for p in pm.parameters() if p.grad is not None and p.grad.nbytes >= ALONE_BYTES}
+    return [(elements, address in large) for elements, address in sent]
+
+
+def test_a_large_gradient_is_summed_where_it_is():
+    """As soon as it is there; small ones on both sides of it are copied together."""
+    (found, _) = dist.run_ranks(messages_of_a_step, 2)
+    assert found == [(WIDE * OUTER, True), (OUTER * OUTER + WIDE + WIDE * 4 + 4, False)]
+
+
+def test_two_copies_are_under_way_at_a_time():
+    """As a plan counts them."""
+    assert dist.run_ranks(most_copies_at_a_time, 2) == [2, 2]
 
 
 def test_gradients_of_several_microbatches_are_sent_once():
