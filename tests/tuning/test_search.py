@@ -74,8 +74,7 @@ def test_found_plans_are_a_pareto_list_that_computes_what_the_model_does():
     assert autopart.plan(real, 4, example_kwargs=batch) == plans[0]
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("name", ["skip_mlp", "t5"])
+@pytest.mark.parametrize("name", ["skip_mlp", pytest.param("t5", marks=pytest.mark.large)])
 def test_any_model_can_be_searched(name, tmp_path):
     """Few places to cut, or blocks of two kinds; with a profile of one's own."""
     model, batch = zoo.ZOO[name]()
