@@ -4,7 +4,7 @@
     zero1, 2     fully_shard of every block and of the root, reshard_after_forward=False
     zero3        fully_shard of every block and of the root
     tp2          parallelize_module: Megatron's plan, with vocabulary-parallel embedding and loss
-    pp2          PipelineStage of the halves, 1F1B, as many microbatches
+    pp2          PipelineStage of the halves, 1F1B, as many microbatches; pp2-pinned: cut where that is
 
 Both sides of a case run in the same two processes in turn, step by step, so that the machine's noise meets both alike;
 the figures are medians of the ratios of neighbours. The loss and a gradient of both are compared first. `link`: "gloo"
@@ -200,6 +200,7 @@ def work_alone(model: nn.Module, batch: Batch) -> Step:
     return Step(_on_own_rows(model, batch), model, lambda: None)
 
 
+PIPELINE: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES}
 CASES = (
     Case("zero0", "dp2", {"zero": 0}, data_parallel),
     Case("zero1", "dp2", {"zero": 1}, sharded(False)),
@@ -209,7 +210,8 @@ CASES = (
     Case("zero2-bf16", "dp2", {"zero": 2, "precision": "bf16"}, sharded(False, True)),
     Case("zero3-bf16", "dp2", {"zero": 3, "precision": "bf16"}, sharded(True, True)),
     Case("tp2", "tp2", {}, dtensor_tp, waits_at_once=True),
-    Case("pp2", "pp2", {"schedule": "1f1b", "microbatches": MICROBATCHES}, hand_pp),
+    Case("pp2", "pp2", PIPELINE, hand_pp),
+    Case("pp2-pinned", "pp2", PIPELINE | {"pins": {"stages": {"cut_before": ["model.layers.2"]}}}, hand_pp),
 )
 AIMS = {"gloo": 1.0, "sleep": 0.95}
 """{link: the ratio of wall times at most}."""

@@ -2,9 +2,9 @@
 
 A bucket holds consecutive parameters in the order in which a stage reads them, of one repeated block; blocks smaller
 than `LEAST_BYTES` share one, and a larger one may be split. What is read first is split most: its gradients come last,
-and little is left to compute beside which they could be sent. A gradient that is large, and summed whole, does not wait
-for others. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the
-reasons for buckets; Zhao et al. 2023, arXiv:2304.11277, section 3.3, for blocks.)
+and little is left to compute beside which they could be sent. A large gradient that is summed whole does not wait for
+others. (Li et al. 2020, arXiv:2006.15704, section 3.2, has the reasons for buckets; Zhao et al. 2023, arXiv:2304.11277,
+section 3.3, for blocks.)
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ class Crossing:
     """How many are sent at a time, with this one."""
 
     small_bytes: int = 0
-    """So many bytes together may be sent at a time, however many they are in a differentiable call, which copies all.
-    """
+    """In a differentiable call, which copies all: more may be sent at a time if they are no more than this together."""
 
     unsummed: Unsummed | None = None
     """Which calls leave their gradients as they are."""
@@ -91,11 +90,11 @@ class Crossing:
 
 
 class Bucket(Crossing):
-    """Gradients that are summed in one collective. `each`: after every microbatch, and not once a step. `is_copied`: it
-    takes memory while it is under way, so that few may be."""
+    """Gradients that are summed in one collective. `each`: after every microbatch, and not once a step. `takes_memory`:
+    it is sent from a copy, or received beside what is there, so few are under way at a time."""
 
     each: bool = False
-    is_copied: bool = True
+    takes_memory: bool = True
 
     def begin(self, is_last: bool = True) -> Finish | None:
         """Begins to sum the gradients that are there, and gives what waits for the sums and puts them in their place;
@@ -218,7 +217,7 @@ class SumBucket(Bucket):
         self.names, self.parameters, self.groups, self.under_way = tuple(parameters), parameters, groups, under_way
         self.reduce_dtype, self.unsummed = reduce_dtype, unsummed
         first = next(iter(parameters.values()))
-        self.is_copied = len(parameters) > 1 or sent_dtype(reduce_dtype, first) != first.dtype
+        self.takes_memory = len(parameters) > 1 or sent_dtype(reduce_dtype, first) != first.dtype
 
     @torch.no_grad()
     def begin(self, is_last: bool = True) -> Finish | None:
@@ -367,7 +366,7 @@ class Reducer:
         if not bucket.each and not self.is_last:
             return
         self.before_first()
-        while bucket.is_copied and sum(one.is_copied for one, _ in self.begun) >= bucket.most_under_way:
+        while bucket.takes_memory and sum(one.takes_memory for one, _ in self.begun) >= bucket.most_under_way:
             self._finish_first()
         finish = bucket.begin(self.is_last)
         if finish is not None:

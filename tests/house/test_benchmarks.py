@@ -102,11 +102,9 @@ def test_predicted():
 @pytest.mark.large
 @pytest.mark.parametrize("link", ["gloo", "sleep"])
 def test_beside_torch(link):
-    rows = figures("beside_torch.py", "--quick", "--links", link, "--only", "zero0", "zero1", "zero3-bf16", "pp2")[
-        "rows"
-    ]
-    expected = ["zero0", "zero1", "zero3-bf16", *(["pp2"] if link == "gloo" else [])]
-    assert [row["case"] for row in rows] == expected
+    names = ["zero0", "zero1", "zero3-bf16", "tp2", "pp2"]
+    rows = figures("beside_torch.py", "--quick", "--links", link, "--only", *names)["rows"]
+    assert [row["case"] for row in rows] == names
     for row in rows:
         assert row["autopart"]["wall_s"] > 0 and row["cpu_ratio"] > 0
         low, high = row["wall_quartiles"]

@@ -209,7 +209,7 @@ def most_copies_at_a_time():
     def sums(self: Any, flat: Tensor) -> Any:
         nonlocal most
         wait = summed(self, flat)
-        if self.is_copied:
+        if self.takes_memory:
             open_sums.add(self.names)
         most = max(most, len(open_sums))
 
