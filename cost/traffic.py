@@ -255,12 +255,11 @@ class _Running:
     def _send(self, flat_bytes: float, part_bytes: float, is_added: bool, most_under_way: int) -> None:
         """Gradients are copied together and sent, when of what was sent before enough has arrived. `is_added`: after
         the first microbatch what arrives is added to what is there."""
-        takes_memory = bool(flat_bytes or part_bytes)
-        while takes_memory and len(self.flats) >= most_under_way:
-            flat, part = self.flats.popleft()
-            self.now -= flat
-            self.added_bytes += part
-        if takes_memory:
+        if flat_bytes or part_bytes:
+            while len(self.flats) >= most_under_way:
+                flat, part = self.flats.popleft()
+                self.now -= flat
+                self.added_bytes += part
             self.flats.append((flat_bytes, part_bytes * is_added))
         self.now += flat_bytes + part_bytes
         self._reach(self.now)

@@ -22,8 +22,12 @@ class Constants:
         graph = prologue.graph
         made = _of_nothing(graph)
         read = [node for node in made if _is_small(node) and graph.output_node() in node.users]
+        self.values: tuple[Tensor, ...] = ()
+        self.storages: set[int] = set()
+        if not read:
+            return
         with torch.inference_mode(False), torch.no_grad():
-            self.values: tuple[Tensor, ...] = part_of(prologue, read)()
+            self.values = part_of(prologue, read)()
         self.storages = {value.untyped_storage().data_ptr() for value in self.values}
         for index, (node, value) in enumerate(zip(read, self.values, strict=True)):
             setattr(prologue, f"held_{index}", value)
