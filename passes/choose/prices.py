@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import fx
@@ -119,6 +119,18 @@ def _has_rows(atoms: Any) -> bool:
     return atoms.kind == BATCH if isinstance(atoms, Atom) else any(map(_has_rows, atoms))
 
 
+class _Moved(NamedTuple):
+    """What of a value the price of a conversion depends on. `size_bytes`: as `Prices.bytes`; `others`: how other axes
+    leave it, with their ranks."""
+
+    shape: tuple[int, ...]
+    size_bytes: float
+    needs_grad: bool
+    role: str
+    is_chosen_weight: bool
+    others: tuple[tuple[Placement, int], ...]
+
+
 class Prices:
     """Prices on an axis of `num_shards` ranks for the operators and weights of a graph.
 
@@ -138,6 +150,8 @@ class Prices:
         self.whole, self.weights_chosen, self.before = whole, weights_chosen, before
         at_once = replace(hardware, link_latency_s=0.0, node_link_latency_s=0.0)
         self.links = at_once if whole else hardware
+        self._values: dict[fx.Node, _Moved] = {}
+        self._seconds: dict[tuple[Placement, Placement, _Moved], float] = {}
         active = [n for n in nodes if n.op == "call_function" and facts(n)["role"] == ACTIVE]
         sizes = [self.bytes(n) for n in active]
         times_s = {size: time_s("all_reduce", num_shards, size, hardware, step.stride) for size in set(sizes)}
@@ -149,7 +163,7 @@ class Prices:
     def with_all_latency(self) -> Prices:
         """The same, but as if values may be cut wherever that is best."""
         other = copy(self)
-        other.whole, other.links = False, self.hardware
+        other.whole, other.links, other._seconds = False, self.hardware, {}
         return other
 
     def weigh(self, price: Price) -> float:
@@ -204,7 +218,7 @@ class Prices:
 
     def conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
         """Seconds a step of bringing a value from one placement to another; infinite where that cannot be."""
-        return self.step.microbatches * self._conversion_s(place, target, used)
+        return self.step.microbatches * self._conversion_s(place, target, self._moved(used))
 
     def _time_s(self, kind: str, size: float) -> float:
         return time_s(kind, self.num_shards, size, self.links, self.step.stride)
@@ -262,27 +276,38 @@ class Prices:
         counts_s = self._time_s("all_to_all", 0) if rows is not node else 0.0
         return self.step.microbatches * (ways * moved_s + counts_s)
 
-    def _conversion_s(self, place: Placement, target: Placement, used: fx.Node) -> float:
-        grad = facts(used)["needs_grad"]
+    def _conversion_s(self, place: Placement, target: Placement, value: _Moved) -> float:
+        """The same of one microbatch. Most values of a model are like another one, so it is kept."""
+        key = place, target, value
+        if key not in self._seconds:
+            self._seconds[key] = self._new_conversion_s(place, target, value)
+        return self._seconds[key]
+
+    def _new_conversion_s(self, place: Placement, target: Placement, value: _Moved) -> float:
         if (place.is_routed or target.is_routed) and place != target:
             return float("inf")  # rows come to experts and back by the operators for it alone
-        if place == target or (not grad and place.is_replicated and target.is_replicated):
+        if place == target or (not value.needs_grad and place.is_replicated and target.is_replicated):
             return 0.0
-        if target.is_shard and (self._is_chosen_weight(used) or (place.is_shard and facts(used)["role"] == PARAMETER)):
+        if target.is_shard and (value.is_chosen_weight or (place.is_shard and value.role == PARAMETER)):
             return float("inf")  # a weight is stored as it is used: cutting a whole one would save no memory
-        others = self._others(used)
-        place, target = inside(place, others), inside(target, others)
-        if not is_direct(place, target, shape(used), self.num_shards):
-            whole = R_GRAD_P if grad else R
-            return self._conversion_s(place, whole, used) + self._conversion_s(whole, target, used)
-        size = self.bytes(used)
-        links = self.links if facts(used)["role"] == ACTIVE else self.hardware
-        seconds = conversion_time_s(place, target, self.num_shards, size, grad, links, self.step.stride)
+        place, target = inside(place, value.others), inside(target, value.others)
+        if not is_direct(place, target, value.shape, self.num_shards):
+            whole = R_GRAD_P if value.needs_grad else R
+            return self._conversion_s(place, whole, value) + self._conversion_s(whole, target, value)
+        size, links = value.size_bytes, self.links if value.role == ACTIVE else self.hardware
+        seconds = conversion_time_s(place, target, self.num_shards, size, value.needs_grad, links, self.step.stride)
         step = conversion(place, target)
         scatters = step is not None and bool({step.forward, step.backward} & _SCATTERS)
-        if not self.whole or facts(used)["role"] != ACTIVE or not scatters:
+        if not self.whole or value.role != ACTIVE or not scatters:
             return seconds
         return max(seconds, self._time_s("all_gather", size)) * _AVOID_SCATTERS + seconds / 100  # of two, the cheaper
+
+    def _moved(self, used: fx.Node) -> _Moved:
+        if used not in self._values:
+            known, others = facts(used), tuple(self._others(used))
+            self._values[used] = _Moved(shape(used), self.bytes(used), known["needs_grad"], known["role"],
+                                        self._is_chosen_weight(used), others)  # fmt: skip
+        return self._values[used]
 
     def _is_chosen_weight(self, used: fx.Node) -> bool:
         """Whether it is a weight, or a view of one, whose placement is chosen here."""
