@@ -9,7 +9,7 @@ from autopart.cost.count.footprint import Walk
 from autopart.cost.count.summary import collectives, cost, stage_rows
 from autopart.cost.count.tabulate import tabulate
 from autopart.cost.memory import RankMemory
-from autopart.cost.simulate import simulated
+from autopart.cost.simulate import schedule_notes, simulated
 from autopart.cost.table import Priced
 from autopart.cost.table_data import as_data, of_few_rows, own_setting
 from autopart.ir.decisions import Decisions
@@ -100,5 +100,6 @@ def plan_of(
         reduce_dtype=precision.reduce_name if precision is not None else None,
         cost=cost(rows, moved, step, limit, bound) | certificate(solved) | worst,
         memory=held, timing=took,
-        notes=(*own_notes, *notes), pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,
+        notes=(*own_notes, *schedule_notes(took, schedule, mesh, held, step, hardware), *notes),
+        pins=problem.pins.as_data(), reasons=reasons, axes=mesh.axes,
     )  # fmt: skip

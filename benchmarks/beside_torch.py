@@ -4,7 +4,9 @@
     zero1, 2     fully_shard of every block and of the root, reshard_after_forward=False
     zero3        fully_shard of every block and of the root
     tp2          parallelize_module: Megatron's plan, with vocabulary-parallel embedding and loss
-    pp2          PipelineStage of the halves, 1F1B, as many microbatches; pp2-pinned: cut where that is
+    pp2          PipelineStage of the halves, 1F1B, as many microbatches
+    pp2-pinned   the same, cut where that is
+    pp2-ahead    and on the schedule that sends beside the work, for one microbatch more in memory
 
 Both sides of a case run in the same two processes in turn, step by step, so that the machine's noise meets both alike;
 the figures are medians of the ratios of neighbours. The loss and a gradient of both are compared first. `link`: "gloo"
@@ -201,6 +203,7 @@ def work_alone(model: nn.Module, batch: Batch) -> Step:
 
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES}
+PINNED: dict[str, Any] = {"pins": {"stages": {"cut_before": ["model.layers.2"]}}}
 CASES = (
     Case("zero0", "dp2", {"zero": 0}, data_parallel),
     Case("zero1", "dp2", {"zero": 1}, sharded(False)),
@@ -211,7 +214,8 @@ CASES = (
     Case("zero3-bf16", "dp2", {"zero": 3, "precision": "bf16"}, sharded(True, True)),
     Case("tp2", "tp2", {}, dtensor_tp, waits_at_once=True),
     Case("pp2", "pp2", PIPELINE, hand_pp),
-    Case("pp2-pinned", "pp2", PIPELINE | {"pins": {"stages": {"cut_before": ["model.layers.2"]}}}, hand_pp),
+    Case("pp2-pinned", "pp2", PIPELINE | PINNED, hand_pp),
+    Case("pp2-ahead", "pp2", PIPELINE | PINNED | {"schedule": "interleaved_1f1b", "virtual_stages": 1}, hand_pp),
 )
 AIMS = {"gloo": 1.0, "sleep": 0.95}
 """{link: the ratio of wall times at most}."""

@@ -12,9 +12,12 @@ from typing import Any
 
 from autopart.errors import PlanError
 from autopart.ir.mesh import Mesh
-from autopart.plans.headline import TEXT_WIDTH, fit_text, fits, step_size, utilisation
+from autopart.ir.schedules import can_run
+from autopart.plans.headline import TEXT_WIDTH, fit_text, fits, quantity, step_size, utilisation
 from autopart.plans.plan import TIMING_PARTS, Plan, Schedule
 
+from .collectives import time_s
+from .hardware import Hardware
 from .timeline import Durations, Timeline, timeline
 
 _BACKWARDS = ("recompute", "input_backward", "weight_backward")
@@ -172,6 +175,41 @@ def simulated(
         _collectives(stages, home, schedule.microbatches), _parts(stages, ranks, ran, home, schedule.microbatches),
         timing.get("peak_dtype", ""), tuple(memory),
     )  # fmt: skip
+
+
+AHEAD = "interleaved_1f1b"
+"""Of one stage a rank: 1F1B that begins with twice as many forwards, so that no rank stands still for what is sent
+(eager 1F1B, Zhuang et al. 2023, arXiv:2211.05322)."""
+
+
+def schedule_notes(
+    timing: Mapping[str, Any], schedule: Schedule, mesh: Mesh, memory: Sequence[Mapping[str, Any]], step: Simulation,
+    hardware: Hardware,
+) -> tuple[str, ...]:  # fmt: skip
+    """Of a plan with 1F1B, which waits for all that it sends: what the same stages take where values travel beside the
+    work, where that tells and values are not so small that a link's latency is most of it; `step`: as it is."""
+    pp, microbatches = mesh.size("pp"), schedule.microbatches
+    if schedule.name != "1f1b" or pp * microbatches > LONGEST or not can_run(AHEAD, pp, pp, microbatches):
+        return ()
+    latency_s = time_s("send", pp, 0, hardware, mesh.stride("pp"))
+    if max(row["receives_s"] for row in timing["stages"][1:]) < 2 * latency_s:
+        return ()
+    ahead = simulated(timing, replace(schedule, name=AHEAD), mesh, memory)
+    if ahead.step_time_s > WAITS * step.step_time_s:
+        return ()
+    before, after = (quantity(one.step_time_s, "s") for one in (step, ahead))
+    held, more = (max(max(stages.values()) for stages in one.timeline.in_flight) for one in (step, ahead))
+    return (
+        f"ranks stand still for what stages send each other: schedule='{AHEAD}' with virtual_stages=1 sends it beside "
+        f"the work: {after} a step, not {before}, while a rank holds up to {more} microbatches, not {held}",
+    )
+
+
+WAITS = 0.95
+"""A step without waiting, over one with it, from which it is said."""
+
+LONGEST = 2**14
+"""Microbatches of all stages of a schedule that is tried."""
 
 
 def training_time_s(

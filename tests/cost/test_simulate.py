@@ -14,6 +14,7 @@ from autopart.cost.hardware import Hardware
 from autopart.cost.simulate import training_time_s
 from autopart.errors import PlanError
 from autopart.ir.actions import actions
+from autopart.plans.headline import quantity
 from autopart.plans.plan import Plan
 
 SECOND = {"value": 1e12, "unit": "1/s", "source": "a device to count on"}
@@ -170,3 +171,23 @@ def test_the_utilisation_law(tokens, parameters, devices, days, recompute, utili
     0.3 does not follow from its own inputs."""
     taken = training_time_s(tokens, parameters, devices, 312e12, utilisation, recompute)
     assert taken / 86400 == pytest.approx(days, rel=2e-3)
+
+
+def test_a_pipeline_that_waits_for_its_sends_says_what_would_not(tmp_path):
+    model, batch = zoo.gpt2()
+    slow, fast = (profile(tmp_path, link_bytes_per_s=rate) for rate in (1e9, 1e15))
+    options = {"example_kwargs": batch, "schedule": "1f1b", "microbatches": 4}
+
+    def said(**changed):
+        plan = autopart.plan(model, "pp2", **options | changed)
+        return plan, [note for note in plan.notes if note.startswith("ranks stand still for what stages send")]
+
+    plan, (note,) = said(hardware=slow)
+    ahead, none = said(hardware=slow, schedule="interleaved_1f1b", virtual_stages=1)
+    before, after = (quantity(one.cost["step_time_s"], "s") for one in (plan, ahead))
+    assert "schedule='interleaved_1f1b' with virtual_stages=1" in note
+    assert f"{after} a step, not {before}, while a rank holds up to 3 microbatches, not 2" in note
+    assert ahead.cost["step_time_s"] < 0.95 * plan.cost["step_time_s"] and not none
+    assert not said(hardware=fast)[1]
+    assert not said(hardware=profile(tmp_path, link_bytes_per_s=1e15, link_latency_s=1e-3))[1], "a toy's latency"
+    assert autopart.verify(model, "pp2", plan=ahead, example_kwargs=batch).ok
