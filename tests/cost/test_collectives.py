@@ -228,6 +228,6 @@ def test_a_plan_prices_each_axis_by_its_own_links(mesh, shares, tmp_path):
             assert moved["seconds"] == pytest.approx(by_hand_s(moved["axis"], moved["bytes"]), rel=1e-3)
         assert row["receives_s"] == pytest.approx(by_hand_s("pp", row["receives_bytes"]), rel=1e-3)
     sums = [c.bytes for c in plan.collectives if c.per == "step" and c.axis == "dp"]
-    assert not sums or plan.timing["ranks"][0]["gradient_sum_s"] > by_hand_s("dp", sum(sums))
+    assert plan.timing["ranks"][0]["gradient_sum_s"] >= (1 - 1e-9) * by_hand_s("dp", sum(sums)), "copies come on top"
     step = autopart.simulate(plan)
     assert plan.cost["step_time_s"] == step.step_time_s >= max(step.timeline.busy_s)
