@@ -163,6 +163,19 @@ def test_another_cost_gives_another_optimum():
     assert programme.solve().cost > before * (1 + 1e-6)
 
 
+def test_a_conversion_that_was_priced_before_costs_what_it_did():
+    programme = programme_of(*CASES["gpt2 on tp2"])
+    programme.solve()
+    for value in programme.values:
+        places = {*value.places(), *(place for use in value.uses.values() for one in use.wanted() for place in one)}
+        for place, target in itertools.product(places, repeat=2):
+            anew = programme.prices.with_all_latency()
+            anew.whole, anew.links = programme.prices.whole, programme.prices.links
+            assert programme.prices.conversion_s(place, target, value.node) == anew.conversion_s(
+                place, target, value.node
+            )
+
+
 # --- random graphs, against every combination of choices ------------------------------------------------------------
 
 MOST = 20_000
