@@ -172,6 +172,8 @@ class Seen:
             return _of_intervals(name, args, len(shape(node)))
         if name in _COMPARED and output.dim() >= 2 and output.numel() > _LARGEST:
             return _compared(name, *args)
+        if name == "expand" and output.dim() >= 2 and output.numel() > _LARGEST:
+            return _expanded(args[0], *output.shape[-2:])
         if not isinstance(output, Tensor) or output.numel() > _LARGEST:
             return None
         if "device" in kwargs:
@@ -221,7 +223,8 @@ def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
     """What an operator makes of masks that are intervals."""
     intervals = args[0] if isinstance(args[0], Intervals) else None
     if name in _AND:
-        one, other = (part if isinstance(part, Intervals) else _of_rows(part, args) for part in args)
+        keys = next(part.keys for part in args if isinstance(part, Intervals))
+        one, other = (part if isinstance(part, Intervals) else _of_rows(part, keys) for part in args)
         return one.also(other) if one is not None and other is not None else None
     if intervals is None:
         return None
@@ -236,9 +239,17 @@ def _of_intervals(name: str, args: Any, dims: int) -> Intervals | None:
     return None
 
 
-def _of_rows(seen: Tensor, args: Any) -> Intervals | None:
+def _expanded(seen: Any, queries: int, keys: int) -> Intervals | None:
+    """A mask that is the same for all queries, for all keys or for both, spread over them."""
+    few = _of_rows(seen, keys)
+    if few is None:
+        return None
+    first, end = (part.expand(*part.shape[:-1], queries) for part in few[:2])
+    return Intervals(first, end, keys)
+
+
+def _of_rows(seen: Any, keys: int) -> Intervals | None:
     """A mask that is the same for all queries, or for all keys, as intervals."""
-    keys = next(part.keys for part in args if isinstance(part, Intervals))
     if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
         return None
     seen = seen.expand(1, 1) if seen.dim() == 0 else seen.unsqueeze(0) if seen.dim() == 1 else seen

@@ -72,11 +72,30 @@ def without_queries(attention_mask):
     return (key <= query) & attention_mask[:, None, :, None]
 
 
+def to_all_keys():
+    query, _ = positions()
+    return (query >= 0).expand(3, -1, -1, KEYS)
+
+
+def some_queries_to_all_keys():
+    query, _ = positions()
+    return (query >= 5).expand(-1, -1, -1, KEYS)
+
+
+def all_queries_to_some_keys(attention_mask):
+    return attention_mask[:, None, None, :].expand(-1, 1, QUERIES, -1)
+
+
+def everything():
+    return torch.ones(1, 1, dtype=torch.bool).expand(QUERIES, KEYS)
+
+
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12, [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3]])
 PADDING = torch.tensor([[1] * 12, [0] * 3 + [1] * 9, [1] * 8 + [0] * 4], dtype=torch.bool)
 MASKS = [
     (causal, ()), (window, ()), (both_sides, ()), (documents, (DOCUMENTS,)), (padded, (PADDING,)),
-    (without_queries, (PADDING,)),
+    (without_queries, (PADDING,)), (to_all_keys, ()), (some_queries_to_all_keys, ()), (everything, ()),
+    (all_queries_to_some_keys, (PADDING,)),
 ]  # fmt: skip
 
 
@@ -156,11 +175,19 @@ def test_attention_in_runs_is_attention_with_the_mask(monkeypatch, mask, heads, 
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("made", [zoo.llama, zoo.gpt2])
-def test_of_a_model(made):
-    model, batch = made(rows=2)
+def encoder():
+    """A BERT whose caller gives no mask: all positions see all."""
+    model, batch = zoo.bert()
+    return model, {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+
+
+@pytest.mark.parametrize(("made", "band"), [
+    (lambda: zoo.llama(rows=2), (11, 0)), (lambda: zoo.gpt2(rows=2), (11, 0)), (encoder, (11, 11)),
+], ids=["llama", "gpt2", "bert"])  # fmt: skip
+def test_of_a_model(made, band):
+    model, batch = made()
     trace = prepare(model, bind_call(model, (), batch))
     call = next(filter(is_attention, trace.graph.nodes))
     found = Seen(dict(zip(trace.graph.find_nodes(op="placeholder"), trace.call.tensors, strict=True))).of(mask_of(call))
-    assert found is not None and found.band() == (11, 0)
+    assert found is not None and found.band() == band
     assert isinstance(call, fx.Node)
