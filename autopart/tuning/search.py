@@ -22,7 +22,7 @@ from autopart.cost.count.growth import tokens
 from autopart.cost.count.tabulate import Blocks, BlocksApart, each_block, tabulate
 from autopart.cost.formula import Formula, compiled
 from autopart.cost.hardware import Hardware
-from autopart.cost.simulate import Simulation, simulate
+from autopart.cost.simulate import LONGEST, Simulation, simulate
 from autopart.cost.table import Setting, Table, predict
 from autopart.errors import AutopartError, InputError, MemoryLimitError, OptionError
 from autopart.ir.dp_sync import ALL_REDUCE, DpSync
@@ -55,8 +55,8 @@ VIRTUAL_STAGES = (1, 2, 3, 4)
 SIMULATED, SMALLER = 4, 2
 """How many of the fastest by formula are simulated, and of those that take less memory."""
 
-RESCHEDULED, LONGEST = 2, 10_000
-"""How many of these are simulated under all other schedules, with at most so many forwards of stages each."""
+RESCHEDULED = 2
+"""How many of these are simulated under all other schedules, if they have no more than `LONGEST` forwards of stages."""
 
 ACTIONS = 50_000
 """How many forwards of stages these have together: of very deep pipelines fewer are simulated."""
