@@ -6,7 +6,7 @@ import ctypes
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -355,13 +355,28 @@ def keep_for_ever(*things: Any) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def leaves_with_names(tree: Any) -> list[tuple[str, object]]:
-    """The leaves of a dict of arguments with readable names: `mask`, `batch.ids`, `states.0`."""
+def leaves_with_names(arguments: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """The leaves of a call's arguments with readable names: `mask`, `batch.ids`, `states.0`."""
+    if _is_flat(arguments):
+        return list(arguments.items())
     named = []
-    for path, leaf in pytree.tree_leaves_with_path(tree):
+    for path, leaf in pytree.tree_leaves_with_path(dict(arguments)):
         keys = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
         named.append((".".join(keys), leaf))
     return named
+
+
+def structure_of(arguments: Mapping[str, Any]) -> Hashable:
+    """What a call's arguments are made of, beside their leaves."""
+    return tuple(arguments) if _is_flat(arguments) else str(tree_flatten(dict(arguments))[1])
+
+
+def _is_flat(arguments: Mapping[str, Any]) -> bool:
+    """Whether no argument is made of others, as in most calls: torch's trees are slow Python."""
+    return all(isinstance(value, _LEAVES) for value in arguments.values())
+
+
+_LEAVES = (torch.Tensor, type(None), bool, int, float, str)
 
 
 WITHOUT_TORCH_FUNCTION = torch._C._disabled_torch_function_impl

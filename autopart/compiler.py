@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -73,6 +75,7 @@ class Compiler:
         self.source, self.mesh, self.options = Source(model), mesh, options
         self._plan = plan
         self._traced: Recent[_Traced] = Recent(MAX_CALLS)
+        self._signatures = WeakKeyDictionary[Any, inspect.Signature]()  # of forward, which a user may replace
         self._example: _Traced | None = None
         self._last: _Traced | None = None
         self._decided: dict[str, OnAxes] = {}
@@ -150,7 +153,7 @@ class Compiler:
         loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
         """The program for a call and its tensors; traces the call where it is a new one."""
-        arguments = (bind_next_call if self._num_traces else bind_call)(self.model, args, kwargs)
+        arguments = self._bound(args, kwargs)
         if not torch.is_grad_enabled() and purpose == "forward":
             arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
         if loss_fn is not None:
@@ -160,6 +163,15 @@ class Compiler:
             self._last = traced
         program = self._write(traced, purpose)
         return program, (*call.tensors, *self._seeds(program))
+
+    def _bound(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._num_traces:
+            return bind_call(self.model, args, kwargs)
+        forward = self.model.forward
+        function = getattr(forward, "__func__", forward)
+        if function not in self._signatures:
+            self._signatures[function] = inspect.signature(forward)
+        return bind_next_call(self.model, self._signatures[function], args, kwargs)
 
     def reseed(self, seed: int) -> None:
         """Start the sequence of dropout masks anew; the same seed on every rank."""

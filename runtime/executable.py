@@ -31,7 +31,7 @@ from autopart.runtime.state.gradients import (
     connect_tied,
     stage_reducers,
     summed_names,
-    sync_gradients,
+    sync_tied,
 )
 from autopart.runtime.state.local_batch import LocalBatch
 from autopart.runtime.state.state import broadcast_from
@@ -70,7 +70,10 @@ class Executable:
             StageModule(stage, program, process, tensors, compile, self.wholes, reducer, splits, self.shared_buckets)
             for stage, reducer in zip(stages, reducers, strict=True)
         ]
-        self.summed = summed_names(self.parameters, program, self.stage_style)
+        summed = summed_names(self.parameters, program, self.stage_style)
+        apart = summed.union(self.wholes.parts, data_sync.methods)
+        self.summed_here = [parameter for name, parameter in self.parameters.items() if name in apart]
+        """The parameters whose gradients ranks bring together."""
         self.pipeline: Pipeline | None = None
         self.rows = LocalBatch(program, process)
         self._sends = "pp" in process.groups or any(map(has_collectives, program.stages))
@@ -159,7 +162,7 @@ class Executable:
             self._write_buffers()
             grown = self.data_sync.with_wholes(self.parameters)
             if not leaves:
-                sync_gradients(grown, self.program, self.process, self.stage_style, over_axes=False)
+                sync_tied(grown, self.program, self.process, self.stage_style)
             if scaling is not None:
                 scaling.unscale(grown.values(), self.process)
             if not leaves and not (scaling is not None and scaling.overflowed):
@@ -278,12 +281,8 @@ class Executable:
     def _fresh_gradients(self, hooks: HeldHooks, every: bool) -> Iterator[None]:
         """Inside, every `.grad` that ranks sum or a hook sees starts at None (`every`: all); afterwards what was there
         before is added again, once. To all others autograd adds in place."""
-        before = {
-            parameter: parameter.grad for name, parameter in self.parameters.items()
-            if parameter.grad is not None
-            and (every or name in self.summed or name in self.wholes.parts or hooks.sees(parameter)
-                 or name in self.data_sync.methods)
-        }  # fmt: skip
+        fresh = self.parameters.values() if every else [*self.summed_here, *hooks.parameters]
+        before = {parameter: parameter.grad for parameter in fresh if parameter.grad is not None}
         for parameter in before:
             parameter.grad = None
         try:

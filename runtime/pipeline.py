@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from autopart.ir.masks import with_bands
 from autopart.ir.operators import axis_of
 from autopart.ir.program import Boundary, Program, Stage
 from autopart.ir.schedules import SINGLE_STAGE, check_schedule, schedule_for
-from autopart.runtime.comm.collectives import bind
+from autopart.runtime.comm.collectives import bind, with_flat_names
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.comm.stage_ranks import stage_coordinate, stage_style_of
 from autopart.runtime.loop.step_options import scaled
@@ -53,6 +54,20 @@ class _Written(NamedTuple):
     names: frozenset[str]
 
 
+@dataclass
+class _Loaded:
+    """What a stage has of one call: of each microbatch its keyword inputs, what its masks are and the graph that is
+    written for these; the new buffers of its prologue and of each microbatch; the outputs beside the loss, by the
+    microbatch, of a step's last stage."""
+
+    arguments: list[Arguments] = field(default_factory=list)
+    bands: list[Bands] = field(default_factory=list)
+    written: list[_Written] = field(default_factory=list)
+    prologue_updates: Sequence[Tensor] = ()
+    graph_updates: list[Sequence[Tensor]] = field(default_factory=list)
+    beside: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
 class StageModule(nn.Module):
     """One stage on this rank: its bound graph, and the rows of the batch that it reads.
 
@@ -81,12 +96,7 @@ class StageModule(nn.Module):
         keywords = {stage_input.name for stage_input in stage.inputs}
         placeholders = [node.target for node in stage.graph.graph.nodes if node.op == "placeholder"]
         self.received_names = [str(name) for name in placeholders if name not in keywords]
-        self.arguments: list[Arguments] = []
-        self.bands: list[Bands] = []
-        self.prologue_updates: Sequence[Tensor] = ()
-        self.graph_updates: list[Sequence[Tensor]] = []
-        self.beside: dict[int, tuple[Tensor, ...]] = {}
-        """{microbatch: the outputs beside its loss} of a step's last stage"""
+        self.loaded = _Loaded()
 
     @property
     def backward_is_whole(self) -> bool:
@@ -117,7 +127,7 @@ class StageModule(nn.Module):
             blocks = gather_blocks(graph, self.program, self.process, self.reducer, self.splits, self.compiled)
             graph = with_entries(graph, [*self.reducer.buckets, *self.shared_buckets])
             names = frozenset(stage_input.name for stage_input in stage.inputs)
-            graph = compiled(graph, has_seams=blocks is None) if self.compiled else with_regions(graph)
+            graph = compiled(graph, has_seams=blocks is None) if self.compiled else with_flat_names(with_regions(graph))
             return _Written(graph, blocks, names)
 
         return self.written.get(bands, write)
@@ -127,33 +137,33 @@ class StageModule(nn.Module):
         values = self.prologue(*inputs)
         count = len(self.stage.inputs)
         arguments = stage_arguments(self.program, self.stage.inputs, values[:count], self.process.coordinates)
-        self.bands = self.masks.bands(arguments)
-        read = [self._written(bands).names for bands in self.bands]
-        self.arguments = [
-            {name: value for name, value in named.items() if name in names}
-            for named, names in zip(arguments, read, strict=True)
+        bands = self.masks.bands(arguments)
+        written = [self._written(one) for one in bands]
+        read = [
+            {name: value for name, value in named.items() if name in one.names}
+            for named, one in zip(arguments, written, strict=True)
         ]
-        self.prologue_updates, self.graph_updates = values[count:], []
+        self.loaded = _Loaded(read, bands, written, prologue_updates=values[count:])
 
     def unload(self, failed: bool = False) -> None:
         for written in self.written.values():
             if written.blocks is not None:
                 written.blocks.rest(failed)
-        self.arguments, self.bands, self.prologue_updates, self.graph_updates, self.beside = [], [], (), [], {}
+        self.loaded = _Loaded()
 
     def new_buffers(self) -> Made:
         """{buffer: its new value} of what this stage has made since `load`."""
-        return made_by(self.stage, self.program, self.prologue_updates, self.graph_updates)
+        return made_by(self.stage, self.program, self.loaded.prologue_updates, self.loaded.graph_updates)
 
     def run(self, received: Sequence[Any], microbatch: int) -> tuple[Any, ...]:
         """What the graph sends."""
-        arguments = {**dict(zip(self.received_names, received, strict=True)), **self.arguments[microbatch]}
-        written = self._written(self.bands[microbatch])
+        named = {**dict(zip(self.received_names, received, strict=True)), **self.loaded.arguments[microbatch]}
+        written = self.loaded.written[microbatch]
         with nullcontext() if written.blocks is None else written.blocks.forward_of_microbatch():
-            outputs = written.graph(**arguments)
+            outputs = written.graph.forward(**named)  # nn.Module's call has nothing to add
         count = len(self.stage.sends)
         if self.stage.graph_updates:
-            self.graph_updates.append(outputs[count:])
+            self.loaded.graph_updates.append(outputs[count:])
         return self.constants.apart(outputs[:count])
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -161,7 +171,7 @@ class StageModule(nn.Module):
             received = _Received.apply(self.process.device, *received)
         sends = self.run(received, int(microbatch))
         if self.is_last:
-            self.beside[int(microbatch)] = tuple(value.detach() for value in sends[1:])
+            self.loaded.beside[int(microbatch)] = tuple(value.detach() for value in sends[1:])
             return _Sends.apply(self.process.device, sends[0])[0]
         return _Sends.apply(self.process.wire, *sends)
 
@@ -247,7 +257,7 @@ class Pipeline:
         self.loss_scale = loss_scale
         losses: list[Tensor] = []
         self.give_numbers(losses)
-        beside = [module.beside for module in self.modules if module.is_last]
+        beside = [module.loaded.beside for module in self.modules if module.is_last]
         return [(loss.detach(), *beside[0][index]) for index, loss in enumerate(losses)]
 
     def give_numbers(self, losses: list[Tensor] | None = None) -> None:

@@ -32,7 +32,7 @@ from autopart.runtime.loop.hooks import held_back
 from autopart.runtime.loop.loss_scaling import LossScaling, naming_operators
 from autopart.runtime.loop.step_options import StepOptions, divide_by
 from autopart.runtime.pipeline import Pipeline
-from autopart.runtime.state.gradients import add_earlier, sync_gradients
+from autopart.runtime.state.gradients import add_earlier, sync_tied
 from autopart.runtime.sync.data_sync import DataSync
 from autopart.tracing.eager_semantics import no_autocast
 
@@ -180,9 +180,7 @@ class Batch:
         """Completes the gradients, and has the loss, when all backwards have run."""
         executable = self.executable
         losses = [loss.detach() for loss in self.pipeline.schedule.losses()]
-        sync_gradients(
-            executable.parameters, executable.program, executable.process, executable.stage_style, over_axes=False
-        )
+        sync_tied(executable.parameters, executable.program, executable.process, executable.stage_style)
         summed, owner = executable.summed_loss(losses), self.pipeline.last_coordinate
         self.loss = exchange.tell(summed, owner, executable.process, self.no_loss)
         self.unload()

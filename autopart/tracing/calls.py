@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from autopart.compat import tree_flatten
+from autopart.compat import structure_of
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.mesh import Mesh
 from autopart.tracing.eager_semantics import ambient_autocast
@@ -88,7 +88,7 @@ def call_key(arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: 
     tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in call.tensors)
     options = tuple((name, _value_key(option)) for name, option in call.options.items())
     options += tuple((kind, ambient_autocast(kind)) for kind in ("cpu", "cuda"))
-    return training, _function_key(loss_fn), str(tree_flatten(dict(arguments))[1]), tensors, options
+    return training, _function_key(loss_fn), structure_of(arguments), tensors, options
 
 
 def _value_key(value: Any) -> Hashable:

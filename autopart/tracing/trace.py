@@ -177,12 +177,13 @@ def bind_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[
     if isinstance(model, nn.Module):
         give_lazy_weights(model, args, kwargs)
     check_model(model)
-    return bind_next_call(model, args, kwargs)
+    return bind_next_call(model, inspect.signature(model.forward), args, kwargs)
 
 
-def bind_next_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_next_call(
+    model: nn.Module, signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """`bind_call` of a model that has been traced: its modules, of which there may be thousands, are not looked at."""
-    signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -200,7 +201,8 @@ def bind_next_call(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> 
             arguments[name] = argument
     if _takes_cache(model, signature) and arguments.get(_NO_CACHE) is None:
         arguments[_NO_CACHE] = False
-    register_dataclasses(arguments)
+    if others := [argument for argument in arguments.values() if not isinstance(argument, torch.Tensor)]:
+        register_dataclasses(others)
     return arguments
 
 
@@ -217,7 +219,7 @@ def _names(args: tuple, kwargs: Mapping[str, Any]) -> str:
 
 def flatten_call(arguments: Mapping[str, Any]) -> Call:
     """Split the arguments into tensors (inputs) and everything else (options)."""
-    leaves = leaves_with_names(dict(arguments))
+    leaves = leaves_with_names(arguments)
     tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
     options = {name: leaf for name, leaf in leaves if not isinstance(leaf, torch.Tensor)}
     gradients = tuple(t.requires_grad for _, t in tensors)

@@ -8,6 +8,7 @@ et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -238,6 +239,21 @@ def _reads(node: fx.Node, names: Collection[str]) -> bool:
     """Whether a conversion is one of an attribute with one of these names."""
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and source.op == "get_attr" and str(source.target) in names
+
+
+def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
+    """The same module, whose weights are attributes of its own: in a step every dot of a name is one more look-up,
+    which nn.Module does in Python."""
+    names: dict[str, str] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        if "." in target and target not in names:
+            names[target] = f"weight_{len(names)}"
+            setattr(module, names[target], attrgetter(target)(module))
+        node.target = names.get(target, target)
+    module.delete_all_unused_submodules()
+    module.recompile()
+    return module
 
 
 def attribute(root: fx.GraphModule, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> Any:

@@ -102,36 +102,33 @@ class HeldHooks:
     """The hooks of parameters, held back while a step runs."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
-        self._parameters = [p for p in parameters.values() if p._backward_hooks or p._post_accumulate_grad_hooks]
-        self._of_gradients = [dict(gradient_hooks(p)) for p in self._parameters]
-        self._of_accumulation = [dict(accumulation_hooks(p)) for p in self._parameters]
-        for parameter in self._parameters:
+        self.parameters = [p for p in parameters.values() if p._backward_hooks or p._post_accumulate_grad_hooks]
+        """Those that have hooks."""
+        self._of_gradients = [dict(gradient_hooks(p)) for p in self.parameters]
+        self._of_accumulation = [dict(accumulation_hooks(p)) for p in self.parameters]
+        for parameter in self.parameters:
             gradient_hooks(parameter).clear()
             accumulation_hooks(parameter).clear()
 
-    def sees(self, parameter: Tensor) -> bool:
-        """Whether a hook is to be given a parameter's gradient."""
-        return any(parameter is seen for seen in self._parameters)
-
     def release(self) -> None:
         """From now on they run by themselves."""
-        kept = zip(self._parameters, self._of_gradients, self._of_accumulation, strict=True)
+        kept = zip(self.parameters, self._of_gradients, self._of_accumulation, strict=True)
         for parameter, of_gradient, of_accumulation in kept:
             gradient_hooks(parameter).update(of_gradient)
             accumulation_hooks(parameter).update(of_accumulation)
 
-    @torch.no_grad()
     def see_gradients(self) -> None:
         """Give every hook on a gradient the step's own, complete one; what it returns takes its place."""
-        for parameter, hooks in zip(self._parameters, self._of_gradients, strict=True):
+        for parameter, hooks in zip(self.parameters, self._of_gradients, strict=True):
             for hook in hooks.values():
-                changed = hook(parameter.grad) if parameter.grad is not None else None
+                with torch.no_grad():
+                    changed = hook(parameter.grad) if parameter.grad is not None else None
                 if changed is not None:
                     parameter.grad = changed
 
     def see_accumulated(self) -> None:
         """Run those that come after a gradient was added to `.grad`."""
-        for parameter, hooks in zip(self._parameters, self._of_accumulation, strict=True):
+        for parameter, hooks in zip(self.parameters, self._of_accumulation, strict=True):
             for hook in hooks.values() if parameter.grad is not None else ():
                 hook(parameter)
 

@@ -123,7 +123,7 @@ def divide_by(num_tokens: float, modules: Sequence[StageModule], program: Progra
         )  # fmt: skip
     most = 0.0
     for module in (module for module in modules if module.stage.index == place.stage):
-        for arguments in module.arguments:
+        for arguments in module.loaded.arguments:
             count = arguments[place.name]
             if not count.is_floating_point() and num_tokens != int(num_tokens):
                 raise InputError(f"num_tokens={num_tokens:g} is not a whole number", why="it counts labels")

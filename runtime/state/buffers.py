@@ -31,7 +31,6 @@ def made_by(stage: Stage, program: Program, prologue: Sequence[Tensor], graph: S
     return new
 
 
-@torch.no_grad()
 def write_buffers(
     buffers: Mapping[str, Tensor], by_stage: Mapping[int, Made], program: Program, process: Process, stage_style: str
 ) -> None:
@@ -43,8 +42,9 @@ def write_buffers(
         if "pp" in process.groups:
             owner = stage_coordinate(stage.index, len(program.stages), process.mesh.size("pp"), stage_style)
             new = _from_owner(buffers, new, stage.updates, owner, process)
-        for update in stage.updates:
-            buffers[update.name].copy_(new[update.name])
+        with torch.no_grad():
+            for update in stage.updates:
+                buffers[update.name].copy_(new[update.name])
 
 
 def _from_owner(

@@ -23,6 +23,7 @@ from autopart.compat import cached_apart, resolve_group
 from autopart.ir.facts import facts
 from autopart.ir.graph import short_name
 from autopart.ir.operators import axis_of, operator_name, with_salt
+from autopart.runtime.comm.collectives import with_flat_names
 from autopart.runtime.state.recompute import Region, with_regions
 
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "scaled_dot_product_attention", "window_attention", "attention_runs",
@@ -259,7 +260,7 @@ def _calling(module: fx.GraphModule, pieces: Sequence[tuple[str, Piece]]) -> fx.
         for index, node in enumerate(_results(dict.fromkeys(piece))):
             values[node] = graph.call_function(getitem, (call, index))
     graph.output(fx.map_arg(module.graph.output_node().args[0], value))
-    return fx.GraphModule(module, graph, class_name=module.__class__.__name__)
+    return with_flat_names(fx.GraphModule(module, graph, class_name=module.__class__.__name__))
 
 
 def _part(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:

@@ -111,17 +111,19 @@ def stage_reducers(
     return reducers, shared
 
 
-def sync_gradients(
-    parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str,
-    over_axes: bool = True,
-) -> None:  # fmt: skip
-    """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place.
-
-    `over_axes`: they are not summed over axes of the mesh yet; tied ones are summed between their owners.
-    """
+def sync_gradients(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
+    """Completes every `.grad` of this rank's `parameters` ({name: local parameter}), in place."""
     with_grad = {name: parameter for name, parameter in parameters.items() if parameter.grad is not None}
-    for bucket in axis_buckets(with_grad, program) if over_axes else ():
+    for bucket in axis_buckets(with_grad, program):
         _sum_bucket(parameters, program, bucket, [process.groups[axis] for axis in bucket.axes])
+    sync_tied(parameters, program, process, stage_style)
+
+
+def sync_tied(parameters: Mapping[str, Tensor], program: Program, process: Process, stage_style: str) -> None:
+    """Completes every `.grad` of these `parameters`, which is summed over the axes of the mesh: those of tied ones are
+    summed between their owners."""
+    if "pp" not in process.groups:
+        return
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for bucket in tied_buckets(trained, program, stage_style):
         _sum_bucket(parameters, program, bucket, [process.owner_groups[bucket.owners]])

@@ -81,22 +81,22 @@ class Masks:
         self.make = bind(mask_graph(stage, list(self.calls))) if self.calls else None
         self.reads = [str(n.target) for n in self.make.graph.find_nodes(op="placeholder")] if self.make else []
 
-    @torch.no_grad()
     def bands(self, microbatches: Sequence[Mapping[str, Any]]) -> list[Bands]:
         """Those of every microbatch, from the arguments of the stage's graph; what all share is looked at once."""
+        if self.make is None:
+            return [()] * len(microbatches)
         known: dict[tuple[int, ...], Bands] = {}
         all_bands = []
         for arguments in microbatches:
             key = tuple(id(arguments[name]) for name in self.reads)
             if key not in known:
-                known[key] = self._bands(arguments)
+                known[key] = self._bands(self.make, arguments)
             all_bands.append(known[key])
         return all_bands
 
-    def _bands(self, arguments: Mapping[str, Any]) -> Bands:
-        if self.make is None:
-            return ()
-        masks = self.make(**{name: arguments[name] for name in self.reads})
+    @torch.no_grad()
+    def _bands(self, make: fx.GraphModule, arguments: Mapping[str, Any]) -> Bands:
+        masks = make(**{name: arguments[name] for name in self.reads})
         known: dict[Any, Told | None] = {}
         pairs = []
         for (mask, calls), value in zip(self.calls.items(), masks, strict=True):

@@ -85,8 +85,10 @@ class DataSync:
             self.wholes[name] = nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
             self.wholes[name].untyped_storage().resize_(0)
 
-    def with_wholes(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def with_wholes(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """{name: parameter}, of those that are stored in parts what has the whole gradient."""
+        if not self.wholes:
+            return parameters
         for name, whole in self.wholes.items():
             whole.requires_grad_(self.stored[name].requires_grad)
         return {name: self.wholes.get(name, parameter) for name, parameter in parameters.items()}

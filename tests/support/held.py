@@ -94,7 +94,7 @@ def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, 
     found = []
     with executable.loaded(inputs, comparison):
         for module in executable.modules:
-            estimate = stage_memory(walked(trace, program, with_bands(module.stage, dict(module.bands[0]))))
+            estimate = stage_memory(walked(trace, program, with_bands(module.stage, dict(module.loaded.bands[0]))))
             estimated = sum(size * times(node) for node, size in estimate.saved.items())
             found.append((module.stage.index, _saved_of(module), estimated))
     return found
@@ -105,11 +105,11 @@ def _saved_of(module: StageModule) -> int:
     received = [torch.ones(b.shape_at(module.process.mesh, module.process.coordinates), dtype=b.dtype,
                            requires_grad=b.dtype.is_floating_point) for b in boundaries]  # fmt: skip
     recorder = Recorder()
-    if (blocks := module._written(module.bands[0]).blocks) is not None:  # these weights have hooks of their own
+    if (blocks := module._written(module.loaded.bands[0]).blocks) is not None:  # these weights have hooks of their own
         recorder.behind(blocks)
     with torch.enable_grad(), recorder:
         outputs = module.run(received, 0)
-    lasting = storages([*module.parameters(), *module.buffers(), *received, *module.arguments[0].values()])
+    lasting = storages([*module.parameters(), *module.buffers(), *received, *module.loaded.arguments[0].values()])
     held = {address: size for address, size in storages(recorder.alive()).items() if address not in lasting}
     assert outputs
     return sum(held.values())
