@@ -44,11 +44,17 @@ def resolve_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(cast(Any, name))  # a plain str in torch 2.11, a type of its own later
 
 
-def cached_apart(tag: str) -> AbstractContextManager[Any]:
-    """Inside, what is compiled is found in torch's caches on disk only by what was compiled under the same tag."""
+def compiled_apart(function: Callable[..., Any], tag: str) -> Callable[..., Any]:
+    """The function compiled; in torch's caches on disk what has been compiled is found under the same tag alone."""
+    inductor = torch._dynamo.lookup_backend("inductor")
     config = cast(Any, torch.compiler.config)
-    tag_before = config.cache_key_tag
-    return cast(AbstractContextManager[Any], config.patch(cache_key_tag=f"{tag_before}; {tag}" if tag_before else tag))
+
+    def backend(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        before = config.cache_key_tag
+        with config.patch(cache_key_tag=f"{before}; {tag}" if before else tag):
+            return inductor(graph, inputs)
+
+    return torch.compile(function, backend=backend, dynamic=False)
 
 
 def is_operator(target: Any) -> bool:

@@ -89,7 +89,8 @@ def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
         return gpu_fit.without_launch((row for kind in kinds for row in by_kind[kind]), launch_s)
 
     lone, half_depth, unaligned = gpu_fit.products(of("matmul"), usual, peaks[usual], memory)
-    half_width, block = gpu_fit.attention(of("attention", "attention backward"), peaks[usual], lone)
+    kept = [row for row in of("attention", "attention backward") if row.form != "dropped"]
+    half_width, block = gpu_fit.attention(kept, peaks[usual], lone)
     return {
         "flops_per_s": _peak_entries(peaks, source),
         "matmul_efficiency": _entry(lone, _OF_FLOPS, f"{source}: means over products in {usual} of sums over many "
@@ -127,7 +128,7 @@ def _peak_entries(peaks: Mapping[str, float], source: str) -> Entry:
 
 def predicted_s(row: Measured, hardware: Hardware) -> float:
     """What the profile says that a measured call takes."""
-    if row.kind in ("matmul", "sustained"):
+    if row.kind in ("matmul", "sustained", "between"):
         moved, depth = gpu_fit.operand_bytes(row, getattr(torch, row.dtype).itemsize), gpu_fit.depth(row)
         return hardware.matmul_time_s(row.flops, moved, row.dtype, depth, unaligned=gpu_fit.odd(row))
     if row.kind.startswith("attention"):

@@ -237,10 +237,11 @@ class Executable:
         layout = self.program.outputs[0].layout
         total: Tensor | None = None
         if losses:
-            total = torch.stack(list(losses)).sum(0) if layout.get(MICROBATCH_AXIS) == P else losses[-1].clone()
-            for axis, group in self.process.groups.items():
-                if layout.get(axis) == P:
-                    sum_over(group, total)
+            total = torch.stack(list(losses)).sum(0) if layout.get(MICROBATCH_AXIS) == P else losses[-1]
+            groups = [group for axis, group in self.process.groups.items() if layout.get(axis) == P]
+            total = total.clone() if groups else total
+            for group in groups:
+                sum_over(group, total)
         return total
 
     @contextmanager

@@ -3,10 +3,12 @@ copies, norms and optimizers. A call is a description, and a function that makes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from autopart.compat import product_of_float8
 from autopart.ir.measurement import Measured
@@ -24,10 +26,13 @@ VOCABULARIES = (30522, 32000, 50257, 50304, 128256)
 MOST_FLOPS = 2e13
 """Larger ones are left out: they take as long as all others."""
 
+BYTES_PER_FLOP = 1e-3
+"""Read and written beside products, as much as GPT-2 and Llama do in eager steps: a third of their time."""
+
 HELD_OUT = 3
 """One in so many of these measurements is kept out of every fit."""
 
-WEIGHT_GRADIENT, INPUT_GRADIENT, CAUSAL = "weight gradient", "input gradient", "causal"
+WEIGHT_GRADIENT, INPUT_GRADIENT, CAUSAL, DROPPED = "weight gradient", "input gradient", "causal", "dropped"
 
 
 def shapes() -> list[Shape]:
@@ -57,6 +62,25 @@ def calls() -> Iterator[tuple[Measured, Maker]]:
     yield Measured("sustained", dtype="bfloat16", shape=(8192, 8192, 8192)), product((8192, 8192, 8192), torch.bfloat16)
 
 
+def between() -> Iterator[tuple[Measured, Maker, Maker]]:
+    """Products as they come in a step, after operators that compute little and so let the device's power recover: the
+    two together, and the latter alone."""
+    for tokens in (8192, 16384):
+        for hidden in (1024, 2048, 4096, 8192):
+            for shape in ((tokens, hidden, 4 * hidden), (tokens, 4 * hidden, hidden)):
+                rows = max(1, round(2 * math.prod(shape) * BYTES_PER_FLOP / 4 / 4096))
+                other = of_matrix(rows, torch.bfloat16, scaled)
+                yield Measured("between", dtype="bfloat16", shape=shape), product(shape, torch.bfloat16), other
+
+
+def in_turn(first: Maker, second: Maker) -> Maker:
+    def make(device: torch.device) -> Call:
+        calls = first(device), second(device)
+        return lambda: [call() for call in calls]
+
+    return make
+
+
 def products() -> Iterator[tuple[Measured, Maker]]:
     every = shapes()
     for shape in every:
@@ -70,7 +94,7 @@ def products() -> Iterator[tuple[Measured, Maker]]:
             yield Measured("matmul", dtype="float8_e4m3fn", shape=shape), scaled_product(shape)
 
 
-def random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, device=device, dtype=dtype)
 
 
@@ -113,14 +137,20 @@ def attention() -> Iterator[tuple[Measured, Maker]]:
                 for kind in ("attention", "attention backward"):
                     what = Measured(kind, dtype="bfloat16", shape=shape, form=form)
                     yield what, attend((rows, heads, tokens, width), form == CAUSAL, kind != "attention")
+    for width in (64, 128):
+        for tokens in (1024, 4096):
+            for kind in ("attention", "attention backward"):
+                rows, heads = 16384 // tokens, 2048 // width
+                what = Measured(kind, dtype="bfloat16", shape=(rows * heads, tokens, width), form=DROPPED)
+                yield what, attend((rows, heads, tokens, width), False, kind != "attention", 0.1)
 
 
-def attend(shape: tuple[int, int, int, int], is_causal: bool, is_backward: bool) -> Maker:
+def attend(shape: tuple[int, int, int, int], is_causal: bool, is_backward: bool, dropout: float = 0.0) -> Maker:
     def make(device: torch.device) -> Call:
         q, k, v = (random(device, torch.bfloat16, *shape).requires_grad_(is_backward) for _ in range(3))
         if not is_backward:
-            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+            return lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=is_causal)
         gradient = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
@@ -128,38 +158,71 @@ def attend(shape: tuple[int, int, int, int], is_causal: bool, is_backward: bool)
 
 
 def pointwise() -> Iterator[tuple[Measured, Maker]]:
-    """By the bytes that an operator reads and writes: a cast, a transposed copy, a norm of rows, a softmax of rows."""
-    for size in (2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28):
-        rows = size // 4096
-        yield Measured("copy", size_bytes=6.0 * size, form="cast"), of_matrix(rows, torch.float32, cast)
-        yield Measured("copy", size_bytes=4.0 * size, form="transposed"), of_matrix(rows, torch.bfloat16, transposed)
-        yield Measured("norm", size_bytes=4.0 * size, form="layer norm"), of_matrix(rows, torch.bfloat16, normed)
-        yield Measured("norm", size_bytes=4.0 * size, form="softmax"), of_matrix(rows, torch.bfloat16, softmaxed)
-        yield Measured("norm", size_bytes=4.0 * size, form="gelu"), of_matrix(rows, torch.bfloat16, F.gelu)
+    """By the bytes that operators in bfloat16 read and write: those that go through a tensor value by value ("copy"),
+    and those that look at rows ("norm"), forward and backward."""
+    bf16, f32 = torch.bfloat16, torch.float32
+    for elements in (2**16, 2**20, 2**22, 2**24, 2**26, 2**28):
+        rows, size = elements // 4096, float(elements)
+        for form, factor, maker in (
+            ("cast", 6, of_matrix(rows, f32, Tensor.bfloat16)),
+            ("cast up", 6, of_matrix(rows, bf16, Tensor.float)),
+            ("scaled", 4, of_matrix(rows, bf16, scaled)),
+            ("added", 6, of_matrix(rows, bf16, torch.add, 2)),
+            ("gelu", 4, of_matrix(rows, bf16, F.gelu)),
+            ("gelu backward", 6, of_matrix(rows, bf16, torch.ops.aten.gelu_backward.default, 2)),
+            ("dropped", 5, of_matrix(rows, bf16, lambda x: torch.native_dropout(x, 0.1, True))),
+            ("heads", 4, of_matrix(rows, bf16, heads_in_front)),
+            ("transposed", 4, of_matrix(rows, bf16, lambda x: x.t().contiguous())),
+        ):
+            yield Measured("copy", size_bytes=factor * size, form=form), maker
+        for form, factor, maker in (
+            ("layer norm", 4, of_matrix(rows, bf16, lambda x: F.layer_norm(x, (4096,)))),
+            ("layer norm backward", 6, norm_backward(rows)),
+            ("softmax", 4, of_matrix(rows, bf16, lambda x: x.softmax(-1))),
+            ("log softmax", 8, of_matrix(max(1, rows // 8), f32, lambda x: x.log_softmax(-1), columns=32768)),
+            ("log softmax backward", 12, of_matrix(max(1, rows // 8), f32, log_softmax_backward, 2, 32768)),
+            ("mean over features", 4, of_matrix(rows, f32, lambda x: x.mean(-1))),
+            ("summed over rows", 2, of_matrix(rows, bf16, lambda x: x.sum(0))),
+        ):
+            yield Measured("norm", size_bytes=factor * size, form=form), maker
 
 
-def of_matrix(rows: int, dtype: torch.dtype, function: Callable[[torch.Tensor], torch.Tensor]) -> Maker:
+def scaled(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+def of_matrix(
+    rows: int, dtype: torch.dtype, function: Callable[..., object], count: int = 1, columns: int = 4096
+) -> Maker:
+    """Of so many matrices."""
+
     def make(device: torch.device) -> Call:
-        x = random(device, dtype, rows, 4096)
-        return lambda: function(x)
+        matrices = [random(device, dtype, rows, columns) for _ in range(count)]
+        return lambda: function(*matrices)
 
     return make
 
 
-def cast(x: torch.Tensor) -> torch.Tensor:
-    return x.bfloat16()
+def heads_in_front(x: Tensor) -> Tensor:
+    """Of rows of 32 heads with 128 features."""
+    return x.view(-1, 32, 128).transpose(0, 1).contiguous()
 
 
-def transposed(x: torch.Tensor) -> torch.Tensor:
-    return x.t().contiguous()
+def norm_backward(rows: int) -> Maker:
+    """Of a layer norm with a weight and a bias."""
+
+    def make(device: torch.device) -> Call:
+        x = random(device, torch.bfloat16, rows, 4096).requires_grad_()
+        weight, bias = (random(device, torch.bfloat16, 4096).requires_grad_() for _ in range(2))
+        out = F.layer_norm(x, (4096,), weight, bias)
+        gradient = torch.randn_like(out)
+        return lambda: torch.autograd.grad(out, (x, weight, bias), gradient, retain_graph=True)
+
+    return make
 
 
-def normed(x: torch.Tensor) -> torch.Tensor:
-    return F.layer_norm(x, (x.shape[-1],))
-
-
-def softmaxed(x: torch.Tensor) -> torch.Tensor:
-    return x.softmax(-1)
+def log_softmax_backward(gradient: Tensor, out: Tensor) -> Tensor:
+    return torch.ops.aten._log_softmax_backward_data.default(gradient, out, -1, torch.float32)
 
 
 def optimizers() -> Iterator[tuple[Measured, Maker]]:

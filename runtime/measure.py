@@ -32,12 +32,13 @@ from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.processes import Process, connect, reduce_over_all
-from autopart.runtime.gpu_calls import Maker, calls
+from autopart.runtime.gpu_calls import Maker, between, calls, in_turn
 
 _CHAIN = 100  # operators in a row whose launch is measured
 _CALLS = 4  # of a collective, between two barriers
 _RECORDED_S = 2e-4  # of the calls in one CUDA graph
 _BURSTS = 4  # of calls on a GPU, of which the fastest counts
+_STEADY_S = 0.1  # after which what runs in turn takes the power that it will take
 _SUSTAINED_S = 0.5  # after which a GPU's clock has come down to what its power allows
 _GROUPS = {"link": "tp", "node_link": "dp"}  # the axes of the mesh that stands for nodes of processes
 
@@ -129,6 +130,12 @@ class Bench:
             for what, maker in calls():
                 run_s = _SUSTAINED_S if what.kind == "sustained" else self.effort.run_s
                 yield what, partial(self.on_gpu, maker, run_s)
+            for what, maker, other in between():
+                yield what, partial(self.after, other, maker)
+
+    def after(self, other: Maker, maker: Maker) -> float:
+        """Seconds of a call each time another one has run, in many of both."""
+        return self.on_gpu(in_turn(other, maker), _STEADY_S) - self.on_gpu(other, _STEADY_S)
 
     def together(self, call: Callable[[], Any]) -> float:
         """Seconds of a call that all ranks take part in."""

@@ -16,13 +16,14 @@ class Measured:
     """Seconds that one call of something took.
 
     `kind`: `"matmul"` (a product of `shape` (m, k, n) in `dtype`), `"sustained"` (the same in a row for seconds, as a
-    device that grows warm computes it), `"attention"` and `"attention backward"` (of `shape` (rows x heads, positions,
-    width of a head)), `"memory"` (an operator that reads and writes `size_bytes`, into memory that is new each time),
-    `"memory in place"`, `"copy"`, `"norm"`, `"optimizer"` (AdamW's update of `size_bytes` of parameters), `"launch"`
-    (the least that an operator takes), `"issue"` (what the host takes to issue one to a GPU, with its backward), or a
-    collective as `autopart.cost.collectives` names it, over an array of `size_bytes`, of `num_ranks` ranks on a
-    `link`. `form`: which of several ways, `"causal"` or `"weight gradient"`. `is_held_out`: no profile is fitted to it,
-    so that its error says how far what was not measured may be off.
+    device that grows warm computes it), `"between"` (one of many between operators that compute little), `"attention"`
+    and `"attention backward"` (of `shape` (rows x heads, positions, width of a head)), `"memory"` (an operator that
+    reads and writes `size_bytes`, into memory that is new each time), `"memory in place"`, `"copy"`, `"norm"`,
+    `"optimizer"` (AdamW's update of `size_bytes` of parameters), `"launch"` (the least that an operator takes),
+    `"issue"` (what the host takes to issue one to a GPU, with its backward), or a collective as
+    `autopart.cost.collectives` names it, over an array of `size_bytes`, of `num_ranks` ranks on a `link`. `form`: which
+    of several ways, `"causal"` or `"weight gradient"`. `is_held_out`: no profile is fitted to it, so that its error
+    says how far what was not measured may be off.
     """
 
     kind: str

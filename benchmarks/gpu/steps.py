@@ -28,6 +28,8 @@ import autopart
 
 ROUNDS, WARM_UPS = 10, 3
 MOST_KERNELS = 60
+LONG_GAP_S = 5e-6
+"""Between two kernels: the GPU waits for the host."""
 
 
 @dataclass(frozen=True)
@@ -194,20 +196,26 @@ def wait(on_gpu: bool) -> None:
 
 
 def of_kernels(run: Callable[[], Tensor]) -> dict[str, Any]:
-    """The kernels of one step: {name: [how many, seconds in all]}, those that take longest."""
+    """The kernels of one step: {name: [how many, seconds in all]}, those that take longest; of all the sum, from the
+    first to the last, and how long the GPU waited for the host between them."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()
     kernels: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    spans = []
     for event in seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             count, total_s = kernels[event.name[:140]]
             kernels[event.name[:140]] = [count + 1, total_s + event.time_range.elapsed_us() / 1e6]
+            spans.append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+    starts, ends = zip(*sorted(spans), strict=True)
+    gaps_s = [start - end for start, end in zip(starts[1:], ends[:-1], strict=True)]
     longest = sorted(kernels.items(), key=lambda item: -item[1][1])
     return {
-        "kernels_s": sum(seconds for _, seconds in kernels.values()),
+        "kernels_s": sum(seconds for _, seconds in kernels.values()), "span_s": max(ends) - starts[0],
+        "long_gaps_s": sum(gap for gap in gaps_s if gap > LONG_GAP_S),
         "num_kernels": sum(count for count, _ in kernels.values()), "kernels": dict(longest[:MOST_KERNELS]),
     }  # fmt: skip
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopart.compat import cached_apart, resolve_group
+from autopart.compat import compiled_apart, resolve_group
 from autopart.ir.facts import facts
 from autopart.ir.graph import short_name
 from autopart.ir.operators import axis_of, operator_name, with_salt
@@ -52,13 +52,7 @@ def compiled(module: fx.GraphModule, has_seams: bool) -> fx.GraphModule:
 
 def _compile(module: fx.GraphModule) -> fx.GraphModule:
     # A graph's code is its own, that of nn.Module's __call__ is not: recompilations are counted by code.
-    forward, apart = torch.compile(module.forward, dynamic=False), cached_apart(_ranks(module))
-
-    def on_this_rank(*arguments: Any, **named: Any) -> Any:
-        with apart:
-            return forward(*arguments, **named)
-
-    module.forward = on_this_rank
+    module.forward = compiled_apart(module.forward, _ranks(module))
     return module
 
 
