@@ -165,13 +165,15 @@ class Formula:
                 share = (queries + _exact(self.hardware.causal_block)) / (2 * queries)
                 flops *= sympy.Min(1, share, evaluate=False)
             shallow: Any = 1
+            dtype = self.hardware.known_dtype(work.dtype)
+            slowness = _exact(self.hardware.slowness(dtype))
             if work.depth.terms and self.hardware.half_depth(work.kind):
                 half = H if work.kind != "attention" else _exact(self.hardware.attention_half_width)
-                shallow += half / self.of(work.depth)
+                shallow += half / slowness / self.of(work.depth)
             if work.unaligned:
                 shallow /= _exact(self.hardware.aligned_share(work.unaligned))
-            peak = sympy.Symbol(f"X_{self.hardware.known_dtype(work.dtype)}", positive=True)
-            work_s = flops * shallow / (peak * self._eff(flops))
+            peak = sympy.Symbol(f"X_{dtype}", positive=True)
+            work_s = flops * shallow / (peak * self._eff(flops * slowness))
             once_s = sympy.Max(work_s, self._traffic_s(size), evaluate=False) + L  # it looks long for which is larger
         else:
             once_s = (size / M if work.in_place else self._traffic_s(size)) + L
@@ -223,7 +225,7 @@ class Formula:
             "bubble": (pp - 1) / (v * m) * sympy.Add(*work.values()) if self.versions == 1 else sympy.Integer(0),
             **self._sums(), **self._methods(),
             "optimizer": (
-                OPTIMIZER_TRAFFIC * self._held(self.totals.trained)
+                OPTIMIZER_TRAFFIC / _exact(self.hardware.optimizer_efficiency) * self._held(self.totals.trained)
                 + COPY_TRAFFIC * (self.versions - 1) * self._held(self.totals.stored)
             ) / pp / M,
         }  # fmt: skip

@@ -48,6 +48,7 @@ class Hardware:
 
     `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
     reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.
+    `optimizer_efficiency`: the share of `memory_bytes_per_s` that the update of parameters reaches.
     `collectives`: rates and latencies of links, by the same names, where a collective of one kind has its own.
 
     The large end of the curve is measured where its `source` says so, the rest is assumed.
@@ -71,6 +72,7 @@ class Hardware:
     causal_block: float = 128.0
     overlap: float = 1.0
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    optimizer_efficiency: float = 1.0
     collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
 
     @staticmethod
@@ -135,9 +137,15 @@ class Hardware:
         words = f"{dtype} without TF32" if dtype == "float32" and tensor_cores else dtype
         return f"{words}, as there is none for {', '.join(sorted(others))}" if others else words
 
-    def efficiency(self, flops: float) -> float:
-        """The share of the peak that one matrix product of so many FLOPs reaches."""
-        return _share(self.matmul_efficiency, flops) * self.matmul_sustained
+    def efficiency(self, flops: float, dtype: str = "") -> float:
+        """The share of the peak that one matrix product of so many FLOPs reaches; of a `dtype` with another peak than
+        the usual one's, that of the product which would take as long at that peak."""
+        return _share(self.matmul_efficiency, flops * self.slowness(dtype)) * self.matmul_sustained
+
+    def slowness(self, dtype: str) -> float:
+        """How many times as long matrix units take in a dtype as in the usual one. What products lose by being small or
+        shallow is time, and weighs so much less."""
+        return self.matmul_flops_per_s / self.flops_per_s.get(dtype, self.matmul_flops_per_s)
 
     def causal_share(self, queries: float) -> float:
         """How long causal attention of so many queries takes, as a share of attention to all keys."""
@@ -157,9 +165,10 @@ class Hardware:
         rates = [of_kind.get(name, getattr(self, name)) for name in LINK_NUMBERS]
         return rates[0], rates[1], rates[2], rates[3]
 
-    def half_depth(self, kind: str) -> float:
+    def half_depth(self, kind: str, dtype: str = "") -> float:
         """The terms of a sum at which "matmul" or "attention" has half of its rate."""
-        return self.attention_half_width if kind == "attention" else self.matmul_half_depth
+        half = self.attention_half_width if kind == "attention" else self.matmul_half_depth
+        return half / self.slowness(dtype)
 
     def aligned_share(self, unaligned: int) -> float:
         """The share of its rate that is left to a product in 16 bits with such rows (`autopart.ir.sizes`)."""
@@ -183,9 +192,9 @@ class Hardware:
             raise OptionError(f"hardware profile '{self.name}' has no peak for {dtype}",
                               why=f"it has {', '.join(self.flops_per_s)}",
                               hint="one of these, or a copy of the profile with that peak")  # fmt: skip
-        work_s = flops / (self.flops_per_s[dtype] * self.efficiency(flops))
+        work_s = flops / (self.flops_per_s[dtype] * self.efficiency(flops, dtype))
         if depth:
-            work_s *= 1 + self.half_depth(kind) / depth
+            work_s *= 1 + self.half_depth(kind, dtype) / depth
         if unaligned:
             work_s /= self.aligned_share(unaligned)
         return max(work_s, self.traffic_time_s(size_bytes)) + self.launch_s
@@ -216,7 +225,7 @@ def names() -> list[str]:
 
 OPTIONAL = (
     "memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained", "matmul_unaligned",
-    "attention_half_width", "causal_block", "overlap",
+    "attention_half_width", "causal_block", "overlap", "optimizer_efficiency",
 )  # fmt: skip
 """What a profile may leave out."""
 

@@ -189,4 +189,5 @@ def gradient_sum_s(
 
 def optimizer_s(size_bytes: float, hardware: Hardware, copied_bytes: float = 0.0) -> float:
     """Seconds of AdamW's update of so many bytes of parameters, and of a copy of so many."""
-    return (OPTIMIZER_TRAFFIC * size_bytes + COPY_TRAFFIC * copied_bytes) / hardware.memory_bytes_per_s
+    updated = OPTIMIZER_TRAFFIC * size_bytes / hardware.optimizer_efficiency
+    return (updated + COPY_TRAFFIC * copied_bytes) / hardware.memory_bytes_per_s
