@@ -89,6 +89,7 @@ def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
         return gpu_fit.without_launch((row for kind in kinds for row in by_kind[kind]), launch_s)
 
     lone, half_depth, unaligned = gpu_fit.products(of("matmul"), usual, peaks[usual], memory)
+    little = of("memory", "copy", "norm")
     kept = [row for row in of("attention", "attention backward") if row.form != "dropped"]
     half_width, block = gpu_fit.attention(kept, peaks[usual], lone)
     return {
@@ -102,8 +103,13 @@ def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
         "launch_s": _entry(launch_s, "s per operator",
                            f"{source}: a kernel on one value, one of many in a CUDA graph"),
         "memory_bytes_per_s": _entry(memory, "B/s", f"{source}: adding in place"),
-        "memory_efficiency": _entry(gpu_fit.traffic(of("memory", "copy", "norm"), memory), _OF_BYTES,
-                                    f"{source}: means over sums, casts, transposed copies, norms, softmax and gelu"),
+        "memory_efficiency": _entry(gpu_fit.traffic([row for row in little if not gpu_fit.is_in_order(row)], memory),
+                                    _OF_BYTES, f"{source}: means over copies into another order, gelu, dropout, norms, "
+                                    "softmax, sums of rows, and their backward"),
+        "in_order_efficiency": _entry(gpu_fit.traffic([row for row in little if gpu_fit.is_in_order(row)], memory),
+                                      _OF_BYTES, f"{source}: means over sums, products with a number and casts"),
+        "optimizer_efficiency": _entry(gpu_fit.optimizer(by_kind["optimizer"], memory), "share of memory_bytes_per_s",
+                                       f"{source}: fused AdamW, mean over float32 and bfloat16"),
         "attention_half_width": _entry(half_width, "features of a head at which attention has half of the rate",
                                        f"{source}: least squares over attention forward and backward"),
         "causal_block": _entry(block, "queries", f"{source}: the same"),
@@ -135,7 +141,7 @@ def predicted_s(row: Measured, hardware: Hardware) -> float:
         share = hardware.causal_share(row.shape[1]) if row.form == "causal" else 1.0
         return hardware.matmul_time_s(row.flops * share, 0.0, row.dtype, row.shape[2], "attention")
     if row.kind in ("memory", "copy", "norm"):
-        return hardware.traffic_time_s(row.size_bytes) + hardware.launch_s
+        return hardware.traffic_time_s(row.size_bytes, gpu_fit.is_in_order(row)) + hardware.launch_s
     if row.kind == "optimizer":
         return optimizer_s(row.size_bytes, hardware)
     if row.kind == "memory in place":

@@ -174,9 +174,10 @@ class Formula:
                 shallow /= _exact(self.hardware.aligned_share(work.unaligned))
             peak = sympy.Symbol(f"X_{dtype}", positive=True)
             work_s = flops * shallow / (peak * self._eff(flops * slowness))
-            once_s = sympy.Max(work_s, self._traffic_s(size), evaluate=False) + L  # it looks long for which is larger
+            traffic_s = self._traffic_s(size, in_order=True)
+            once_s = sympy.Max(work_s, traffic_s, evaluate=False) + L  # it looks long for which is larger
         else:
-            once_s = (size / M if work.in_place else self._traffic_s(size)) + L
+            once_s = (size / M if work.in_place else self._traffic_s(size, work.in_order)) + L
         return once_s * _exact(work.times)
 
     def _collective(self, kind: str, axis: str, size: sympy.Expr) -> sympy.Expr:
@@ -192,13 +193,15 @@ class Formula:
         sustained = self.hardware.matmul_sustained
         return _curve("eff", tuple((flops, share * sustained) for flops, share in self.hardware.matmul_efficiency))
 
-    def _traffic_s(self, size: sympy.Expr) -> sympy.Expr:
-        curved = any(share != 1 for _, share in self.hardware.memory_efficiency)
-        return size / (M * self._memory_share(size)) if curved else size / M
+    def _traffic_s(self, size: sympy.Expr, in_order: bool) -> sympy.Expr:
+        curved = any(share != 1 for _, share in self.hardware.memory_points(in_order))
+        return size / (M * self._memory_shares[in_order](size)) if curved else size / M
 
     @cached_property
-    def _memory_share(self) -> Any:
-        return _curve("share", self.hardware.memory_efficiency)
+    def _memory_shares(self) -> list[Any]:
+        """By whether an operator goes through memory in its order."""
+        usual, in_order = map(self.hardware.memory_points, (False, True))
+        return [_curve("share", usual), _curve("share" if in_order == usual else "share_in_order", in_order)]
 
     @cached_property
     def kinds_s(self) -> dict[str, sympy.Expr]:

@@ -18,6 +18,8 @@ import numpy as np
 from autopart.ir.measurement import Measured
 from autopart.ir.sizes import MOST_UNALIGNED, unaligned
 
+from .work import OPTIMIZER_TRAFFIC
+
 POINTS_PER_DECADE = 2
 """Of the curve of rates by FLOPs."""
 
@@ -28,6 +30,16 @@ LARGE = 1e10
 """FLOPs of a product that takes longer than what is around it, so that the depth of its sums tells."""
 
 BY_GRADIENT = "weight gradient"
+
+IN_ORDER = ("cast", "scaled", "added")
+"""The forms of calls that go through memory in its order."""
+
+MANY_BYTES = 5e7
+"""Of parameters whose update takes longer than what the host and the launch of its kernels do."""
+
+
+def is_in_order(row: Measured) -> bool:
+    return row.kind == "memory" or row.form in IN_ORDER
 
 
 def last_dims(row: Measured) -> tuple[int, ...]:
@@ -123,8 +135,14 @@ def without_launch(rows: Iterable[Measured], launch_s: float) -> list[Measured]:
     return [replace(row, time_s=max(row.time_s - launch_s, row.time_s / 10)) for row in rows]
 
 
+def optimizer(rows: Iterable[Measured], rate: float) -> float:
+    """The share of memory's rate that the update of many parameters reaches: the mean over their dtypes."""
+    shares = [OPTIMIZER_TRAFFIC * row.size_bytes / row.time_s / rate for row in rows if row.size_bytes >= MANY_BYTES]
+    return min(1.0, geometric_mean(shares)) if shares else 1.0
+
+
 def traffic(rows: Sequence[Measured], rate: float) -> list[list[float]]:
-    """The share of memory's rate by bytes: means over kinds of operators that compute little, which differ by seven."""
+    """The share of memory's rate by bytes: means over kinds of operators that compute little."""
     found = defaultdict(list)
     for row in rows:
         found[round(math.log2(row.size_bytes) / 2)].append(row.size_bytes / row.time_s / rate)

@@ -48,6 +48,8 @@ class Hardware:
 
     `memory_efficiency`: share of `memory_bytes_per_s` that an operator which computes little reaches, by the bytes it
     reads and writes, as points of the same kind. Caches reach more than all, memory that is new to the process less.
+    `in_order_efficiency`: the same of sums and products of whole tensors, which go through memory in its order, and of
+    the operands of matrix products; left out, as `memory_efficiency`.
     `optimizer_efficiency`: the share of `memory_bytes_per_s` that the update of parameters reaches.
     `collectives`: rates and latencies of links, by the same names, where a collective of one kind has its own.
 
@@ -72,6 +74,7 @@ class Hardware:
     causal_block: float = 128.0
     overlap: float = 1.0
     memory_efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    in_order_efficiency: tuple[tuple[float, float], ...] = ()
     optimizer_efficiency: float = 1.0
     collectives: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
 
@@ -151,13 +154,17 @@ class Hardware:
         """How long causal attention of so many queries takes, as a share of attention to all keys."""
         return min(1.0, (queries + self.causal_block) / (2 * queries))
 
-    def traffic_time_s(self, size_bytes: float) -> float:
+    def traffic_time_s(self, size_bytes: float, in_order: bool = False) -> float:
         """Seconds of an operator that reads and writes `size_bytes` and computes little; without the launch."""
-        return size_bytes / (self.memory_bytes_per_s * self.memory_share(size_bytes))
+        return size_bytes / (self.memory_bytes_per_s * self.memory_share(size_bytes, in_order))
 
-    def memory_share(self, size_bytes: float) -> float:
-        """The share of the memory's rate that an operator which reads and writes `size_bytes` reaches."""
-        return _share(self.memory_efficiency, size_bytes)
+    def memory_share(self, size_bytes: float, in_order: bool = False) -> float:
+        """The share of the memory's rate that an operator which reads and writes `size_bytes` reaches. `in_order`: it
+        goes through whole tensors, value by value, and does no more than arithmetic."""
+        return _share(self.memory_points(in_order), size_bytes)
+
+    def memory_points(self, in_order: bool) -> tuple[tuple[float, float], ...]:
+        return self.in_order_efficiency if in_order and self.in_order_efficiency else self.memory_efficiency
 
     def links(self, kind: str) -> tuple[float, float, float, float]:
         """Bytes/s and latency inside a node, and between nodes, as collectives of a kind see them."""
@@ -197,7 +204,7 @@ class Hardware:
             work_s *= 1 + self.half_depth(kind, dtype) / depth
         if unaligned:
             work_s /= self.aligned_share(unaligned)
-        return max(work_s, self.traffic_time_s(size_bytes)) + self.launch_s
+        return max(work_s, self.traffic_time_s(size_bytes, in_order=True)) + self.launch_s
 
 
 _OWN: dict[str, Hardware] = {}
@@ -225,7 +232,7 @@ def names() -> list[str]:
 
 OPTIONAL = (
     "memory_efficiency", "collectives", "matmul_half_depth", "matmul_sustained", "matmul_unaligned",
-    "attention_half_width", "causal_block", "overlap", "optimizer_efficiency",
+    "attention_half_width", "causal_block", "overlap", "in_order_efficiency", "optimizer_efficiency",
 )  # fmt: skip
 """What a profile may leave out."""
 
@@ -264,8 +271,9 @@ class _File:
             "matmul_efficiency": self._curve("matmul_efficiency", "FLOPs", data["matmul_efficiency"]),
             "devices_per_node": self._count("devices_per_node", data["devices_per_node"]),
         }  # fmt: skip
-        if "memory_efficiency" in data:
-            values["memory_efficiency"] = self._curve("memory_efficiency", "bytes", data["memory_efficiency"], math.inf)
+        for name in ("memory_efficiency", "in_order_efficiency"):
+            if name in data:
+                values[name] = self._curve(name, "bytes", data[name], math.inf)
         if "collectives" in data:
             values["collectives"] = self._collectives(data["collectives"])
         return Hardware(**values)

@@ -199,7 +199,7 @@ def _unrolled(entry: Mapping[str, Any]) -> Iterator[_Run]:
 _CASTS = {"read": 1.0, "summed": 1.0, "cast_again": False, "itemsize": 4, "rows": 0}
 """What is said of a parameter in mixed precision or with a method of `dp_sync`, and what it is else."""
 _MORE_SIZES = ("flops", "depth", "causal")
-_WORDS = ("dtype", "axis", "in_place", "unaligned")
+_WORDS = ("dtype", "axis", "in_place", "unaligned", "in_order")
 _RANKS = tuple(CHOSEN)
 """What a table was counted on, where it was on more than one."""
 _BYTES = ("kept", "in_forward", "in_backward", "crossing", "load")

@@ -115,7 +115,7 @@ class Work(NamedTuple):
     `axis`, whose whole array has `size` bytes. `flops`: of a product, in `dtype`. `size`: bytes read and written.
     `times`: how often; may be a fraction. `in_place`: it writes to no new memory. `depth`: the terms that an element of
     a matrix product is the sum of, of attention the width of a head. `unaligned`: as `ir.sizes` has it of the rows of
-    a product in 16 bits. `causal`: the queries of causal
+    a product in 16 bits. `in_order`: arithmetic of whole tensors, value by value. `causal`: the queries of causal
     attention, of which a kernel leaves out what they do not see; its FLOPs count as those of the whole, as torch and
     publications count them.
     """
@@ -130,6 +130,7 @@ class Work(NamedTuple):
     depth: Size = NOTHING
     causal: Size = NOTHING
     unaligned: int = 0
+    in_order: bool = False
 
     @property
     def name(self) -> str:
@@ -150,7 +151,7 @@ class Work(NamedTuple):
         elif self.in_place:
             once_s = size / hardware.memory_bytes_per_s + hardware.launch_s
         else:
-            once_s = hardware.traffic_time_s(size) + hardware.launch_s
+            once_s = hardware.traffic_time_s(size, self.in_order) + hardware.launch_s
         return once_s * self.times
 
     def sent_bytes(self, mesh: Mesh, times: Sizes = SAME) -> float:

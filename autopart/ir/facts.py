@@ -29,7 +29,9 @@ class CostNotes(NamedTuple):
     `is_causal`: it is attention whose kernel leaves out the keys behind a query. `counts_seen`: the same, of work
     that was counted of the keys that are seen alone. `joins`: a compiler makes it part of a kernel with others, as it
     does with all that works number by number: "remade" in the backward where that keeps less, "copied" where it is not
-    made again, or "drawn" where the mask that it keeps is not.
+    made again, or "drawn" where the mask that it keeps is not. `gradients`: what makes those of its operands in eager
+    torch: one kernel ("together"), one for each ("each"), of sums none ("handed on"); of a view zeros and the "part",
+    the "parts" joined, or what was "repeated" summed. Arithmetic has "each" or "handed on".
     """
 
     kind: str = "matmul"
@@ -39,6 +41,11 @@ class CostNotes(NamedTuple):
     is_causal: bool = False
     counts_seen: bool = False
     joins: Literal["", "remade", "copied", "drawn"] = ""
+    gradients: Literal["together", "each", "handed on", "part", "parts", "repeated"] = "together"
+
+    @property
+    def is_arithmetic(self) -> bool:
+        return self.gradients in ("each", "handed on")
 
 
 class Facts(TypedDict, total=False):

@@ -31,7 +31,7 @@ from autopart.ir.sizes import unaligned
 from autopart.tracing.trace import Trace
 
 _SUMMED = 3
-"""Values that adding a gradient to the sum of earlier microbatches reads and writes."""
+"""Values that adding a gradient to another one reads and writes."""
 
 
 class Counted(NamedTuple):
@@ -57,15 +57,15 @@ def counted(trace: Trace, program: Program, walks: Sequence[Walk], fused: bool =
     """
     growth = Growth(trace, program)
     known: dict[Any, Counted] = {}
-    counters = [_Counter(walk, growth, known) for walk in walks]
+    counters = [_Counter(walk, growth, known, fused) for walk in walks]
     return [counter.fused(counter.stage()) if fused else counter.stage() for counter in counters]
 
 
 class _Counter:
     """One stage. `known`: what calls do, by all that it depends on; repeated blocks are counted once."""
 
-    def __init__(self, walk: Walk, growth: Growth, known: dict[Any, Counted]):
-        self.walk, self.growth, self.known = walk, growth, known
+    def __init__(self, walk: Walk, growth: Growth, known: dict[Any, Counted], fuses: bool):
+        self.walk, self.growth, self.known, self.fuses = walk, growth, known, fuses
         self.alive = walk.reached()
         self.weights = walk.of_weights(self.alive)
         self.again = {memory for kept in walk.keeps.values() for memory in kept if memory.again}
@@ -73,7 +73,7 @@ class _Counter:
     def stage(self) -> list[Counted]:
         """All operators."""
         rerun = rerun_nodes(self.walk, self.alive)
-        added: set[fx.Node] = set()
+        added, read = set[fx.Node](), set[fx.Node]()
         operators = []
         for node in self.walk.values:
             if node.op != "call_function":
@@ -82,8 +82,27 @@ class _Counter:
             trained = [n for n in node.all_input_nodes if n.op == "get_attr" and n in self.alive and n not in added]
             added.update(trained)
             sums = tuple(Work("other", self.size(weight) * _SUMMED, in_place=True) for weight in trained)
-            operators.append(one._replace(recompute=one.forward if node in rerun else (), accumulate=sums))
+            joined, to_weights = self._joined(node, read), node in self.weights
+            operators.append(one._replace(
+                input_backward=one.input_backward + joined * (not to_weights),
+                weight_backward=one.weight_backward + joined * to_weights,
+                recompute=one.forward if node in rerun else (), accumulate=sums,
+            ))  # fmt: skip
         return operators
+
+    def _joined(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
+        """Adding gradients to those of operators before this one which have `read` the same values; it reads more."""
+        works = []
+        for used in tensor_inputs(node) if not self.fuses and node in self.alive else ():
+            if used in read:
+                works.append(Work("other", self.size(used) * _SUMMED, in_order=True))
+            if (
+                used.op != "get_attr"
+                and isinstance(self.walk.values[used], Value)
+                and needs_grad(self.walk.values[used])
+            ):
+                read.add(used)
+        return tuple(works)
 
     def fused(self, operators: Sequence[Counted]) -> list[Counted]:
         """With the works of every chain of operators that are priced by their memory traffic as one."""
@@ -111,9 +130,9 @@ class _Counter:
         kept = {memory for node in nodes for memory in self.walk.keeps.get(node, ())}
         grads = {m for used in sources if needs_grad(value := self.walk.values[used])
                  for m in memories(value, lasting=True) if m in read}  # fmt: skip
-        forward = (Work("other", Size.sum((rows, self._bytes(read - tables), self._bytes(written)))),)
+        forward = (Work("other", Size.sum((rows, self._bytes(read - tables), self._bytes(written))), in_order=True),)
         again = self._bytes(kept & (read | written))
-        backward = Work("other", Size.sum((self._bytes(written), again, self._bytes(grads))))
+        backward = Work("other", Size.sum((self._bytes(written), again, self._bytes(grads))), in_order=True)
         back = () if self.alive.isdisjoint(nodes) else (backward,)
         of_inputs = any(one.input_backward for one in chain)
         last = chain[-1]._replace(
@@ -200,21 +219,54 @@ class _Counter:
     def _call(self, node: fx.Node, read: Sequence[Any], of_weights: Sequence[bool]) -> Counted:
         written, alive = self._made(node), node in self.alive
         if not written.terms:
-            return Counted(node, ())
+            back = () if self.fuses or not alive else self._of_view(node)
+            return Counted(node, (), (), back) if node in self.weights else Counted(node, (), back)
         sizes = [self.size(n) for n in tensor_inputs(node)]
         flops = _flops(node)
         if flops:
             return self._product(node, flops, Size.sum((*sizes, written)), read, of_weights)
         size_in = written if cost_notes(node).looks_up else Size.sum(sizes)
-        forward = (Work("other", size_in + written),)
+        forward = (Work("other", size_in + written, in_order=self._in_order(node)),)
         if not alive:
             return Counted(node, forward)
-        kept = [self.growth.of_memory(memory) for memory in set(self.walk.keeps.get(node, ()))]
-        grads = [
-            (weight, size) for weight, size, v in zip(of_weights, sizes, read, strict=True) if needs_grad(v)
-        ]  # fmt: skip
-        backward = (Work("other", Size.sum((written, *kept, *(size for _, size in grads)))),)
+        kept = Size.sum(self.growth.of_memory(memory) for memory in set(self.walk.keeps.get(node, ())))
+        grads = [(weight, size) for weight, size, v in zip(of_weights, sizes, read, strict=True) if needs_grad(v)]
+        backward = self._backward(node, written, kept, [size for _, size in grads])
         return Counted(node, forward, (), backward) if all(w for w, _ in grads) else Counted(node, forward, backward)
+
+    def _backward(self, node: fx.Node, written: Size, kept: Size, grads: Sequence[Size]) -> tuple[Work, ...]:
+        """Of an operator that computes little."""
+        notes = cost_notes(node)
+        if self.fuses or not notes.is_arithmetic:
+            return (Work("other", Size.sum((written, kept, *grads))),)
+        small = [size for size in grads if size.value < written.value]
+        works = [Work("other", written + size) for size in small]  # summed over what it was broadcast to
+        if notes.gradients == "handed on":
+            return tuple(works)
+        return (*works, Work("other", written * 2.0 + kept * (1 / len(grads)), times=float(len(grads)),
+                             in_order=self._in_order(node)))  # fmt: skip
+
+    def _in_order(self, node: fx.Node) -> bool:
+        """Whether a call is arithmetic of numbers and whole tensors, none of which is repeated or read in another
+        order."""
+        if self.fuses or not cost_notes(node).is_arithmetic:
+            return False
+        out = self.walk.values[node]
+        read = [self.walk.values[used] for used in tensor_inputs(node)]
+        forms = [one.form for one in (out, *read) if isinstance(one, Value)]
+        return all(form.shape == out.form.shape and form.is_contiguous for form in forms)
+
+    def _of_view(self, node: fx.Node) -> tuple[Work, ...]:
+        """The backward of what makes no memory of its own: of a part it writes zeros and the part, of parts it joins
+        them, of what was repeated it sums."""
+        gradients, (source, *_) = cost_notes(node).gradients, tensor_inputs(node)
+        if gradients == "part":
+            return (Work("other", self.size(source) + self.size(node) * 2.0),)
+        if gradients == "parts":
+            return (Work("other", self.size(source) * 2.0),)
+        if gradients == "repeated" and self.size(node).value > self.size(source).value:
+            return (Work("other", self.size(node) + self.size(source)),)
+        return ()
 
     def _product(
         self, node: fx.Node, flops: int, traffic: Size, read: Sequence[Any], of_weights: Sequence[bool]

@@ -222,5 +222,12 @@ COSTS: dict[str, CostNotes] = dict.fromkeys(REMADE, CostNotes(joins="remade")) |
     "aten::embedding": CostNotes(looks_up=True),
     "autopart::embedding_shard": CostNotes(looks_up=True),
     "aten::sum": CostNotes(gradient_is_view=True, joins="remade"),
+    **dict.fromkeys(("aten::add", "aten::sub"), CostNotes(gradients="handed on")),
+    **dict.fromkeys(("aten::mul", "aten::div", "aten::neg", "aten::square"), CostNotes(gradients="each")),
+    **dict.fromkeys(("aten::slice", "aten::select", "aten::narrow"), CostNotes(gradients="part")),
+    **dict.fromkeys(
+        ("aten::split", "aten::split_with_sizes", "aten::chunk", "aten::unbind"), CostNotes(gradients="parts")
+    ),
+    "aten::expand": CostNotes(gradients="repeated"),
 }
 """What of the cost of an operator, traced or of a local form, does not follow from the shapes of a call."""

@@ -194,7 +194,7 @@ def test_gpu_benchmarks_run(tmp_path):
 
 
 @pytest.mark.parametrize("only", [
-    ("gpt2-small",),
+    ("gpt2-medium",),
     pytest.param((), marks=pytest.mark.large),
 ], ids=str)  # fmt: skip
 def test_steps_measured_on_a_gpu_are_predicted(only, monkeypatch, capsys):
@@ -202,9 +202,9 @@ def test_steps_measured_on_a_gpu_are_predicted(only, monkeypatch, capsys):
     chosen = ("--only", *only) if only else ()
     asked = ("predict", str(BENCHMARKS / "gpu" / "h200" / "steps.json"), "--hardware", "h200-141gb-sxm", *chosen)
     rows = figures_here("gpu/steps.py", monkeypatch, capsys, *asked)["rows"]
-    assert len(rows) == (len(only) or 13)
+    assert len(rows) == (len(only) or 15)
     errors = [abs(row["error"]) for row in rows]
-    assert sum(errors) / len(errors) < 0.08 and max(errors) < 0.25
+    assert sum(errors) / len(errors) < 0.06 and max(errors) < 0.15
     for row in rows:
         assert -0.012 < row["memory_error"] < 0, row["step"]  # what is missing is what cuBLAS keeps for itself
 

@@ -309,7 +309,7 @@ def test_causal_attention_takes_what_the_profile_says():
     """Of the time of attention to all keys, where its products take that time."""
 
     def long(made):
-        return Masked(made, repeated=False), {"x": torch.randn(1, 2048, HIDDEN)}
+        return Masked(made, repeated=False), {"x": torch.randn(8, 2048, HIDDEN)}
 
     causal, whole = (
         plan_of(run_of(partial(long, made)), "dp1", hardware="cpu-gloo").cost["parts_s"]["attention"]

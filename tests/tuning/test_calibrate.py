@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -32,10 +33,11 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 def made(rates, memory_rates, launch_s=1e-6, links=None):
     """Measurements of a device with these rates of products and of memory, by size."""
     rows = [Measured("launch", launch_s), Measured("memory in place", 0.01, size_bytes=1e8)]
-    for width, rate in zip(WIDTHS, rates, strict=True):
-        for dtype, slower in (("float32", 1), ("float64", 2)):
-            time = 2 * width**3 / rate * slower
-            rows.append(Measured("matmul", time + launch_s, dtype, (width, width, width)))
+    flops = [2 * width**3 for width in WIDTHS]
+    for width, amount in zip(WIDTHS, flops, strict=True):
+        for dtype, slower in (("float32", 1), ("float64", 2)):  # so long as a product of twice the FLOPs in float32
+            rate = np.interp(np.log(slower * amount), np.log(flops), rates) / slower
+            rows.append(Measured("matmul", amount / rate + launch_s, dtype, (width, width, width)))
     rows += [
         Measured("memory", size / rate + launch_s, size_bytes=size)
         for size, rate in zip(SIZES, memory_rates, strict=True)
