@@ -92,15 +92,14 @@ class _Counter:
 
     def _joined(self, node: fx.Node, read: set[fx.Node]) -> tuple[Work, ...]:
         """Adding gradients to those of operators before this one which have `read` the same values; it reads more."""
+        if self.fuses or node not in self.alive:
+            return ()
         works = []
-        for used in tensor_inputs(node) if not self.fuses and node in self.alive else ():
+        for used in tensor_inputs(node):
+            found = self.walk.values[used]
             if used in read:
                 works.append(Work("other", self.size(used) * _SUMMED, in_order=True))
-            if (
-                used.op != "get_attr"
-                and isinstance(self.walk.values[used], Value)
-                and needs_grad(self.walk.values[used])
-            ):
+            elif used.op != "get_attr" and isinstance(found, Value) and needs_grad(found):
                 read.add(used)
         return tuple(works)
 
@@ -264,8 +263,10 @@ class _Counter:
             return (Work("other", self.size(source) + self.size(node) * 2.0),)
         if gradients == "parts":
             return (Work("other", self.size(source) * 2.0),)
-        if gradients == "repeated" and self.size(node).value > self.size(source).value:
-            return (Work("other", self.size(node) + self.size(source)),)
+        form = self.walk.values[node].form
+        whole = math.prod(form.shape) * form.dtype.itemsize  # a view's own size is that of its memory
+        if gradients == "repeated" and whole > self.size(source).value:
+            return (Work("other", Size.of(float(whole), self.growth.of(node)) + self.size(source)),)
         return ()
 
     def _product(

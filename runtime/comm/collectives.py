@@ -8,6 +8,7 @@ et al. 2019 (arXiv:1909.08053, section 3: f and g) and Korthikanti et al. 2022 (
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -245,10 +246,11 @@ def with_flat_names(module: fx.GraphModule) -> fx.GraphModule:
     """The same module, whose weights are attributes of its own: in a step every dot of a name is one more look-up,
     which nn.Module does in Python."""
     names: dict[str, str] = {}
+    free = (name for name in map("weight_{}".format, count()) if not hasattr(module, name))
     for node in module.graph.find_nodes(op="get_attr"):
         target = str(node.target)
         if "." in target and target not in names:
-            names[target] = f"weight_{len(names)}"
+            names[target] = next(free)
             setattr(module, names[target], attrgetter(target)(module))
         node.target = names.get(target, target)
     module.delete_all_unused_submodules()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopart.cost import hardware
 from autopart.cost.collectives import time_s
 from autopart.cost.hardware import DEFAULT, OPTIONAL, Hardware, names
-from autopart.cost.work import Powers, Size, Work
+from autopart.cost.work import Powers, Size, Work, optimizer_s
 from autopart.ir.mesh import Mesh
 
 FILES = {path.stem: json.loads(path.read_text()) for path in (Path(hardware.__file__).parent / "profiles").iterdir()}
@@ -73,6 +73,26 @@ def test_the_efficiency_between_two_points():
     assert profile.efficiency(1e10) == 0.6 and profile.efficiency(1e11) == 0.78
     assert profile.efficiency(10**10.5) == pytest.approx(0.69)
     assert profile.efficiency(1.0) == 0.012 and profile.efficiency(1e20) == 0.869
+
+
+def test_a_slower_dtype_has_the_share_of_what_takes_as_long():
+    profile = replace(PROFILES["a100-80gb-sxm"], matmul_sustained=1.0)
+    slower = 312 / 19.5
+    assert profile.efficiency(1e10 / slower, "float32") == pytest.approx(profile.efficiency(1e10))
+    assert profile.half_depth("matmul", "float32") == pytest.approx(550 / slower)
+    usual_s, slower_s = (profile.matmul_time_s(flops, 0, dtype, depth) for flops, dtype, depth in
+                         ((1e10, "bfloat16", 64), (1e10 / slower, "float32", 64 / slower)))  # fmt: skip
+    assert usual_s == pytest.approx(slower_s)
+
+
+def test_arithmetic_and_optimizers_have_rates_of_their_own():
+    plain = PROFILES["h100-80gb-sxm"]
+    own = replace(plain, in_order_efficiency=((1e6, 1.0),), optimizer_efficiency=0.5)
+    assert own.traffic_time_s(1e6, in_order=True) == pytest.approx(1e6 / own.memory_bytes_per_s)
+    assert own.traffic_time_s(1e6) == plain.traffic_time_s(1e6) == plain.traffic_time_s(1e6, in_order=True)
+    work = Work("other", Size.of(1e6, Powers()), in_order=True)
+    assert work.seconds(own, Mesh.parse("dp1")) == pytest.approx(1e6 / own.memory_bytes_per_s + own.launch_s)
+    assert optimizer_s(1e9, own, 1e9) == pytest.approx((14 + 2) / 7 * optimizer_s(1e9, plain))
 
 
 def test_what_a_profile_may_leave_out():

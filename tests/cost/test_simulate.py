@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 import zoo
+from torch import nn
 
 import autopart
 from autopart.cost.hardware import Hardware
@@ -63,6 +64,38 @@ def test_a_backward_takes_two_products_for_one_and_attention_five_for_two(tmp_pa
     assert not stage["input_backward"]  # the only stage receives nothing: all of its backward is towards weights
     assert stage["weight_backward"]["matmul"] == pytest.approx(2 * stage["forward"]["matmul"])
     assert stage["weight_backward"]["attention"] == pytest.approx(2.5 * stage["forward"]["attention"])
+
+
+class Then(nn.Module):
+    """A function of what a linear layer makes, summed."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8, bias=False), function
+
+    def forward(self, x):
+        return self.function(self.linear(x)).sum()
+
+
+@pytest.mark.parametrize(("function", "summed", "more"), [
+    (lambda h: h + 1.0, 1, 0),  # its gradient is handed on
+    (lambda h: h * 2.0, 1, 2),
+    (lambda h: h * h, 1, 5 + 3),  # a kernel each, which both read what was kept, and their sum
+    (lambda h: h + h, 1, 3),
+    (lambda h: h * 2.0 + h * 3.0, 1, 2 + 2 + 3),
+    (lambda h: h[:, :4], 0.5, 1 + 2 * 0.5),  # zeros, and the part
+    (lambda h: h.expand(3, -1, -1).tanh(), 3, 3 + 3 + 1 + 3 + 1),  # the gradient of a view counts as its memory
+    (lambda h: h.tanh(), 1, 3),  # one kernel, which reads what was kept
+], ids=["added", "scaled", "square", "twice", "two products", "part", "repeated", "tanh"])  # fmt: skip
+def test_what_the_backward_of_arithmetic_reads_and_writes(tmp_path, function, summed, more):
+    """In units of what the layer makes, beside the gradient of the sum at the end, which is a `summed` of them."""
+    x = torch.randn(4, 8)
+
+    def bytes_of(then):
+        plan = autopart.plan(Then(then), "dp1", example_args=(x,), hardware=profile(tmp_path, memory_bytes_per_s=1e12))
+        return plan.timing["stages"][0]["weight_backward"]["other"] * 1e12 / x.nbytes
+
+    assert bytes_of(function) - bytes_of(lambda h: h) == pytest.approx(more + summed - 1)
 
 
 def test_frozen_weights_have_no_backward(tmp_path):

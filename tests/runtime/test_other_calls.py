@@ -317,6 +317,38 @@ def test_a_later_call_does_not_walk_the_model():
     assert not any(call.args[0] is model for call in walked.call_args_list)
 
 
+def test_a_forward_that_is_replaced_is_called_as_it_is_now():
+    """Its signature is read once for each."""
+
+    class Scales(nn.Linear):
+        def forward(self, x, scale=1.0):
+            return super().forward(x) * scale
+
+    model = Scales(3, 3).double()
+    pm = autopart.parallelize(model, "dp1", example_args=(X.double(),))
+    torch.testing.assert_close(pm(X.double()), model(X.double()))
+    model.forward = lambda values: nn.Linear.forward(model, values) * 3
+    torch.testing.assert_close(pm(values=X.double() + 1), model(X.double() + 1))
+    with pytest.raises(autopart.AutopartError, match="its inputs are values"):
+        pm(x=X.double())
+
+
+def test_weights_have_names_that_are_free():
+    """Dotted ones are found under one name in a stage's graph."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weight_0 = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return self.inner(x) * self.weight_0
+
+    model = Named().double()
+    pm = autopart.parallelize(model, "dp1", example_args=(X.double(),))
+    torch.testing.assert_close(pm(X.double()), model(X.double()), rtol=1e-12, atol=0)
+
+
 def test_many_calls_are_warned_of_once():
     compiler = Compiler(nn.Linear(3, 3), Mesh.parse("tp1"), Options())
     with warnings.catch_warnings(record=True) as caught:
