@@ -193,16 +193,17 @@ def test_gpu_benchmarks_run(tmp_path):
     assert len(rows) == 12 and all(row["ok"] for row in rows)
 
 
-@pytest.mark.parametrize("only", [
-    ("gpt2-medium",),
-    pytest.param((), marks=pytest.mark.large),
+@pytest.mark.parametrize(("gpu", "profile", "only", "count"), [
+    ("h200", "h200-141gb-sxm", ("gpt2-medium",), 1),
+    pytest.param("h200", "h200-141gb-sxm", (), 15, marks=pytest.mark.large),
+    pytest.param("h100", "h100-80gb-sxm-measured", (), 8, marks=pytest.mark.large),
 ], ids=str)  # fmt: skip
-def test_steps_measured_on_a_gpu_are_predicted(only, monkeypatch, capsys):
-    """By the profile that was measured there, of which no number is fitted to a step."""
+def test_steps_measured_on_a_gpu_are_predicted(gpu, profile, only, count, monkeypatch, capsys):
+    """By a profile of which no number is fitted to a step."""
     chosen = ("--only", *only) if only else ()
-    asked = ("predict", str(BENCHMARKS / "gpu" / "h200" / "steps.json"), "--hardware", "h200-141gb-sxm", *chosen)
+    asked = ("predict", str(BENCHMARKS / "gpu" / gpu / "steps.json"), "--hardware", profile, *chosen)
     rows = figures_here("gpu/steps.py", monkeypatch, capsys, *asked)["rows"]
-    assert len(rows) == (len(only) or 15)
+    assert len(rows) == count
     errors = [abs(row["error"]) for row in rows]
     assert sum(errors) / len(errors) < 0.06 and max(errors) < 0.15
     for row in rows:

@@ -74,8 +74,8 @@ NO_MEASUREMENTS = (
 HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "hardware: no file": (lambda: Hardware.load("none.json"),
         "OptionError: there is no hardware profile 'none.json'\n  why    the profiles are a100-40gb-sxm, "
-        "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of "
-        "these, or the path of a JSON file of the same form"),
+        "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, "
+        "h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path of a JSON file of the same form"),
     "hardware: no JSON": (text("{"),
         f"{PROFILE}cannot be read\n  why    it is not JSON: Expecting property name enclosed in double quotes: line 1 "
         f"column 2 (char 1){WHERE}"),
@@ -139,8 +139,8 @@ HARDWARE_CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "/no/such/folder\n  try    a file in a folder that is there"),
     "calibrate: no base": (lambda: autopart.calibrate(base="none.json"),
         "OptionError: there is no hardware profile 'none.json'\n  why    the profiles are a100-40gb-sxm, "
-        "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h200-141gb-sxm, v100-32gb-sxm\n  try    a name of "
-        "these, or the path of a JSON file of the same form"),
+        "a100-80gb-sxm, b200-180gb-sxm, cpu-gloo, h100-80gb-sxm, h100-80gb-sxm-measured, "
+        "h200-141gb-sxm, v100-32gb-sxm\n  try    a name of these, or the path of a JSON file of the same form"),
     "calibrate: no measurements": (measurements({"rows": []}), NO_MEASUREMENTS),
     "calibrate: measurements of something else": (
         measurements({"device": A_DEVICE, "measured": [{"rows": 1}]}), NO_MEASUREMENTS),
