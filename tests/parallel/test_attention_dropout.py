@@ -1,14 +1,13 @@
 """Attention that drops weights is one operator under rng="fast": what it computes, draws and keeps, and where it is."""
 
-import functools
 import math
 
 import pytest
 import torch
 import zoo
+from compilers import counted
 from held import Recorder, storages
 from random_models import with_dropout
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import autopart
 from autopart.compiler import Compiler
@@ -342,8 +341,7 @@ def test_seeds_and_layers_draw_apart():
 @pytest.mark.parametrize("build", [gpt2, bert])
 def test_compiled_steps_are_the_same(build, options, monkeypatch):
     """What a compiler is given runs the same operator, with the same masks."""
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True))
+    counter = counted(monkeypatch)
     found = []
     for compiled in (False, True):
         model, batch = build()

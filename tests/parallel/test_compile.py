@@ -1,6 +1,5 @@
 """Plans whose stages are run through `torch.compile`."""
 
-import functools
 import os
 import shutil
 import unittest.mock
@@ -10,9 +9,9 @@ import dist
 import pytest
 import torch
 import zoo
+from compilers import counted
 from dist import run_ranks
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import autopart
 from autopart.errors import MemoryLimitError, OptionError
@@ -89,7 +88,12 @@ def test_a_rank_does_not_find_what_another_one_has_compiled(tmp_path):
 def test_what_is_compiled_is_kept_by_rank(monkeypatch, rank):
     monkeypatch.setattr(compiled_blocks, "resolve_group", lambda name: FakeGroup(rank, 2))
     seen = []
-    monkeypatch.setattr(torch, "compile", lambda f, **_: lambda x: seen.append(torch.compiler.config.cache_key_tag))
+
+    def inductor(graph, inputs):
+        seen.append(torch.compiler.config.cache_key_tag)
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: inductor)
+    monkeypatch.setattr(torch, "compile", lambda f, backend, **_: lambda *x, **named: backend(f, [*x, *named.values()]))
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.ops.autopart.reduce_scatter.default, (graph.placeholder("x"), "7", 0, 3)))
     compiled = compiled_blocks._compile(torch.fx.GraphModule({}, graph))
@@ -120,10 +124,9 @@ def of_transformers(kind, num_layers):
 def graphs_after(num_steps, make, sizes, options):
     """What two runs alike but for `compile` say (losses, gradients); how many graphs each compiled step made, and in
     how many of all a value is laid in order."""
-    counter = CompileCounterWithBackend("aot_eager")
     found, num_graphs = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True))
+        counter = counted(patch)
         for compiled in (False, True):
             model, batch = make(*sizes)
             torch.manual_seed(1)
