@@ -89,7 +89,7 @@ def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
         return gpu_fit.without_launch((row for kind in kinds for row in by_kind[kind]), launch_s)
 
     lone, half_depth, unaligned = gpu_fit.products(of("matmul"), usual, peaks[usual], memory)
-    little = of("memory", "copy", "norm")
+    in_order, others = gpu_fit.by_order(of("memory", "copy", "norm"))
     kept = [row for row in of("attention", "attention backward") if row.form != "dropped"]
     half_width, block = gpu_fit.attention(kept, peaks[usual], lone)
     return {
@@ -103,11 +103,11 @@ def _of_gpu(by_kind: Mapping[str, Sequence[Measured]], source: str) -> Entry:
         "launch_s": _entry(launch_s, "s per operator",
                            f"{source}: a kernel on one value, one of many in a CUDA graph"),
         "memory_bytes_per_s": _entry(memory, "B/s", f"{source}: adding in place"),
-        "memory_efficiency": _entry(gpu_fit.traffic([row for row in little if not gpu_fit.is_in_order(row)], memory),
-                                    _OF_BYTES, f"{source}: means over copies into another order, gelu, dropout, norms, "
-                                    "softmax, sums of rows, and their backward"),
-        "in_order_efficiency": _entry(gpu_fit.traffic([row for row in little if gpu_fit.is_in_order(row)], memory),
-                                      _OF_BYTES, f"{source}: means over sums, products with a number and casts"),
+        "memory_efficiency": _entry(gpu_fit.traffic(others, memory), _OF_BYTES,
+                                    f"{source}: means over copies into another order, gelu, dropout, norms, softmax, "
+                                    "sums of rows, and their backward"),
+        "in_order_efficiency": _entry(gpu_fit.traffic(in_order, memory), _OF_BYTES,
+                                      f"{source}: means over sums, products with a number and casts"),
         "optimizer_efficiency": _entry(gpu_fit.optimizer(by_kind["optimizer"], memory), "share of memory_bytes_per_s",
                                        f"{source}: fused AdamW, mean over float32 and bfloat16"),
         "attention_half_width": _entry(half_width, "features of a head at which attention has half of the rate",

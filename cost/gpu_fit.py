@@ -42,6 +42,14 @@ def is_in_order(row: Measured) -> bool:
     return row.kind == "memory" or row.form in IN_ORDER
 
 
+def by_order(rows: Iterable[Measured]) -> tuple[list[Measured], list[Measured]]:
+    """The calls that go through memory in its order, and all others."""
+    in_order, others = list[Measured](), list[Measured]()
+    for row in rows:
+        (in_order if is_in_order(row) else others).append(row)
+    return in_order, others
+
+
 def last_dims(row: Measured) -> tuple[int, ...]:
     """Of the operands and the result of a product, in memory: what a row of them has."""
     rows, inner, columns = row.shape

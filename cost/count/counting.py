@@ -20,6 +20,7 @@ from torch import fx
 from autopart.cost.collectives import PARTS
 from autopart.cost.count.footprint import Memory, Value, Walk, memories, needs_grad
 from autopart.cost.count.growth import Growth
+from autopart.cost.count.kept import Form
 from autopart.cost.flops import FORMULAS, counted_flops
 from autopart.cost.work import CHOSEN, NOTHING, Powers, Size, Work
 from autopart.ir.facts import cost_notes, facts
@@ -264,7 +265,7 @@ class _Counter:
         if gradients == "parts":
             return (Work("other", self.size(source) * 2.0),)
         form = self.walk.values[node].form
-        whole = math.prod(form.shape) * form.dtype.itemsize  # a view's own size is that of its memory
+        whole = Form.contiguous(form.shape, form.dtype).size_bytes  # a view's own size is that of its memory
         if gradients == "repeated" and whole > self.size(source).value:
             return (Work("other", Size.of(float(whole), self.growth.of(node)) + self.size(source)),)
         return ()

@@ -109,7 +109,7 @@ def space():
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = "eager"
-    return space_of(model, "a100-80gb-sxm", 32, batch)
+    return space_of(model, "a100-80gb-sxm", 256, batch)
 
 
 def some(blocks: Blocks, seed: int) -> BlockChoice:
@@ -135,7 +135,7 @@ def options_of(blocks: Blocks, choice: BlockChoice) -> dict:
 )  # fmt: skip
 def test_what_is_searched_is_what_is_simulated_and_planned(space, mesh, schedule, off):
     sizes = Mesh.parse(mesh)
-    blocks = blocks_of(space, sizes, completed(32, sizes, schedule, 8), sequence_parallel=False)
+    blocks = blocks_of(space, sizes, completed(256, sizes, schedule, 8), sequence_parallel=False)
     problem, choice = blocks.problem(80e9), some(blocks, 0)
     simulated = blocks.simulation(choice)
     assert problem.step_time_s(choice) == pytest.approx(simulated.step_time_s, rel=off)
@@ -143,12 +143,12 @@ def test_what_is_searched_is_what_is_simulated_and_planned(space, mesh, schedule
         assert problem.step_time_s(choice) >= simulated.step_time_s * 0.995
     held = problem.stage_bytes(choice) / np.array(simulated.peak_memory_bytes)
     assert (held > 0.99).all() and (held < 1.2).all()  # as if every block had others beside it
-    ids = torch.zeros(32, 64, dtype=torch.long, device="meta")
+    ids = torch.zeros(256, 64, dtype=torch.long, device="meta")
     plan = autopart.plan(
         space.model, mesh, example_kwargs={"input_ids": ids, "labels": ids.clone()}, **options_of(blocks, choice)
     )
     real = autopart.simulate(plan)
-    assert simulated.step_time_s == pytest.approx(real.step_time_s, rel=0.05)  # every stage makes its own masks
+    assert simulated.step_time_s == pytest.approx(real.step_time_s, rel=0.02)
     assert simulated.peak_memory_bytes == pytest.approx(real.peak_memory_bytes, rel=0.02)
 
 
