@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
+import torch
 from torch import fx
 
 if TYPE_CHECKING:
@@ -128,3 +129,8 @@ def times(node: fx.Node) -> int:
 def cost_notes(node: fx.Node) -> CostNotes:
     """The notes on the cost of a node of a stage graph."""
     return facts(node).get("cost", CostNotes())
+
+
+def is_joined(node: fx.Node) -> bool:
+    """Whether a compiler makes a call part of a kernel with others."""
+    return bool(cost_notes(node).joins) or torch.Tag.pointwise in getattr(node.target, "tags", ())

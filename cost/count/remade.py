@@ -22,12 +22,11 @@ from functools import cache, lru_cache
 from typing import Any
 
 import networkx as nx
-import torch
 from torch import fx
 
 from autopart.cost.count.footprint import Memory, Value, Walk, memories
 from autopart.cost.count.kept import MAX_KNOWN
-from autopart.ir.facts import cost_notes
+from autopart.ir.facts import cost_notes, is_joined
 from autopart.ir.operators import is_cast
 
 SMALL = 4
@@ -64,7 +63,7 @@ class _Compiled:
         self.order = {node: index for index, node in enumerate(self.calls)}
         self.made = {node: self._made(node) for node in self.calls}
         self.read = {node: self._read(node) for node in self.calls}
-        self.joined = cache(self._is_joined)
+        self.joined = cache(is_joined)
         self.users: defaultdict[Piece, list[fx.Node]] = defaultdict(list)
         for node in self.calls:
             for memory in self.read[node] if self.made[node] else ():
@@ -86,10 +85,6 @@ class _Compiled:
     def _read(self, node: fx.Node) -> list[Memory]:
         read = (memories(self.given.values[used], lasting=True) for used in node.all_input_nodes)
         return list(dict.fromkeys(memory for pieces in read for memory in pieces))
-
-    def _is_joined(self, node: fx.Node) -> bool:
-        """Whether a call becomes part of a kernel with others."""
-        return bool(cost_notes(node).joins) or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
     def _in_backward(self) -> dict[fx.Node, list[Piece]]:
         """What the backward of each operator reads, of what is not there anyway."""

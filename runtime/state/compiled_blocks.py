@@ -5,6 +5,9 @@ their operators, constants and forms of all that they read are the same; they ar
 which is given the parameters and values that it reads. What lies between blocks, and blocks that are like no other,
 are compiled in pieces of their own. So compiling takes as long as the kinds of blocks do, however many there are, and
 the graph that calls the pieces is not compiled: parameters stay in it.
+
+Every call of a piece costs time, so a piece is of several blocks that follow each other, where that holds nothing
+longer: all gradients of a piece are there at once, when its backward ends.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import torch
 from torch import Tensor, fx
 
 from autopart.compat import compiled_apart, resolve_group
-from autopart.ir.facts import facts
+from autopart.ir.facts import facts, is_joined
 from autopart.ir.graph import short_name
 from autopart.ir.operators import axis_of, operator_name, with_salt
 from autopart.runtime.comm.collectives import with_flat_names
-from autopart.runtime.state.recompute import Region, with_regions
+from autopart.runtime.state.recompute import Region, has_regions, with_regions
 
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "scaled_dot_product_attention", "window_attention", "attention_runs",
             "ring_attention", "attention_dropout")  # fmt: skip
@@ -33,17 +36,26 @@ PRODUCTS = ("linear", "matmul", "mm", "bmm", "scaled_dot_product_attention", "wi
 LEAST_CHAIN = 3
 """So many blocks of one kind at least follow each other where they are cut inside: two would be of two kinds."""
 
+MOST_BLOCKS = 2
+"""Of so many blocks a piece is made, where it may be of several."""
+
 Piece = list[fx.Node]
 """Calls that follow each other."""
 Run = tuple[int, int]
 """Where a piece begins and stops among the calls of a graph."""
 
 
-def compiled(module: fx.GraphModule, has_seams: bool) -> fx.GraphModule:
-    """A bound stage graph that runs compiled, its regions as in `with_regions`. `has_seams`: blocks may be cut inside;
-    where weights are gathered block by block that would hold those of two."""
-    module = with_regions(_with_salts(module))
-    pieces = _Pieces(module, has_seams).of_graph()
+def compiled(module: fx.GraphModule, has_seams: bool, joins: bool) -> fx.GraphModule:
+    """A bound stage graph that runs compiled, its regions as in `with_regions`.
+
+    Args:
+        has_seams: blocks may be cut inside; where weights are gathered block by block that would hold those of two.
+        joins: a piece may be of several blocks; not where anything is done with the gradients of one before the
+            backward of another, or blocks are computed again: the compiler could do so with several at once.
+    """
+    joins = joins and not has_regions(module.graph)
+    module = _laid_in_order(with_regions(_with_salts(module)))
+    pieces = _Pieces(module, has_seams, MOST_BLOCKS if joins else 1).of_graph()
     if len(pieces) == 1 and all(node.op in ("placeholder", "get_attr") for node in module.graph.nodes
                                 if _is_given(node, module)):  # fmt: skip
         return _compile(module)
@@ -77,11 +89,65 @@ def _with_salts(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+@torch.library.custom_op("autopart::in_order", mutates_args=())
+def in_order(value: Tensor) -> Tensor:
+    """A copy whose elements lie in the order of its dims. A compiler would join the plain operator with what reads it,
+    and read every element where it lay."""
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+@in_order.register_fake
+def _(value: Tensor) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+in_order.register_autograd(lambda _context, grad: grad)
+
+
+def _laid_in_order(module: fx.GraphModule) -> fx.GraphModule:
+    """What several blocks read transposed, such as a bias of attention, is laid in order once: each kernel that reads
+    it as it is takes several times as long."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        blocks = {path for user in node.users for path in _numbered(user, module)[:1]}
+        if len(blocks) > 1 and _is_reordered(node):
+            readers = list(node.users)
+            with graph.inserting_after(node):
+                laid = graph.call_function(torch.ops.autopart.in_order.default, (node,))
+            laid.meta = dict(node.meta)
+            for reader in readers:
+                reader.replace_input_with(node, laid)
+    module.recompile()
+    return module
+
+
+def _is_reordered(node: fx.Node) -> bool:
+    """Whether a value's elements, each there once, are read where they lie in another order than that of its dims: it
+    is transposed, or is made of such values one element by one."""
+    if _is_view(node):
+        source, *_ = node.all_input_nodes
+        if _num_elements(source) != _num_elements(node) or _num_elements(node) is None:
+            return False
+        read: Any = facts(source).get("val")
+        laid = torch.empty(read.shape, dtype=read.dtype, device="meta")
+        view: Any = node.target
+        return not view(laid, *node.args[1:], **node.kwargs).is_contiguous() or _is_reordered(source)
+    if not is_joined(node):
+        return False
+    as_large = [read for read in node.all_input_nodes if _num_elements(read) == _num_elements(node)]
+    return bool(as_large) and all(map(_is_reordered, as_large))
+
+
+def _num_elements(node: fx.Node) -> int | None:
+    value = facts(node).get("val")
+    return value.numel() if isinstance(value, Tensor) else None
+
+
 class _Pieces:
     """How the calls of a stage graph are cut."""
 
-    def __init__(self, module: fx.GraphModule, has_seams: bool):
-        self.module, self.has_seams = module, has_seams
+    def __init__(self, module: fx.GraphModule, has_seams: bool, most_blocks: int):
+        self.module, self.has_seams, self.most_blocks = module, has_seams, most_blocks
         self.calls = [node for node in module.graph.nodes if not _is_given(node, module) and node.op != "output"]
 
     def of_graph(self) -> list[tuple[str, Piece]]:
@@ -106,7 +172,9 @@ class _Pieces:
             kinds = self._kinds(runs)
             for kind, alike in groupby(zip(kinds, runs, siblings, strict=True), key=itemgetter(0)):
                 _, chain, shorter = zip(*alike, strict=True)
-                if kinds.count(kind) > 1:
+                if kinds.count(kind) == len(chain) > 1:
+                    yield from self._joined(self._at_seams(chain))
+                elif kinds.count(kind) > 1:
                     yield from self._at_seams(chain)
                 else:
                     ((start, stop),) = shorter
@@ -116,9 +184,17 @@ class _Pieces:
         """Blocks of one kind from seam to seam, where they follow each other and are many: what is before the first
         seam and behind the last one belongs to what stands there."""
         seam = self._seam(*chain[0]) if self.has_seams and len(chain) >= LEAST_CHAIN else 0
-        if not seam or any(stop != start for (_, stop), (start, _) in pairwise(chain)):
+        if not seam or not _follow(chain):
             return chain
         return [(start + seam, stop + seam) for start, stop in chain[:-1]]
+
+    def _joined(self, chain: Sequence[Run]) -> Sequence[Run]:
+        """Blocks as pieces of several. Those at the front that are too few for one belong to what stands there, and so
+        do all where there would be one such piece only."""
+        if self.most_blocks == 1 or not _follow(chain):
+            return chain
+        firsts = range(len(chain) % self.most_blocks, len(chain), self.most_blocks)
+        return [(chain[i][0], chain[i + self.most_blocks - 1][1]) for i in firsts] if len(firsts) > 1 else []
 
     def _seam(self, start: int, stop: int) -> int:
         """How many calls after the start of a block a product reads what attention or another one gives, and nothing
@@ -131,25 +207,13 @@ class _Pieces:
 
     def _siblings(self, begin: int, end: int, depth: int) -> Iterable[list[Run]]:
         """For every module that holds numbered ones: where the calls of each of those are."""
-        inside = [(position, self._numbered(self.calls[position])) for position in range(begin, end)]
+        inside = [(position, _numbered(self.calls[position], self.module)) for position in range(begin, end)]
         placed = [(paths[depth], position) for position, paths in inside if len(paths) > depth]
         runs: defaultdict[str, list[Run]] = defaultdict(list)
         for path, calls in groupby(placed, key=itemgetter(0)):
             positions = [position for _, position in calls]
             runs[path.rpartition(".")[0]].append((positions[0], positions[-1] + 1))
         return runs.values()
-
-    def _numbered(self, node: fx.Node) -> list[str]:
-        """The modules with a number for a name that a call is in, outermost first."""
-        nodes = self._region(node).nodes if node.op == "call_module" else [node]
-        stacks = (facts(inner).get("nn_module_stack") for inner in nodes if inner.op != "placeholder")
-        paths = [path for path, _ in next(filter(None, stacks), {}).values()]
-        return [path for path in dict.fromkeys(paths) if path.rpartition(".")[2].isdigit()]
-
-    def _region(self, node: fx.Node) -> fx.Graph:
-        region = self.module.get_submodule(str(node.target))
-        assert isinstance(region, Region)
-        return region.operators.graph
 
     def _kinds(self, runs: Sequence[Run]) -> list[str]:
         return [self._kind(self.calls[start:stop]) for start, stop in runs]
@@ -169,7 +233,7 @@ class _Pieces:
             if node.op == "placeholder":
                 number(node)
                 continue
-            called = self._kind(self._region(node).nodes) if node.op == "call_module" else node.target
+            called = self._kind(_operators(node, self.module)) if node.op == "call_module" else node.target
             lines.append((called, fx.map_arg((node.args, node.kwargs), number)))
             numbers[node] = len(numbers)
         lines.append([numbers[node] for node in _results(numbers)])
@@ -186,6 +250,10 @@ class _Pieces:
         return value.shape, value.stride(), value.dtype, value.device, needs_grad
 
 
+def _follow(chain: Sequence[Run]) -> bool:
+    return all(stop == start for (_, stop), (start, _) in pairwise(chain))
+
+
 def _product_read(node: fx.Node) -> fx.Node | None:
     """The product of which a product reads the result first, through views, if nothing else reads that."""
     read: Any = node.args[0] if short_name(node) in PRODUCTS else None
@@ -196,14 +264,18 @@ def _product_read(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _may_be_reordered(node: fx.Node) -> bool:
-    """Whether the elements of a value, each there once, may lie in another order than that of its dims."""
-    source: Any = node
-    while isinstance(source, fx.Node) and _is_view(source):
-        source = source.args[0]
-    both = [facts(one).get("val") for one in (node, source) if isinstance(one, fx.Node)]
-    sizes = [one.numel() for one in both if isinstance(one, Tensor)]
-    return len(sizes) == 2 and sizes[0] == sizes[1]
+def _numbered(node: fx.Node, module: fx.GraphModule) -> list[str]:
+    """The modules with a number for a name that a call is in, outermost first."""
+    operators = _operators(node, module)
+    stacks = (facts(inner).get("nn_module_stack") for inner in operators if inner.op != "placeholder")
+    paths = [path for path, _ in next(filter(None, stacks), {}).values()]
+    return [path for path in dict.fromkeys(paths) if path.rpartition(".")[2].isdigit()]
+
+
+def _operators(node: fx.Node, module: fx.GraphModule) -> Iterable[fx.Node]:
+    """Those that a call runs: one, or a region's."""
+    called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return called.operators.graph.nodes if isinstance(called, Region) else [node]
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -265,9 +337,5 @@ def _part(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:
     copies = {node: graph.placeholder(f"read_{index}") for index, node in enumerate(read)}
     for node in piece:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        if sum(user not in members for user in node.users) > 1 and _may_be_reordered(node):
-            # Each kernel that reads a transposed value, such as a bias of attention, takes several times as long.
-            # (Of one that lies in order this is no copy.)
-            copies[node] = graph.call_function(torch.ops.aten.contiguous.default, (copies[node],))
     graph.output(tuple(copies[node] for node in _results(dict.fromkeys(piece))))
     return graph, read

@@ -137,7 +137,7 @@ def graphs_after(num_steps, make, sizes, options):
                 num_graphs.append(counter.frame_count)
             found.append((losses, pm.full_grads()))
     torch._dynamo.reset()
-    laid = sum(torch.ops.aten.contiguous.default in {node.target for node in g.graph.nodes} for g in counter.graphs)
+    laid = sum(torch.ops.autopart.in_order.default in {node.target for node in g.graph.nodes} for g in counter.graphs)
     return found, num_graphs[num_steps:], laid
 
 
@@ -162,7 +162,7 @@ def test_each_kind_of_block_is_compiled_once(options, num_kinds):
 def test_blocks_are_cut_between_attention_and_its_projection(kind, num_kinds, num_laid):
     """From there to the next: what is before the first, a block, and what is behind the last. The biases of positions,
     of encoder and decoder, are transposed values that all blocks read."""
-    for num_layers in (4, 5):
+    for num_layers in (6, 7):
         ((found, graphs, laid),) = run_ranks(graphs_after, 1, 1, of_transformers, (kind, num_layers), {})
         ((loss,), grads), ((compiled_loss,), compiled_grads) = found
         assert abs(compiled_loss - loss) < 1e-12 and (graphs, laid) == ([num_kinds], num_laid)
@@ -183,6 +183,26 @@ def test_blocks_whose_weights_are_gathered_are_cut_at_their_ends():
     """A piece of two would hold the weights of both."""
     assert run_ranks(cut_inside, 2, {}) == [True] * 2
     assert run_ranks(cut_inside, 2, {"zero": 3}) == [False] * 2
+
+
+def laid_in_order(kind):
+    """The values laid in order in a graph of two layers, and how far its loss is from the model's."""
+    model, batch = of_transformers(kind, 2)
+    loss = model(**batch).loss
+    with pytest.MonkeyPatch.context() as patch:
+        graphs = []
+        patch.setattr(compiled_blocks, "compiled_apart", lambda f, tag: graphs.append(f.__self__.graph) or f)
+        pm = autopart.parallelize(model, "dp1", example_kwargs=batch, compile=True)
+        distance = abs(pm.step(**batch) - loss).item()
+    called = [node.target for graph in graphs for node in graph.nodes]
+    return called.count(torch.ops.autopart.in_order.default), distance
+
+
+@pytest.mark.parametrize(("kind", "num_laid"), [("llama", 0), ("t5", 2)])
+def test_what_blocks_read_transposed_is_laid_in_order_once(kind, num_laid):
+    """The biases of positions, of T5's encoder and of its decoder."""
+    ((found, distance),) = run_ranks(laid_in_order, 1, kind)
+    assert found == num_laid and distance < 1e-12
 
 
 def test_a_block_that_is_like_no_other_is_compiled_by_itself():
