@@ -22,11 +22,11 @@ from functools import cache, lru_cache
 from typing import Any
 
 import networkx as nx
-from torch import fx
+from torch import Tensor, fx
 
 from autopart.cost.count.footprint import Memory, Value, Walk, memories
 from autopart.cost.count.kept import MAX_KNOWN
-from autopart.ir.facts import cost_notes, is_joined
+from autopart.ir.facts import cost_notes, facts, is_joined
 from autopart.ir.operators import is_cast
 
 SMALL = 4
@@ -38,7 +38,8 @@ FARTHER = 1.1
 
 @dataclass(frozen=True, eq=False)
 class _Apart:
-    """What an operator keeps for itself alone: its statistics, or a copy of what it makes."""
+    """What an operator keeps for itself alone: its statistics, a copy of what it makes, or of what numbers are kept
+    for their sign alone a byte each."""
 
     size_bytes: int
 
@@ -70,6 +71,7 @@ class _Compiled:
                 self.users[memory].append(node)
         self.apart = {node: _Apart(size) for node, size in given.others.items()}
         self.in_backward = self._in_backward()
+        self.signs_of = self._signs()
         self.far = self._used_far_apart()
         self.forced = self._forced()
         self.kept = self._kept()
@@ -94,6 +96,17 @@ class _Compiled:
                 kept = [memory for memory in self.given.keeps.get(node, ()) if not _is_there(memory)]
                 reads[node] = [*dict.fromkeys(kept), *([self.apart[node]] if node in self.apart else [])]
         return reads
+
+    def _signs(self) -> dict[_Apart, list[Memory]]:
+        """What is kept of numbers of which a backward needs the sign alone: {it: the numbers}. The backward reads it
+        in place of them."""
+        signs: dict[_Apart, list[Memory]] = {}
+        for node, read in self.in_backward.items():
+            numbers = [piece for piece in read if isinstance(piece, Memory)]
+            if cost_notes(node).keeps_truths and numbers:
+                apart = _Apart(sum(memory.size_bytes // _item_bytes(node) for memory in numbers))
+                self.apart[node], self.in_backward[node], signs[apart] = apart, [apart], numbers
+        return signs
 
     def _used_far_apart(self) -> dict[Memory, bool]:
         """What is read on both sides of an operator that cannot be joined, and what is made of it behind that:
@@ -146,7 +159,7 @@ class _Compiled:
         for node in self.calls:
             read = [memory for memory in self.read[node] if not _is_there(memory)]
             sources |= dict.fromkeys(self._pieces(node), read)
-        return sources
+        return sources | self.signs_of
 
     def _kept(self) -> set[Piece]:
         """The cut, and what regions that are run again read."""
@@ -218,6 +231,11 @@ class _Compiled:
         nowhere = {m for m in made - there if self.users.get(m) and not self._is_apart(m)}
         changed = {memory: replace(memory, again=False) for memory in casts}
         return changed | {memory: replace(memory, size_bytes=0, again=False) for memory in nowhere}
+
+
+def _item_bytes(node: fx.Node) -> int:
+    value = facts(node).get("val")
+    return value.itemsize if isinstance(value, Tensor) else 1
 
 
 def _is_there(memory: Memory) -> bool:

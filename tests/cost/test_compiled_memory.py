@@ -12,6 +12,7 @@ from dist import run_ranks
 from functorch.compile import nop
 from held import compiled_peak_on_a_rank, partitioned_on_this_process
 from test_one_number import llama
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
@@ -54,6 +55,29 @@ def test_what_is_kept_is_what_the_partitioner_keeps(monkeypatch, name, dtype, op
     assert planned / kept < 1.03, f"{kept} bytes are kept, {planned} planned"
     # A piece of several blocks turns a mask into numbers once. Counted is each block's.
     assert (kept - kept_by_several) / kept < (0.05 if name == "bert" else 0.005)
+
+
+def relu_then_dropout(num_layers=3, hidden=64, rows=8, seq=64, **_):
+    """MLPs in which nothing reads the numbers behind the activation but dropout, as in T5."""
+    blocks = [
+        nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4 * hidden, hidden))
+        for _ in range(num_layers)
+    ]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*blocks)
+
+        def forward(self, x):
+            return self.blocks(x).square().mean()
+
+    return Model().train(), {"x": torch.randn(rows, seq, hidden)}
+
+
+def test_of_what_relu_makes_the_sign_is_kept(monkeypatch):
+    monkeypatch.setitem(ZOO, "relu", relu_then_dropout)
+    test_what_is_kept_is_what_the_partitioner_keeps(monkeypatch, "relu", torch.float32, {})
 
 
 PEAKS = [
