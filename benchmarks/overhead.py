@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # read when the compiler is imported
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch.set_num_threads(1)
     sizes = QUICK if arguments.quick else ON_GPU if arguments.device == "cuda" else Sizes()
     if arguments.rounds:
@@ -332,6 +333,7 @@ class Row:
 
 def measured(case: Case, sizes: Sizes) -> list[Row]:
     """Prints its rows too."""
+    torch._dynamo.reset()  # which compiles one function so many times, and runs it as it is from then on
     steps, first_s, results = {}, {}, {}
     for name, make in case.variants.items():
         start_s = time.perf_counter()
