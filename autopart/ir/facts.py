@@ -32,7 +32,7 @@ class CostNotes(NamedTuple):
     does with all that works number by number: "remade" in the backward where that keeps less, "copied" where it is not
     made again, or "drawn" where the mask that it keeps is not. `gradients`: what makes those of its operands in eager
     torch: one kernel ("together"), one for each ("each"), of sums none ("handed on"); of a view zeros and the "part",
-    the "parts" joined, or what was "repeated" summed. Arithmetic has "each" or "handed on". `keeps_truths`: of what
+    the "parts" joined, or what was "repeated" summed. Arithmetic has "each" or "handed on". `keeps_sign`: of what
     its backward reads it needs the sign alone, of which a compiler keeps a byte a number.
     """
 
@@ -44,7 +44,7 @@ class CostNotes(NamedTuple):
     counts_seen: bool = False
     joins: Literal["", "remade", "copied", "drawn"] = ""
     gradients: Literal["together", "each", "handed on", "part", "parts", "repeated"] = "together"
-    keeps_truths: bool = False
+    keeps_sign: bool = False
 
     @property
     def is_arithmetic(self) -> bool:

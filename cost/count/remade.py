@@ -22,11 +22,11 @@ from functools import cache, lru_cache
 from typing import Any
 
 import networkx as nx
-from torch import Tensor, fx
+from torch import fx
 
 from autopart.cost.count.footprint import Memory, Value, Walk, memories
 from autopart.cost.count.kept import MAX_KNOWN
-from autopart.ir.facts import cost_notes, facts, is_joined
+from autopart.ir.facts import cost_notes, is_joined
 from autopart.ir.operators import is_cast
 
 SMALL = 4
@@ -103,8 +103,9 @@ class _Compiled:
         signs: dict[_Apart, list[Memory]] = {}
         for node, read in self.in_backward.items():
             numbers = [piece for piece in read if isinstance(piece, Memory)]
-            if cost_notes(node).keeps_truths and numbers:
-                apart = _Apart(sum(memory.size_bytes // _item_bytes(node) for memory in numbers))
+            if cost_notes(node).keeps_sign and numbers:
+                item_bytes = self.given.values[node].form.dtype.itemsize
+                apart = _Apart(sum(memory.size_bytes // item_bytes for memory in numbers))
                 self.apart[node], self.in_backward[node], signs[apart] = apart, [apart], numbers
         return signs
 
@@ -231,11 +232,6 @@ class _Compiled:
         nowhere = {m for m in made - there if self.users.get(m) and not self._is_apart(m)}
         changed = {memory: replace(memory, again=False) for memory in casts}
         return changed | {memory: replace(memory, size_bytes=0, again=False) for memory in nowhere}
-
-
-def _item_bytes(node: fx.Node) -> int:
-    value = facts(node).get("val")
-    return value.itemsize if isinstance(value, Tensor) else 1
 
 
 def _is_there(memory: Memory) -> bool:

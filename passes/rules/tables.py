@@ -229,6 +229,6 @@ COSTS: dict[str, CostNotes] = dict.fromkeys(REMADE, CostNotes(joins="remade")) |
         ("aten::split", "aten::split_with_sizes", "aten::chunk", "aten::unbind"), CostNotes(gradients="parts")
     ),
     "aten::expand": CostNotes(gradients="repeated"),
-    **dict.fromkeys(("aten::relu", "aten::leaky_relu", "aten::hardtanh"), CostNotes(keeps_truths=True)),
+    **dict.fromkeys(("aten::relu", "aten::leaky_relu", "aten::hardtanh"), CostNotes(keeps_sign=True)),
 }
 """What of the cost of an operator, traced or of a local form, does not follow from the shapes of a call."""

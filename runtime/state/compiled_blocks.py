@@ -111,12 +111,10 @@ def _laid_in_order(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         blocks = {path for user in node.users for path in _numbered(user, module)[:1]}
         if len(blocks) > 1 and _is_reordered(node):
-            readers = list(node.users)
             with graph.inserting_after(node):
                 laid = graph.call_function(torch.ops.autopart.in_order.default, (node,))
             laid.meta = dict(node.meta)
-            for reader in readers:
-                reader.replace_input_with(node, laid)
+            node.replace_all_uses_with(laid, delete_user_cb=lambda user, laid=laid: user is not laid)
     module.recompile()
     return module
 
@@ -172,10 +170,10 @@ class _Pieces:
             kinds = self._kinds(runs)
             for kind, alike in groupby(zip(kinds, runs, siblings, strict=True), key=itemgetter(0)):
                 _, chain, shorter = zip(*alike, strict=True)
-                if kinds.count(kind) == len(chain) > 1:
-                    yield from self._joined(self._at_seams(chain))
-                elif kinds.count(kind) > 1:
-                    yield from self._at_seams(chain)
+                if kinds.count(kind) > 1:
+                    blocks = self._at_seams(chain)
+                    # Of kinds that take turns, in chains of one or a few, each is a piece wherever it stands.
+                    yield from self._joined(blocks) if kinds.count(kind) == len(chain) else blocks
                 else:
                     ((start, stop),) = shorter
                     yield from self._blocks(start, stop, depth + 1)
