@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from autopart.ir.facts import facts
 from autopart.ir.subgraphs import erase_unread, is_given, part_of
 
-MOST_BYTES = 2**24
+MOST_BYTES = 2**25
 """Of a value that is held between calls; one that is larger, of very long rows, is made in each."""
 
 
