@@ -264,6 +264,8 @@ class Options:
         "that makes the model.",
         "the model's own", "PATH|init", read=_weights)
     # fmt: on
+    stage_slack: float | None = None
+    """As of `Problem`, where it is not the usual one: found by the recipe, and no option of users."""
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -277,7 +279,7 @@ class Options:
                               hint="precision='bf16', or leave reduce_dtype out")  # fmt: skip
 
 
-OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options)}
+OPTIONS: dict[str, Option] = {row.name: row.metadata["option"] for row in fields(Options) if row.metadata}
 
 
 def names_of(kind: Any) -> list[str]:

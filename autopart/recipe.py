@@ -21,7 +21,10 @@ from autopart.cost.fit import Estimate, does_not_fit, fullest
 from autopart.cost.hardware import Hardware
 from autopart.cost.memory import RankMemory
 from autopart.cost.sends import scattering_pays
-from autopart.errors import AutopartError, LayoutError, OptionError
+from autopart.cost.stages import SLACK
+from autopart.cost.symbolic import Cost
+from autopart.cost.table import LESS_EVEN
+from autopart.errors import AutopartError, LayoutError, MemoryLimitError, OptionError
 from autopart.flags import flags
 from autopart.ir.decisions import Decisions
 from autopart.ir.delayed import check_delayed
@@ -178,8 +181,20 @@ def _dense_gradients(model: nn.Module, traced: Trace) -> list[str]:
 
 @_without_collections()
 def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
-    """Choose a plan for an annotated trace. Of a folded one it is the same as of the whole, which is planned where one
-    block cannot stand for others, or where there is something to refuse."""
+    """Choose a plan for an annotated trace, with stages less even where a step takes less time then on the hardware."""
+    plan = _plan_of_few(model, traced, mesh, options)
+    is_fixed = mesh.size("pp") == 1 or bool(options.pins.cuts or options.pins.together)
+    if is_fixed or Cost.of(plan).has_quickest_stages:
+        return plan
+    try:
+        return _plan_of_few(model, traced, mesh, replace(options, stage_slack=LESS_EVEN))
+    except MemoryLimitError:
+        return plan
+
+
+def _plan_of_few(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:
+    """The plan of a folded trace, which is the same as that of the whole; that of the whole where one block cannot
+    stand for others, or where there is something to refuse."""
     if traced.folds and can_be_folded(mesh, options):
         try:
             return _make_plan(model, _folded_in_stages(traced, mesh, options), mesh, options)
@@ -287,6 +302,7 @@ def problem_of(traced: Trace, mesh: Mesh, options: Options, schedule: Schedule |
         traced, mesh, schedule or _schedule(traced, mesh, options), Hardware.load(options.hardware), options.pins,
         options.sequence_parallel, options.zero or 0, options.recompute or "none", options.prefetch,
         options.context, DpSync.parse(options.dp_sync), options.balance, options.sequence_dims,
+        SLACK if options.stage_slack is None else options.stage_slack,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@
     zero3        fully_shard of every block and of the root
     tp2          parallelize_module: Megatron's plan, with vocabulary-parallel embedding and loss
     pp2          PipelineStage of the halves, 1F1B, as many microbatches
-    pp2-pinned   the same, cut where that is
+    pp2-profile  the same, planned by a hardware profile of the link
     pp2-ahead    and on the schedule that sends beside the work, for one microbatch more in memory
 
 Both sides of a case run in the same two processes in turn, step by step, so that the machine's noise meets both alike;
@@ -50,13 +50,15 @@ Make = Callable[[nn.Module, Batch], Step]
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train, by autopart and by torch. `waits_at_once`: neither side runs anything beside what is sent."""
+    """One way to train, by autopart and by torch. `waits_at_once`: neither side runs anything beside what is sent.
+    `knows_link`: autopart plans by a profile of it."""
 
     name: str
     mesh: str
     options: dict[str, Any]
     theirs: Make
     waits_at_once: bool = False
+    knows_link: bool = False
 
     @property
     def tolerance(self) -> float:
@@ -203,7 +205,7 @@ def work_alone(model: nn.Module, batch: Batch) -> Step:
 
 
 PIPELINE: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES}
-PINNED: dict[str, Any] = {"pins": {"stages": {"cut_before": ["model.layers.2"]}}}
+AHEAD: dict[str, Any] = PIPELINE | {"schedule": "interleaved_1f1b", "virtual_stages": 1}
 CASES = (
     Case("zero0", "dp2", {"zero": 0}, data_parallel),
     Case("zero1", "dp2", {"zero": 1}, sharded(False)),
@@ -214,8 +216,8 @@ CASES = (
     Case("zero3-bf16", "dp2", {"zero": 3, "precision": "bf16"}, sharded(True, True)),
     Case("tp2", "tp2", {}, dtensor_tp, waits_at_once=True),
     Case("pp2", "pp2", PIPELINE, hand_pp),
-    Case("pp2-pinned", "pp2", PIPELINE | PINNED, hand_pp),
-    Case("pp2-ahead", "pp2", PIPELINE | PINNED | {"schedule": "interleaved_1f1b", "virtual_stages": 1}, hand_pp),
+    Case("pp2-profile", "pp2", PIPELINE, hand_pp, knows_link=True),
+    Case("pp2-ahead", "pp2", AHEAD, hand_pp, knows_link=True),
 )
 AIMS = {"gloo": 1.0, "sleep": 0.95}
 """{link: the ratio of wall times at most}."""
@@ -235,10 +237,11 @@ def measured(case: Case, sizes: Sizes, link: str, rounds: int) -> dict[str, Any]
         work_s = statistics.median(timed(alone).wall_s for _ in range(5))
         del alone
     theirs = trained(case.theirs, model, batch)
-    ours = trained(autopart_on(case.mesh, **case.options), model, batch)
+    rate_bytes_per_s = LINK.rate_bytes_per_s if work_s is None else rate_of(theirs, work_s)
+    options = case.options | ({"hardware": profile(link, rate_bytes_per_s)} if case.knows_link else {})
+    ours = trained(autopart_on(case.mesh, **options), model, batch)
     check_equal(case, ours, theirs)
-    if work_s is not None:
-        set_rate(theirs, work_s)
+    LINK.rate_bytes_per_s = rate_bytes_per_s
     pairs: list[tuple[Time, Time]] = []
     for number in range(sizes.warm_ups + rounds):
         turn = (ours, theirs) if number % 2 else (theirs, ours)
@@ -257,12 +260,29 @@ def measured(case: Case, sizes: Sizes, link: str, rounds: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def set_rate(theirs: Step, work_s: float) -> None:
+def rate_of(theirs: Step, work_s: float) -> float:
     """So fast that what torch sends in a step takes half as long as a step's work."""
     before = LINK.sent_bytes
     theirs.clear()
     theirs.run()
-    LINK.rate_bytes_per_s = (LINK.sent_bytes - before) / (work_s / 2)
+    return (LINK.sent_bytes - before) / (work_s / 2)
+
+
+def profile(link: str, rate_bytes_per_s: float) -> str:
+    """The hardware profile of a link: its name, or the path of one, the same on all ranks."""
+    if link == "gloo":
+        return "cpu-gloo"
+    from autopart.cost import hardware
+
+    known = json.loads(Path(hardware.__file__).with_name("profiles").joinpath("cpu-gloo.json").read_text())
+    known |= {"name": "sleeping", "overlap": known["overlap"] | {"value": 1}}
+    known["link_bytes_per_s"] |= {"value": rate_bytes_per_s}
+    del known["collectives"]
+    texts = [json.dumps(known)]
+    dist.broadcast_object_list(texts, 0)
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        file.write(texts[0])
+    return file.name
 
 
 def check_equal(case: Case, ours: Step, theirs: Step) -> None:
@@ -307,7 +327,7 @@ def traced(sizes: Sizes, file: Path) -> None:
     theirs = trained(case.theirs, model, batch)
     ours = trained(autopart_on(case.mesh, **case.options), model, batch)
     check_equal(case, ours, theirs)
-    set_rate(theirs, work_s)
+    LINK.rate_bytes_per_s = rate_of(theirs, work_s)
     for title, step in (("autopart, zero=3", ours), ("torch, fully_shard", theirs)):
         for _ in range(sizes.warm_ups):
             timed(step)

@@ -11,9 +11,10 @@ import numpy as np
 from .rows import Parameter
 
 SLACK = 0.015
-"""How much heavier than the optimum the heaviest stage may become to send less, within `BOUND` of the lower bound."""
+"""How much heavier than the optimum the heaviest stage may become to send less, if nothing else is said."""
 
 BOUND = 1.018
+"""To send less the heaviest stage does not become heavier than so many times the lower bound, where it was not."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ def balance(
     crossing: Sequence[float] | np.ndarray,
     num_stages: int,
     begins: Set[int] = frozenset(),
+    slack: float = SLACK,
 ) -> Partition | None:
-    """The exact min-max partition, and among partitions within `SLACK` of it the most even one that sends little.
+    """The exact min-max partition, and among partitions within `slack` of it the most even one that sends little.
 
     Where one operator outweighs the mean stage no other stage is bound by it, but a pipeline fills and drains the
     sooner, and ranks with several stages are the more even, the more even these are.
@@ -44,6 +46,7 @@ def balance(
         crossing: bytes that a cut before operator i would send (infinite where no cut is possible).
         num_stages: how many non-empty stages.
         begins: positions at which a stage must begin.
+        slack: how much heavier than the optimum the heaviest stage may become; up to `SLACK` within `BOUND` too.
     Returns None where there are too few places to cut, or more beginnings than stages.
 
     >>> balance([3, 1, 1, 3], [0, 9, 9, 9], 2).cuts
@@ -63,7 +66,9 @@ def balance(
     if best >= across:
         return None
     bound = float(max(total[-1] / num_stages, max(weights, default=0.0)))
-    limit = max(best, min(best * (1 + SLACK), bound * BOUND))
+    limit = best * (1 + slack)
+    if slack <= SLACK and best <= bound * BOUND:
+        limit = min(limit, bound * BOUND)
     sent = np.array([0.0, *(crossing[i] for i in places), 0.0])
     often = float(np.median(sent[1:-1])) or 1.0 if places else 1.0
     shares = load * num_stages / (load[-1] or 1.0)

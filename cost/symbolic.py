@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .formula import Formula
     from .hardware import Hardware
     from .simulate import Simulation
+    from .setting import Setting
     from .table import Table
 
 OF_OLD_PLANS = ("formula", "values")
@@ -248,9 +249,24 @@ class Cost(dict[str, Any]):
         """As predicted at the plan's own sizes."""
         return self._predicted({})
 
+    @property
+    def has_quickest_stages(self) -> bool:
+        """Whether stages begin where a step takes the least time (`cost.table.quickest_cuts`)."""
+        from .hardware import Hardware
+        from .table import quickest_cuts
+
+        setting = self._setting({})
+        cuts = quickest_cuts(self.table, replace(setting, cuts=None), Hardware.load(self._plan.hardware))
+        return cuts == setting.cuts
+
     def _predicted(self, sizes: Mapping[str, float], hardware: Hardware | None = None) -> Simulation:
         from .hardware import Hardware
         from .table import predict
+
+        return predict(self.table, self._setting(sizes), hardware or Hardware.load(self._plan.hardware))
+
+    def _setting(self, sizes: Mapping[str, float]) -> Setting:
+        """The plan's with other sizes, and its stages where there are as many of as many tokens, or they are pinned."""
         from .table_data import own_setting
 
         plan, mesh = self._plan, self._mesh(sizes)
@@ -263,9 +279,9 @@ class Cost(dict[str, Any]):
             table, plan.mesh_object(), was, plan.zero, plan.prefetch, plan.scatter_sends, DpSync.parse(plan.dp_sync)
         )
         stages = mesh.size("pp") * schedule.virtual_stages
-        cuts = table.cuts.get(stages) if "stages" in plan.pins else None
-        setting = replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"), cuts=cuts)
-        return predict(table, setting, hardware or Hardware.load(plan.hardware))
+        are_own = stages == len(plan.cuts) + 1 and ("stages" in plan.pins or sizes.get("s", table.s) == table.s)
+        cuts = table.cuts[stages] if are_own else None
+        return replace(counted, mesh=mesh, schedule=schedule, rows=rows, tokens=sizes.get("s"), cuts=cuts)
 
     def _mesh(self, sizes: Mapping[str, float]) -> Mesh:
         """The plan's with other sizes of axes."""

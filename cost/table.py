@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -26,14 +26,21 @@ from autopart.plans.plan import TIMING_PARTS
 
 from .dp_sync import Carried, by_method, sync_s
 from .formula import CutBytes, Totals
-from .hardware import Hardware
+from .hardware import DEFAULT, Hardware
 from .rows import Parameter, Row, cast_bytes, mean_share, named_in, summed_over
 from .sends import StageCrossing, gather_cost, scattering_pays
 from .setting import Setting
 from .simulate import Simulation, simulated
-from .stages import balance, shared_by
+from .stages import SLACK, balance, shared_by
 from .table_memory import rank_rows
 from .work import NOTHING, Size, Sizes, Work, chosen_ranks, flops_by_dtype, gradient_sum_s, optimizer_s
+
+
+LESS_EVEN = 0.1
+"""How much heavier than need be the heaviest stage may be where a step takes less time then."""
+
+GAIN = 0.98
+"""Of a step's time at most what is left where stages are less even."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +137,37 @@ def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
 
     Raises StageError where there are fewer places to cut than stages.
     """
+    if setting.cuts is None:
+        setting = replace(setting, cuts=quickest_cuts(table, setting, hardware))
     priced = Priced(table, setting, hardware)
     return simulated(priced.timing, setting.schedule, setting.mesh, rank_rows(priced), setting.overlap_sends)
 
 
-def stage_cuts(table: Table, setting: Setting) -> tuple[int, ...]:
+def quickest_cuts(table: Table, setting: Setting, hardware: Hardware) -> tuple[int, ...]:
+    """Where stages begin in a plan on this hardware: balanced, and on a profile that was named less even, if they send
+    less then and a step takes less time.
+
+    Raises StageError where there are fewer places to cut than stages.
+    """
+    even = stage_cuts(table, setting)
+    if not even or hardware.name == DEFAULT:
+        return even
+    less_even = stage_cuts(table, setting, LESS_EVEN)
+    if less_even == even:
+        return even
+    seconds = [predict(table, replace(setting, cuts=cuts), hardware).step_time_s for cuts in (even, less_even)]
+    return less_even if seconds[1] <= GAIN * seconds[0] else even
+
+
+def stage_cuts(table: Table, setting: Setting, slack: float = SLACK) -> tuple[int, ...]:
     """Where stages begin, balanced as those of a plan are: other rows scale all loads and all that is sent alike, other
-    tokens do not.
+    tokens do not. `slack`: as of `balance`.
 
     Raises StageError where there are fewer places to cut than stages.
     """
     num_stages, tokens = setting.mesh.size("pp") * setting.schedule.virtual_stages, table.times(setting).s
-    if tokens != 1:
-        cuts = _balanced(table, num_stages, tokens)
+    if tokens != 1 or slack != SLACK:
+        cuts = _balanced(table, num_stages, tokens, slack)
     else:
         if num_stages not in table.cuts:
             table.cuts[num_stages] = _balanced(table, num_stages)
@@ -152,14 +177,16 @@ def stage_cuts(table: Table, setting: Setting) -> tuple[int, ...]:
     return cuts
 
 
-def _balanced(table: Table, num_stages: int, tokens: float = 1.0) -> tuple[int, ...] | None:
+def _balanced(
+    table: Table, num_stages: int, tokens: float = 1.0, slack: float = SLACK
+) -> tuple[int, ...] | None:  # fmt: skip
     """Where stages begin of rows of so many times the tokens; None where there are too few places."""
     if num_stages == 1:
         return ()
     times = Sizes(s=tokens)
     loads = np.array([float(row.load.at(times)) for row in table.rows])
     sent = np.array([math.inf if row.crossing is None else float(row.crossing.at(times)) for row in table.rows])
-    partition = balance(loads[table.positions], sent[table.positions], num_stages)
+    partition = balance(loads[table.positions], sent[table.positions], num_stages, slack=slack)
     return partition.cuts if partition is not None else None
 
 

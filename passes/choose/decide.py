@@ -107,8 +107,8 @@ def _stages(problem: Problem) -> dict[fx.Node, int]:
 
 
 def _cuts(problem: Problem) -> tuple[int, ...]:
-    folds = problem.trace.folds
-    return pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins, folds).cuts
+    folds, slack = problem.trace.folds, problem.stage_slack
+    return pinned_partition(problem.graph, problem.mesh, problem.num_stages, problem.pins, folds, slack).cuts
 
 
 def stages_from_cuts(trace: Trace, cuts: tuple[int, ...]) -> dict[fx.Node, int]:

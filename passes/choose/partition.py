@@ -9,7 +9,7 @@ import numpy as np
 from torch import fx
 
 from autopart.cost.flops import work
-from autopart.cost.stages import Partition, balance
+from autopart.cost.stages import SLACK, Partition, balance
 from autopart.errors import StageError
 from autopart.ir.atoms import selections_in
 from autopart.ir.facts import facts
@@ -20,14 +20,14 @@ from autopart.ir.names import layer_of
 from autopart.passes.normalize.statistics import INNER
 
 
-def partition(graph: fx.Graph, num_stages: int, folds: Folds = ()) -> Partition:
+def partition(graph: fx.Graph, num_stages: int, folds: Folds = (), slack: float = SLACK) -> Partition:
     """The best cuts of an annotated graph into `num_stages` stages; positions count `active_operators`, those of the
-    blocks that `folds` leaves out too.
+    blocks that `folds` leaves out too. `slack`: as of `balance`.
 
     Raises StageError where there are fewer places to cut than needed.
     """
     nodes = active_operators(graph)
-    best = find_partition(nodes, num_stages, folds=folds)
+    best = find_partition(nodes, num_stages, folds=folds, slack=slack)
     if best is None:
         places = num_places(nodes)
         raise StageError(
@@ -40,7 +40,7 @@ def partition(graph: fx.Graph, num_stages: int, folds: Folds = ()) -> Partition:
 
 def find_partition(
     nodes: list[fx.Node], num_stages: int, begins: Set[int] = frozenset(), inside: Set[int] = frozenset(),
-    folds: Folds = (),
+    folds: Folds = (), slack: float = SLACK,
 ) -> Partition | None:  # fmt: skip
     """The best cuts of active operators; None where there are too few places to cut.
 
@@ -48,7 +48,7 @@ def find_partition(
     """
     order, sent, works = in_whole(nodes, folds), crossing_bytes(nodes), [work(n) for n in nodes]
     crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
-    return balance([works[index] for index in order], crossing, num_stages, begins)
+    return balance([works[index] for index in order], crossing, num_stages, begins, slack)
 
 
 def in_whole(nodes: Sequence[fx.Node], folds: Folds) -> list[int]:

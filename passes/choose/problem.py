@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from autopart.cost.hardware import Hardware
+from autopart.cost.stages import SLACK
 from autopart.ir.dp_sync import ALL_REDUCE, DpSync
 from autopart.ir.mesh import Context, Mesh
 from autopart.ir.recomputation import Recompute
@@ -39,6 +40,8 @@ class Problem:
     dp_sync: DpSync = ALL_REDUCE
     balance: float = 1.0
     sequence_dims: Mapping[str, int] | None = None
+    stage_slack: float = SLACK
+    """How much heavier than need be the heaviest stage may be, to send less."""
 
     @property
     def graph(self) -> fx.Graph:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopart.cost.stages import Partition
+from autopart.cost.stages import SLACK, Partition
 from autopart.errors import OptionError, StageError
 from autopart.ir.facts import facts
 from autopart.ir.fold import Folds
@@ -30,14 +30,16 @@ class StagePins:
     inside: frozenset[int] = frozenset()
 
 
-def pinned_partition(graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: Folds = ()) -> Partition:
+def pinned_partition(
+    graph: fx.Graph, mesh: Mesh, num_stages: int, pins: Pins, folds: Folds = (), slack: float = SLACK
+) -> Partition:  # fmt: skip
     """The best cuts that the pins allow. Raises StageError where there are none, with the pins that are at odds.
 
-    `folds`: of the trace, where nothing is pinned.
+    `folds`, `slack`: of the trace, and as of `balance`, where nothing is pinned.
     """
     every: list[StagePin] = [*pins.cuts, *pins.together]
     if not every:
-        return partition(graph, num_stages, folds)
+        return partition(graph, num_stages, folds, slack)
     if "pp" not in mesh.sizes:
         raise OptionError(
             f"the pin {every[0]} is for an axis that the mesh {mesh} lacks: pp", where=pins.where(every[0]),

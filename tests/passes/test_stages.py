@@ -1,11 +1,13 @@
 """Cutting into stages: the cuts are the best there are, and any cuts at all compute the same."""
 
 import itertools
+import json
 import math
 import random
 import statistics
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ import zoo
 from traced import plan_of, run_of, verified
 
 import autopart
+from autopart.cost import hardware
 from autopart.cost.flops import work
+from autopart.cost.hardware import Hardware
 from autopart.cost.stages import BOUND, SLACK, balance
+from autopart.cost.table import GAIN, LESS_EVEN
 from autopart.errors import StageError
 from autopart.ir.facts import facts
 from autopart.ir.graph import active_operators
@@ -61,7 +66,10 @@ def test_balance_is_the_best_of_all_partitions(seed):
         return
     best = min(heaviest for heaviest, _ in possible.values())
     bound = max(sum(weights) / num_stages, max(weights))
-    limit = max(best, min(best * (1 + SLACK), bound * BOUND)) * (1 + 1e-9)  # so much may be spent on being even
+    limit = best * (1 + SLACK)  # so much may be spent on sending little and on being even
+    if best <= bound * BOUND:
+        limit = min(limit, bound * BOUND)
+    limit *= 1 + 1e-9
     edges = (0, *found.cuts, len(weights))
     assert list(edges) == sorted(set(edges)) or len(weights) == 0
     loads = [sum(weights[a:b]) for a, b in itertools.pairwise(edges)]
@@ -116,6 +124,42 @@ def test_plan_shows_the_balance():
     loads = [row["flops"] for row in plan.stages]
     assert plan.cost["heaviest_stage_flops"] == max(loads)
     assert plan.cost["imbalance"] == pytest.approx(max(loads) / plan.cost["stage_lower_bound_flops"] - 1, abs=1e-6)
+
+
+def on_link(bytes_per_s, folder):
+    """The path of a profile in which devices send so fast."""
+    data = json.loads((Path(hardware.__file__).with_name("profiles") / "a100-80gb-sxm.json").read_text())
+    data |= {"name": f"link of {bytes_per_s:g}", "link_latency_s": data["link_latency_s"] | {"value": 1e-12}}
+    data["link_bytes_per_s"] |= {"value": bytes_per_s}
+    data.pop("collectives", None)
+    file = folder / f"{bytes_per_s:g}.json"
+    file.write_text(json.dumps(data))
+    return str(file)
+
+
+def sent_bytes(plan):
+    return sum(moved.bytes for moved in plan.collectives if moved.forward == "send")
+
+
+@pytest.mark.parametrize("num_layers", [4, 8])
+def test_stages_are_less_even_where_a_named_link_is_slow(num_layers, tmp_path):
+    """Also of a model whose blocks are planned as one that stands for all."""
+    model, batch = zoo.llama(num_layers=num_layers)
+    even = autopart.plan(model, "pp2", example_kwargs=batch)
+    slow = autopart.plan(model, "pp2", example_kwargs=batch, hardware=on_link(1e7, tmp_path))
+    assert sent_bytes(slow) < sent_bytes(even)
+    assert even.cost["imbalance"] < slow.cost["imbalance"] < (1 + LESS_EVEN) * (1 + even.cost["imbalance"]) - 1
+    assert slow.cost["step_time_s"] < GAIN * even.cost.on(Hardware.load(slow.hardware)).step_time_s
+    fast = autopart.plan(model, "pp2", example_kwargs=batch, hardware=on_link(1e15, tmp_path))
+    assert fast.cuts == even.cuts
+
+
+def test_pinned_stages_stay_where_they_are(tmp_path):
+    model, batch = zoo.llama(num_layers=4)
+    pins = {"stages": {"cut_before": ["model.layers.1"]}}
+    profiles = (None, on_link(1e7, tmp_path))
+    pinned, slow = (autopart.plan(model, "pp2", example_kwargs=batch, pins=pins, hardware=one) for one in profiles)
+    assert slow.cuts == pinned.cuts
 
 
 # --- Any cut is legal ----------------------------------------------------------------------------------------------
