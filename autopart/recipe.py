@@ -55,6 +55,7 @@ from autopart.passes.normalize import AS_TRACED, IN_DOUBLE, NORMALIZE
 from autopart.passes.pipeline import run_passes
 from autopart.passes.write.lower import lower
 from autopart.plan_figures import Draft, Written, plan_of
+from autopart.plans.headline import quantity
 from autopart.plans.plan import Plan, Schedule
 from autopart.progress import phase
 from autopart.tracing.folding import copied, folded
@@ -187,9 +188,17 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     if is_fixed or Cost.of(plan).has_quickest_stages:
         return plan
     try:
-        return _plan_of_few(model, traced, mesh, replace(options, stage_slack=LESS_EVEN))
+        other = _plan_of_few(model, traced, mesh, replace(options, stage_slack=LESS_EVEN))
     except MemoryLimitError:
         return plan
+    return replace(other, notes=(*other.notes, _why_less_even(other, plan)))
+
+
+def _why_less_even(chosen: Plan, even: Plan) -> str:
+    seconds, least_s = (quantity(plan.cost["step_time_s"], "s") for plan in (chosen, even))
+    heaviest, least = (f"{100 * plan.cost['imbalance']:.1f} %" for plan in (chosen, even))
+    return (f"stages are less even than they could be, as a step takes {seconds} then on {chosen.hardware}, not "
+            f"{least_s}: the heaviest is {heaviest} over the lower bound, not {least}")  # fmt: skip
 
 
 def _plan_of_few(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> Plan:

@@ -103,7 +103,7 @@ def rank_main(rank: int, folder: str, link: str, arguments: argparse.Namespace) 
         if rank == 0:
             heading(link)
         for case in chosen:
-            rows.append(measured(case, sizes, link, arguments.rounds or sizes.rounds))
+            rows.append(measured(case, sizes, link, arguments.rounds or sizes.rounds, Path(folder, "profile.json")))
             if rank == 0:
                 report(rows[-1])
     if rank == 0:
@@ -226,8 +226,8 @@ AIMS = {"gloo": 1.0, "sleep": 0.95}
 # --- Measuring.
 
 
-def measured(case: Case, sizes: Sizes, link: str, rounds: int) -> dict[str, Any]:
-    """The ratios of a case."""
+def measured(case: Case, sizes: Sizes, link: str, rounds: int, file: Path) -> dict[str, Any]:
+    """The ratios of a case. `file`: for the profile of a link."""
     gc.collect()
     LINK.rate_bytes_per_s, LINK.is_blocking = float("inf"), case.waits_at_once
     model, batch = build(sizes)
@@ -236,9 +236,9 @@ def measured(case: Case, sizes: Sizes, link: str, rounds: int) -> dict[str, Any]
         alone = trained(work_alone, model, batch)
         work_s = statistics.median(timed(alone).wall_s for _ in range(5))
         del alone
+    rate_bytes_per_s = LINK.rate_bytes_per_s if work_s is None else rate_of(trained(case.theirs, model, batch), work_s)
     theirs = trained(case.theirs, model, batch)
-    rate_bytes_per_s = LINK.rate_bytes_per_s if work_s is None else rate_of(theirs, work_s)
-    options = case.options | ({"hardware": profile(link, rate_bytes_per_s)} if case.knows_link else {})
+    options = case.options | ({"hardware": profile(link, rate_bytes_per_s, file)} if case.knows_link else {})
     ours = trained(autopart_on(case.mesh, **options), model, batch)
     check_equal(case, ours, theirs)
     LINK.rate_bytes_per_s = rate_bytes_per_s
@@ -262,14 +262,15 @@ def measured(case: Case, sizes: Sizes, link: str, rounds: int) -> dict[str, Any]
 
 def rate_of(theirs: Step, work_s: float) -> float:
     """So fast that what torch sends in a step takes half as long as a step's work."""
-    before = LINK.sent_bytes
-    theirs.clear()
-    theirs.run()
+    for _ in range(2):  # a first step sends more
+        before = LINK.sent_bytes
+        theirs.clear()
+        theirs.run()
     return (LINK.sent_bytes - before) / (work_s / 2)
 
 
-def profile(link: str, rate_bytes_per_s: float) -> str:
-    """The hardware profile of a link: its name, or the path of one, the same on all ranks."""
+def profile(link: str, rate_bytes_per_s: float, file: Path) -> str:
+    """The hardware profile of a link, by its name or path."""
     if link == "gloo":
         return "cpu-gloo"
     from autopart.cost import hardware
@@ -278,11 +279,10 @@ def profile(link: str, rate_bytes_per_s: float) -> str:
     known |= {"name": "sleeping", "overlap": known["overlap"] | {"value": 1}}
     known["link_bytes_per_s"] |= {"value": rate_bytes_per_s}
     del known["collectives"]
-    texts = [json.dumps(known)]
-    dist.broadcast_object_list(texts, 0)
-    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-        file.write(texts[0])
-    return file.name
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(known))
+    dist.barrier()
+    return str(file)
 
 
 def check_equal(case: Case, ours: Step, theirs: Step) -> None:

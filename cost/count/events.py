@@ -59,7 +59,7 @@ def forward_bytes(walk: Walk, saved: Mapping[fx.Node, Sequence[Memory]], traffic
         else:
             new_bytes = 0
         new_bytes += saved_others(walk, node) if node in saved else 0
-        written_over = _bytes(ended) if node in walk.in_place else 0
+        written_over = _bytes(ended) if _writes_over(walk, node) else 0
         yield Event("takes", new_bytes - written_over)
         yield Event("peak", 0)
         yield Event("takes", written_over - _bytes(ended))
@@ -92,6 +92,11 @@ class _Backward:
         self.again = {node: _bytes(memory) + others for node, (memory, others) in rerun_memory(walk, alive).items()}
         self.in_rows = {name for row in traffic.rows for name in row.names}
         self.opened: set[int] = set()
+        self.read_bytes = 0
+        """Of what the operators right before have read, which are one kernel with this one if it is joined: all is there
+        until that ends."""
+        self.read_sizes: set[int] = set()
+        """Of what these keep: one of the size of what the kernel makes is written over."""
         self.parts_bytes: Counter[int] = Counter()
         self.wholes_bytes: Counter[int] = Counter()
 
@@ -107,8 +112,14 @@ class _Backward:
         row = self.traffic.row_of.get(node)
         if row is None:
             yield Event("needs", self.walk.takes.get(node, (0, 0))[1])
-            if node in self.walk.in_place:
+            if _writes_over(self.walk, node):
                 written_over = done + self.kept.get(node, 0) + self.again.get(node, 0)
+                self.read_bytes += max(0, written_over - new_bytes)
+                self.read_sizes |= {memory.size_bytes for memory in self.walk.keeps.get(node, ())}
+            else:
+                is_joined = node in self.walk.in_place and new_bytes not in self.read_sizes
+                yield Event("needs", new_bytes + self.read_bytes if is_joined else 0)
+                self.read_bytes, self.read_sizes = 0, set()
             yield Event("takes", new_bytes - written_over)
         else:  # gradients of parts are made where those of all wholes are there, which are sent
             self.parts_bytes[row] += new_bytes
@@ -141,6 +152,16 @@ class _Backward:
         for row in sorted(rows - self.opened, reverse=True):
             self.opened.add(row)
             yield from self.traffic.opens(row)
+
+
+def _writes_over(walk: Walk, node: fx.Node) -> bool:
+    """Whether what an operator makes may lie where what it reads was, or the gradient of one where that of the other
+    was: of a cast they may not, whose elements have another size."""
+    if node not in walk.in_place:
+        return False
+    made, *read = (value.form.dtype.itemsize for one in (node, *node.all_input_nodes)
+                   if isinstance(value := walk.values[one], Value))  # fmt: skip
+    return made in read
 
 
 def _bytes(pieces: Set[Memory]) -> int:

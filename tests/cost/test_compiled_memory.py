@@ -96,6 +96,24 @@ def test_a_compiled_step_takes_what_is_counted(name, mesh, options):
         assert abs(planned / held - 1) < 0.1, f"{held} bytes are held, {planned} planned"
 
 
+def test_a_gradient_is_there_while_it_is_cast():
+    """That of a loss's scores over tp, in float32, beside the scores and what is made of it in bfloat16, as
+    `benchmarks/memory.py` measures it; on one rank one kernel makes the latter of the scores, in their place."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                         vocab_size=4096, use_cache=False)  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    ids = torch.zeros(8, 64, dtype=torch.long)
+    temporary = {
+        mesh: autopart.plan(model, mesh, example_kwargs={"input_ids": ids, "labels": ids.clone()}, compile=True,
+                            precision="bf16").memory[0]["temporary"] for mesh in ("dp1", "tp2")
+    }  # fmt: skip
+    scores_bytes = 4 * ids.numel() * 4096 // 2
+    assert temporary["tp2"] == pytest.approx(1.5 * scores_bytes, rel=0.01) and temporary["dp1"] < scores_bytes / 4
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 def test_a_compiled_stage_keeps_less(name):
     run = run_of(ZOO[name])

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 import statistics
 from dataclasses import replace
 from functools import cache
@@ -150,6 +151,10 @@ def test_stages_are_less_even_where_a_named_link_is_slow(num_layers, tmp_path):
     assert sent_bytes(slow) < sent_bytes(even)
     assert even.cost["imbalance"] < slow.cost["imbalance"] < (1 + LESS_EVEN) * (1 + even.cost["imbalance"]) - 1
     assert slow.cost["step_time_s"] < GAIN * even.cost.on(Hardware.load(slow.hardware)).step_time_s
+    assert re.fullmatch(
+        r"stages are less even than they could be, as a step takes .* then on link of 1e\+07, not .*: the heaviest is "
+        r"\d+\.\d % over the lower bound, not \d+\.\d %", slow.notes[-1],
+    )  # fmt: skip
     fast = autopart.plan(model, "pp2", example_kwargs=batch, hardware=on_link(1e15, tmp_path))
     assert fast.cuts == even.cuts
 
