@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from .formula import Formula
     from .hardware import Hardware
-    from .simulate import Simulation
     from .setting import Setting
+    from .simulate import Simulation
     from .table import Table
 
 OF_OLD_PLANS = ("formula", "values")

@@ -35,7 +35,6 @@ from .stages import SLACK, balance, shared_by
 from .table_memory import rank_rows
 from .work import NOTHING, Size, Sizes, Work, chosen_ranks, flops_by_dtype, gradient_sum_s, optimizer_s
 
-
 LESS_EVEN = 0.1
 """How much heavier than need be the heaviest stage may be where a step takes less time then."""
 

@@ -93,8 +93,8 @@ class _Backward:
         self.in_rows = {name for row in traffic.rows for name in row.names}
         self.opened: set[int] = set()
         self.read_bytes = 0
-        """Of what the operators right before have read, which are one kernel with this one if it is joined: all is there
-        until that ends."""
+        """Of what the operators right before have read, which are one kernel with the next if that is joined: all is
+        there until it ends."""
         self.read_sizes: set[int] = set()
         """Of what these keep: one of the size of what the kernel makes is written over."""
         self.parts_bytes: Counter[int] = Counter()
@@ -117,8 +117,8 @@ class _Backward:
                 self.read_bytes += max(0, written_over - new_bytes)
                 self.read_sizes |= {memory.size_bytes for memory in self.walk.keeps.get(node, ())}
             else:
-                is_joined = node in self.walk.in_place and new_bytes not in self.read_sizes
-                yield Event("needs", new_bytes + self.read_bytes if is_joined else 0)
+                if node in self.walk.in_place and new_bytes not in self.read_sizes:
+                    yield Event("needs", new_bytes + self.read_bytes)
                 self.read_bytes, self.read_sizes = 0, set()
             yield Event("takes", new_bytes - written_over)
         else:  # gradients of parts are made where those of all wholes are there, which are sent
