@@ -44,7 +44,7 @@ def find_partition(
 ) -> Partition | None:  # fmt: skip
     """The best cuts of active operators; None where there are too few places to cut.
 
-    `begins`: positions at which stages begin. `inside`: positions at which none does.
+    `begins`: positions at which stages begin. `inside`: positions at which none does. `slack`: as of `balance`.
     """
     order, sent, works = in_whole(nodes, folds), crossing_bytes(nodes), [work(n) for n in nodes]
     crossing = [math.inf if i in inside else sent[index] for i, index in enumerate(order)]
