@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from dist import run_ranks
 from precision_models import apart, build, on_one_device
 

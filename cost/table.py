@@ -142,14 +142,19 @@ def predict(table: Table, setting: Setting, hardware: Hardware) -> Simulation:
     return simulated(priced.timing, setting.schedule, setting.mesh, rank_rows(priced), setting.overlap_sends)
 
 
+def weighs_links(hardware: Hardware) -> bool:
+    """Whether stages may be less even to send less: where the profile of what they run on was named."""
+    return hardware.name != DEFAULT
+
+
 def quickest_cuts(table: Table, setting: Setting, hardware: Hardware) -> tuple[int, ...]:
-    """Where stages begin in a plan on this hardware: balanced, and on a profile that was named less even, if they send
-    less then and a step takes less time.
+    """Where stages begin in a plan on this hardware: balanced, and where links are weighed less even, if they send less
+    then and a step takes less time.
 
     Raises StageError where there are fewer places to cut than stages.
     """
     even = stage_cuts(table, setting)
-    if not even or hardware.name == DEFAULT:
+    if not even or not weighs_links(hardware):
         return even
     less_even = stage_cuts(table, setting, LESS_EVEN)
     if less_even == even:
