@@ -26,7 +26,7 @@ class Regions(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.up(x).relu()
-        return ((self.norm(self.down(hidden)) * self.scale - y).float() ** 2).mean()
+        return ((self.norm(self.down(hidden.to(x.dtype))) * self.scale - y).float() ** 2).mean()
 
 
 class Tied(nn.Module):
