@@ -45,7 +45,7 @@ def small_llama(dtype: str) -> LlamaForCausalLM:
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, **_: object) -> Tensor:
-    """In float32, or in float64 of a model in that: transformers' own is always in float32, and meshes would differ from
+    """In float32, or in float64 of a model in that. That of transformers is always in float32: meshes would differ from
     the eighth digit on."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
