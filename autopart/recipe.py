@@ -23,7 +23,7 @@ from autopart.cost.memory import RankMemory
 from autopart.cost.sends import scattering_pays
 from autopart.cost.stages import SLACK
 from autopart.cost.symbolic import Cost
-from autopart.cost.table import LESS_EVEN, weighs_links
+from autopart.cost.table import LESS_EVEN
 from autopart.errors import AutopartError, LayoutError, MemoryLimitError, OptionError
 from autopart.flags import flags
 from autopart.ir.decisions import Decisions
@@ -185,7 +185,7 @@ def make_plan(model: nn.Module, traced: Trace, mesh: Mesh, options: Options) -> 
     """Choose a plan for an annotated trace, with stages less even where a step takes less time then on the hardware."""
     plan = _plan_of_few(model, traced, mesh, options)
     is_fixed = mesh.size("pp") == 1 or bool(options.pins.cuts or options.pins.together)
-    if is_fixed or not weighs_links(Hardware.load(options.hardware)) or Cost.of(plan).has_quickest_stages:
+    if is_fixed or Cost.of(plan).has_quickest_stages:
         return plan
     try:
         other = _plan_of_few(model, traced, mesh, replace(options, stage_slack=LESS_EVEN))

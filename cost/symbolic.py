@@ -253,11 +253,13 @@ class Cost(dict[str, Any]):
     def has_quickest_stages(self) -> bool:
         """Whether stages begin where a step takes the least time (`cost.table.quickest_cuts`)."""
         from .hardware import Hardware
-        from .table import quickest_cuts
+        from .table import quickest_cuts, weighs_links
 
+        hardware = Hardware.load(self._plan.hardware)
+        if not weighs_links(hardware):  # balanced is all that they are
+            return True
         setting = self._setting({})
-        cuts = quickest_cuts(self.table, replace(setting, cuts=None), Hardware.load(self._plan.hardware))
-        return cuts == setting.cuts
+        return quickest_cuts(self.table, replace(setting, cuts=None), hardware) == setting.cuts
 
     def _predicted(self, sizes: Mapping[str, float], hardware: Hardware | None = None) -> Simulation:
         from .hardware import Hardware
