@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopart.compat import tree_unflatten
+from autopart.compat_shards import on_local_values
 from autopart.errors import AutopartError, OptionError, StageError, TraceError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
@@ -37,7 +38,8 @@ from autopart.runtime.loop.step_options import StepOptions
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
 from autopart.runtime.saving.full_optimizer import SavesOptimizers
 from autopart.runtime.saving.optimizer_state import connect_state_dicts
-from autopart.runtime.state.homes import settle, settle_empty
+from autopart.runtime.shards.sharded_tensor import with_spec
+from autopart.runtime.state.homes import home_for, settle, settle_empty
 from autopart.runtime.state.sharing import Originals, part_of_another, remember
 from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
 from autopart.runtime.state.unsummed import Unsummed, check_summed
@@ -288,6 +290,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._traced("buffers()")
         return super().named_buffers(*args, **kwargs)
 
+    @on_local_values
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards by their names; `full_state_dict` has the full tensors.
 
@@ -303,6 +306,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._save_loss_scaling(state_dict, prefix)
         return state_dict
 
+    @on_local_values
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights under the model's own names, each as this rank's shard or as the full tensor.
 
@@ -318,6 +322,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             )
         return super().load_state_dict(state_dict, strict=strict)
 
+    @on_local_values
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
@@ -412,7 +417,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             program = replace(program, parameters=settled(program.parameters, self._program.parameters))
         known = self._program.parameters if self._program is not None else ()
         self._trained = trained_names(model, program, known, self._trained)
-        stages = self._stages(program)
+        stages, stage_style = self._stages(program), stage_style_of(self._schedule)
         parameters = shard_parameters(
             model, program, self._process.coordinates,
             stages=stages, device=self._process.device, known=self._local_parameters, weights=self._weights,
@@ -422,11 +427,14 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             mesh = str(program.mesh)
             owner, original = (self._weights.users_own(name) if self._weights is not None else None) or (model, full)
             shared = part_of_another(owner, name, original, mesh, stored.layout)
-            parameter = parameter if shared is None else shared
+            if shared is None:
+                parameter = with_spec(parameter, home_for(name, program, self._process, stage_style))
+            else:
+                parameter = shared
             remember(owner, original, parameter, mesh, stored.layout)
             self._originals.add(name, full)
             self._local_parameters[name] = parameter
-            settle(parameter, name, program, self._process, stage_style_of(self._schedule))
+            settle(parameter, name, program, self._process, stage_style)
         self._register(model, program.stored_names)
         if not self._local_parameters:  # so that every rank can make an optimizer
             nothing = nn.Parameter(torch.empty(0, device=self._process.device))
@@ -463,6 +471,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._unsummed = Unsummed(self._process, stage_style, self._data_sync.bring_together)
         self._begin_flight(self._schedule, scales_loss=self._loss_scaling is not None)
 
+    @on_local_values
     def _begin_as_copy(self) -> None:
         self._begin_steps(self._replicas.check_replicas)
         self._data_sync.adopt(self._traced("copy"), self._local_parameters)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.compat import clone_of, default_store, keep_for_ever, set_group_timeout
+from autopart.compat_shards import local_values
 from autopart.errors import HangError
 from autopart.runtime.comm.stacks import place_in_stack, place_in_traceback
 
@@ -219,7 +220,7 @@ def watched(method: Callable[P, R]) -> Callable[P, R]:
         module: Any = args[0]
         module._calls[name] += 1
         watch = module._process.watch
-        with nullcontext() if watch is None else watch.inside(f"{name} {module._calls[name]}"):
+        with local_values(), nullcontext() if watch is None else watch.inside(f"{name} {module._calls[name]}"):
             return method(*args, **kwargs)
 
     return call
@@ -232,7 +233,8 @@ def meeting(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         module: Any = args[0]
-        module._meet(method.__name__)
+        with local_values():
+            module._meet(method.__name__)
         return method(*args, **kwargs)
 
     return watched(call)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from autopart.compat_shards import full_values
 from autopart.errors import UsageError
 from autopart.ir.facts import facts
 from autopart.ir.program import Program
@@ -121,7 +122,7 @@ class HeldHooks:
         """Give every hook on a gradient the step's own, complete one; what it returns takes its place."""
         for parameter, hooks in zip(self.parameters, self._of_gradients, strict=True):
             for hook in hooks.values():
-                with torch.no_grad():
+                with torch.no_grad(), full_values():
                     changed = hook(parameter.grad) if parameter.grad is not None else None
                 if changed is not None:
                     parameter.grad = changed
@@ -130,7 +131,8 @@ class HeldHooks:
         """Run those that come after a gradient was added to `.grad`."""
         for parameter, hooks in zip(self.parameters, self._of_accumulation, strict=True):
             for hook in hooks.values() if parameter.grad is not None else ():
-                hook(parameter)
+                with full_values():
+                    hook(parameter)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from autopart.compat_shards import on_local_values
 from autopart.errors import MissingAttribute, UsageError
 from autopart.runtime.loop.loss_scaling import LossScaling
 
@@ -45,6 +46,7 @@ class Idioms(nn.Module):
             _refuse_conversion(fn, dtype, self.__dict__["_process"].device)
         return self
 
+    @on_local_values
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.__dict__["_program"] is None:
             raise UsageError(

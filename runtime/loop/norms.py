@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopart.compat_shards import on_local_values
 from autopart.compat_training import norms_of_each, redirect_norms
 from autopart.errors import InputError, OptionError
 from autopart.ir.program import Program
@@ -232,6 +233,7 @@ def recognise_in_torch() -> None:
     redirect_norms(_clip_grad_norm, _get_total_norm)
 
 
+@on_local_values
 def _clip_grad_norm(
     original: Callable[..., Tensor],
     parameters: Any,
@@ -261,6 +263,7 @@ def _clip_grad_norm(
     return total
 
 
+@on_local_values
 def _get_total_norm(
     original: Callable[..., Tensor],
     tensors: Any,

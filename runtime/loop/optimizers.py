@@ -6,9 +6,11 @@ on the whole. One that looks at a tensor's rows, norm or singular values compute
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopart.compat_shards import local_values, on_local_values
 from autopart.errors import OptionError
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.homes import Home, home_of, parameters_of, process_among
@@ -53,12 +56,32 @@ OF_THE_MODEL = {
 def watch_optimizers() -> None:
     """From now on an optimizer that cannot work on parts raises OptionError at its first `step()` with such."""
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check(optimizer))
+    for name in ELEMENTWISE:
+        kind = getattr(torch.optim, name)
+        kind.step = _on_shards(kind.step)
+
+
+def _on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an elementwise step run on local values: each call on a parameter would go through Python otherwise.
+
+    A closure is the user's code, which reads full tensors.
+    """
+
+    @functools.wraps(step)
+    def run(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+        if closure is not None:
+            return step(self, closure)
+        with local_values():
+            return step(self)
+
+    return run
 
 
 _CHECKED: Any = WeakIdKeyDictionary()
 """{optimizer: how many parameters it had when it was looked at}."""
 
 
+@on_local_values
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raises OptionError where the optimizer needs more than this rank holds of what it was given, UsageError where
     its gradients are not summed yet."""

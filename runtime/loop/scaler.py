@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopart.compat_shards import on_local_values
 from autopart.compat_training import redirect_unscale
 from autopart.errors import InputError
 from autopart.runtime.comm.processes import Process, reduce_over_all
@@ -62,6 +63,7 @@ def share_infinities() -> None:
     redirect_unscale(_unscale)
 
 
+@on_local_values
 def _unscale(
     original: Callable[..., dict[torch.device, Tensor]], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any
 ) -> dict[torch.device, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopart.compat import full_state_dicts_through
+from autopart.compat_shards import on_local_values
 from autopart.errors import CheckpointError
 from autopart.runtime.comm.processes import Process, of_all_stages
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, at_home, part_here, put_together
@@ -52,6 +53,7 @@ def _watch(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_with_local_parts)
 
 
+@on_local_values
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state dict in which what is cut, or is one stage's, knows where it belongs."""
     parameters = parameters_of(optimizer)
@@ -96,6 +98,7 @@ def _placed_state(value: Any, parameter: Tensor, home: Home) -> Any:
     return ShardTensor(value, ShardPlace(place.name, shape, spans, place.keys)) if staged else value
 
 
+@on_local_values
 def _with_local_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """A state dict with this rank's part of every full tensor in it. Raises CheckpointError where one does not fit."""
     saved = state_dict["param_groups"]

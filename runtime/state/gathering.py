@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopart.compat_shards import on_local_values
 from autopart.compat_training import in_backward
 from autopart.errors import StageError
 from autopart.ir.facts import facts
@@ -245,6 +246,7 @@ class _View:
     offset: int | torch.SymInt
 
 
+@on_local_values
 def _unpack(saved: Any) -> Tensor:
     if not isinstance(saved, _View):
         return saved

@@ -83,8 +83,13 @@ _HOMES: Any = WeakIdKeyDictionary()
 def settle(parameter: nn.Parameter, name: str, program: Program, process: Process, stage_style: str) -> None:
     """Note where a local parameter belongs, unless another module that shares it has done so."""
     if parameter not in _HOMES:
-        stored = program.parameters[name]
-        _HOMES[parameter] = Home(name, stored, tuple(owners(program, stored, stage_style)), process)
+        _HOMES[parameter] = home_for(name, program, process, stage_style)
+
+
+def home_for(name: str, program: Program, process: Process, stage_style: str) -> Home:
+    """Return where this rank's shard of a parameter belongs."""
+    stored = program.parameters[name]
+    return Home(name, stored, tuple(owners(program, stored, stage_style)), process)
 
 
 _EMPTY: Any = WeakIdKeyDictionary()

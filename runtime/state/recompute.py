@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 from torch.utils.checkpoint import checkpoint
 
+from autopart.compat_shards import on_local_values
 from autopart.ir.facts import facts
 
 
@@ -27,7 +28,7 @@ def run_again(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)`, which keeps nothing for the backward but the arguments and what the function holds."""
     if not torch.is_grad_enabled():
         return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(on_local_values(function), *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def with_regions(module: fx.GraphModule) -> fx.GraphModule:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopart.compat_shards import on_local_values
 from autopart.ir.buckets import BUCKET_BYTES, SUMS_UNDER_WAY, UNDER_WAY
 from autopart.runtime.comm.parts import begin_sum
 
@@ -147,6 +148,7 @@ class _Leave(torch.autograd.Function):
         return _as_trained(ctx, values, 2)
 
     @staticmethod
+    @on_local_values
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         present_grads = [grad for grad in grads if grad is not None]
@@ -174,6 +176,7 @@ class _Arrive(torch.autograd.Function):
         return _as_trained(ctx, tuple(tensor.view_as(tensor) for tensor in tensors), 1)
 
     @staticmethod
+    @on_local_values
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         sums = ctx.pending.taken()
         if sums is None:

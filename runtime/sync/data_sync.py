@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopart.compat_shards import on_local_values
 from autopart.compat_training import at_end_of_backward
 from autopart.errors import UsageError
 from autopart.ir.buckets import alike
@@ -242,6 +243,7 @@ class DataSync:
         optimizer.register_step_pre_hook(lambda *_: self._before())
         optimizer.register_step_post_hook(lambda *_: self._after())
 
+    @on_local_values
     @torch.no_grad()
     def _before(self) -> None:
         if self.changes_models and self.wire is not None:
@@ -250,6 +252,7 @@ class DataSync:
             for names in self._alike():
                 before_step(self.sync.method, [names], [self.state], self.wire, self.updates)
 
+    @on_local_values
     @torch.no_grad()
     def _after(self) -> None:
         if self.changes_models and self.wire is not None:

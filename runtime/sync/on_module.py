@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopart.compat_shards import on_local_values
 from autopart.errors import OptionError, UsageError
 from autopart.ir.dp_sync import HOOK
 from autopart.ir.layout import parts_of
@@ -32,6 +33,7 @@ class SyncsData:
     _program: Program | None
     _begin_anew: Callable[[], None]
 
+    @on_local_values
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer's steps bring the replicas together, where `dp_sync` gives every data rank a model of its
         own (`"gossip:ring"`, `"local:16"`, ...). Once, before the first step; with other methods it does nothing.
@@ -51,6 +53,7 @@ class SyncsData:
                                  hint="one optimizer for all parameters")  # fmt: skip
             self._data_sync.attach(optimizer)
 
+    @on_local_values
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Run a communication hook of DistributedDataParallel, unchanged, in place of the sum of gradients over the
         data ranks: `hook(state, bucket)` gives a future of one tensor.

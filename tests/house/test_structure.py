@@ -57,6 +57,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "runtime": {
         "comm": (),
         "state": ("comm",),
+        "shards": ("comm", "state"),
         "agree": ("comm", "state"),
         "saving": ("comm", "state"),
         "loop": ("comm", "state"),

@@ -1,0 +1,47 @@
+"""Private parts of torch that tensors with `__torch_function__` need."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+
+local_values = torch._C.DisableTorchFunctionSubclass
+"""Context inside which a sharded tensor is the plain tensor of this rank's values."""
+
+full_values = torch._C._EnableTorchFunction
+"""Context inside which it behaves as the full tensor again: for code of the user that the runtime calls."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def on_local_values(function: F) -> F:
+    """Run a function of the library inside `local_values`."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with local_values():
+            return function(*args, **kwargs)
+
+    return cast(F, run)
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch; that of an attribute has "get:", "set:" or "del:" before it."""
+    name = getattr(func, "__name__", "")
+    kind = {"__get__": "get:", "__set__": "set:", "__delete__": "del:"}.get(name)
+    if kind is not None:
+        return kind + getattr(func, "__self__", None).__name__  # type: ignore[attr-defined]
+    return name
+
+
+def register_foreach(kinds: Sequence[type[torch.Tensor]]) -> None:
+    """Let torch's optimizers and clipping choose their foreach kernels for these classes, as they do for DTensor."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        supported += [kind for kind in kinds if kind not in supported]

@@ -1,0 +1,1 @@
+"""Tensors that hold a shard and behave as the unpartitioned tensor."""
