@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process, first_ranks_seed
+from autopart.runtime.shards.shard_spec import total_over_stages
+from autopart.runtime.state.homes import home_of
 from autopart.runtime.state.unsummed import Unsummed, in_parts
 
 
@@ -47,6 +50,22 @@ class OnMesh(nn.Module):
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self._process.device
+
+    def summed(self, fn: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """Return the sum of `fn(parameter)` over all parameters of the model, the same on every rank.
+
+        Each parameter counts once, wherever it is stored. Differentiable in the parameters. A collective call.
+
+        Args:
+            fn: gives a scalar of one parameter or its gradient, and sees full tensors: `lambda p: p.grad.square().sum()`.
+
+        Example:
+            penalty = pm.summed(lambda p: p.abs().sum())
+        """
+        parameters = {id(p): p for p in self.parameters() if (home := home_of(p)) and home.owners[0] == self._process.pp}
+        values = [fn(parameter) for parameter in parameters.values()]
+        total = torch.stack([value.reshape(()) for value in values]).sum() if values else None
+        return total_over_stages(total, self._process)
 
     def pause_timeout(self) -> AbstractContextManager[None]:
         """Around work of your own that takes longer than `timeout=`, such as evaluating or saving on one rank: ranks

@@ -1,7 +1,7 @@
 """Optimizers that need more than a rank holds: refused by name at their first step on a partitioned model.
 
-An optimizer that updates each element by its own history, as SGD and Adam do, does on a part of a tensor what it does
-on the whole. One that looks at a tensor's rows, norm or singular values computes something else there, silently.
+An optimizer that updates each element by its own history, as SGD and Adam do, runs on local values. Any other runs on
+parameters that behave as the full tensors, so sums and norms are right; under pp it must treat tensors one by one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopart.compat_shards import local_values, on_local_values
 from autopart.errors import OptionError
 from autopart.runtime.comm.processes import Process
+from autopart.runtime.shards.sharded_tensor import allow_reductions_in
 from autopart.runtime.state.homes import Home, home_of, parameters_of, process_among
 from autopart.runtime.state.unsummed import check_summed
 
@@ -110,25 +110,24 @@ def _check_class(optimizer: torch.optim.Optimizer, cut: Home | None, process: Pr
             where=where,
             hint="torch.optim.AdamW, or a mesh of dp alone with zero=0",
         )
-    if cut is None:
-        return
-    if not why and not _known_elementwise(optimizer):
-        elementwise = is_elementwise(optimizer, process.device)
-        if elementwise is None:
-            warnings.warn(
-                f"{name} trains '{cut.name}' in parts:\n"
-                "  right only if it updates each element by itself, which could not be tried",
-                stacklevel=4,
-            )
-        elif not elementwise:
-            why = "on two halves of a small matrix it did something else"
-    if why:
+    if cut is not None and why:
         raise OptionError(
             f"{name} cannot train '{cut.name}' in parts",
             why=why,
             where=f"this one is cut by {_axes(cut)}",
             hint=f"torch.optim.AdamW for it, or leave it whole: {_whole(cut)}",
         )
+    if "pp" in process.groups and not _known_elementwise(optimizer):
+        separable = is_separable(optimizer, process.device)
+        if separable is False:
+            raise OptionError(
+                f"{name} cannot train the stages of a pipeline one by one",
+                why="of two matrices together it made something else than of each alone",
+                where="pp: a stage's parameters on each rank",
+                hint="torch.optim.AdamW, or a mesh without pp",
+            )
+        if separable:
+            allow_reductions_in(optimizer)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
@@ -146,8 +145,23 @@ def is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bo
     return all(torch.allclose(moved, whole, rtol=1e-3, atol=1e-6) for moved in halves)
 
 
+def is_separable(optimizer: torch.optim.Optimizer, device: torch.device) -> bool | None:
+    """Return whether an optimizer of this class does the same to two matrices as two of them do to one each.
+
+    Three steps with the same options; None if it cannot be tried. No random number of the user's is drawn.
+    """
+    matrices = [torch.arange(24.0, device=device).reshape(6, 4), torch.arange(10.0, device=device).reshape(2, 5) + 1]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            together = _movements(optimizer, matrices)
+            alone = [_movements(optimizer, [matrix])[0] for matrix in matrices]
+    except Exception:  # whatever a class unknown to us raises, of a constructor called in another way
+        return None
+    return all(torch.allclose(*pair, rtol=1e-3, atol=1e-6) for pair in zip(together, alone, strict=True))
+
+
 def _movements(optimizer: torch.optim.Optimizer, places: list[Tensor]) -> list[Tensor]:
-    """How far three steps move the parts of a matrix; values and gradients follow from the places in the matrix."""
+    """Return how far three steps move these matrices; values and gradients follow from their elements."""
     parameters = [nn.Parameter(place.sin()) for place in places]
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     if "lr" in options:

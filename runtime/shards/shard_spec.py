@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopart.ir.pieces import Cut
 from autopart.runtime.comm.collectives import PRIMITIVES
-from autopart.runtime.comm.processes import Process
+from autopart.runtime.comm.processes import Process, of_all_stages
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,19 @@ class ShardSpec:
         for axis in axes:
             local = reduce(_Stack.apply(local, axis, self))
         return local
+
+
+def total_over_stages(total: Tensor | None, process: Process) -> Tensor:
+    """Return the sum of the stages' totals (None: this stage has none), on every rank. Differentiable.
+
+    Stages are ranks that use different parameters of one loss, so backward hands each its own gradient.
+    """
+    if "pp" not in process.groups:
+        return torch.zeros((), device=process.device) if total is None else total
+    dtypes = of_all_stages(None if total is None else total.dtype, process)
+    dtype = next((dtype for dtype in dtypes if dtype is not None), torch.float32)
+    mine = torch.zeros((), dtype=dtype, device=process.device) if total is None else total.to(dtype)
+    return ShardSpec("", (), (), process).combine(mine, ["pp"], lambda stack: stack.sum(0))
 
 
 @contextmanager

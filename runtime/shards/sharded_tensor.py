@@ -9,9 +9,11 @@ runs on the gathered tensor. Library code runs inside `local_values()` and sees 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -309,7 +311,7 @@ def _keepdim(result: Tensor, spec: ShardSpec, dims: Sequence[int]) -> bool:
 
 
 def _check_all_stages(name: str, spec: ShardSpec) -> None:
-    if not _Stages.together:
+    if not _combines_stages():
         raise UsageError(
             f"{name}() of '{spec.name}' under pp",
             why="a rank holds the parameters of its own stages, so what a loop computes of them differs between ranks",
@@ -318,20 +320,26 @@ def _check_all_stages(name: str, spec: ShardSpec) -> None:
         )
 
 
-class _Stages:
-    """Whether the values of all stages are put together by the caller."""
-
-    together = 0
+_SEPARABLE: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers that treat each tensor by itself, so that a stage's reductions are those of one device."""
 
 
-class of_all_stages:
-    """Context inside which reductions of a stage's parameters are allowed: the caller combines the stages."""
+def allow_reductions_in(optimizer: torch.optim.Optimizer) -> None:
+    """Let this optimizer's step reduce the parameters of a pipeline stage."""
+    _SEPARABLE.add(optimizer)
 
-    def __enter__(self) -> None:
-        _Stages.together += 1
 
-    def __exit__(self, *error: Any) -> None:
-        _Stages.together -= 1
+def _combines_stages() -> bool:
+    """Return True inside `pm.summed`, or the step of an optimizer that treats each tensor by itself."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if frame.f_code.co_name == "summed" or (
+            isinstance(caller, torch.optim.Optimizer) and caller in _SEPARABLE
+        ):  # fmt: skip
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _permuted(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -60,7 +60,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "shards": ("comm", "state"),
         "agree": ("comm", "state"),
         "saving": ("comm", "state"),
-        "loop": ("comm", "state"),
+        "loop": ("comm", "state", "shards"),
         "sync": ("comm", "state", "saving"),
     },
 }

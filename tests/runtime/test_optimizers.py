@@ -68,17 +68,29 @@ def one(values: int = 4) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(values, values))]
 
 
-def test_elementwise_optimizers_are_told_from_others():
+class Adaptive(Signs):
+    """Its step follows from a sum over all parameters, as of Prodigy and D-Adaptation."""
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad():
+            size = sum(p.grad.abs().sum() for p in parameters)
+            for parameter in parameters:
+                parameter.sub_(parameter.grad / size)
+
+
+def test_optimizers_of_single_tensors_are_told_from_others():
     for name in optimizers.ELEMENTWISE:
         if name != "SparseAdam":  # which takes sparse gradients alone
             optimizer = getattr(torch.optim, name)(one(), lr=0.1)
-            assert optimizers.is_elementwise(optimizer, CPU) is True, name
+            assert optimizers.is_separable(optimizer, CPU) is True, name
             assert optimizers._known_elementwise(optimizer)
     for kind in (torch.optim.Muon, torch.optim.Adafactor, Centred):
-        assert optimizers.is_elementwise(kind(one(), lr=0.1), CPU) is False, kind
-    assert optimizers.is_elementwise(Signs(one(), lr=0.0), CPU) is True  # a warm-up begins at 0
-    assert optimizers.is_elementwise(Sealed(one()), CPU) is None
-    assert optimizers.is_elementwise(torch.optim.LBFGS(one()), CPU) is None  # wants a closure
+        assert optimizers.is_separable(kind(one(), lr=0.1), CPU) is True, kind
+    assert optimizers.is_separable(Adaptive(one(), lr=0.1), CPU) is False
+    assert optimizers.is_separable(Signs(one(), lr=0.0), CPU) is True  # a warm-up begins at 0
+    assert optimizers.is_separable(Sealed(one()), CPU) is None
+    assert optimizers.is_separable(torch.optim.LBFGS(one()), CPU) is None  # wants a closure
     assert optimizers._known_elementwise(Mine(one())) and not optimizers._known_elementwise(Signs(one(), 0.1))
 
 
@@ -90,7 +102,7 @@ def test_trying_an_optimizer_draws_no_number():
                     parameter.data.add_(torch.randn_like(parameter))
 
     before = torch.get_rng_state()
-    assert optimizers.is_elementwise(Noisy(one(), 0.1), CPU) is False
+    assert optimizers.is_separable(Noisy(one(), 0.1), CPU) is False
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -121,6 +133,7 @@ def first_steps(mesh: str, zero: int) -> dict[str, str]:
         "LAMB": lambda m: LAMB(m.parameters(), lr=0.1),
         "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=4),
         "Centred": lambda m: Centred(m.parameters(), lr=0.1),
+        "Adaptive": lambda m: Adaptive(m.parameters(), lr=0.1),
     }
     said = {}
     for name, make in makers.items():
@@ -161,6 +174,10 @@ OF_MUON = """Muon cannot train 'layers.0.weight' in parts
   why    it orthogonalises whole matrices
   where  this one is cut by tp
   try    torch.optim.AdamW for it, or leave it whole: dp with zero=0, or pp"""
+OF_ADAPTIVE = """Adaptive cannot train the stages of a pipeline one by one
+  why    of two matrices together it made something else than of each alone
+  where  pp: a stage's parameters on each rank
+  try    torch.optim.AdamW, or a mesh without pp"""
 OF_LBFGS = """LBFGS cannot train a part of a model
   why    its step follows from all parameters together, and a rank has a part
   where  'layers.0.weight', cut by tp
@@ -169,10 +186,10 @@ OF_LBFGS = """LBFGS cannot train a part of a model
 
 @pytest.mark.few
 @pytest.mark.parametrize(("mesh", "zero", "refused"), [
-    ("tp2", 0, {"Muon", "Adafactor", "LAMB", "LBFGS", "Centred"}),
-    ("dp2", 3, {"Muon", "Adafactor", "LAMB", "LBFGS", "Centred"}),
+    ("tp2", 0, {"Muon", "Adafactor", "LAMB", "LBFGS"}),
+    ("dp2", 3, {"Muon", "Adafactor", "LAMB", "LBFGS"}),
     ("dp2", 0, set()),
-    ("pp2", 0, {"LBFGS"}),
+    ("pp2", 0, {"LBFGS", "Adaptive"}),
 ])  # fmt: skip
 def test_optimizers_are_right_or_refused(mesh, zero, refused):
     said = dist.run_ranks(first_steps, Mesh.parse(mesh).num_ranks, mesh, zero, timeout_s=TIMEOUT_S)
@@ -181,9 +198,9 @@ def test_optimizers_are_right_or_refused(mesh, zero, refused):
     if mesh == "tp2":
         assert said[0] == said[1]
         assert said[0]["Muon"] == OF_MUON and said[0]["LBFGS"] == OF_LBFGS
-        assert "why    on two halves of a small matrix it did something else\n" in said[0]["Centred"]
     if mesh == "pp2":
         assert "where  pp: a stage's parameters on each rank" in said[0]["LBFGS"]
+        assert said[0]["Adaptive"] == OF_ADAPTIVE
     if zero:
         assert "or leave it whole: zero=0" in said[0]["LAMB"]
 
