@@ -34,7 +34,7 @@ def function_name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", "")
     kind = {"__get__": "get:", "__set__": "set:", "__delete__": "del:"}.get(name)
     if kind is not None:
-        return kind + getattr(func, "__self__", None).__name__  # type: ignore[attr-defined]
+        return kind + str(getattr(func, "__self__", None).__name__)
     return name
 
 

@@ -4,8 +4,8 @@ The model is the one from transformers, unmodified. autopart traces it, cuts eve
 processes and the model into two pipeline stages (mesh `tp2,pp2`), and runs the stages with the 1F1B schedule. Process 0
 also trains the whole model by itself, on the same batches, and both losses are shown.
 
-In float32 the two drift apart: sums are made in another order, and AdamW amplifies rounding by an amount that depends on
-the processor. So what is checked is the same training in float64, where the losses of 20 steps must agree to 1e-5.
+In float32 the two drift apart: sums are made in another order, and AdamW amplifies rounding by an amount that depends
+on the processor. So what is checked is the same training in float64: the losses of 20 steps must agree to 1e-5.
 
     python examples/train_gpt2.py [--steps 100]
 

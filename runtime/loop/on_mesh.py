@@ -57,13 +57,13 @@ class OnMesh(nn.Module):
         Each parameter counts once, wherever it is stored. Differentiable in the parameters. A collective call.
 
         Args:
-            fn: gives a scalar of one parameter or its gradient, and sees full tensors: `lambda p: p.grad.square().sum()`.
+            fn: returns a scalar of one parameter or its gradient, which behave as the full tensors.
 
         Example:
             penalty = pm.summed(lambda p: p.abs().sum())
         """
-        parameters = {id(p): p for p in self.parameters() if (home := home_of(p)) and home.owners[0] == self._process.pp}
-        values = [fn(parameter) for parameter in parameters.values()]
+        homes = [(parameter, home_of(parameter)) for parameter in self.parameters()]
+        values = [fn(p) for p, home in homes if home is not None and home.owners[0] == self._process.pp]
         total = torch.stack([value.reshape(()) for value in values]).sum() if values else None
         return total_over_stages(total, self._process)
 

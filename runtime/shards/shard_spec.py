@@ -142,9 +142,11 @@ def exchange(process: Process, name: str) -> Iterator[None]:
 
 
 def _on_wire(x: Tensor, process: Process, send: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run a collective on the rank's device, with bools as bytes."""
-    sent = x.to(process.device).to(torch.uint8 if x.dtype == torch.bool else x.dtype)
-    return send(sent).to(x.dtype).to(x.device)
+    """Run a collective on the rank's device, in a dtype that every backend sends."""
+    if x.is_complex():
+        return torch.view_as_complex(_on_wire(torch.view_as_real(x), process, send).contiguous())
+    sent = x.to(process.device, {torch.bool: torch.uint8, torch.int16: torch.int32}.get(x.dtype, x.dtype))
+    return send(sent).to(x.device, x.dtype)
 
 
 class _Gather(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Parameters that hold this rank's shard and behave as the unpartitioned tensor, as DTensor does.
 
-A `ShardedTensor` is a strided tensor with the local values, so kernels, autograd, and fused and foreach optimizers run on
-it as on any tensor. What Python code calls on it goes through `__torch_function__`: shapes are those of the full
+A `ShardedTensor` is a strided tensor with the local values, so kernels, autograd, and fused and foreach optimizers run
+on it as on any tensor. What Python code calls on it goes through `__torch_function__`: shapes are those of the full
 tensor, elementwise operations stay local, reductions and random fills give what one device gives, and all else
 runs on the gathered tensor. Library code runs inside `local_values()` and sees plain local tensors.
 """
@@ -127,9 +127,11 @@ def _call(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     """Run a function of torch on sharded arguments, inside `local_values`."""
     kind = kind_of(func, name)
     if kind is Kind.REFUSED:
-        raise UsageError(f"{name}() on '{_first(args, kwargs).spec.name}', of which this rank holds a shard",
-                         why=REFUSED.get(name, "it reads memory that holds a shard alone"),
-                         hint="p.to_local() for this rank's values, p.full_tensor() or pm.full_state_dict() for all")  # fmt: skip
+        raise UsageError(
+            f"{name}() on '{_first(args, kwargs).spec.name}', of which this rank holds a shard",
+            why=REFUSED.get(name, "this attribute is the runtime's"),
+            hint="p.to_local() for this rank's values, p.full_tensor() or pm.full_state_dict() for all",
+        )
     return _HANDLERS[kind](func, name, args, kwargs)
 
 
@@ -185,7 +187,7 @@ def _set(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 def _same(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Functions that give values of the same layout: copies, casts, tensors like another."""
     result = func(*args, **kwargs)
-    if isinstance(result, ShardedTensor):
+    if isinstance(result, ShardedTensor) or not isinstance(result, Tensor):
         return result
     shares_memory = args[0].is_gathered and result.data_ptr() == args[0].data_ptr()
     return as_sharded(result, args[0].spec, is_gathered=shares_memory)
@@ -234,9 +236,8 @@ def _broadcast(specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> ShardSp
                 shards[dim] = tuple(one.on_dim(dim) for one in spec.of_dim(shard.dim))
     used = [shard.axis for of_dim in shards.values() for shard in of_dim]
     if len(used) != len(set(used)):  # one axis splits different dims of two arguments
-        first = specs[0]
-        shards = {s.dim + len(shape) - len(first.shape): tuple(
-            o.on_dim(s.dim + len(shape) - len(first.shape)) for o in first.of_dim(s.dim)) for s in first.shards}  # fmt: skip
+        first, offset = specs[0], len(shape) - len(specs[0].shape)
+        shards = {s.dim + offset: tuple(o.on_dim(s.dim + offset) for o in first.of_dim(s.dim)) for s in first.shards}
     kept = tuple(shard for dim in sorted(shards) for shard in shards[dim])
     return replace(specs[0], shape=tuple(shape), shards=kept)
 
@@ -442,9 +443,7 @@ def _foreach(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) 
     result = func(*(conform(arg) for arg in args), **{key: conform(value) for key, value in kwargs.items()})
     if result is None or name.endswith("_"):
         return result
-    return tuple(
-        leaf if spec is None else as_sharded(leaf, spec) for leaf, spec in zip(result, specs, strict=True)
-    )
+    return tuple(leaf if spec is None else as_sharded(leaf, spec) for leaf, spec in zip(result, specs, strict=True))
 
 
 def _of_inputs(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

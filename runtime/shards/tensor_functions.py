@@ -60,15 +60,13 @@ LOCAL = frozenset(
     "get:dtype get:device get:layout get:requires_grad set:requires_grad requires_grad_ get:is_leaf get:grad_fn "
     "get:_version get:retains_grad retain_grad register_hook register_post_accumulate_grad_hook get:_backward_hooks "
     "get:_post_accumulate_grad_hooks set:_backward_hooks set:_post_accumulate_grad_hooks is_floating_point is_complex "
-    "is_signed is_conj is_neg is_inference is_contiguous is_coalesced is_distributed is_nonzero_ get:is_cuda "
-    "get:is_cpu get:is_sparse get:is_sparse_csr get:is_meta get:is_quantized get:is_nested get:is_mkldnn get:is_mps "
-    "get:is_mtia get:is_xpu get:is_xla get:is_ipu get:is_hpu get:is_vulkan get:is_maia get:names get:name get:volatile "
-    "get:output_nr output_nr get:itemsize element_size get_device has_names get:_grad get:_base get:_grad_fn "
-    "get:grad_dtype set:grad_dtype backward result_type can_cast promote_types numpy_T delete:grad del:grad "
-    "_is_view is_same_size zero_grad detach_ get:_cdata get:_has_symbolic_sizes_strides is_shared type_ "
-    "_make_dtensor _make_wrapper_subclass record_stream is_pinned get:grad_ sym_size_ "
-    "_amp_foreach_non_finite_check_and_unscale_ is_tensor is_storage isinstance_ _has_compatible_shallow_copy_type "
-    "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ _fw_primal get:__class__ __dir__".split()
+    "is_signed is_conj is_neg is_inference is_contiguous is_coalesced is_distributed get:is_cuda get:is_cpu "
+    "get:is_sparse get:is_sparse_csr get:is_meta get:is_quantized get:is_nested get:is_mkldnn get:is_mps get:is_mtia "
+    "get:is_xpu get:is_xla get:is_ipu get:is_vulkan get:is_maia get:names get:name get:volatile get:output_nr "
+    "get:itemsize element_size get_device has_names get:_grad get:_base get:grad_dtype set:grad_dtype backward "
+    "result_type can_cast promote_types del:grad _is_view is_same_size detach_ get:_cdata is_shared is_pinned "
+    "record_stream _amp_foreach_non_finite_check_and_unscale_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ "
+    "__dir__".split()
 )
 """Flags, hooks and fused updates: a shard answers as the full tensor would."""
 
@@ -177,7 +175,7 @@ def kind_of(func: Any, name: str) -> Kind:
     aten = DUNDERS.get(name, name)
     base = aten.rstrip("_") if not aten.startswith("__") else aten
     if base in ALSO_ELEMENTWISE or _is_tagged(aten, torch.Tag.pointwise) or _is_tagged(base, torch.Tag.pointwise):
-        return Kind.ELEMENTWISE if name not in ("dropout", "dropout_", "bernoulli", "bernoulli_") else Kind.GATHERED
+        return Kind.ELEMENTWISE if base not in ("dropout", "bernoulli", "normal", "uniform", "equal") else Kind.GATHERED
     if name.startswith("set:") or name.startswith("del:"):
         return Kind.REFUSED
     if _is_view(name):
@@ -218,12 +216,14 @@ def reduced_dims(name: str, args: Sequence[Any], kwargs: dict[str, Any], ndim: i
     rest = list(args[1:])
     if name in ("max", "min") and (rest or set(kwargs) - {"input"}):
         return None
+    if name == "count_nonzero" and len(rest) > 1:
+        return None
     if name in ("std", "var") and rest and isinstance(rest[0], bool):
         dim: Any = kwargs.get("dim")
     elif name in ("norm", "vector_norm", "linalg_norm", "linalg_vector_norm"):
         order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else None))
         dim = kwargs.get("dim", kwargs.get("axis", rest[1] if len(rest) > 1 else None))
-        is_matrix = isinstance(order, str) and order != "fro" or (name == "linalg_norm" and order is not None)
+        is_matrix = (isinstance(order, str) and order != "fro") or (name == "linalg_norm" and order is not None)
         if is_matrix or (isinstance(order, Tensor)):
             return None
     else:
@@ -244,7 +244,8 @@ def reduce_locally(
     rest = args[1:]
     if not axes:
         return func(value, *rest, **{k: v for k, v in kwargs.items() if k != "input"})
-    keep = bool(kwargs.get("keepdim", False)) or any(isinstance(one, bool) for one in rest[1:])
+    first_flag = 2 if name in ("std", "var") else 1  # std(dim, unbiased, keepdim), sum(dim, keepdim)
+    keep = bool(kwargs.get("keepdim", False)) or any(one is True for one in rest[first_flag:])
     count = math.prod(spec.shape[dim] for dim in dims)
     over = tuple(dims)
 
@@ -257,7 +258,8 @@ def reduce_locally(
         return summed if name == "sum" else summed / count
     if name in ("std", "var"):
         correction = _correction(rest, kwargs)
-        centred = value - total(value, True) / count
+        # Each rank subtracts the mean from other elements.
+        centred = value - spec.partial_gradient(total(value, True) / count, set(axes))
         variance = total(centred * centred.conj(), keep).real / max(count - correction, 0)
         return variance.sqrt() if name == "std" else variance
     local = func(value, *rest, **{k: v for k, v in kwargs.items() if k != "input"})
