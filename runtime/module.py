@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -37,6 +38,7 @@ from autopart.runtime.loop.step_options import StepOptions
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_state, shapes_of, with_places
 from autopart.runtime.saving.full_optimizer import SavesOptimizers
 from autopart.runtime.saving.optimizer_state import connect_state_dicts
+from autopart.runtime.state.criteria import Criterion, named_criterion
 from autopart.runtime.state.homes import settle, settle_empty
 from autopart.runtime.state.sharing import Originals, part_of_another, remember
 from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
@@ -220,7 +222,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
                 program, inputs = self._compiler.program(
                     args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
                 )
-            executable, comparison = self._executable(program, inputs, "step", options.text)
+            criterion = named_criterion(loss_fn, self._source.model)
+            executable, comparison = self._executable(program, inputs, "step", options.text, criterion)
             loss, flat = executable.step(inputs, options, comparison, self._loss_scaling)
         if not outputs:
             return loss
@@ -362,8 +365,9 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         return stages_at(program, self._process.pp, stage_style_of(self._schedule))
 
     def _executable(
-        self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = ""
-    ) -> tuple[Executable | Pair, Comparison]:
+        self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
+        criterion: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> tuple[Executable | Pair, Comparison]:  # fmt: skip
         """What runs the call, and the comparison of how the ranks were called, which has begun."""
         mode = "train" if self.training else "eval"
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {mode} mode"
@@ -378,7 +382,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             self._process.watch.allow(first=is_new or self._is_cold)
         named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
         rows = min((named[name].size(0) for name in program.row_inputs or ()), default=0)
-        called = Given(purpose, self._calls[purpose], text, named, program.row_inputs, rows)
+        called = Given(purpose, self._calls[purpose], text, {**named, **criterion}, program.row_inputs, rows)
         comparison = Comparison(called, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():
             comparison.finish_comparison()
@@ -390,14 +394,18 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             subjects = self._compiler.agreed() if is_first else {}
             begin_alike(self._source.model, subjects, self._process.host_group, program, weights=is_first)
             adopted = self._adopt(program)
+            buffers = {**self._local_buffers, **criteria.local} if criterion else self._local_buffers
             bound = partial(
-                Executable, adopted, self._process, buffers=self._local_buffers, schedule=self._schedule,
+                Executable, adopted, self._process, buffers=buffers, schedule=self._schedule,
                 compile=self._compile, unsummed=self._unsummed, data_sync=self._data_sync,
             )  # fmt: skip
             if purpose == "step" and self._in_flight.is_delayed:
                 return Pair(adopted, self._schedule, self._in_flight, bound)
             return bound(parameters=self._local_parameters)
 
+        if criterion:
+            criteria = self._criteria.get(program, lambda: Criterion(criterion, self._process.device))
+            criteria.follow(criterion, self._in_flight.drain)
         executable = self._executables.get(program, make)
         if self.training and self._program is not None:
             self._replicas.next_step(self._program, self._local_parameters)
@@ -453,6 +461,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
 
     def _begin_anew(self) -> None:
         self._executables: Recent[Executable | Pair] = Recent(2 * MAX_CALLS)  # a call and a training step of each
+        self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
         """Nothing has run yet, and no step has left anything for the next."""
