@@ -29,8 +29,9 @@ from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
+from autopart.runtime.loop.ambient import explain_backward, not_saved, run_uncompiled
 from autopart.runtime.loop.clipping import Clips
-from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
+from autopart.runtime.loop.hooks import check_model_hooks, nothing_to_train, problem_of, trained_names, without_backward
 from autopart.runtime.loop.idioms import Idioms, holder
 from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
 from autopart.runtime.loop.on_mesh import OnMesh
@@ -102,6 +103,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
     asked for before the model is traced.
     """
 
+    @torch.inference_mode(False)  # parameters that are made inside could never be trained
     def __init__(
         self,
         model: nn.Module | Source,
@@ -144,6 +146,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._local_buffers: dict[str, Tensor] = {}
         self._extra_state = extra_state(model)
         connect_state_dicts()
+        run_uncompiled(type(self), ("forward", "step", "flush"))
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         self._calls: Counter[str] = Counter()
         self._loss_scaling = LossScaling() if scales_loss else None
@@ -181,6 +184,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         return tree_unflatten(outputs, program.output_spec)
 
     @watched
+    @torch.inference_mode(False)
     def step(
         self,
         *args: Any,
@@ -210,6 +214,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         options = StepOptions.read(
             self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs
         )
+        explain_backward()
         self._process.step_scale = options.loss_scale
         self._data_sync.check_attached()
         self._originals.warn_of_changes()
@@ -375,6 +380,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         problem = None
         if purpose == "step" or torch.is_grad_enabled():
             problem = problem_of(self, self._local_parameters, self._trained, purpose == "step")
+            if purpose == "step" and not any(t.requires_grad for t in inputs):
+                problem = problem or nothing_to_train(self._source.model, program, self._local_parameters)
             problem = problem or self._unsummed.problem(program) or self._data_sync.problem(purpose == "step")
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
@@ -382,7 +389,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             self._process.watch.allow(first=is_new or self._is_cold)
         named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
         rows = min((named[name].size(0) for name in program.row_inputs or ()), default=0)
-        called = Given(purpose, self._calls[purpose], text, {**named, **criterion}, program.row_inputs, rows)
+        called = Given(purpose, self._calls[purpose], text, {**named, **criterion}, program.row_inputs, rows, problem)
         comparison = Comparison(called, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():
             comparison.finish_comparison()
@@ -406,7 +413,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         if criterion:
             criteria = self._criteria.get(program, lambda: Criterion(criterion, self._process.device))
             criteria.follow(criterion, self._in_flight.drain)
-        executable = self._executables.get(program, make)
+        with not_saved():
+            executable = self._executables.get(program, make)
         if self.training and self._program is not None:
             self._replicas.next_step(self._program, self._local_parameters)
         return executable, comparison
