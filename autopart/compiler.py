@@ -31,8 +31,8 @@ from autopart.plan_figures import Draft, plan_of
 from autopart.plans.agreed import agreed
 from autopart.plans.plan import Plan
 from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
-from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
 from autopart.tracing.ambient import traced_apart, without_inference
+from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
 from autopart.tracing.own_rows import all_ranks_call, are_rows
 from autopart.tracing.skeleton import Source
 from autopart.tracing.trace import (

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from autopart.compat import full_state_dicts_through
 from autopart.errors import CheckpointError
 from autopart.runtime.comm.processes import Process, of_all_stages
+from autopart.runtime.saving.absent_state import belongs_to, without_absent
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, at_home, part_here, put_together
 from autopart.runtime.saving.checkpoint_plans import call_with_optimizers
 from autopart.runtime.saving.optimizer_groups import PARAMS, ParameterGroup, group_of, merge_by_index
-from autopart.runtime.saving.absent_state import belongs_to, without_absent
 from autopart.runtime.saving.shard_tensor import (
     ShardPlace,
     ShardTensor,

@@ -24,8 +24,8 @@ from autopart.compat import (
 )
 from autopart.errors import CheckpointError
 from autopart.ir.pieces import Box, Span, boxes, spans_of
-from autopart.runtime.saving.checkpoint_plans import plan_checkpoints_with, refuse_pieces_in_safetensors
 from autopart.runtime.saving.absent_state import never_saved
+from autopart.runtime.saving.checkpoint_plans import plan_checkpoints_with, refuse_pieces_in_safetensors
 from autopart.runtime.state.homes import Home, home_of
 
 KEEPING_PLACE = frozenset(
