@@ -17,10 +17,11 @@ from autopart.errors import StageError
 from autopart.ir.atoms import BATCH
 from autopart.ir.decisions import Decisions, Strategy, over_rows
 from autopart.ir.facts import PARAMETER, facts
-from autopart.ir.graph import operator_name, (
+from autopart.ir.graph import (
     describe,
     is_tensor,
     on_parameters,
+    operator_name,
     shape,
     size_bytes,
     source_of,
