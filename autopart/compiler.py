@@ -31,6 +31,7 @@ from autopart.plan_figures import Draft, plan_of
 from autopart.plans.agreed import agreed
 from autopart.plans.plan import Plan
 from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
+from autopart.tracing.ambient import traced_apart, without_inference
 from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
 from autopart.tracing.own_rows import all_ranks_call, are_rows
 from autopart.tracing.skeleton import Source
@@ -189,9 +190,19 @@ class Compiler:
         """The trace of a call, made now where it is a new one, and the call's tensors."""
         call = flatten_call(arguments)
         check_values(call)
+        inference = any(tensor.is_inference() for tensor in call.tensors)
+        if inference and not torch.is_inference_mode_enabled():  # autograd cannot save them
+            arguments, inference = without_inference(arguments), False
+            call = flatten_call(arguments)
         with_outputs = with_outputs and loss_fn is not None
         key = call_key(arguments, call, training, loss_fn), with_outputs
-        return self._traced.get(key, lambda: self._trace(arguments, training, loss_fn, with_outputs)), call
+
+        def trace() -> _Traced:
+            with traced_apart():
+                given = without_inference(arguments) if inference else arguments
+                return self._trace(given, training, loss_fn, with_outputs)
+
+        return self._traced.get(key, trace), call
 
     def _trace(
         self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool

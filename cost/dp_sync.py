@@ -97,7 +97,7 @@ def shares(table: Table, dp_sync: DpSync) -> tuple[Carried, ...]:
 
 def _factor_bytes(method: Method, elements: float, itemsize: int, shape: tuple[int, ...]) -> float:
     """Of a rank's part of a parameter: r (m + n') of a matrix where that is less than half of it, else all of it."""
-    if method.name != "powersgd" or len(shape) < 2:
+    if method.name != "powersgd" or len(shape) < 2 or not elements:
         return elements * itemsize
     width = elements / shape[0]
     edges = (shape[0] + width) * min(method.rank, shape[0], width)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,8 +30,9 @@ from autopart.runtime.comm.stage_ranks import stage_style_of, stages_at
 from autopart.runtime.comm.watch import meeting, watched
 from autopart.runtime.executable import Executable
 from autopart.runtime.loop import norms, optimizers, scaler
+from autopart.runtime.loop.ambient import explain_backward, not_saved, run_uncompiled
 from autopart.runtime.loop.clipping import Clips
-from autopart.runtime.loop.hooks import check_model_hooks, problem_of, trained_names, without_backward
+from autopart.runtime.loop.hooks import check_model_hooks, nothing_to_train, problem_of, trained_names, without_backward
 from autopart.runtime.loop.idioms import Idioms, holder
 from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
 from autopart.runtime.loop.on_mesh import OnMesh
@@ -39,6 +41,7 @@ from autopart.runtime.saving.checkpoint import NO_PARAMETERS, Loading, extra_sta
 from autopart.runtime.saving.full_optimizer import SavesOptimizers
 from autopart.runtime.saving.optimizer_state import connect_state_dicts
 from autopart.runtime.shards.sharded_tensor import with_spec
+from autopart.runtime.state.criteria import Criterion, named_criterion
 from autopart.runtime.state.homes import home_for, settle, settle_empty
 from autopart.runtime.state.sharing import Originals, part_of_another, remember
 from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
@@ -102,6 +105,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
     asked for before the model is traced.
     """
 
+    @torch.inference_mode(False)  # parameters that are made inside could never be trained
     def __init__(
         self,
         model: nn.Module | Source,
@@ -144,6 +148,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._local_buffers: dict[str, Tensor] = {}
         self._extra_state = extra_state(model)
         connect_state_dicts()
+        run_uncompiled(type(self), ("forward", "step", "flush"))
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         self._calls: Counter[str] = Counter()
         self._loss_scaling = LossScaling() if scales_loss else None
@@ -181,6 +186,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         return tree_unflatten(outputs, program.output_spec)
 
     @watched
+    @torch.inference_mode(False)
     def step(
         self,
         *args: Any,
@@ -210,6 +216,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         options = StepOptions.read(
             self._source.model, kwargs, loss_scale=loss_scale, num_tokens=num_tokens, outputs=outputs
         )
+        explain_backward()
         self._process.step_scale = options.loss_scale
         self._data_sync.check_attached()
         self._originals.warn_of_changes()
@@ -222,7 +229,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
                 program, inputs = self._compiler.program(
                     args, kwargs, purpose=purpose, training=self.training, loss_fn=loss_fn, target=target
                 )
-            executable, comparison = self._executable(program, inputs, "step", options.text)
+            criterion = named_criterion(loss_fn, self._source.model)
+            executable, comparison = self._executable(program, inputs, "step", options.text, criterion)
             loss, flat = executable.step(inputs, options, comparison, self._loss_scaling)
         if not outputs:
             return loss
@@ -367,8 +375,9 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         return stages_at(program, self._process.pp, stage_style_of(self._schedule))
 
     def _executable(
-        self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = ""
-    ) -> tuple[Executable | Pair, Comparison]:
+        self, program: Program, inputs: Sequence[Tensor], purpose: Purpose, options: str = "",
+        criterion: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> tuple[Executable | Pair, Comparison]:  # fmt: skip
         """What runs the call, and the comparison of how the ranks were called, which has begun."""
         mode = "train" if self.training else "eval"
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {mode} mode"
@@ -376,6 +385,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         problem = None
         if purpose == "step" or torch.is_grad_enabled():
             problem = problem_of(self, self._local_parameters, self._trained, purpose == "step")
+            if purpose == "step" and not any(t.requires_grad for t in inputs):
+                problem = problem or nothing_to_train(self._source.model, program, self._local_parameters)
             problem = problem or self._unsummed.problem(program) or self._data_sync.problem(purpose == "step")
             text += "" if problem is None else f", where {str(problem).splitlines()[0]}"
         is_new = program not in self._executables
@@ -383,7 +394,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             self._process.watch.allow(first=is_new or self._is_cold)
         named = {name: t for name, t in zip(program.input_names, inputs, strict=True) if isinstance(t, Tensor)}
         rows = min((named[name].size(0) for name in program.row_inputs or ()), default=0)
-        called = Given(purpose, self._calls[purpose], text, named, program.row_inputs, rows)
+        called = Given(purpose, self._calls[purpose], text, {**named, **criterion}, program.row_inputs, rows, problem)
         comparison = Comparison(called, self._process)
         if is_new or problem is not None or self._replicas.is_next_due():
             comparison.finish_comparison()
@@ -395,15 +406,20 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             subjects = self._compiler.agreed() if is_first else {}
             begin_alike(self._source.model, subjects, self._process.host_group, program, weights=is_first)
             adopted = self._adopt(program)
+            buffers = {**self._local_buffers, **criteria.local} if criterion else self._local_buffers
             bound = partial(
-                Executable, adopted, self._process, buffers=self._local_buffers, schedule=self._schedule,
+                Executable, adopted, self._process, buffers=buffers, schedule=self._schedule,
                 compile=self._compile, unsummed=self._unsummed, data_sync=self._data_sync,
             )  # fmt: skip
             if purpose == "step" and self._in_flight.is_delayed:
                 return Pair(adopted, self._schedule, self._in_flight, bound)
             return bound(parameters=self._local_parameters)
 
-        executable = self._executables.get(program, make)
+        if criterion:
+            criteria = self._criteria.get(program, lambda: Criterion(criterion, self._process.device))
+            criteria.follow(criterion, self._in_flight.drain)
+        with not_saved():
+            executable = self._executables.get(program, make)
         if self.training and self._program is not None:
             self._replicas.next_step(self._program, self._local_parameters)
         return executable, comparison
@@ -461,6 +477,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
 
     def _begin_anew(self) -> None:
         self._executables: Recent[Executable | Pair] = Recent(2 * MAX_CALLS)  # a call and a training step of each
+        self._criteria: Recent[Criterion] = Recent(2 * MAX_CALLS)
 
     def _begin_steps(self, check_replicas: int | bool | None) -> None:
         """Nothing has run yet, and no step has left anything for the next."""

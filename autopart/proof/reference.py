@@ -20,7 +20,7 @@ changes every result by less than the model's own rounding does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -80,22 +80,31 @@ class Reference:
     ):  # fmt: skip
         self.precision = precision
         self.rng, self.loss_fn, self.training = rng, loss_fn, source.training
+        self._loss_fn = loss_fn  # the copy's own, if it is a module
         try:
             with quiet_shapes():
-                self._use(in_double(copy_of(source, {})), arguments)
+                self._use(self._copy(source, in_double), arguments)
         except PassError:
             raise
         except _CANNOT:
-            self._use(_in_single(copy_of(source, {})), arguments, NOT_DOUBLE)
+            self._use(self._copy(source, _in_single), arguments, NOT_DOUBLE)
         else:
             if self.infinite and not _is_double(source):
-                self._use(_in_single(copy_of(source, {})), arguments, NOT_FINITE_IN_DOUBLE)
+                self._use(self._copy(source, _in_single), arguments, NOT_FINITE_IN_DOUBLE)
+
+    def _copy(self, source: nn.Module, convert: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Copy and convert the model, with a loss function that is a module: the two may share tensors."""
+        if not isinstance(self.loss_fn, nn.Module):
+            return convert(copy_of(source, {}))
+        copied = convert(copy_of(WithLoss(source, self.loss_fn), {}))
+        self._loss_fn = copied.get_submodule("loss_fn")
+        return copied.get_submodule("model")
 
     def _use(self, base: nn.Module, arguments: Mapping[str, Any], why_single: str = "") -> None:
         """Trace and run a copy, which is in float64 or says why not. Raises what the model raises."""
         is_double = not why_single
         self.base, self.is_double, self.notes = base, is_double, [] if is_double else [why_single]
-        self.model = base if self.loss_fn is None else WithLoss(base, self.loss_fn).train(self.training)
+        self.model = base if self.loss_fn is None else WithLoss(base, self._loss_fn).train(self.training)
         self.arguments = self.converted(arguments)
         phase("tracing the model")
         traced = prepare(self.model, self.arguments, double=True, precision=self.precision)

@@ -15,6 +15,7 @@ from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.mesh import Mesh
 from autopart.tracing.eager_semantics import ambient_autocast
 from autopart.tracing.trace import Call
+from autopart.tracing.with_loss import criterion_key
 
 MAX_CALLS = 32
 """How many calls of other shapes or options are kept traced; the one not used for longest is dropped first."""
@@ -88,7 +89,7 @@ def call_key(arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: 
     tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in call.tensors)
     options = tuple((name, _value_key(option)) for name, option in call.options.items())
     options += tuple((kind, ambient_autocast(kind)) for kind in ("cpu", "cuda"))
-    return training, _function_key(loss_fn), structure_of(arguments), tensors, options
+    return training, _function_key(loss_fn), criterion_key(loss_fn), structure_of(arguments), tensors, options
 
 
 def _value_key(value: Any) -> Hashable:

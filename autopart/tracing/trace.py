@@ -48,7 +48,7 @@ from autopart.tracing.skipped_writes import SkippedWrites
 from autopart.tracing.sparse import check_layouts
 from autopart.tracing.trace_errors import shape_by_values, trace_error
 from autopart.tracing.weight_updates import with_weight_updates
-from autopart.tracing.with_loss import WithLoss, users_input, users_model, users_name
+from autopart.tracing.with_loss import WithLoss, check_unwritten, is_of_loss, users_input, users_model, users_name
 
 T = TypeVar("T")
 
@@ -397,7 +397,8 @@ def _from_exported(
 
     plain_names = tensor_names(call.names)
     call = replace(call, names=tuple(users_input(model, name) for name in call.names))
-    parameters, aliases = _parameter_names(model)
+    named, aliases = _parameter_names(model)
+    parameters = {name: parameter for name, parameter in named.items() if not is_of_loss(model, name)}
     lifted = signature.inputs_to_lifted_tensor_constants
     constants = {f"{CONSTANT}{i}": program.constants[name] for i, name in enumerate(lifted.values())}
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -408,15 +409,18 @@ def _from_exported(
     first_name = {alias: name for name, others in aliases.items() for alias in others}
     own_names = {node: name_of(target) for node, target in names.items()}
     attributes = {node: first_name.get(target, target) for node, target in own_names.items()}
-    graph = own_graph(program.graph_module, attributes, signature.inputs_to_parameters, call)
+    of_model = [node for node in signature.inputs_to_parameters if attributes[node] in parameters]
+    graph = own_graph(program.graph_module, attributes, of_model, call)
     if isinstance(model, WithLoss):
         _mark_loss(model, graph)
     inputs = dict(zip(plain_names, call.names, strict=True))
     name_outputs(users_model(model), graph, signature.output_specs, lambda target: inputs.get(target, name_of(target)))
+    check_unwritten(model, graph.output_node().args[1])
     name_functions(graph)
     if arguments.get(_NO_CACHE) is False:
         notes = (f"traced with {_NO_CACHE}=False", *notes)
     buffers = {users_name(model, name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+    buffers |= {name: parameter for name, parameter in named.items() if name not in parameters}
     mode = ("train" if model.training else "eval") + ("+input gradients" if call.with_gradient else "")
     mode += "+loss" if isinstance(model, WithLoss) else ""
     return Trace(graph, call, parameters, aliases, buffers, constants, program.call_spec.out_spec, notes, mode)

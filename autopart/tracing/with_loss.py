@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from autopart.errors import Refusal, TraceError
 
 
 def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
@@ -25,11 +27,28 @@ def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
 
 
 class WithLoss(nn.Module):
-    """A model that returns no loss, with the user's `loss_fn(output, target)` behind it."""
+    """A model that returns no loss, with the user's `loss_fn(output, target)` behind it.
+
+    A `loss_fn` that is a module keeps its own mode. Its buffers and frozen parameters are buffers of the trace, under
+    names that begin with `loss_name`. Raises TraceError if it has trained parameters that the model does not have.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Any):
         super().__init__()
+        for name, tensor in criterion_tensors(loss_fn, model).items():
+            if tensor.requires_grad:
+                raise TraceError(
+                    "loss_fn has parameters of its own: make it a part of the model",
+                    why=f"'{name}' of {type(loss_fn).__name__} is to be trained, and pm.parameters() are the model's",
+                    hint="a module whose forward returns loss_fn(model(x), target); or loss_fn.requires_grad_(False)",
+                )
         self.model, self.loss_fn = model, loss_fn
+        self.loss_name = loss_name(model)
+
+    def train(self, mode: bool = True) -> WithLoss:
+        self.training = mode
+        self.model.train(mode)
+        return self
 
     def forward(self, target: Any, call: dict[str, Any]) -> Any:
         return self.loss_fn(call_model(self.model, call), target)
@@ -55,6 +74,8 @@ def users_name(model: nn.Module, name: str) -> str:
     """What the user calls a module, parameter, buffer or attribute of `model` of this name."""
     if not isinstance(model, WithLoss):
         return name
+    if name.partition(".")[0] == "loss_fn":
+        return model.loss_name + name.removeprefix("loss_fn")
     return "" if name == "model" else name.removeprefix("model.")
 
 
@@ -68,3 +89,45 @@ def users_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if module is not model or not isinstance(model, WithLoss):
             yield users_name(model, path), module
+
+
+def loss_name(model: nn.Module) -> str:
+    """Return a name for a loss function that no part of the model has."""
+    name = "loss_fn"
+    while name in model._modules or name in model._buffers or name in model._parameters:
+        name += "_"
+    return name
+
+
+def criterion_tensors(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
+    """Return {name: tensor} of a loss function that is a module, without the tensors that the model has too."""
+    if not isinstance(loss_fn, nn.Module):
+        return {}
+    of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    named = (*loss_fn.named_parameters(), *loss_fn.named_buffers())
+    return {name: tensor for name, tensor in named if id(tensor) not in of_model}
+
+
+def criterion_key(loss_fn: Any) -> Hashable:
+    """Return what a trace depends on of a loss function that is a module: its modes, and the kinds of its tensors."""
+    if not isinstance(loss_fn, nn.Module):
+        return None
+    modes = tuple(module.training for module in loss_fn.modules())
+    tensors = (*loss_fn.named_parameters(), *loss_fn.named_buffers())
+    return modes, tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
+
+
+def is_of_loss(model: nn.Module, name: str) -> bool:
+    """Return True if `users_name` gave this name to a tensor of the loss function."""
+    return isinstance(model, WithLoss) and name.partition(".")[0] == model.loss_name
+
+
+def check_unwritten(model: nn.Module, names: Mapping[str, Any]) -> None:
+    """Raise TraceError if the loss function writes to one of its own tensors."""
+    written = next((name for name in names if is_of_loss(model, name)), None)
+    if written is not None:
+        raise TraceError(
+            f"loss_fn writes to its buffer '{written.partition('.')[2]}': make it a part of the model",
+            refusal=Refusal.WRITE, why="a step writes the buffers of the model alone",
+            hint="a module whose forward returns loss_fn(model(x), target)",
+        )  # fmt: skip

@@ -21,6 +21,7 @@ from autopart.ir.graph import (
     describe,
     is_tensor,
     on_parameters,
+    operator_name,
     shape,
     size_bytes,
     source_of,
@@ -154,7 +155,10 @@ def check_microbatches(graph: fx.Graph, chosen: Mapping[fx.Node, Strategy], micr
     mixed = mixed_rows(graph, chosen)
     if microbatches > 1 and mixed is not None:
         node, source = mixed
-        reason = "a statistic of the batch" if facts(node)["pattern"] is not None else "it has no sharding rule"
+        reason = "a statistic of the batch"
+        if "split" in operator_name(node) or "chunk" in operator_name(node):
+            reason = "pieces of the whole batch, and a microbatch has only some of its rows"
+        reason = reason if facts(node)["pattern"] is not None else "it has no sharding rule"
         raise StageError(
             f"the batch cannot be cut into {microbatches} microbatches",
             why=f"{spoken_name(node)} takes all rows of a value of shape {list(value(source).shape)} at once: {reason}",

@@ -55,6 +55,13 @@ def check_experts(trace: Trace, mesh: Mesh, axis: str, chosen: Mapping[fx.Node, 
     if whole:
         counts = expert_counts(trace.graph)
         fits = [n for n in range(2, min(counts) + 1) if all(divides_positions(count, n) for count in counts)]
+        if ranks in fits:
+            raise LayoutError(
+                f"{axis}={ranks} cannot cut the experts of the model",
+                why="their number divides; but this product reads a weight that is computed of others (such as LoRA on "
+                "the experts), and what computes it does not keep the experts apart", where=describe(whole[0]),
+                hint=f"leave {axis} out of the mesh, or leave the weights of the experts as they are",
+            )  # fmt: skip
         raise LayoutError(
             f"{axis}={ranks} does not divide the experts of the model",
             why=f"there are {' and '.join(map(str, dict.fromkeys(counts)))}; unequal parts need two a rank, and one in "

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autopart.errors import InputError
+from autopart.errors import AutopartError, InputError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import SEEDS
 from autopart.runtime.agree.agreement import by_rank, gather_objects, ranks_text
@@ -49,6 +49,8 @@ class Given:
     the same. All others are alike on all ranks."""
     num_rows: int = 0
     """How many rows it is given then."""
+    problem: AutopartError | None = None
+    """What this rank would raise for a reason of its own, such as its parameters; all ranks raise the first such."""
 
     @functools.cached_property
     def whole_numbers(self) -> dict[str, int]:
@@ -121,7 +123,15 @@ class Comparison:
         numbers_of, groups = {int(rank): numbers for rank, *numbers in rows}, same_rows(self.process.mesh)
         called_alike = all(numbers[:CALL] == first[:CALL] for numbers in numbers_of.values())
         if not called_alike or not self._same_values(numbers_of, groups):
+            if problem := self._first_problem():
+                raise problem
             raise _error(self.given, groups, self.process)
+
+    def _first_problem(self) -> AutopartError | None:
+        """Return the problem of the first rank that has one: ranks of other stages hold other parameters."""
+        assert self.process.host_group is not None
+        problems = gather_objects(self.given.problem, self.process.host_group)
+        return next((problem for problem in problems if problem is not None), None)
 
     def _same_values(self, numbers_of: Mapping[int, Sequence[float]], groups: Sequence[Sequence[int]]) -> bool:
         """Whether all ranks were given the same values, but for those rows that are their own."""

@@ -37,6 +37,11 @@ class Idioms(nn.Module):
         raise UsageError("pm.compile() compiles nothing", why="what runs are the graphs of the stages",
                          hint="parallelize(..., compile=True)")  # fmt: skip
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing for the dtype and device that the module has, however they are spelled; else raise UsageError."""
+        args_, kwargs_ = _spelled_as(self.__dict__["_process"].device, args, kwargs)
+        return super().to(*args_, **kwargs_)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What `to`, `half`, `cuda` and their like are made of; fine where it would change nothing."""
         tensors = [*self.__dict__["_local_parameters"].values(), *self.__dict__["_local_buffers"].values()]
@@ -85,6 +90,19 @@ class Idioms(nn.Module):
                 raise
         return attribute_of(source.model, name)
 
+    def __getitem__(self, index: Any) -> nn.Module:
+        """Return the parameters of a layer, as `pm.layers[index]` does, if the model has layers by numbers."""
+        model = self.__dict__["_source"].model
+        if not isinstance(model, (nn.Sequential, nn.ModuleList)) or not isinstance(index, int):
+            raise UsageError(
+                f"a partitioned {type(model).__name__} has no pm[{index!r}]", why="it holds the parameters of this "
+                "rank by their names", hint="pm.get_parameter(name), or the model's own layers before parallelize()",
+            )  # fmt: skip
+        layer = self._modules.get(str(index if index >= 0 else index + len(model)))
+        if layer is None:
+            raise IndexError(f"this rank holds no parameters of layer {index}; it has {', '.join(self._modules)}")
+        return layer
+
     def __setattr__(self, name: str, value: Any) -> None:
         source = self.__dict__.get("_source")
         known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
@@ -128,6 +146,13 @@ class Branch(nn.Module):
     def apply(self, fn: Callable[..., Any]) -> NoReturn:
         _refuse_apply()
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        tensor = next(iter((*self.parameters(), *self.buffers())), None)
+        if tensor is None:
+            return self
+        args_, kwargs_ = _spelled_as(tensor.device, args, kwargs)
+        return super().to(*args_, **kwargs_)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         for tensor in (*self.parameters(), *self.buffers()):
             _refuse_conversion(fn, tensor.dtype, tensor.device)
@@ -165,6 +190,8 @@ def attribute_of(model: nn.Module, name: str) -> Any:
     Raises MissingAttribute, an AttributeError, for what would run the model's own code or read its own weights.
     """
     kind = type(model).__name__
+    if name == "dtype" and isinstance(getattr(model, name, None), torch.dtype):
+        return getattr(model, name)  # a property of transformers: that of the parameters, which the model keeps
     static = inspect.getattr_static(model, name, None)
     is_plain = name in vars(model) or not (callable(static) or hasattr(static, "__get__"))
     if static is not None and is_plain and not isinstance(static, (Tensor, nn.Module)) and not callable(static):
@@ -178,7 +205,9 @@ def attribute_of(model: nn.Module, name: str) -> Any:
     if name in model._modules:
         raise MissingAttribute(f"'{name}' of {kind} is not on this rank", why="a partitioned model has parameters "
                                "alone, each rank those of its stages", hint=f"ask the model: model.{name}")  # fmt: skip
-    raise MissingAttribute(f"a partitioned {kind} has no attribute '{name}'", hint=f"ask the model: model.{name}")
+    hint = f"ask the model: model.{name}" if hasattr(type(model), name) else f"{kind} has none either"
+    hint = "next(pm.parameters()).dtype" if name == "dtype" else hint
+    raise MissingAttribute(f"a partitioned {kind} has no attribute '{name}'", hint=hint)
 
 
 def _refuse_apply() -> NoReturn:
@@ -196,15 +225,39 @@ def _refuse_ddp() -> NoReturn:
     )  # fmt: skip
 
 
+def _spelled_as(device: torch.device, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of `to` with `device` for each spelling of it.
+
+    A device without an index is the current one: "cuda" may be "cuda:0", and "cpu:0" is "cpu".
+    """
+    named = {name: device if _is_device(given, device) else given for name, given in kwargs.items()}
+    return [device if _is_device(given, device) else given for given in args], named
+
+
+def _is_device(given: Any, device: torch.device) -> bool:
+    if not isinstance(given, (str, int, torch.device)) or isinstance(given, bool):
+        return False
+    asked = torch.device(device.type, given) if isinstance(given, int) else torch.device(given)
+    current = torch.cuda.current_device() if device.type == "cuda" else 0
+    return asked.type == device.type and _index(asked, current) == _index(device, current)
+
+
+def _index(device: torch.device, current: int) -> int:
+    return current if device.index is None else device.index
+
+
 def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> None:
     """Raises UsageError where `fn` gives another tensor for one of this dtype and device."""
     probe = torch.empty(0, dtype=dtype, device=device)
     converted = fn(probe)
     if converted is not probe:
+        had, asked = (device.type, converted.device.type)
+        if had == asked:
+            had, asked = str(device), str(converted.device)
         raise UsageError(
             "a partitioned model keeps the dtype and device it was made with",
-            why=f"its programs were traced for {str(dtype).removeprefix('torch.')} on {device.type}, not "
-            f"{str(converted.dtype).removeprefix('torch.')} on {converted.device.type}",
+            why=f"its programs were traced for {str(dtype).removeprefix('torch.')} on {had}, not "
+            f"{str(converted.dtype).removeprefix('torch.')} on {asked}",
             hint=CONVERT,
         )
 

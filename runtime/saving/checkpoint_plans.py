@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -17,12 +17,16 @@ from autopart.errors import CheckpointError
 
 @functools.cache
 def plan_checkpoints_with(
-    kind: type, check_loaded: Callable[[str, Sequence[int], Any], None], check_saved: Callable[[str, Any], None]
+    kind: type,
+    check_loaded: Callable[[str, Sequence[int], Any], None],
+    check_saved: Callable[[str, Any], None],
+    absent: Callable[[Mapping[str, Any], Collection[str]], Collection[str]],
 ) -> None:
     """Lets torch's distributed checkpoint load tensors of a class that hold a part of a saved one.
 
     It compares a tensor's own size with that of the saved one; `check_loaded(key, saved size, tensor)` is called
-    instead. `check_saved(key, value)` is called for all that is saved.
+    instead. `check_saved(key, value)` is called for all that is saved. `absent(state dict, saved keys)` gives the keys
+    that a checkpoint may lack.
     """
     from torch.distributed.checkpoint import default_planner
 
@@ -34,7 +38,10 @@ def plan_checkpoints_with(
     @functools.wraps(plan_load)
     def load(state_dict: dict[str, Any], metadata: Any, *args: Any, **kwargs: Any) -> Any:
         parts = {}
+        left_out = absent(state_dict, metadata.state_dict_metadata.keys())
         for key, value in state_dict.items():
+            if key in left_out:
+                continue
             parts[key] = _PartOfSaved(value) if isinstance(value, kind) else value
             size = getattr(metadata.state_dict_metadata.get(key), "size", None)
             if isinstance(value, kind) and size is not None:

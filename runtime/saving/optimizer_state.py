@@ -20,6 +20,7 @@ from autopart.compat import full_state_dicts_through
 from autopart.compat_shards import on_local_values
 from autopart.errors import CheckpointError
 from autopart.runtime.comm.processes import Process, of_all_stages
+from autopart.runtime.saving.absent_state import belongs_to, without_absent
 from autopart.runtime.saving.checkpoint import NO_PARAMETERS, at_home, part_here, put_together
 from autopart.runtime.saving.checkpoint_plans import call_with_optimizers
 from autopart.runtime.saving.optimizer_groups import PARAMS, ParameterGroup, group_of, merge_by_index
@@ -85,7 +86,11 @@ def _converted(
 
 def _placed_state(value: Any, parameter: Tensor, home: Home) -> Any:
     """One value of a parameter's state, with its place where other ranks hold other parts, or other parameters."""
-    if not isinstance(value, Tensor) or isinstance(value, ShardTensor) or value.dim() == 0:
+    if not isinstance(value, Tensor) or isinstance(value, ShardTensor):
+        return value
+    if value.dim() == 0 or place_of(home).is_whole:
+        belongs_to(value, home.name)
+    if value.dim() == 0:
         return value
     staged = home.process.mesh.size("pp") > 1
     place = place_of(home, only_by_name=staged)
@@ -105,6 +110,7 @@ def _with_local_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     parameters = parameters_of(optimizer)
     if process_among(parameters) is None or len(saved) != len(optimizer.param_groups):  # torch tells of the latter
         return None
+    state_dict = {**state_dict, "state": without_absent(state_dict["state"])}
     groups = [_own_group(*pair) for pair in zip(saved, optimizer.param_groups, strict=True)]
     counted = [index for group in groups for index in group[PARAMS]]
     if len(counted) != len(parameters):

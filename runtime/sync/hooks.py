@@ -87,6 +87,10 @@ def run_hook(
     """{name: its new gradient} of buckets of {name: this rank's part of it}. A hook divides by the number of ranks, and
     is given so many times the part. One bucket waits for another: on gloo ranks would mix them up."""
     new_gradients: dict[str, Tensor] = {}
+    for bucket in buckets:  # torch's own hooks cannot view a matrix of no elements
+        new_gradients |= {name: gradient for name, gradient in bucket.items() if not gradient.numel()}
+    filled = [{name: gradient for name, gradient in bucket.items() if gradient.numel()} for bucket in buckets]
+    buckets = [bucket for bucket in filled if bucket]
     for index, bucket in enumerate(buckets):
         owners = [parameters[name] for name in bucket]
         hook_bucket = Bucket(

@@ -1,0 +1,50 @@
+"""Tensors of a `loss_fn` that is a module: buffers of a step's program, with the values that they have at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopart.tracing.with_loss import criterion_tensors, loss_name
+
+SMALL = 2**16
+"""Elements of a tensor on the host whose values are compared; a larger one is copied if autograd counts a write."""
+
+
+def named_criterion(loss_fn: Any, model: nn.Module) -> dict[str, Tensor]:
+    """Return {name in the program: tensor} of a loss function; {} if it is not a module."""
+    name = loss_name(model)
+    return {f"{name}.{inside}": tensor.detach() for inside, tensor in criterion_tensors(loss_fn, model).items()}
+
+
+class Criterion:
+    """Copies of a criterion's tensors on this rank's device, which graphs read, and what they were copied from."""
+
+    def __init__(self, given: Mapping[str, Tensor], device: torch.device):
+        with torch.inference_mode(False):
+            self.local = {name: tensor.to(device, copy=True) for name, tensor in given.items()}
+        self._marks = {name: _mark(tensor) for name, tensor in given.items()}
+
+    def follow(self, given: Mapping[str, Tensor], before_change: Callable[[], Any]) -> None:
+        """Take the values of the criterion. `before_change` is called first if any differ: a step may be in flight."""
+        changed = [name for name, tensor in given.items() if self._differs(name, tensor)]
+        if changed:
+            before_change()
+        for name in changed:
+            with torch.no_grad():
+                self.local[name].copy_(given[name])
+            self._marks[name] = _mark(given[name])
+
+    def _differs(self, name: str, tensor: Tensor) -> bool:
+        if self._marks[name] != _mark(tensor):
+            return True
+        local = self.local[name]
+        on_host = tensor.device.type == local.device.type == "cpu" and tensor.numel() <= SMALL
+        return on_host and not torch.equal(tensor, local)
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,97 @@
+"""What scripts put around a partitioned model: criteria with tensors, checkpoints, torch.compile, inference mode."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autopart
+from autopart.errors import TraceError, UsageError
+
+X, Y = torch.linspace(-1, 1, 64, dtype=torch.float64).view(8, 8), torch.arange(8) % 4
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+
+
+def partitioned(made: nn.Module | None = None) -> autopart.ParallelModule:
+    return autopart.parallelize(made or model(), "tp1", example_kwargs={"input": X})
+
+
+def text_of(error: pytest.ExceptionInfo) -> str:
+    return str(error.value).splitlines()[0]
+
+
+def test_a_criterion_has_the_weights_of_each_call():
+    plain, criterion = model(), nn.CrossEntropyLoss(torch.tensor([1.0, 2, 3, 4]).double())
+    pm = partitioned(copy.deepcopy(plain))
+    for factor in (1.0, 5.0):
+        criterion.weight[0] *= factor
+        plain.zero_grad()
+        pm.zero_grad()
+        loss = criterion(plain(X), Y)
+        loss.backward()
+        assert abs(pm.step(X, loss_fn=criterion, target=Y) - loss) < 1e-12
+        grads = pm.full_grads()
+        assert all((grads[n] - p.grad).abs().max() < 1e-10 for n, p in plain.named_parameters())
+
+
+class Centres(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, output, target):
+        return F.cross_entropy(output, target) + (output - self.centres[target]).square().mean()
+
+
+def test_trained_parameters_of_a_criterion_are_refused_and_frozen_ones_run():
+    criterion, what = Centres().double(), "loss_fn has parameters of its own: make it a part of the model"
+    with pytest.raises(TraceError) as error:
+        partitioned().step(X, loss_fn=criterion, target=Y)
+    assert text_of(error) == what
+    with pytest.raises(TraceError, match=what):
+        autopart.verify(model(), "tp2", example_kwargs={"input": X}, loss_fn=criterion, target=Y)
+    criterion.requires_grad_(False)
+    loss = partitioned().step(X, loss_fn=criterion, target=Y)
+    assert abs(loss - criterion(model()(X), Y)) < 1e-12
+
+
+def test_a_call_inside_of_a_checkpoint_is_traced_apart():
+    plain = model()
+    pm = partitioned(copy.deepcopy(plain))
+    for each in (pm, plain):
+        F.cross_entropy(checkpoint(each, X.clone().requires_grad_(), use_reentrant=False), Y).backward()
+    grads = pm.full_grads()
+    assert all((grads[n] - p.grad).abs().max() < 1e-12 for n, p in plain.named_parameters())
+
+
+def test_inference_mode_and_spelled_devices_change_nothing():
+    with torch.inference_mode():
+        pm, x = partitioned(), X.clone()
+    loss = pm.step(x, loss_fn=F.cross_entropy, target=Y)
+    with torch.inference_mode():
+        again = pm.step(X, loss_fn=F.cross_entropy, target=Y)
+    assert abs(loss - again) < 1e-12 and all(p.grad is not None for p in pm.parameters())
+    for device in ("cpu", torch.device("cpu"), torch.device("cpu", 0)):
+        assert pm.to(device) is pm
+    assert pm[0].weight.shape == (16, 8)
+
+
+def test_texts_of_steps_that_cannot_be():
+    pm = partitioned()
+    with pytest.raises(UsageError) as error:
+        pm.step(X, loss_fn=F.cross_entropy, target=Y).backward()
+    assert text_of(error) == "backward() of a tensor that needs no gradient"
+    for p in pm.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(UsageError) as error:
+        pm.step(X, loss_fn=F.cross_entropy, target=Y)
+    assert text_of(error) == "step() has nothing to train"
