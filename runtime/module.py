@@ -258,6 +258,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
     def full_state_dict(self) -> dict[str, Any]:
         """{name: full tensor} as the model's own `state_dict`, on every rank. A collective call."""
         program = self._traced("full_state_dict")
+        self._replicas.check_before("full_state_dict", program, self._local_parameters)
         stage_style = stage_style_of(self._schedule)
         local = self._data_sync.mean_of_replicas(self._local_parameters)
         gathered = gather(local, program, self._process, stage_style, list(program.parameters))

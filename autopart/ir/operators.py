@@ -122,14 +122,28 @@ def _multiplies_in_float(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def pick_class(logits: Tensor, target: Tensor, start: int) -> Tensor:
-    """logits [..., local classes], target [...] in global numbering -> [...]: the target's logit, 0 where it is
-    on another rank (or nowhere: an ignored target)."""
+def pick_class(logits: Tensor, target: Tensor, start: int, num_classes: int = -1, ignored: int = -100) -> Tensor:
+    """Logit of each target on this rank's shard of the classes.
+
+    logits [..., local classes], target [...] in global numbering -> [...]: 0 if the target is on another rank or is
+    `ignored`. A target that is neither `ignored` nor one of the `num_classes` classes (-1: not checked) raises
+    IndexError as on one device; on a GPU it is an assertion.
+    """
     local = target - start
     mine = (local >= 0) & (local < logits.size(-1))
+    elsewhere: Tensor | int = 0
+    if num_classes >= 0:  # such a target is outside every shard too, so `gather` rejects it on every rank
+        in_range = (target >= 0) & (target < num_classes) | (target == ignored)
+        elsewhere = torch.where(in_range, 0, target)
     # One class more, so a rank that holds no class runs the same operators.
     padded = F.pad(logits, (0, 1)) if logits.size(-1) == 0 else logits
-    picked = padded.gather(-1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
+    try:
+        picked = padded.gather(-1, torch.where(mine, local, elsewhere).unsqueeze(-1)).squeeze(-1)
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        bad = target[~in_range].flatten()[0].item()
+        raise IndexError(f"Target {bad} is out of bounds: there are {num_classes} classes.") from error
     return torch.where(mine, picked, torch.zeros_like(picked))
 
 
@@ -169,7 +183,7 @@ def _define_operators() -> torch.library.Library:
     library.impl("draw_mask", draw_mask, "CompositeExplicitAutograd")
     torch.library.register_fake("autopart::draw_mask", lambda x, *_: torch.empty_like(x, dtype=torch.bool), lib=library)
     define("drop", "Tensor x, Tensor noise, float p", drop)
-    define("pick_class", "Tensor logits, Tensor target, int start", pick_class)
+    define("pick_class", "Tensor logits, Tensor target, int start, int num_classes=-1, int ignored=-100", pick_class)
     window = "Tensor query, Tensor key, Tensor value, int before, int after, float? scale=None, bool enable_gqa=False"
     define("window_attention", window, window_attention)
     runs = "Tensor query, Tensor key, Tensor value, int[] runs, float? scale=None, bool enable_gqa=False"

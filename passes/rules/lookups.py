@@ -68,7 +68,7 @@ def cross_entropy(call: LocalCall) -> fx.Node | None:
     shifted = emit(aten.sub.Tensor, logits, emit(aten.unsqueeze.default, peak, -1))
     total = emit(aten.sum.dim_IntList, emit(aten.exp.default, shifted), [-1])
     log_total = emit(aten.log.default, emit(autopart_ops.all_reduce.default, total, axis))
-    picked = emit(autopart_ops.pick_class.default, shifted, target, call.first_row(axis, classes))
+    picked = emit(autopart_ops.pick_class.default, shifted, target, call.first_row(axis, classes), classes, ignored)
     loss = emit(aten.sub.Tensor, log_total, emit(autopart_ops.all_reduce.default, picked, axis))
     if smoothing:
         spread = emit(autopart_ops.all_reduce.default, emit(aten.sum.dim_IntList, shifted, [-1]), axis)

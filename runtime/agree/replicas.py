@@ -79,8 +79,14 @@ class Replicas:
         if is_due(self.check_replicas, self.step):
             self.check(program, parameters, self.step)
 
-    def check(self, program: Program, parameters: Mapping[str, Tensor], step: int) -> None:
-        """Compare before a step: {name: this rank's parameter}. A collective call of all ranks.
+    def check_before(self, method: str, program: Program, parameters: Mapping[str, Tensor]) -> None:
+        """Compare before a collective method saves the parameters, unless comparisons are switched off."""
+        if self.check_replicas is not False and self.check_replicas != 0:
+            self.check(program, parameters, self.step, f"{method}(), after step {self.step}")
+
+    def check(self, program: Program, parameters: Mapping[str, Tensor], step: int, moment: str = "") -> None:
+        """Compare {name: this rank's parameter}. A collective call of all ranks. `moment`: the call that follows, by
+        default the step.
 
         Raises ReplicaError, the same on every rank, where copies differ by more than rounding. Where they differ by
         less, all take those of the first rank that holds them, which warns.
@@ -98,14 +104,14 @@ class Replicas:
         apart = _apart(drifted, parameters, steps, group)
         beyond = [row for row in apart if not row.apart <= row.rounding]
         if beyond:
-            raise _error(beyond, step, group)
+            raise _error(beyond, moment or f"step {step}", group)
         for row in drifted:
             values = _first_copy(row, parameters, group)
             if group.rank() in row.members:
                 with torch.no_grad():
                     parameters[row.name].copy_(values)
         if group.rank() == 0:
-            _warn(apart, step, group)
+            _warn(apart, moment or f"step {step}", group)
 
     def _read(self, program: Program) -> None:
         """Sort the parameters of a program by which copies they have."""
@@ -199,7 +205,7 @@ def _compared(row: Drifted, rank: int, values: Tensor, local: Tensor, steps: int
     return Apart(row.name, rank, row.members[0], apart, ROUNDING * unit * size * math.sqrt(max(steps, 1)))
 
 
-def _error(beyond: Sequence[Apart], step: int, group: dist.ProcessGroup) -> ReplicaError:
+def _error(beyond: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> ReplicaError:
     first = beyond[0]
     ranks = [row.rank for row in beyond if row.name == first.name]
     apart = max(row.apart for row in beyond if row.name == first.name)
@@ -209,15 +215,15 @@ def _error(beyond: Sequence[Apart], step: int, group: dist.ProcessGroup) -> Repl
         f"the copies of '{first.name}' that ranks must hold alike have drifted apart",
         why=f"{ranks_text(sorted(set(ranks)), group)} from {ranks_text([first.first], group)} by up to "
         f"{apart:.3g}, where rounding explains {first.rounding:.1g}",
-        where=f"before step {step}{more}",
+        where=f"before {moment}{more}",
         hint="pm.clip_grad_norm_ for clipping, and the same updates on every rank",
     )
 
 
-def _warn(apart: Sequence[Apart], step: int, group: dist.ProcessGroup) -> None:
+def _warn(apart: Sequence[Apart], moment: str, group: dist.ProcessGroup) -> None:
     first, others = apart[0], len({row.name for row in apart}) - 1
     warnings.warn(
-        f"before step {step} the copies of '{first.name}' on {ranks_text([first.first, first.rank], group)} differ by "
+        f"before {moment} the copies of '{first.name}' on {ranks_text([first.first, first.rank], group)} differ by "
         f"{first.apart:.1g}{f', and those of {others} more' if others else ''}. That is rounding, and the first rank's "
         "are taken. Sums in a varying order do it, as by atomics on a GPU: torch.use_deterministic_algorithms(True).",
         stacklevel=2,

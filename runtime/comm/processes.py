@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopart.compat import is_gloo, runs_on_host
-from autopart.errors import RuntimeSetupError
+from autopart.compat import is_gloo, runs_on_host, set_group_timeout
+from autopart.errors import HangError, RuntimeSetupError
 from autopart.ir.layout import parts_of
 from autopart.ir.mesh import Mesh
 from autopart.plans.agreed import TIMEOUT_S
-from autopart.runtime.comm.watch import PATIENCE, Watch, finish
+from autopart.runtime.comm.watch import FIRST, NOT_MET, PATIENCE, Watch, finish, is_lost
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others before it raises, in the process groups made here."""
@@ -121,9 +121,21 @@ def meet(
     """
     if mesh.num_ranks == 1 and device_mesh is None:
         return None
-    if not dist.is_initialized():
-        _initialize(mesh)
-    return Watch(_host_group(device_mesh), timeout_s, compile)
+    limit = timedelta(seconds=FIRST * timeout_s)
+    try:
+        if not dist.is_initialized():
+            _initialize(mesh, limit)
+        group = _host_group(device_mesh, limit)
+    except RuntimeError as error:
+        if not is_lost(error) and not any(text in str(error) for text in NOT_MET):
+            raise
+        raise HangError(
+            f"the ranks did not meet in {limit.total_seconds():g} s: {_this_rank()} waited while the module was made",
+            why="a rank has not come to parallelize: it is killed, frozen, slower, or raised an error before",
+            hint="the first error of any rank, in its log; timeout=600 if a rank is slow",
+        ) from error
+    set_group_timeout(group, PATIENCE)
+    return Watch(group, timeout_s, compile)
 
 
 def connect(
@@ -205,7 +217,11 @@ def of_all_stages(mine: T, process: Process) -> list[T]:
     return everyones
 
 
-def _initialize(mesh: Mesh) -> None:
+def _this_rank() -> str:
+    return f"rank {dist.get_rank() if dist.is_initialized() else os.environ['RANK']}"
+
+
+def _initialize(mesh: Mesh, limit: timedelta) -> None:
     missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
     if missing:
         raise RuntimeSetupError(
@@ -216,13 +232,13 @@ def _initialize(mesh: Mesh) -> None:
     one_gpu_each = _one_gpu_each()
     if one_gpu_each:
         torch.cuda.set_device(_local_rank())
-    dist.init_process_group("nccl" if one_gpu_each else "gloo", timeout=GROUP_TIMEOUT)
+    dist.init_process_group("nccl" if one_gpu_each else "gloo", timeout=limit)
 
 
-def _host_group(device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+def _host_group(device_mesh: DeviceMesh | None, limit: timedelta) -> dist.ProcessGroup:
     """All ranks of the mesh (None: of the world) in a group of our own that needs no GPU."""
     ranks = list(range(dist.get_world_size())) if device_mesh is None else sorted(device_mesh.mesh.flatten().tolist())
-    return _own_group([ranks], PATIENCE)
+    return _own_group([ranks], limit)
 
 
 def _own_group(

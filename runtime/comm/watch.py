@@ -61,6 +61,15 @@ class Record:
         return f"{self.where}, for {self.for_s:.1f} s" if self.state != "ended" else self.doing
 
 
+NOT_MET = ("Timed out after", "wait timeout after", "timed out after", "recvValue failed", "failed to recv")
+"""What torch's store says, in addition, if the ranks do not meet."""
+
+
+def is_lost(error: RuntimeError) -> bool:
+    """Return True if the error means that another rank does not come, or is gone."""
+    return any(text in str(error) for text in LOST)
+
+
 class Watch:
     """What this rank does, and how long it waits for the others. `group`: all ranks of the mesh, on the host.
 
@@ -148,7 +157,7 @@ class Watch:
 
     def raise_if_lost(self, error: RuntimeError) -> None:
         """Raises HangError where an error is that another rank does not come, or is gone."""
-        if any(text in str(error) for text in LOST):
+        if is_lost(error):
             raise self._error(error, self._ask(), time.monotonic() - self.since) from error
 
     def record(self, place: str = "") -> Record:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from autopart.errors import CheckpointError
 from autopart.ir.program import Program
+from autopart.runtime.agree.replicas import Replicas
 from autopart.runtime.comm.processes import Process, of_all_stages
 from autopart.runtime.comm.stage_ranks import stage_style_of
 from autopart.runtime.comm.watch import meeting
@@ -188,6 +189,8 @@ class SavesOptimizers:
     _source: Source
     _schedule: str | None
     _traced: Callable[[str], Program]
+    _replicas: Replicas
+    _local_parameters: dict[str, nn.Parameter]
 
     @meeting
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -203,6 +206,7 @@ class SavesOptimizers:
                 torch.save(full, "optimizer.pt")
         """
         program = self._traced("full_optimizer_state_dict()")
+        self._replicas.check_before("full_optimizer_state_dict", program, self._local_parameters)
         return full_state(optimizer, program, self._source.model, self._process, stage_style_of(self._schedule))
 
     @meeting

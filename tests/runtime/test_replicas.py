@@ -129,3 +129,27 @@ def test_when():
 def test_other_values_are_refused(wrong):
     with pytest.raises(OptionError, match=r"check_replicas=.* is not a number of steps"):
         autopart.parallelize(Model(), "tp2", check_replicas=wrong)
+
+
+def save(mesh, method):
+    """What `method` raises after rank 1 alone has skipped an update between two comparisons of steps."""
+    torch.manual_seed(0)
+    ids = torch.arange(12).view(4, 3)
+    pm = autopart.parallelize(Model(), mesh, example_kwargs={"ids": ids})
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2)
+    for number in range(1, 6):
+        optimizer.zero_grad()
+        pm.step(ids=ids)
+        if number < 5 or td.get_rank() == 0:
+            optimizer.step()
+    with pytest.raises(ReplicaError) as raised:
+        pm.full_state_dict() if method == "full_state_dict" else pm.full_optimizer_state_dict(optimizer)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("method", ["full_state_dict", "full_optimizer_state_dict"])
+@pytest.mark.parametrize("mesh", ["dp2", "tp2"])
+def test_a_skipped_update_is_found_before_saving(mesh, method):
+    first, second = dist.run_ranks(save, 2, mesh, method)
+    assert first == second
+    assert "that ranks must hold alike have drifted apart" in first and f"before {method}(), after step 5" in first

@@ -274,3 +274,12 @@ def test_picked_classes_add_up():
     weights = torch.randn(6, dtype=torch.float64)
     got, expected_grad = (torch.autograd.grad(v, logits, weights)[0] for v in (sum(parts), want))
     assert torch.equal(got, expected_grad)
+
+
+@pytest.mark.parametrize("label", [10, 12, -1])
+@pytest.mark.parametrize("start", [0, 4, 8, 10])
+def test_a_class_out_of_range_is_an_error_on_every_rank(label, start):
+    logits = torch.randn(3, 10)[:, start : start + 4]
+    with pytest.raises(IndexError, match=f"^Target {label} is out of bounds: there are 10 classes.$"):
+        pick_class(logits, torch.tensor([0, -100, label]), start, 10, -100)
+    assert pick_class(logits, torch.tensor([0, -7, 9]), start, 10, -7)[1] == 0
