@@ -14,7 +14,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopart.api import parallelize, plan
+    from autopart.api import parallelize, plan, verify_loop
     from autopart.cost.simulate import Simulation, simulate
     from autopart.cost.symbolic import crossover
     from autopart.diagnosis import Diagnosis, doctor
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autopart.plans.plan import Plan
     from autopart.proof.rules import RuleCheck, check_rule, rule
     from autopart.proof.verify import Verification, verify
+    from autopart.proof.verify_loop import LoopVerification
     from autopart.runtime.loop.scaler import GradScaler
     from autopart.runtime.module import ParallelModule
     from autopart.show.formats import pins_from
@@ -31,21 +32,24 @@ if TYPE_CHECKING:
     from autopart.tuning.search import search
 
 __all__ = [
-    "AutopartError", "BlockSearch", "Calibration", "Diagnosis", "GradScaler", "Mesh", "ParallelModule", "Plan",
-    "RuleCheck", "Simulation", "Verification", "calibrate", "check_rule", "crossover", "doctor", "parallelize",
-    "pins_from", "plan", "rule", "search", "search_blocks", "simulate", "verify",
+    "AutopartError", "BlockSearch", "Calibration", "Diagnosis", "GradScaler", "LoopVerification", "Mesh",
+    "ParallelModule", "Plan", "RuleCheck", "Simulation", "Verification", "calibrate", "check_rule", "crossover",
+    "doctor", "parallelize", "pins_from", "plan", "rule", "search", "search_blocks", "simulate", "verify",
+    "verify_loop",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _MODULE_OF = {
     "AutopartError": "errors", "BlockSearch": "tuning.block_search", "Calibration": "tuning.calibrate",
     "Diagnosis": "diagnosis", "GradScaler": "runtime.loop.scaler", "Mesh": "ir.mesh",
+    "LoopVerification": "proof.verify_loop",
     "ParallelModule": "runtime.module", "Plan": "plans.plan", "RuleCheck": "proof.rules",
     "Simulation": "cost.simulate", "Verification": "proof.verify",
     "calibrate": "tuning.calibrate", "check_rule": "proof.rules", "crossover": "cost.symbolic", "doctor": "diagnosis",
     "parallelize": "api",
     "pins_from": "show.formats", "plan": "api", "rule": "proof.rules", "search": "tuning.search",
     "search_blocks": "tuning.block_search", "simulate": "cost.simulate", "verify": "proof.verify",
+    "verify_loop": "api",
 }  # fmt: skip
 """The module, below autopart, that each public name is defined in."""
 

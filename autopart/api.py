@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -13,8 +13,18 @@ from autopart.compiler import Compiler
 from autopart.errors import InputError, OptionError
 from autopart.ir.mesh import Mesh
 from autopart.ir.precision import Precision
-from autopart.options import OPTIONS, Options, PlanOptions, RunOptions, SearchOptions, read_options, with_options
+from autopart.options import (
+    OPTIONS,
+    TOLERANCE,
+    Options,
+    PlanOptions,
+    RunOptions,
+    SearchOptions,
+    read_options,
+    with_options,
+)
 from autopart.plans.plan import Plan
+from autopart.proof.verify_loop import LoopVerification, prove
 from autopart.recipe import can_be_folded, make_plan, prepare
 from autopart.runtime.module import ParallelModule
 from autopart.runtime.state.weights import Weights
@@ -98,6 +108,52 @@ def plan(
     call = bind_call(model, example_args, example_kwargs or {})
     traced = prepare(model, call, precision=precision, fold=can_be_folded(sizes, asked))
     return advised(make_plan(model, traced, sizes, asked), asked)
+
+
+@with_options(RunOptions)
+def verify_loop(
+    fn: Callable[[Any, Any], Any],
+    mesh: Mesh | Mapping[str, int] | str,
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    example_args: tuple = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | str | Path | None = None,
+    tolerance: float = TOLERANCE,
+    time_limit_s: float = 600.0,
+    **options: Unpack[RunOptions],
+) -> LoopVerification:
+    """Prove a training function of your own: run it with the model, and on every rank with the partitioned model.
+
+    All runs are in float64 on the CPU, in forked processes with one seed. Compared are each loss (of `backward()` and
+    `step`), all gradients before and all weights after each optimizer step, the weights at the end, and what the
+    function returns. The first value that differs is named with its step, rank and line. It is for a small model and
+    few batches: gradients and weights of every step are kept on disk.
+
+    Args:
+        fn: `fn(model, batches)` trains. In one process `model` is the model itself, which then also has `step`,
+            `clip_grad_norm_`, `no_sync`, `full_state_dict`, `full_grads` and `data_rank`, as a ParallelModule.
+        mesh, model, plan: as `parallelize`, with named axes.
+        batches: passed on to `fn` as a list; its floats become float64.
+        example_args, example_kwargs: one call of the model, as `parallelize`.  [default: the first batch, of a dict
+            the entries that the model takes]
+        tolerance: how far values may be apart, relative to the largest.
+        time_limit_s: how long one run may take.
+        **options: `RunOptions`.
+    Returns a LoopVerification: `.ok`, `.max_error`, `.first_mismatch`, and a text.
+    Raises what autopart raises on a rank, once; InputError where `fn` fails in one process or trains nothing.
+
+    Example:
+        >>> result = autopart.verify_loop(train, "dp2,tp2", model, batches)    # doctest: +SKIP
+        >>> assert result.ok, result                                           # doctest: +SKIP
+    """
+    read_options(verify_loop, options)
+    sizes = Mesh.parse(mesh)
+    example = {"example_args": example_args, "example_kwargs": example_kwargs}
+    given = {name: value for name, value in example.items() if value}
+    asked = {"rng": "exact", **options, **({} if plan is None else {"plan": plan})}
+    return prove(fn, sizes, model, batches, parallelize, given, asked, tolerance, time_limit_s)
 
 
 def _module(
