@@ -63,6 +63,7 @@ def parallelize(
     Example (under `torchrun --nproc-per-node 4`):
         >>> loss = autopart.parallelize(model, "pp2,tp2", example_kwargs=batch).step(**batch)    # doctest: +SKIP
     """
+    _check_model(model)
     asked = read_options(parallelize, options)
     chosen = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if type(mesh) is int and chosen is None:
@@ -97,6 +98,7 @@ def plan(
         ...     model = LlamaForCausalLM(config)
         >>> print(autopart.plan(model, "dp8,tp8", example_kwargs=batch).explain())    # doctest: +SKIP
     """
+    _check_model(model)
     asked = read_options(plan, options)
     if not example_args and example_kwargs is None:
         raise InputError("plan() needs an example call", why="the model is traced on it",
@@ -154,6 +156,22 @@ def verify_loop(
     given = {name: value for name, value in example.items() if value}
     asked = {"rng": "exact", **options, **({} if plan is None else {"plan": plan})}
     return prove(fn, sizes, model, batches, parallelize, given, asked, tolerance, time_limit_s)
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise InputError for a model that is partitioned or wrapped already."""
+    kind = type(model).__name__
+    if isinstance(model, ParallelModule):
+        raise InputError("the model is partitioned already", why="it is what parallelize() returned, not a model",
+                         hint="give the model itself; pm.plan has the plan of this one")  # fmt: skip
+    wrappers = {"DistributedDataParallel": "module", "DataParallel": "module", "FullyShardedDataParallel": "module",
+                "OptimizedModule": "_orig_mod"}  # fmt: skip
+    if kind in wrappers and hasattr(model, wrappers[kind]):
+        raise InputError(f"the model is wrapped in {kind}", why="autopart partitions the model itself",
+                         hint=f"parallelize(model.{wrappers[kind]}, ...)")  # fmt: skip
+    if any(base.__name__ == "FSDPModule" for base in type(model).__mro__):
+        raise InputError("fully_shard() was applied to the model", why="its parameters are shards already",
+                         hint="parallelize the model without it: zero=3 does the same")  # fmt: skip
 
 
 def _module(

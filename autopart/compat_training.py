@@ -92,3 +92,18 @@ def norms_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> list[tor
         torch.stack(torch._foreach_norm(same, norm_type, dtype=torch.float32 if dtype in HALVES else None))
         for (_, dtype), same in kinds.items()
     ]
+
+
+def before_ddp(check: Callable[[torch.nn.Module], None]) -> None:
+    """From now on DistributedDataParallel passes the module it is made of to `check`, before it sends any parameter."""
+    kind: Any = torch.nn.parallel.DistributedDataParallel
+    original = kind.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def made(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        check(module)
+        original(self, module, *args, **kwargs)
+
+    kind.__init__ = made

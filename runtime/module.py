@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopart.compat import tree_unflatten
 from autopart.compat_shards import on_local_values
+from autopart.compat_training import before_ddp
 from autopart.errors import AutopartError, OptionError, StageError, TraceError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
@@ -33,7 +34,7 @@ from autopart.runtime.loop import norms, optimizers, scaler
 from autopart.runtime.loop.ambient import explain_backward, not_saved, run_uncompiled
 from autopart.runtime.loop.clipping import Clips
 from autopart.runtime.loop.hooks import check_model_hooks, nothing_to_train, problem_of, trained_names, without_backward
-from autopart.runtime.loop.idioms import Idioms, holder
+from autopart.runtime.loop.idioms import Idioms, holder, refuse_ddp_around
 from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
 from autopart.runtime.loop.on_mesh import OnMesh
 from autopart.runtime.loop.step_options import StepOptions
@@ -44,7 +45,7 @@ from autopart.runtime.shards.sharded_tensor import with_spec
 from autopart.runtime.state.criteria import Criterion, named_criterion
 from autopart.runtime.state.homes import home_for, settle, settle_empty
 from autopart.runtime.state.sharing import Originals, part_of_another, remember
-from autopart.runtime.state.state import gather, names_with_gradient, settled, shard_parameters
+from autopart.runtime.state.state import gather, has_values_of, names_with_gradient, settled, shard_parameters
 from autopart.runtime.state.unsummed import Unsummed, check_summed
 from autopart.runtime.state.weights import Weights
 from autopart.runtime.sync.data_sync import DataSync
@@ -127,6 +128,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         check_model_hooks(model)
         norms.recognise_in_torch()
         scaler.share_infinities()
+        before_ddp(refuse_ddp_around)
         optimizers.watch_optimizers()
         program = compiler.ready()
         watch = meet(mesh, device_mesh, timeout, compile)
@@ -174,6 +176,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         With one it runs without gradients: `backward()` of what it returns is refused; use `step` to train.
         """
         self._originals.warn_of_changes()
+        self._check_registered()
         self._in_flight.drain()
         if torch.is_grad_enabled() and "pp" not in self._process.groups:
             self._process.step_scale = None  # the loss is scaled outside, or not
@@ -220,6 +223,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._process.step_scale = options.loss_scale
         self._data_sync.check_attached()
         self._originals.warn_of_changes()
+        self._check_registered()
         if loss_fn is None and target is not None:  # an input of the model that has this name
             kwargs, target = {**kwargs, "target": target}, None
         purpose: Purpose = "step_outputs" if outputs else "step"
@@ -449,7 +453,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             else:
                 parameter = shared
             remember(owner, original, parameter, mesh, stored.layout)
-            self._originals.add(name, full)
+            self._originals.add(name, full, partial(has_values_of, parameter, stored, program, self._process))
             self._local_parameters[name] = parameter
             settle(parameter, name, program, self._process, stage_style)
         self._register(model, program.stored_names)
@@ -496,13 +500,18 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._unsummed.adopt(self._traced("copy"), self._local_parameters)
         for name, parameter in self._local_parameters.items():
             settle(parameter, name, self._traced("copy"), self._process, stage_style_of(self._schedule))
+        self._register(self._source.model, self._traced("copy").stored_names)
         if NO_PARAMETERS in self._parameters:
             settle_empty(self.get_parameter(NO_PARAMETERS), self._process)
 
     def _register(self, model: nn.Module, stored_names: Mapping[str, str]) -> None:
         """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
+        slots: list[tuple[str, dict[str, Any], str, Any]] = []
         for name, _ in model.named_parameters(remove_duplicate=False):
             parameter = self._local_parameters.get(stored_names.get(name, ""))
             parent, last = holder(self, name) if parameter is not None else (self, "")
             if parameter is not None and last not in parent._parameters:
                 parent.register_parameter(last, parameter)
+            if parameter is not None:
+                slots.append((name, parent._parameters, last, parent._parameters[last]))
+        self._slots = slots

@@ -28,6 +28,25 @@ class Idioms(nn.Module):
     `copy.deepcopy` gives a module with parameters of its own (for moving averages) that runs on the same processes.
     """
 
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode of the whole model."""
+        pending: list[nn.Module] = [self]
+        while pending:
+            module = pending.pop()
+            module.__dict__["training"] = bool(mode)
+            pending += [child for child in module._modules.values() if child is not None]
+        return self
+
+    def _check_registered(self) -> None:
+        """Raises UsageError if a parameter was replaced, as `torch.func.functional_call` does for a call."""
+        for name, registered, key, parameter in self.__dict__.get("_slots", ()):
+            if registered.get(key) is not parameter:
+                raise UsageError(
+                    f"this call is made with another tensor for '{name}'",
+                    why="functional_call or an assignment replaced the parameter, and the program reads its own",
+                    hint="pm.load_state_dict(...) changes values; differentiate through updates on the model itself",
+                )
+
     def apply(self, fn: Callable[..., Any]) -> NoReturn:
         """Raises UsageError: there are no layers of the model's own classes here to initialise."""
         _refuse_apply()
@@ -139,6 +158,17 @@ class Branch(nn.Module):
 
     def __len__(self) -> int:
         return len(self._modules)
+
+    def train(self, mode: bool = True) -> Any:
+        """Raises UsageError for another mode than the model's: a part has no program of its own."""
+        if bool(mode) != self.training:
+            call = "train()" if mode else "eval()"
+            raise UsageError(
+                f"{call} of a layer of a partitioned model would change nothing",
+                why="the model is traced as a whole, in one mode or with the modes that its layers had",
+                hint=f"set it on the model before parallelize(): model.layer.{call}; or pm.{call} for all",
+            )
+        return self
 
     def __bool__(self) -> bool:
         return True
@@ -276,8 +306,19 @@ def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     for part in path:
         # By the dict: a part may have the name of one of ParallelModule's own attributes.
         if part not in root._modules:
-            root._modules[part] = Branch()
+            branch = root._modules[part] = Branch()
+            branch.__dict__["training"] = root.training
         child = root._modules[part]
         assert child is not None
         root = child
     return root, last
+
+
+def refuse_ddp_around(module: nn.Module) -> None:
+    """Raises UsageError if DistributedDataParallel is to wrap a module that contains a partitioned one."""
+    pending = [module]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, Idioms):
+            _refuse_ddp()
+        pending += [child for child in one._modules.values() if child is not None]

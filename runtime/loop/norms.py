@@ -26,6 +26,7 @@ from autopart.runtime.comm.processes import Process, reduce_over_all
 from autopart.runtime.comm.stage_ranks import owners
 from autopart.runtime.comm.watch import sum_over
 from autopart.runtime.state.homes import Home, counts_at, home_of, process_of, settled_parameters, settled_processes
+from autopart.runtime.state.sharing import check_not_originals
 from autopart.runtime.state.unsummed import check_summed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -246,6 +247,7 @@ def _clip_grad_norm(
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     process = _process_among(listed)
     if process is None:
+        check_not_originals(listed, "clip_grad_norm_")
         again = (parameter for parameter in listed) if isinstance(parameters, types.GeneratorType) else listed
         return original(again, max_norm, norm_type, error_if_nonfinite, foreach)
     parts, others = [], []

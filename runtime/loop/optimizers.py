@@ -23,6 +23,7 @@ from autopart.errors import OptionError
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.shards.sharded_tensor import allow_reductions_in
 from autopart.runtime.state.homes import Home, home_of, parameters_of, process_among
+from autopart.runtime.state.sharing import check_not_originals
 from autopart.runtime.state.unsummed import check_summed
 
 ELEMENTWISE = (
@@ -87,7 +88,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     its gradients are not summed yet."""
     parameters = parameters_of(optimizer)
     process = process_among(parameters)
-    if process is not None:
+    if process is None:
+        check_not_originals(parameters, f"{type(optimizer).__name__}.step()")
+    else:
         check_summed(process, f"{type(optimizer).__name__}.step()")
     if _CHECKED.get(optimizer) == len(parameters):
         return

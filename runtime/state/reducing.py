@@ -165,10 +165,10 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         present_grads = [grad for grad in grads if grad is not None]
-        if present and torch.is_grad_enabled():
-            ctx.pending.sums = ctx.crossing.differentiable_sums(present_grads)
-        elif present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
+        if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
             ctx.pending.sums = present_grads
+        elif present and torch.is_grad_enabled():
+            ctx.pending.sums = ctx.crossing.differentiable_sums(present_grads)
         elif present:
             under_way, crossing = ctx.crossing.under_way, ctx.crossing
             ctx.pending.size_bytes = sum(grad.nbytes for grad in present_grads)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopart.errors import LayoutError
+from autopart.errors import LayoutError, UsageError
 from autopart.ir.layout import Layout, format_layout
 
 
@@ -55,6 +56,18 @@ def remember(model: nn.Module, full: nn.Parameter, local: nn.Parameter, mesh: st
     _HELD[full] = [*held, _Held(weakref.ref(model), type(model).__name__, weakref.ref(local), mesh, layout)]
 
 
+def check_not_originals(parameters: Iterable[Tensor], caller: str) -> None:
+    """Raise UsageError if these are a model's own parameters, of which shards are trained, and none has a gradient."""
+    originals = [p for p in parameters if any(held.local() is not None for held in _HELD.get(p, ()))]
+    if originals and all(parameter.grad is None for parameter in originals):
+        kind = next(held.kind for held in _HELD[originals[0]])
+        raise UsageError(
+            f"{caller} on the model's own parameters would change nothing: {kind} is partitioned",
+            why="the partitioned model has parameters of its own, and only they have gradients",
+            hint="make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())",
+        )
+
+
 def _spoken(layout: Layout) -> str:
     text = format_layout(layout)
     return "whole" if text == "{}" else text
@@ -68,17 +81,21 @@ class Originals:
     """The model's own parameters, of which parts were copied: notices when they change afterwards, and keeps none."""
 
     def __init__(self) -> None:
-        self._versions: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._versions: dict[str, tuple[weakref.ref[Tensor], int, Callable[[Tensor], bool]]] = {}
 
-    def add(self, name: str, full: Tensor) -> None:
+    def add(self, name: str, full: Tensor, is_equal: Callable[[Tensor], bool]) -> None:
+        """Watch a parameter. `is_equal`: whether the local one has its values, as after loading `full_state_dict()`."""
         if not full.is_inference():
-            self._versions[name] = weakref.ref(full), full._version
+            self._versions[name] = weakref.ref(full), full._version, is_equal
 
     def warn_of_changes(self) -> None:
         """Warn, once, of a parameter that was written after it was copied."""
-        for name, (of, version) in self._versions.items():
+        for name, (of, version, is_equal) in list(self._versions.items()):
             full = of()
             if full is not None and full._version != version:
+                if is_equal(full):
+                    self._versions[name] = of, full._version, is_equal
+                    continue
                 warnings.warn(
                     f"the model's own '{name}' was changed after autopart had copied it, and the partitioned one was "
                     "not: give the optimizer the parameters of what parallelize() returned; load weights before; and "

@@ -65,6 +65,12 @@ def settled(new: Mapping[str, StoredTensor], known: Mapping[str, StoredTensor]) 
     return {**known, **{name: stored for name, stored in new.items() if name not in known}}
 
 
+def has_values_of(local: Tensor, stored: StoredTensor, program: Program, process: Process, full: Tensor) -> bool:
+    """Return whether a local parameter is this rank's shard of a full tensor."""
+    shard = part_of(full.detach(), cuts_at(stored, program.mesh, process.coordinates))
+    return bool(shard.shape == local.shape and torch.equal(shard.to(local.device, local.dtype), local))
+
+
 def shard_parameters(
     model: nn.Module,
     program: Program,

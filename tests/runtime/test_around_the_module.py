@@ -1,0 +1,222 @@
+"""What users do around a partitioned module: right, or refused in words that say what to do."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import autopart
+from autopart.errors import AutopartError, UsageError
+
+TIMEOUT_S = 120.0
+
+
+class Critic(nn.Module):
+    """Linear layers and attention, all differentiable twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.qkv, self.norm, self.down = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 48),
+            nn.LayerNorm(16),
+            nn.Linear(16, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        q, k, v = self.qkv(self.norm(h)).view(*h.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.down(h + (weights @ v).transpose(1, 2).flatten(2))
+
+
+def made(mesh: str, zero: int = 0) -> tuple[nn.Module, autopart.ParallelModule, Tensor]:
+    torch.manual_seed(0)
+    model, x = Critic().double(), torch.randn(4, 6, 8).double()
+    plain = copy.deepcopy(model)
+    return plain, autopart.parallelize(model, mesh, example_kwargs={"x": x}, **({"zero": zero} if zero else {})), x
+
+
+# --- derivatives of second order -------------------------------------------------------------------------------------
+
+
+def penalty_of_inputs(module: nn.Module, x: Tensor) -> Tensor:
+    points = x.clone().requires_grad_()
+    out = module(points)
+    (slope,) = torch.autograd.grad(out.sum(), points, create_graph=True)
+    return out.mean() + ((slope.flatten(1).norm(dim=1) - 1) ** 2).mean()
+
+
+def penalty_of_gradients(module: nn.Module, x: Tensor) -> Tensor:
+    loss = module(x).square().mean()
+    slopes = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+    return loss + sum((slope**2).sum() for slope in slopes)
+
+
+def second_order(mesh: str, zero: int, of_parameters: bool) -> str:
+    plain, pm, x = made(mesh, zero)
+    penalty = penalty_of_gradients if of_parameters else penalty_of_inputs
+    penalty(plain, x).backward()
+    try:
+        loss = penalty(pm, x)
+    except UsageError as error:
+        return str(error)
+    loss.backward()
+    grads = pm.full_grads()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=1e-10, atol=1e-10, msg=name)
+    return ""
+
+
+NOT_TWICE = """create_graph=True with the gradient of 'down.weight'
+  why    it is stored in shards over data ranks, and the reduce-scatter of its gradient has no derivative
+  try    zero=0 for gradients of gradients; gradients of inputs are differentiable with any zero="""
+
+
+@pytest.mark.parametrize("of_parameters", [False, True])
+@pytest.mark.parametrize(("mesh", "zero"), [("tp2", 0), ("dp2", 0), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 0)])
+def test_gradients_of_gradients(mesh, zero, of_parameters):
+    size = autopart.Mesh.parse(mesh).num_ranks
+    said = dist.run_ranks(second_order, size, mesh, zero, of_parameters, timeout_s=TIMEOUT_S)
+    if zero and of_parameters:
+        assert all(text.partition("'")[0] == NOT_TWICE.partition("'")[0] for text in said)
+        assert all(text.partition("\n")[2] == NOT_TWICE.partition("\n")[2] for text in said)
+    else:
+        assert said == [""] * size
+
+
+# --- modules and optimizers that stand for others --------------------------------------------------------------------
+
+
+def step_of_an_older_optimizer(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.step(x, loss_fn=F.mse_loss, target=x[..., :1])
+    optimizer.step()
+
+
+def norm_of_the_originals(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def eval_of_a_layer(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.train()
+    pm.norm.eval()
+
+
+def other_weights(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    functional_call(pm, {name: p * 2 for name, p in pm.named_parameters()}, (x,))
+
+
+class Around(nn.Module):
+    def __init__(self, pm: nn.Module) -> None:
+        super().__init__()
+        self.pm = pm
+
+
+def ddp_around(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    nn.parallel.DistributedDataParallel(Around(pm))
+
+
+def twice(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    autopart.parallelize(pm, "dp2", example_kwargs={"x": x})
+
+
+def wrapped_in_ddp(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    autopart.plan(nn.parallel.DistributedDataParallel(copy.deepcopy(model)), "dp2", example_kwargs={"x": x})
+
+
+def wrapped_by_fully_shard(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    autopart.plan(fully_shard(copy.deepcopy(model)), "dp2", example_kwargs={"x": x})
+
+
+def compiled(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    autopart.plan(torch.compile(copy.deepcopy(model)), "dp2", example_kwargs={"x": x})
+
+
+REFUSED: dict[Callable[..., None], str] = {
+    step_of_an_older_optimizer: """SGD.step() on the model's own parameters would change nothing: Critic is partitioned
+  why    the partitioned model has parameters of its own, and only they have gradients
+  try    make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())""",
+    norm_of_the_originals: """clip_grad_norm_ on the model's own parameters would change nothing: Critic is partitioned
+  why    the partitioned model has parameters of its own, and only they have gradients
+  try    make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())""",
+    eval_of_a_layer: """eval() of a layer of a partitioned model would change nothing
+  why    the model is traced as a whole, in one mode or with the modes that its layers had
+  try    set it on the model before parallelize(): model.layer.eval(); or pm.eval() for all""",
+    other_weights: """this call is made with another tensor for 'up.weight'
+  why    functional_call or an assignment replaced the parameter, and the program reads its own
+  try    pm.load_state_dict(...) changes values; differentiate through updates on the model itself""",
+    ddp_around: """DistributedDataParallel around a partitioned model
+  why    it would give every rank the first one's shards
+  try    an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself""",
+    twice: """the model is partitioned already
+  why    it is what parallelize() returned, not a model
+  try    give the model itself; pm.plan has the plan of this one""",
+    wrapped_in_ddp: """the model is wrapped in DistributedDataParallel
+  why    autopart partitions the model itself
+  try    parallelize(model.module, ...)""",
+    wrapped_by_fully_shard: """fully_shard() was applied to the model
+  why    its parameters are shards already
+  try    parallelize the model without it: zero=3 does the same""",
+    compiled: """the model is wrapped in OptimizedModule
+  why    autopart partitions the model itself
+  try    parallelize(model._orig_mod, ...)""",
+}
+
+
+def refusals(mesh: str) -> dict[str, str]:
+    said = {}
+    for use in REFUSED:
+        torch.manual_seed(0)
+        model, x = Critic().double(), torch.randn(4, 6, 8).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pm = autopart.parallelize(model, mesh, example_kwargs={"x": x})
+        before = {name: p.detach().clone() for name, p in pm.named_parameters()}
+        with pytest.raises(AutopartError) as raised:
+            use(model, pm, optimizer, x)
+        said[use.__name__] = str(raised.value)
+        assert all(bool((p.detach() == before[name]).all()) for name, p in pm.named_parameters())
+    return said
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2"])
+def test_uses_that_would_change_nothing_are_refused(mesh):
+    expected = {use.__name__: text for use, text in REFUSED.items()}
+    for said in dist.run_ranks(refusals, 2, mesh, timeout_s=TIMEOUT_S):
+        assert said == expected
+
+
+def modes_and_weights(mesh: str) -> None:
+    """Layers that were in eval mode stay so; weights that are loaded back bring no warning."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double()
+    model[1].eval()
+    plain, x = copy.deepcopy(model), torch.randn(8, 8).double()
+    pm = autopart.parallelize(model, mesh, example_kwargs={"input": x})
+    for change in (pm.train, pm.eval, pm.train):
+        change()
+    torch.testing.assert_close(pm.step(x, loss_fn=F.mse_loss, target=x[:, :4]), F.mse_loss(plain(x), x[:, :4]).detach())
+    torch.optim.SGD(pm.parameters(), 0.1).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(pm.full_state_dict())
+        pm.step(x, loss_fn=F.mse_loss, target=x[:, :4])
+    with pytest.warns(UserWarning, match="was changed after autopart had copied it"):
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        pm.step(x, loss_fn=F.mse_loss, target=x[:, :4])
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_modes_and_loaded_weights(mesh):
+    dist.run_ranks(modes_and_weights, 2, mesh, timeout_s=TIMEOUT_S)
