@@ -210,7 +210,7 @@ class Compiler:
         start_s = time.perf_counter()
         with _mode(self.model, training):
             around = WithLossAndOutputs if with_outputs else WithLoss
-            model = self.model if loss_fn is None else around(self.model, loss_fn).train(training)
+            model = self.model if loss_fn is None else around(self.model, loss_fn)
             flat = flatten_call(arguments)
             if self.options.local_batch:
                 arguments = all_ranks_call(arguments, flat, self.mesh.row_ranks)

@@ -7,18 +7,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopart.compat import tree_unflatten
 from autopart.compat_shards import on_local_values
 from autopart.compat_training import before_ddp
-from autopart.errors import AutopartError, OptionError, StageError, TraceError
+from autopart.errors import AutopartError, OptionError, TraceError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.plans.agreed import TIMEOUT_S
@@ -150,7 +149,8 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         self._local_buffers: dict[str, Tensor] = {}
         self._extra_state = extra_state(model)
         connect_state_dicts()
-        run_uncompiled(type(self), ("forward", "step", "flush"))
+        kind: Any = type(self)
+        run_uncompiled(kind, ("forward", "step", "flush"))
         self._copies: dict[int, Tensor] = {}  # by the id of the model's buffer: one that has two names stays one
         self._calls: Counter[str] = Counter()
         self._loss_scaling = LossScaling() if scales_loss else None
@@ -240,23 +240,6 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
             return loss
         returned = tree_unflatten(flat, program.output_spec)
         return loss, returned if loss_fn is None else returned[1]
-
-    def graph(self, stage: int | None = None) -> fx.GraphModule:
-        """The graph of a stage (None: this rank's first), with axis names in its collectives."""
-        program = self._traced("graph")
-        if stage is None:
-            stage = self._stages(program)[0]
-        if not 0 <= stage < len(program.stages):
-            count = f"{len(program.stages)} stage{'s' * (len(program.stages) > 1)}"
-            hint = "graph(0)" if len(program.stages) == 1 else f"graph(0) to graph({len(program.stages) - 1})"
-            raise StageError(f"there is no stage {stage}", why=f"the program has {count}", hint=hint)
-        return program.stages[stage].graph
-
-    def report(self, path: str | Path) -> None:
-        """Write one page of HTML (`Plan.report`) with the graphs of this rank's stages. A path for each rank."""
-        program = self._traced("report")
-        graphs = {f"Graph of stage {stage}": program.stages[stage].graph for stage in self._stages(program)}
-        self.plan.report(path, graphs)
 
     @meeting
     def full_state_dict(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Recorder:
         self.model = model
         kind: Any = ParallelModule if isinstance(model, ParallelModule) else type(model)
         kind.step = self._losses_of(kind.step, returned=True)
-        torch.Tensor.backward = self._losses_of(torch.Tensor.backward)  # type: ignore[method-assign, assignment]
+        torch.Tensor.backward = self._losses_of(torch.Tensor.backward)  # type: ignore[method-assign]
         torch.autograd.backward = self._losses_of(torch.autograd.backward)
         register_optimizer_step_pre_hook(lambda *_: None if _called_by_autopart() else self._gradients())
         register_optimizer_step_post_hook(lambda *_: None if _called_by_autopart() else self._weights())

@@ -67,10 +67,11 @@ def prove(
     """Run and compare. `parallelize`: makes the partitioned model, on a rank. `example`: of its call, if any."""
     _check(fn, model, options)
     model = copy.deepcopy(model).cpu().double()
-    batches, example = _in_double(list(batches)), _in_double(dict(example))
+    batches = listed = _in_double(list(batches))
+    example = _in_double(dict(example))
     local_batch = bool(options.get("local_batch"))
-    if not example and batches:
-        example = _example(model, batches[0])
+    if not example and listed:
+        example = _example(model, listed[0])
     with tempfile.TemporaryDirectory(prefix="verify-loop-") as folder:
         run = _Run(fn, model, batches, folder)
         (report,) = run_forked(run.plain, 1, time_limit_s, folder, run.where, connected=False).values()

@@ -43,6 +43,7 @@ class WithLoss(nn.Module):
                     hint="a module whose forward returns loss_fn(model(x), target); or loss_fn.requires_grad_(False)",
                 )
         self.model, self.loss_fn = model, loss_fn
+        self.training = model.training  # layers keep the modes they have
         self.loss_name = loss_name(model)
 
     def train(self, mode: bool = True) -> WithLoss:

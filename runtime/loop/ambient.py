@@ -42,4 +42,4 @@ def explain_backward() -> None:
                 hint="loss = pm.step(**batch) without backward(); or loss = pm(**batch), and loss.backward()",
             ) from error
 
-    Tensor.backward = backward  # type: ignore[method-assign,assignment]
+    Tensor.backward = backward  # type: ignore[method-assign]

@@ -159,6 +159,10 @@ class Branch(nn.Module):
     def __len__(self) -> int:
         return len(self._modules)
 
+    @on_local_values
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+
     def train(self, mode: bool = True) -> Any:
         """Raises UsageError for another mode than the model's: a part has no program of its own."""
         if bool(mode) != self.training:

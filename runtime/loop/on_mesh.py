@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from autopart.errors import StageError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
 from autopart.runtime.comm.processes import Process, first_ranks_seed
@@ -22,6 +25,9 @@ class OnMesh(nn.Module):
     _process: Process
     _program: Program | None
     _unsummed: Unsummed
+    _traced: Callable[[str], Program]
+    _stages: Callable[[Program], list[int]]
+    plan: Any
 
     @property
     def mesh(self) -> Mesh:
@@ -98,3 +104,20 @@ class OnMesh(nn.Module):
         if problem is not None:
             raise problem
         return self._unsummed.opened()
+
+    def graph(self, stage: int | None = None) -> fx.GraphModule:
+        """The graph of a stage (None: this rank's first), with axis names in its collectives."""
+        program = self._traced("graph")
+        if stage is None:
+            stage = self._stages(program)[0]
+        if not 0 <= stage < len(program.stages):
+            count = f"{len(program.stages)} stage{'s' * (len(program.stages) > 1)}"
+            hint = "graph(0)" if len(program.stages) == 1 else f"graph(0) to graph({len(program.stages) - 1})"
+            raise StageError(f"there is no stage {stage}", why=f"the program has {count}", hint=hint)
+        return program.stages[stage].graph
+
+    def report(self, path: str | Path) -> None:
+        """Write one page of HTML (`Plan.report`) with the graphs of this rank's stages. A path for each rank."""
+        program = self._traced("report")
+        graphs = {f"Graph of stage {stage}": program.stages[stage].graph for stage in self._stages(program)}
+        self.plan.report(path, graphs)

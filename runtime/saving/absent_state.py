@@ -39,8 +39,8 @@ def never_saved(state_dict: Mapping[str, Any], saved: Collection[str]) -> set[st
             if (head := _head(key, value)) is not None:
                 by_head.setdefault(head, {})[key] = value
     left_out = set[str]()
-    for (optimizer, head), values in by_head.items():
-        if any(key.startswith(head) for key in saved) or not any(key.startswith(optimizer) for key in saved):
+    for (optimizer, prefix), values in by_head.items():
+        if any(key.startswith(prefix) for key in saved) or not any(key.startswith(optimizer) for key in saved):
             continue
         for value in values.values():
             _ABSENT[value] = True

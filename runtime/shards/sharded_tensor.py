@@ -164,6 +164,8 @@ def _local(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _attribute(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Sizes, of the full tensor."""
+    if name == "get:nbytes":
+        return args[0].spec.numel() * args[0].element_size()
     return ATTRIBUTES[name](args[0].spec, *args[1:], **kwargs)
 
 

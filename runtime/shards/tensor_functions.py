@@ -48,6 +48,7 @@ ATTRIBUTES: dict[str, Callable[..., Any]] = {
     "size": _size,
     "numel": lambda spec: spec.numel(),
     "nelement": lambda spec: spec.numel(),
+    "get:nbytes": lambda spec: spec.numel(),
     "get:ndim": lambda spec: len(spec.shape),
     "dim": lambda spec: len(spec.shape),
     "ndimension": lambda spec: len(spec.shape),

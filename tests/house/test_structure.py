@@ -59,9 +59,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "state": ("comm",),
         "shards": ("comm", "state"),
         "agree": ("comm", "state"),
-        "saving": ("comm", "state"),
+        "saving": ("comm", "state", "agree"),
         "loop": ("comm", "state", "shards"),
-        "sync": ("comm", "state", "saving"),
+        "sync": ("comm", "state", "agree", "saving"),
     },
 }
 # What a plan can be asked for is made above it: imported inside the methods that give it.
@@ -75,7 +75,8 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 PRINTING_MODULES = ("autopart.cli",)
 TRANSFORMERS_MODULES = ("autopart.tracing.model_source", "autopart.runtime.state.transformers_names")
-COMPAT_MODULES = ("autopart.compat", *(f"autopart.compat_{of}" for of in ("pipelines", "sizes", "tracing", "training")))
+COMPAT_PARTS = ("pipelines", "shards", "sizes", "tracing", "training")
+COMPAT_MODULES = ("autopart.compat", *(f"autopart.compat_{of}" for of in COMPAT_PARTS))
 # Where operators are known by name: rules, rewrites, and what reads the formula of a loss that the rewrites write.
 NAMING_ROOMS = ("rules", "normalize")
 NAMING_MODULES = ("autopart.passes.facts.labels",)

@@ -146,8 +146,7 @@ def trained_copies(name, mesh):
         losses.append(float(pm.step(**batch)))
         optimizer.step()
     assert torch.equal(before, torch.get_rng_state()), "a step moved the default generator on"
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    copies = {name: p.detach().clone() for name, p in pm.named_parameters() if tuple(p.shape) == shapes.get(name)}
+    copies = {name: p.detach().clone() for name, p in pm.named_parameters() if type(p) is nn.Parameter}
     return losses, copies
 
 

@@ -203,20 +203,3 @@ def test_optimizers_are_right_or_refused(mesh, zero, refused):
         assert said[0]["Adaptive"] == OF_ADAPTIVE
     if zero:
         assert "or leave it whole: zero=0" in said[0]["LAMB"]
-
-
-def unknown(mesh: str) -> list[str]:
-    model, batch = zoo.skip_mlp(num_layers=1, hidden=8)
-    pm = autopart.parallelize(model, mesh, example_kwargs=batch)
-    pm.step(**batch)
-    optimizer = Sealed(pm.parameters())
-    with pytest.warns(UserWarning) as seen:
-        optimizer.step()
-        optimizer.step()
-    return [str(warning.message) for warning in seen]
-
-
-def test_one_warning_where_an_optimizer_cannot_be_tried():
-    for said in dist.run_ranks(unknown, 2, "tp2", timeout_s=TIMEOUT_S):
-        (text,) = said
-        assert text.startswith("Sealed trains 'layers.0.weight' in parts:\n  right only if")

@@ -55,7 +55,7 @@ def train(mesh, name, change, number_of_steps, options, purpose="step"):
             optimizer.step()
             if number == 2 and td.get_rank() == 1 and name:
                 with torch.no_grad():
-                    parameter = pm.get_parameter(name)
+                    parameter = getattr(pm.get_parameter(name), "to_local", lambda: pm.get_parameter(name))()
                     parameter.view(-1)[1] = math.nan if change is None else parameter.view(-1)[1] * (1 + change)
     said = [str(w.message) for w in caught if "copies of" in str(w.message)]
     numbers = None

@@ -57,9 +57,9 @@ def calls(weight: Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Methods of Tensor with arguments that fit some of them."""
     other = torch.linspace(0.1, 0.9, weight.numel(), dtype=weight.dtype).view(weight.shape)
     index = torch.tensor([0, 2])
-    arguments = [(), (0,), (1,), (-1,), (2.5,), (other,), (other > 0.5,), (0, index), (0, index, 0.5),
-                 (other > 0.5, 0.5), (0, 1), (2, -1), (other, 0.5), (other, other), (-1, True), (weight.shape,), (torch.float32,),
-                 (other[0],), (other[:, :1],), (other.T,), (0, 0)]  # fmt: skip
+    arguments = [(), (0,), (1,), (-1,), (2.5,), (other,), (other > 0.5,), (0, index), (0, index, 0.5), (0, 1),
+                 (other > 0.5, 0.5), (2, -1), (other, 0.5), (other, other), (-1, True), (weight.shape,),
+                 (torch.float32,), (other[0],), (other[:, :1],), (other.T,), (0, 0)]  # fmt: skip
     skipped = {"apply_", "map_", "map2_", "backward", "register_hook", "register_post_accumulate_grad_hook", "cuda",
                "share_memory_", "pin_memory", "is_pinned", "to_mkldnn", "ipu", "xpu", "hpu", "mtia", "module_load",
                "record_stream", "reinforce", "requires_grad_", "retain_grad", "set_", "to_sparse_csc", "__dlpack__",

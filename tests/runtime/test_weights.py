@@ -41,6 +41,7 @@ from autopart.cli import main
 from autopart.errors import AutopartError, CheckpointError, OptionError
 from autopart.ir.layout import section_sizes
 from autopart.ir.pieces import Cut, boxes, spans_of
+from autopart.runtime.shards.sharded_tensor import ShardedTensor
 from autopart.runtime.state import constructed
 from autopart.runtime.state.constructed import Constructor, constructor_of, held_tensors
 from autopart.runtime.state.safetensors_files import Files
@@ -188,6 +189,10 @@ class Counted:
         return max(int(times.max()) for times in self.times.values() if times.numel())
 
 
+def local_of(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, ShardedTensor) else parameter
+
+
 def partitioned(name: str, mesh: str, weights: Any, **options: Any) -> dict[str, Any]:
     """What a rank makes of a model on meta, and what it read of the files."""
     example = batch()
@@ -196,7 +201,7 @@ def partitioned(name: str, mesh: str, weights: Any, **options: Any) -> dict[str,
         counted = Counted(monkeypatch)
         given = BUILDERS[name] if weights == "function" else weights
         pm = autopart.parallelize(on_meta(name), mesh, example_kwargs=example, weights=given, **options)
-    local = [*pm.parameters(), *(b for _, b in persistent_buffers(pm._source.model))]
+    local = [*map(local_of, pm.parameters()), *(b for _, b in persistent_buffers(pm._source.model))]
     loss = pm.step(**example)
     return {
         "loss": loss, "grads": pm.full_grads(), "state": pm.full_state_dict(),

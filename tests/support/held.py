@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from zoo import ZOO
 
 import autopart
+from autopart.compat_shards import on_local_values
 from autopart.cost.count.footprint import walked
 from autopart.cost.count.peaks import stage_memory
 from autopart.ir.facts import times
@@ -53,6 +54,7 @@ class Recorder(saved_tensors_hooks):
         return [saved.tensor for reference in self.packed if (saved := reference()) is not None]
 
 
+@on_local_values
 def storages(tensors: Iterable[Any]) -> dict[int, int]:
     """{address: bytes} of the memory of all tensors among these."""
     found = [t.untyped_storage() for t in tensors if isinstance(t, Tensor)]
@@ -77,6 +79,7 @@ def vit() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"pixel_values": torch.randn(8, 3, 16, 16, dtype=torch.float64), "labels": torch.randint(8, (8,))}
 
 
+@on_local_values
 def _started(pm: Any, program: Any, inputs: Any) -> tuple[Executable, Any]:
     """What runs a step, and the comparison of how the ranks were called, which has ended."""
     executable, comparison = pm._executable(program, inputs, "step")
@@ -84,6 +87,7 @@ def _started(pm: Any, program: Any, inputs: Any) -> tuple[Executable, Any]:
     return executable, comparison
 
 
+@on_local_values
 def saved_on_a_rank(name: str, mesh: str, dropout: float, options: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """(stage, bytes that autograd saves of its first microbatch, bytes that the estimate says) of a rank's stages."""
     model, batch = small(name, dropout)
@@ -115,6 +119,7 @@ def _saved_of(module: StageModule) -> int:
     return sum(held.values())
 
 
+@on_local_values
 def states_on_a_rank(name: str, mesh: str, options: Mapping[str, Any]) -> dict[str, int]:
     """Bytes that a rank holds of parameters, gradients and AdamW's moments after a training step."""
     model, batch = small(name)
@@ -132,6 +137,7 @@ def states_on_a_rank(name: str, mesh: str, options: Mapping[str, Any]) -> dict[s
     }
 
 
+@on_local_values
 def most_in_flight(schedule: str, mesh: str, microbatches: int) -> dict[int, int]:
     """{stage: the most microbatches between forward and the end of backward} of a rank that runs a real step."""
     model, batch = ZOO["skip_mlp"]()
@@ -166,6 +172,7 @@ ROWS = 8
 """For each row of a batch, so that a step is fullest in its backward and not after it."""
 
 
+@on_local_values
 def peak_on_a_rank(name: str, mesh: str, options: Mapping[str, Any], dropout: float = 0.0) -> tuple[int, int]:
     """The most bytes that torch's allocator has handed out at a time in a training step of a rank, and what the plan
     says. The least of several steps: threads that communicate hold what they have sent a moment longer."""
@@ -175,6 +182,7 @@ def peak_on_a_rank(name: str, mesh: str, options: Mapping[str, Any], dropout: fl
     return _peak_of_steps(pm, batch, mesh, 8)
 
 
+@on_local_values
 def _peak_of_steps(pm: Any, batch: Mapping[str, Any], mesh: str, times: int) -> tuple[int, int]:
     optimizer = torch.optim.AdamW(pm.parameters(), fused=True)
 
