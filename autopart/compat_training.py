@@ -107,3 +107,25 @@ def before_ddp(check: Callable[[torch.nn.Module], None]) -> None:
         original(self, module, *args, **kwargs)
 
     kind.__init__ = made
+
+
+class _UpdateBN:
+    """Holds torch's own `update_bn` once `before_update_bn` has run, and what is checked before it."""
+
+    own: Callable[..., Any] | None = None
+    check: Callable[[torch.nn.Module], None]
+
+    def code(*args: Any, **kwargs: Any) -> Any:
+        from autopart.compat_training import _UpdateBN
+
+        _UpdateBN.check(kwargs["model"] if "model" in kwargs else args[1])
+        assert _UpdateBN.own is not None
+        return _UpdateBN.own(*args, **kwargs)
+
+
+def before_update_bn(check: Callable[[torch.nn.Module], None]) -> None:
+    """From now on `torch.optim.swa_utils.update_bn` passes its model to `check` first, also where it was imported."""
+    if _UpdateBN.own is None:
+        function = inspect.unwrap(torch.optim.swa_utils.update_bn)
+        _UpdateBN.check = staticmethod(check)
+        _UpdateBN.own = staticmethod(_exchanged(function, _UpdateBN.code, {}))

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopart.compat import tree_unflatten
 from autopart.compat_shards import on_local_values
-from autopart.compat_training import before_ddp
 from autopart.errors import AutopartError, OptionError, TraceError
 from autopart.ir.mesh import Mesh
 from autopart.ir.program import Program
@@ -33,7 +32,7 @@ from autopart.runtime.loop import norms, optimizers, scaler
 from autopart.runtime.loop.ambient import explain_backward, not_saved, run_uncompiled
 from autopart.runtime.loop.clipping import Clips
 from autopart.runtime.loop.hooks import check_model_hooks, nothing_to_train, problem_of, trained_names, without_backward
-from autopart.runtime.loop.idioms import Idioms, holder, refuse_ddp_around
+from autopart.runtime.loop.idioms import Idioms, holder, watch_wrappers
 from autopart.runtime.loop.loss_scaling import LossScaling, ScalesLoss
 from autopart.runtime.loop.on_mesh import OnMesh
 from autopart.runtime.loop.step_options import StepOptions
@@ -127,7 +126,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         check_model_hooks(model)
         norms.recognise_in_torch()
         scaler.share_infinities()
-        before_ddp(refuse_ddp_around)
+        watch_wrappers()
         optimizers.watch_optimizers()
         program = compiler.ready()
         watch = meet(mesh, device_mesh, timeout, compile)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autopart.compat_shards import on_local_values
+from autopart.compat_training import before_ddp, before_update_bn
 from autopart.errors import MissingAttribute, UsageError
 from autopart.runtime.loop.loss_scaling import LossScaling
 
@@ -318,11 +319,33 @@ def holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return root, last
 
 
+def watch_wrappers() -> None:
+    """From now on what would change a partitioned model's shards, or nothing of it, is refused."""
+    before_ddp(refuse_ddp_around)
+    before_update_bn(refuse_update_bn)
+
+
 def refuse_ddp_around(module: nn.Module) -> None:
     """Raises UsageError if DistributedDataParallel is to wrap a module that contains a partitioned one."""
+    if _contains_partitioned(module):
+        _refuse_ddp()
+
+
+def refuse_update_bn(module: nn.Module) -> None:
+    """Raises UsageError if batch norms are to be updated of a module that contains a partitioned one."""
+    if _contains_partitioned(module):
+        raise UsageError(
+            "update_bn() of a partitioned model would change nothing",
+            why="it looks for BatchNorm layers, and a partitioned model has parameters and buffers alone",
+            hint="model.load_state_dict(average.module.full_state_dict()); update_bn(loader, model)",
+        )
+
+
+def _contains_partitioned(module: nn.Module) -> bool:
     pending = [module]
     while pending:
         one = pending.pop()
         if isinstance(one, Idioms):
-            _refuse_ddp()
+            return True
         pending += [child for child in one._modules.values() if child is not None]
+    return False

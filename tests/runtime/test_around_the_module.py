@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autopart
 from autopart.errors import AutopartError, UsageError
@@ -143,6 +144,10 @@ def compiled(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
     autopart.plan(torch.compile(copy.deepcopy(model)), "dp2", example_kwargs={"x": x})
 
 
+def average_of_statistics(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    update_bn([x], AveragedModel(pm))
+
+
 REFUSED: dict[Callable[..., None], str] = {
     step_of_an_older_optimizer: """SGD.step() on the model's own parameters would change nothing: Critic is partitioned
   why    the partitioned model has parameters of its own, and only they have gradients
@@ -159,6 +164,9 @@ REFUSED: dict[Callable[..., None], str] = {
     ddp_around: """DistributedDataParallel around a partitioned model
   why    it would give every rank the first one's shards
   try    an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself""",
+    average_of_statistics: """update_bn() of a partitioned model would change nothing
+  why    it looks for BatchNorm layers, and a partitioned model has parameters and buffers alone
+  try    model.load_state_dict(average.module.full_state_dict()); update_bn(loader, model)""",
     twice: """the model is partitioned already
   why    it is what parallelize() returned, not a model
   try    give the model itself; pm.plan has the plan of this one""",
@@ -213,7 +221,8 @@ def modes_and_weights(mesh: str) -> None:
         pm.step(x, loss_fn=F.mse_loss, target=x[:, :4])
     with pytest.warns(UserWarning, match="was changed after autopart had copied it"):
         with torch.no_grad():
-            model[0].weight.mul_(2)
+            for parameter in model.parameters():
+                parameter.mul_(2)
         pm.step(x, loss_fn=F.mse_loss, target=x[:, :4])
 
 
