@@ -270,6 +270,11 @@ class Conversion:
     forward: str
     backward: str
 
+    @property
+    def transposed(self) -> Conversion:
+        """Return what the gradient goes through. Its own gradient goes through the conversion itself."""
+        return Conversion(self.operator, self.backward, self.forward)
+
 
 CONVERSIONS: dict[tuple[str, str], Conversion] = {
     ("R", "R(grad P)"): Conversion("sum_grad", "identity", "all_reduce"),

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 
 from autopart.compat import is_gloo, resolve_group
 from autopart.ir.facts import facts
-from autopart.ir.layout import ROUTING, Conversion
+from autopart.ir.layout import CONVERSIONS, ROUTING, Conversion
 from autopart.ir.operators import CUTTING, LIBRARY, MOVES, autopart_ops, axis_of, operator_name
 from autopart.ir.pieces import Cut
 from autopart.ir.routes import Route, count_rows
@@ -66,10 +66,18 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        primitive = PRIMITIVES[ctx.conversion.backward]
         stored, summed = ctx.dtypes
+        if torch.is_grad_enabled():  # create_graph=True: differentiable once more
+            told, back = tuple(reversed(ctx.told)), ctx.conversion.transposed
+            return _Convert.apply(grad, back, ctx.group_name, told, (summed, None)).to(stored), None, None, None, None
+        primitive = PRIMITIVES[ctx.conversion.backward]
         moved = primitive(in_dtype(grad, summed), ctx.group_name, *reversed(ctx.told))
         return moved.to(stored), None, None, None, None
+
+
+def all_reduce_once_more(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a gradient summed over a group, differentiable: every rank holds the sum, so its own gradient is copied."""
+    return _Convert.apply(grad, CONVERSIONS["P", "R"], group.group_name, (), (None, None))
 
 
 def _communicate(collective: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:

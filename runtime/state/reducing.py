@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopart.errors import UsageError
 from autopart.ir.buckets import BUCKET_BYTES, SUMS_UNDER_WAY, UNDER_WAY
+from autopart.runtime.comm.collectives import all_reduce_once_more
 from autopart.runtime.comm.parts import begin_sum
 
 if TYPE_CHECKING:
@@ -83,6 +85,17 @@ class Crossing:
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
         """Begins to sum the gradients of what is at these positions, and gives what waits for those of the tensors."""
         raise NotImplementedError
+
+    def differentiable_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return gradients of all ranks that can be differentiated (`create_graph=True`).
+
+        Raises UsageError if the parameters are sharded over data ranks: their gradients are scattered in buckets.
+        """
+        raise UsageError(
+            f"create_graph=True with the gradient of '{self.names[0]}'",
+            why="it is stored in shards over data ranks, and the reduce-scatter of its gradient has no derivative",
+            hint="zero=0 for gradients of gradients; gradients of inputs are differentiable with any zero=",
+        )
 
     def cross(self, pending: Pending, arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What graphs read of tensors from `arrive`."""
@@ -150,7 +163,9 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         present_grads = [grad for grad in grads if grad is not None]
-        if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
+        if present and torch.is_grad_enabled():
+            ctx.pending.sums = ctx.crossing.differentiable_sums(present_grads)
+        elif present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
             ctx.pending.sums = present_grads
         elif present:
             under_way, crossing = ctx.crossing.under_way, ctx.crossing
@@ -256,6 +271,12 @@ class SumBucket(Bucket):
             wait()
             return [piece.to(dtype) for piece in unflatten(flat, forms)]
 
+        return sums
+
+    def differentiable_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        sums = list(grads)
+        for group in self.groups:
+            sums = [all_reduce_once_more(grad, group) for grad in sums]
         return sums
 
     def _sum(self, flat: Tensor) -> Callable[[], None]:
