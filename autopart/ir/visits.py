@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autopart.ir.attention import Run, attention_with_masks, runs_of
 from autopart.ir.pieces import Cut
@@ -185,6 +186,7 @@ class _Runs(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, output, total = ctx.saved_tensors
         grads = [torch.zeros_like(x) for x in (query, key, value)]

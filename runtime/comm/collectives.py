@@ -76,7 +76,7 @@ class _Convert(torch.autograd.Function):
 
 
 def all_reduce_once_more(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a gradient summed over a group, differentiable: every rank holds the sum, so its own gradient is copied."""
+    """Return a gradient summed over a group, differentiable: the sum is on every rank, so its gradient is copied."""
     return _Convert.apply(grad, CONVERSIONS["P", "R"], group.group_name, (), (None, None))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autopart.compat import is_gloo, resolve_group
 from autopart.ir.attention import Run, runs_of
@@ -73,6 +74,7 @@ class Ring(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, mask, output, total = ctx.saved_tensors
         group, cut = ctx.group, ctx.cut
@@ -104,6 +106,7 @@ class RingOfLists(torch.autograd.Function):
         return tuple(result for result, _ in ctx.kept)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         sides, ranks = ctx.saved_tensors, len(grads)
         queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))

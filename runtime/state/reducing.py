@@ -86,16 +86,9 @@ class Crossing:
         """Begins to sum the gradients of what is at these positions, and gives what waits for those of the tensors."""
         raise NotImplementedError
 
-    def differentiable_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return gradients of all ranks that can be differentiated (`create_graph=True`).
-
-        Raises UsageError if the parameters are sharded over data ranks: their gradients are scattered in buckets.
-        """
-        raise UsageError(
-            f"create_graph=True with the gradient of '{self.names[0]}'",
-            why="it is stored in shards over data ranks, and the reduce-scatter of its gradient has no derivative",
-            hint="zero=0 for gradients of gradients; gradients of inputs are differentiable with any zero=",
-        )
+    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+        """Return what `send` makes of these gradients, in a form that can be differentiated (`create_graph=True`)."""
+        raise NotImplementedError
 
     def cross(self, pending: Pending, arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What graphs read of tensors from `arrive`."""
@@ -163,10 +156,11 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         present_grads = [grad for grad in grads if grad is not None]
-        if present and torch.is_grad_enabled():
-            ctx.pending.sums = ctx.crossing.differentiable_sums(present_grads)
-        elif present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
+        if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
+            check_differentiated_once("inside no_sync()", "each rank has its part of a gradient there", "outside of it")
             ctx.pending.sums = present_grads
+        elif present and torch.is_grad_enabled():
+            ctx.pending.sums = list(ctx.crossing.differentiable_sums(present_grads, present))
         elif present:
             under_way, crossing = ctx.crossing.under_way, ctx.crossing
             ctx.pending.size_bytes = sum(grad.nbytes for grad in present_grads)
@@ -202,6 +196,12 @@ def _as_trained(ctx: Any, values: tuple[Tensor, ...], others: int) -> tuple[Tens
     frozen = [value for value, needed in zip(values, ctx.needs_input_grad[others:], strict=True) if not needed]
     ctx.mark_non_differentiable(*frozen)
     return values
+
+
+def check_differentiated_once(where: str, why: str, hint: str) -> None:
+    """Raise UsageError in a backward that is to be differentiated (`create_graph=True`)."""
+    if torch.is_grad_enabled():
+        raise UsageError(f"create_graph=True with gradients of parameters {where}", why=why, hint=hint)
 
 
 def added(wait: Waits, parts: Sequence[Tensor]) -> Finish:
@@ -273,7 +273,7 @@ class SumBucket(Bucket):
 
         return sums
 
-    def differentiable_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
+    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
         sums = list(grads)
         for group in self.groups:
             sums = [all_reduce_once_more(grad, group) for grad in sums]

@@ -22,6 +22,7 @@ from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.gradients import add_earlier, gradient_of
+from autopart.runtime.state.reducing import check_differentiated_once
 from autopart.runtime.state.state import stored_cuts
 from autopart.runtime.sync.gradients import Draws, State, servers, summed, synchronised
 from autopart.runtime.sync.hooks import Hook, in_group, run_hook
@@ -165,6 +166,11 @@ class DataSync:
         return tuple(outputs)
 
     def _backward_begins(self, leave: Callable[[], bool]) -> None:
+        check_differentiated_once(
+            f"with dp_sync='{self.sync}'",
+            "ranks bring gradients together when a backward has ended, and that has no derivative",
+            "dp_sync='all_reduce'",
+        )
         if self.is_in_backward or leave():
             return
         self.is_in_backward = True
