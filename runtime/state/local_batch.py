@@ -20,6 +20,7 @@ from autopart.ir.weight_updates import RowNorms
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.batch import OwnRows
+from autopart.runtime.state.own_outputs import as_terms, kind_of
 
 
 def read_whole(program: Program) -> frozenset[str]:
@@ -61,6 +62,14 @@ class LocalBatch:
         whole = dict(zip(names, self._gathered([named[name] for name in names]), strict=True))
         own_rows = {name: OwnRows(named[name]) for name in self.own}
         return [whole.get(name, own_rows.get(name, value)) for name, value in named.items()]
+
+    def as_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a differentiable call, by their positions (`own_outputs`)."""
+        if self.program.row_inputs is None or not self.axes or not torch.is_grad_enabled():
+            return list(outputs)
+        kinds = {o.position: kind_of(o, self.program, self.axes) for o in self.program.outputs}
+        groups = [self.process.groups[axis] for axis in self.axes]
+        return as_terms(outputs, [kinds[position] for position in range(len(outputs))], groups)
 
     def _gathered(self, parts: Sequence[Tensor]) -> list[Tensor]:
         if not parts:
