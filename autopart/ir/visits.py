@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopart.ir.attention import Run, attention_with_masks, runs_of
+from autopart.ir.differentiated import check_differentiated_once
 from autopart.ir.pieces import Cut
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -186,8 +186,12 @@ class _Runs(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        check_differentiated_once(
+            "attention by a kernel",
+            "its backward has no gradient of its own, as on one device",
+            "attention that is written as matrix products and a softmax",
+        )
         query, key, value, output, total = ctx.saved_tensors
         grads = [torch.zeros_like(x) for x in (query, key, value)]
         visit_backward(grads, grad, output, total, query, key, value, ctx.visit)

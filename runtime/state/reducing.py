@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopart.errors import UsageError
 from autopart.ir.buckets import BUCKET_BYTES, SUMS_UNDER_WAY, UNDER_WAY
+from autopart.ir.differentiated import check_differentiated_once
 from autopart.runtime.comm.collectives import all_reduce_once_more
 from autopart.runtime.comm.parts import begin_sum
 
@@ -157,7 +157,11 @@ class _Leave(torch.autograd.Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         present_grads = [grad for grad in grads if grad is not None]
         if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
-            check_differentiated_once("inside no_sync()", "each rank has its part of a gradient there", "outside of it")
+            check_differentiated_once(
+                "gradients of parameters inside no_sync()",
+                "each rank has its part of a gradient there, until the last call sums them",
+                "this call outside of no_sync()",
+            )
             ctx.pending.sums = present_grads
         elif present and torch.is_grad_enabled():
             ctx.pending.sums = list(ctx.crossing.differentiable_sums(present_grads, present))
@@ -196,12 +200,6 @@ def _as_trained(ctx: Any, values: tuple[Tensor, ...], others: int) -> tuple[Tens
     frozen = [value for value, needed in zip(values, ctx.needs_input_grad[others:], strict=True) if not needed]
     ctx.mark_non_differentiable(*frozen)
     return values
-
-
-def check_differentiated_once(where: str, why: str, hint: str) -> None:
-    """Raise UsageError in a backward that is to be differentiated (`create_graph=True`)."""
-    if torch.is_grad_enabled():
-        raise UsageError(f"create_graph=True with gradients of parameters {where}", why=why, hint=hint)
 
 
 def added(wait: Waits, parts: Sequence[Tensor]) -> Finish:

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from autopart.compat_training import at_end_of_backward
 from autopart.errors import UsageError
 from autopart.ir.buckets import alike
+from autopart.ir.differentiated import check_differentiated_once
 from autopart.ir.dp_sync import ALL_REDUCE, HOOK, Method
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
 from autopart.ir.program import Program, StoredTensor
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.gradients import add_earlier, gradient_of
-from autopart.runtime.state.reducing import check_differentiated_once
 from autopart.runtime.state.state import stored_cuts
 from autopart.runtime.sync.gradients import Draws, State, servers, summed, synchronised
 from autopart.runtime.sync.hooks import Hook, in_group, run_hook
@@ -167,7 +167,7 @@ class DataSync:
 
     def _backward_begins(self, leave: Callable[[], bool]) -> None:
         check_differentiated_once(
-            f"with dp_sync='{self.sync}'",
+            f"dp_sync='{self.sync}'",
             "ranks bring gradients together when a backward has ended, and that has no derivative",
             "dp_sync='all_reduce'",
         )
