@@ -99,7 +99,7 @@ class Executable:
                     leave = partial(self.unsummed.leave, self.unsummed.is_open)
                     runs = [self.data_sync.watched(outputs, leave) for outputs in runs]
                 comparison.finish_comparison()
-                outputs = self._everywhere(runs)
+                outputs = self.rows.as_terms(self._everywhere(runs))
             self._write_buffers()
         return [o.constant if o.position is None else outputs[o.position] for o in self.program.outputs]
 

@@ -297,5 +297,9 @@ class _ConvertList(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         stored, summed = ctx.dtypes
+        if torch.is_grad_enabled():  # create_graph=True: differentiable once more
+            told, back = tuple(reversed(ctx.told)), ctx.conversion.transposed
+            again = _ConvertList.apply(back, told, ctx.primitives, (summed, None), *grads)
+            return None, None, None, None, *(grad.to(stored) for grad in again)
         moved = ctx.primitives[ctx.conversion.backward]([in_dtype(grad, summed) for grad in grads], *reversed(ctx.told))
         return None, None, None, None, *(grad.to(stored) for grad in moved)

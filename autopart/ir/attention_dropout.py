@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopart.compat import recording_gradients, softmax_backward_
+from autopart.ir.differentiated import check_differentiated_once
 from autopart.ir.seeds import PART, Masks, seeded
 
 OPERATORS = ("attention_dropout", "attention_dropout_forward", "attention_dropout_backward")
@@ -307,6 +308,11 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
     rest = (None,) * 7
     if grad is None:
         return None, None, None, None, *rest
+    check_differentiated_once(
+        "attention with dropout",
+        "it makes its weights again in its backward, which has no gradient of its own",
+        "attention that is written as matrix products and a softmax, or pm.eval()",
+    )
     *tensors, seed = ctx.saved_tensors
     of_mask = bool(ctx.needs_input_grad[3])
     *grads, mask = attention_dropout_backward(grad, *tensors, ctx.dropout_p, seed, *ctx.others, of_mask)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopart.ir.differentiated import check_differentiated_once
+
 aten = torch.ops.aten
 
 
@@ -61,6 +63,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    check_differentiated_once("a CTC loss", "its gradient has none of its own, as on one device", "another loss")
     return ctc_loss_grad(grad.contiguous(), *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), *(None,) * 5
 
 

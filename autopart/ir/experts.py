@@ -171,5 +171,19 @@ def _backward(ctx: Any, grad: Tensor) -> tuple:
     return of_x, of_weight, None, None
 
 
+def _keep_sides(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, y, expert, _, ctx.first = inputs
+    ctx.save_for_backward(x, y, expert)
+
+
+def _outer_backward(ctx: Any, grad: Tensor) -> tuple:
+    x, y, expert = ctx.saved_tensors
+    needs_x, needs_y, *_ = ctx.needs_input_grad
+    of_x = expert_linear(y, grad.transpose(1, 2), expert, ctx.first) if needs_x else None
+    of_y = expert_linear(x, grad, expert, ctx.first) if needs_y else None
+    return of_x, of_y, None, None, None
+
+
 OPERATORS = ("expert_linear", "expert_outer", "to_experts", "from_experts")
 expert_linear.register_autograd(_backward, setup_context=_keep)
+expert_outer.register_autograd(_outer_backward, setup_context=_keep_sides)

@@ -192,11 +192,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Output:
-    """One flat output of the model: a tensor of the last stage's graph (`position`) with its layout, or a constant."""
+    """One flat output of the model: a tensor of the last stage's graph (`position`) with its layout, or a constant.
+
+    `made_of`: where every rank gives its own rows, the inputs that the value is made of.
+    """
 
     position: int | None
     layout: Layout
     constant: Any = None
+    made_of: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autopart.ir.attention import Run, attention_with_masks, runs_of
+from autopart.ir.differentiated import check_differentiated_once
 from autopart.ir.pieces import Cut
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -188,6 +189,11 @@ class _Runs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        check_differentiated_once(
+            "attention by a kernel",
+            "its backward has no gradient of its own, as on one device",
+            "attention that is written as matrix products and a softmax",
+        )
         query, key, value, output, total = ctx.saved_tensors
         grads = [torch.zeros_like(x) for x in (query, key, value)]
         visit_backward(grads, grad, output, total, query, key, value, ctx.visit)

@@ -386,7 +386,7 @@ class _Writer:
                 results.append(Output(None, {}, output))
                 continue
             layout = self._output_layout(output, whole, self.local_rows)
-            results.append(Output(len(nodes), dict(layout)))
+            results.append(Output(len(nodes), dict(layout), made_of=self._made_of(output)))
             nodes.append((output, layout, self.get(output, layout, last)))
         for name, node in self.trace.buffer_updates.items():
             self._update(name, node)
@@ -406,6 +406,14 @@ class _Writer:
             prefetch=self.decisions.prefetch, dp_sync=self.decisions.dp_sync,
             reduce_dtype=self.trace.precision.reduce if self.trace.precision is not None else None,
         )  # fmt: skip
+
+    def _made_of(self, output: fx.Node) -> frozenset[str]:
+        """The inputs of the model that an output is made of, where its rows are those of a rank."""
+        if not self.local_rows:
+            return frozenset()
+        used = {output, *nx.descendants(reads(self.trace.graph), output)}
+        inputs = zip(self.trace.call.names, self.trace.graph.find_nodes(op="placeholder"), strict=True)
+        return frozenset(name for name, node in inputs if node in used)
 
     def _update(self, name: str, node: fx.Node) -> None:
         """Let the stage that makes a new value of a buffer give it out, whole."""

@@ -16,9 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from autopart.compat import is_gloo, resolve_group
 from autopart.ir.attention import Run, runs_of
+from autopart.ir.differentiated import check_differentiated_once
 from autopart.ir.pieces import Cut
 from autopart.ir.visits import Visit, visit_backward, visited
 from autopart.runtime.comm.watch import watching
+
+_NOT_TWICE = ("what comes by in its backward has no gradient of its own", 'context="ulysses" or context="gather"')
 
 
 class _Rotation:
@@ -76,6 +79,7 @@ class Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        check_differentiated_once("ring attention", *_NOT_TWICE)
         query, key, value, mask, output, total = ctx.saved_tensors
         group, cut = ctx.group, ctx.cut
         of_query = torch.zeros_like(query)
@@ -108,6 +112,7 @@ class RingOfLists(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        check_differentiated_once("ring attention", *_NOT_TWICE)
         sides, ranks = ctx.saved_tensors, len(grads)
         queries, keys, values = (sides[i * ranks : (i + 1) * ranks] for i in range(3))
         side_grads = [torch.zeros_like(side) for side in sides]

@@ -33,6 +33,7 @@ from autopart.ir.storing import gathered_together, gathers_stored, source_name, 
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored
 from autopart.runtime.state.reducing import Crossing, Pending, Reducer, Waits, added, arrive
+from autopart.runtime.state.twice import Scattered
 
 KEPT_IN_BACKWARD = 2
 """Blocks whose weights are whole at a time in the backward, beside those that are gathered ahead: a value that two
@@ -299,6 +300,11 @@ class GatheredBlock(Crossing, nn.Module):
 
     def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.blocks.take(self.index)
+
+    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+        self.blocks.again.pop(self.index, None)
+        group, *others = self.reducing
+        return Scattered.apply(PartBucket(self.bucket.stored, group, tuple(others)), present, *grads)
 
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
         self.blocks.again.pop(self.index, None)

@@ -7,7 +7,7 @@ mostly are, stays where it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from autopart.ir.weight_updates import RowNorms
 from autopart.runtime.comm.collectives import PRIMITIVES
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.batch import OwnRows
+from autopart.runtime.state.own_outputs import as_terms, kind_of
 
 
 def read_whole(program: Program) -> frozenset[str]:
@@ -62,13 +63,25 @@ class LocalBatch:
         own_rows = {name: OwnRows(named[name]) for name in self.own}
         return [whole.get(name, own_rows.get(name, value)) for name, value in named.items()]
 
+    def as_terms(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a differentiable call, by their positions (`own_outputs`)."""
+        if self.program.row_inputs is None or not self.axes or not torch.is_grad_enabled():
+            return list(outputs)
+        kinds = {o.position: kind_of(o, self.program, self.axes) for o in self.program.outputs}
+        groups = [self.process.groups[axis] for axis in self.axes]
+        return as_terms(outputs, [kinds[position] for position in range(len(outputs))], groups)
+
     def _gathered(self, parts: Sequence[Tensor]) -> list[Tensor]:
         if not parts:
             return []
         values = _gather([part.detach() for part in parts], self.axes, self.process)
         index = self.process.mesh.row_index(self.process.coordinates)
+
+        def gather(rows: Tensor) -> Tensor:
+            return _gather([rows.detach()], self.axes, self.process)[0]
+
         return [
-            _WithGradient.apply(part, value, index) if part.requires_grad and torch.is_grad_enabled() else value
+            _WithGradient.apply(part, value, index, gather) if part.requires_grad and torch.is_grad_enabled() else value
             for part, value in zip(parts, values, strict=True)
         ]
 
@@ -93,10 +106,23 @@ class _WithGradient(Function):
     """The global value of an input of which this rank has rows; its gradient is that of these rows."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, whole: Tensor, index: int) -> Tensor:
-        ctx.rows, ctx.index = part.size(0), index
+    def forward(ctx: Any, part: Tensor, whole: Tensor, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.rows, ctx.index, ctx.gather = part.size(0), index, gather
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.narrow(0, ctx.index * ctx.rows, ctx.rows), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _RowsOf.apply(grad, ctx.rows, ctx.index, ctx.gather), None, None, None
+
+
+class _RowsOf(Function):
+    """The rows of one rank of a global value; of their gradients all ranks have the whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, rows: int, index: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.index, ctx.gather = index, gather
+        return whole.narrow(0, index * rows, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _WithGradient.apply(grad, ctx.gather(grad), ctx.index, ctx.gather), None, None, None

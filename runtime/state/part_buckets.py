@@ -49,6 +49,11 @@ class Stored:
         """Of a part as it is sent."""
         return (*self.shape[: self.cut.dim], self.cut.length(0), *self.shape[self.cut.dim + 1 :])
 
+    def zeros(self, rank: int, device: torch.device) -> Tensor:
+        """Zeros in the form of a rank's part."""
+        shape = (*self.shape[: self.cut.dim], self.cut.length(rank), *self.shape[self.cut.dim + 1 :])
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
     @property
     def nbytes(self) -> int:
         """Of the whole."""

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopart.compat_shards import on_local_values
-from autopart.errors import UsageError
 from autopart.ir.buckets import BUCKET_BYTES, SUMS_UNDER_WAY, UNDER_WAY
+from autopart.ir.differentiated import check_differentiated_once
 from autopart.runtime.comm.collectives import all_reduce_once_more
 from autopart.runtime.comm.parts import begin_sum
 
@@ -87,16 +87,9 @@ class Crossing:
         """Begins to sum the gradients of what is at these positions, and gives what waits for those of the tensors."""
         raise NotImplementedError
 
-    def differentiable_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return gradients of all ranks that can be differentiated (`create_graph=True`).
-
-        Raises UsageError if the parameters are sharded over data ranks: their gradients are scattered in buckets.
-        """
-        raise UsageError(
-            f"create_graph=True with the gradient of '{self.names[0]}'",
-            why="it is stored in shards over data ranks, and the reduce-scatter of its gradient has no derivative",
-            hint="zero=0 for gradients of gradients; gradients of inputs are differentiable with any zero=",
-        )
+    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+        """Return what `send` makes of these gradients, in a form that can be differentiated (`create_graph=True`)."""
+        raise NotImplementedError
 
     def cross(self, pending: Pending, arrived: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What graphs read of tensors from `arrive`."""
@@ -166,9 +159,14 @@ class _Leave(torch.autograd.Function):
         present = [i for i, grad in enumerate(grads) if grad is not None]
         present_grads = [grad for grad in grads if grad is not None]
         if present and ctx.crossing.unsummed is not None and ctx.crossing.unsummed.leave(ctx.was_open):
+            check_differentiated_once(
+                "gradients of parameters inside no_sync()",
+                "each rank has its part of a gradient there, until the last call sums them",
+                "this call outside of no_sync()",
+            )
             ctx.pending.sums = present_grads
         elif present and torch.is_grad_enabled():
-            ctx.pending.sums = ctx.crossing.differentiable_sums(present_grads)
+            ctx.pending.sums = list(ctx.crossing.differentiable_sums(present_grads, present))
         elif present:
             under_way, crossing = ctx.crossing.under_way, ctx.crossing
             ctx.pending.size_bytes = sum(grad.nbytes for grad in present_grads)
@@ -276,7 +274,7 @@ class SumBucket(Bucket):
 
         return sums
 
-    def differentiable_sums(self, grads: Sequence[Tensor]) -> list[Tensor]:
+    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
         sums = list(grads)
         for group in self.groups:
             sums = [all_reduce_once_more(grad, group) for grad in sums]

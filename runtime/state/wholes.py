@@ -24,6 +24,7 @@ from autopart.ir.storing import Way, check_sent_whole, held_whole
 from autopart.runtime.comm.processes import Process
 from autopart.runtime.state.part_buckets import PartBucket, Stored, part_buckets
 from autopart.runtime.state.reducing import Bucket, Finish, Pending, SumBucket, Waits, added
+from autopart.runtime.state.twice import Scattered
 
 GATHERED_AHEAD = 2
 """How many buckets are gathered at a time where a step begins: each takes its whole twice until it has come."""
@@ -163,6 +164,9 @@ class WholeBucket(Bucket):
     def send(self, grads: Sequence[Tensor], present: Sequence[int]) -> Waits:
         return self.parts.scatter(grads, [self.parts.stored[i] for i in present], [None for _ in present])
 
+    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+        return Scattered.apply(self.parts, present, *grads)
+
     @torch.no_grad()
     def begin(self, is_last: bool = True) -> Finish | None:
         """Begins to add the gradients of the wholes, summed, to those of the parts."""
@@ -209,6 +213,9 @@ class SentBucket(WholeBucket):
         copies = [share.clone() for share in shares] if self.sums is None else []  # autograd may use them elsewhere
         wait = self.sums.send(shares, present) if self.sums is not None else lambda: copies
         return added(wait, [self.sent[one.name] for one in stored])
+
+    def differentiable_sums(self, grads: Sequence[Tensor], present: Sequence[int]) -> Sequence[Tensor]:
+        raise AssertionError("refused where the backward begins: DataSync.watched")
 
     def _share(self, one: Stored, grad: Tensor) -> Tensor:
         """This rank's term of the sum that a gradient is: where all ranks have the sum, the first one's is it."""

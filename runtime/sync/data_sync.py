@@ -17,6 +17,7 @@ from autopart.compat_shards import on_local_values
 from autopart.compat_training import at_end_of_backward
 from autopart.errors import UsageError
 from autopart.ir.buckets import alike
+from autopart.ir.differentiated import check_differentiated_once
 from autopart.ir.dp_sync import ALL_REDUCE, HOOK, Method
 from autopart.ir.mesh import Mesh
 from autopart.ir.pieces import Cut
@@ -166,6 +167,11 @@ class DataSync:
         return tuple(outputs)
 
     def _backward_begins(self, leave: Callable[[], bool]) -> None:
+        check_differentiated_once(
+            f"dp_sync='{self.sync}'",
+            "ranks bring gradients together when a backward has ended, and that has no derivative",
+            "dp_sync='all_reduce'",
+        )
         if self.is_in_backward or leave():
             return
         self.is_in_backward = True

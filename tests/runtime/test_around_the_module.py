@@ -78,21 +78,12 @@ def second_order(mesh: str, zero: int, of_parameters: bool) -> str:
     return ""
 
 
-NOT_TWICE = """create_graph=True with the gradient of 'down.weight'
-  why    it is stored in shards over data ranks, and the reduce-scatter of its gradient has no derivative
-  try    zero=0 for gradients of gradients; gradients of inputs are differentiable with any zero="""
-
-
 @pytest.mark.parametrize("of_parameters", [False, True])
 @pytest.mark.parametrize(("mesh", "zero"), [("tp2", 0), ("dp2", 0), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 0)])
 def test_gradients_of_gradients(mesh, zero, of_parameters):
     size = autopart.Mesh.parse(mesh).num_ranks
     said = dist.run_ranks(second_order, size, mesh, zero, of_parameters, timeout_s=TIMEOUT_S)
-    if zero and of_parameters:
-        assert all(text.partition("'")[0] == NOT_TWICE.partition("'")[0] for text in said)
-        assert all(text.partition("\n")[2] == NOT_TWICE.partition("\n")[2] for text in said)
-    else:
-        assert said == [""] * size
+    assert said == [""] * size
 
 
 # --- modules and optimizers that stand for others --------------------------------------------------------------------
