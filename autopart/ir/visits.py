@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopart.ir.attention import Run, attention_with_masks, runs_of
 from autopart.ir.differentiated import check_differentiated_once
@@ -187,7 +186,6 @@ class _Runs(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         check_differentiated_once(
             "attention by a kernel",

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopart.compat import is_gloo, resolve_group
 from autopart.ir.attention import Run, runs_of
@@ -77,7 +76,6 @@ class Ring(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         check_differentiated_once("ring attention", *_NOT_TWICE)
         query, key, value, mask, output, total = ctx.saved_tensors
@@ -110,7 +108,6 @@ class RingOfLists(torch.autograd.Function):
         return tuple(result for result, _ in ctx.kept)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         check_differentiated_once("ring attention", *_NOT_TWICE)
         sides, ranks = ctx.saved_tensors, len(grads)
