@@ -111,7 +111,8 @@ def nothing_to_train(
             "step() has nothing to train", why="every parameter of the model was frozen at parallelize()",
             hint="pm(...) for the loss alone, under torch.no_grad(); or unfreeze what is to be trained before",
         )  # fmt: skip
-    if program.mesh.size("pp") == 1 and not any(parameter.requires_grad for parameter in parameters.values()):
+    known = program.mesh.size("pp") == 1 and parameters  # none before the first call
+    if known and not any(parameter.requires_grad for parameter in parameters.values()):
         return UsageError(
             "step() has nothing to train", why="every parameter of pm is frozen now",
             hint="pm(...) for the loss alone, under torch.no_grad(); or p.requires_grad_(True) on what is trained",
