@@ -56,6 +56,6 @@ class _Terms(torch.autograd.Function):
 
 
 def _of_all(grad: Tensor | None, groups: Sequence[dist.ProcessGroup]) -> Tensor | None:
-    for group in groups if grad is not None else ():
-        grad = all_reduce_once_more(grad, group)
+    for group in groups:
+        grad = None if grad is None else all_reduce_once_more(grad, group)
     return grad
