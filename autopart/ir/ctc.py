@@ -60,9 +60,12 @@ def _like_log_probs(grad: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.blank, ctx.zero_infinity = inputs
     ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
     check_differentiated_once("a CTC loss", "its gradient has none of its own, as on one device", "another loss")
     return ctc_loss_grad(grad.contiguous(), *ctx.saved_tensors, ctx.blank, ctx.zero_infinity), *(None,) * 5
 

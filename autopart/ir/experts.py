@@ -130,16 +130,21 @@ def _(x: Tensor, expert: Tensor, times: int, num_experts: int, first: int = 0, c
 
 def _keep_way(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, expert, *ctx.way = inputs
+    ctx.set_materialize_grads(False)
     ctx.rows = x.size(0)
     ctx.save_for_backward(expert)
 
 
-def _back_from_experts(ctx: Any, grad: Tensor) -> tuple:
+def _back_from_experts(ctx: Any, grad: Tensor | None) -> tuple:
+    if grad is None:
+        return (None,) * 7
     (expert,), (times, num_experts, first, count, *_) = ctx.saved_tensors, ctx.way
     return (from_experts(grad.contiguous(), expert, times, num_experts, first, count), *[None] * 6)
 
 
-def _back_to_experts(ctx: Any, grad: Tensor) -> tuple:
+def _back_to_experts(ctx: Any, grad: Tensor | None) -> tuple:
+    if grad is None:
+        return (None,) * 6
     (expert,), (times, num_experts, first, count) = ctx.saved_tensors, ctx.way
     return (to_experts(grad.contiguous(), expert, times, num_experts, first, count, ctx.rows), *[None] * 5)
 
@@ -160,10 +165,13 @@ def _(x: Tensor, y: Tensor, expert: Tensor, num_experts: int, first: int = 0) ->
 
 def _keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, expert, ctx.first = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, expert)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple:
+def _backward(ctx: Any, grad: Tensor | None) -> tuple:
+    if grad is None:
+        return (None,) * 4
     x, weight, expert = ctx.saved_tensors
     needs_x, needs_weight, *_ = ctx.needs_input_grad
     of_x = expert_linear(grad.contiguous(), weight.transpose(1, 2), expert, ctx.first) if needs_x else None

@@ -183,10 +183,13 @@ class _Runs(torch.autograd.Function):
         ctx.visit = Visit(Cut(2, key.size(2), (), 1), 0, 0, None, scale, runs)
         output, total = visited(query, [(key, value, ctx.visit)])
         ctx.save_for_backward(query, key, value, output, total)
+        ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 5
         check_differentiated_once(
             "attention by a kernel",
             "its backward has no gradient of its own, as on one device",

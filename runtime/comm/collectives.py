@@ -61,11 +61,14 @@ class _Convert(torch.autograd.Function):
     ) -> Tensor:
         ctx.conversion, ctx.group_name, ctx.told = conversion, group_name, args
         ctx.dtypes = (x.dtype, dtypes[1])
+        ctx.set_materialize_grads(False)
         ctx.line = line_of_graph()
         return PRIMITIVES[conversion.forward](in_dtype(x, dtypes[0]), group_name, *args)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        if grad is None:  # of an output that no loss reads: no zeros, so that parameters behind it have no gradient
+            return None, None, None, None, None
         stored, summed = ctx.dtypes
         if torch.is_grad_enabled():  # create_graph=True: differentiable once more
             told, back = tuple(reversed(ctx.told)), ctx.conversion.transposed

@@ -73,10 +73,13 @@ class Ring(torch.autograd.Function):
         ))  # fmt: skip
         ctx.save_for_backward(query, key, value, mask, output, total)
         ctx.group, ctx.cut, ctx.scale, ctx.runs = group, cut, scale, runs
+        ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * 8
         check_differentiated_once("ring attention", *_NOT_TWICE)
         query, key, value, mask, output, total = ctx.saved_tensors
         group, cut = ctx.group, ctx.cut
