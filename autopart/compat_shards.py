@@ -29,6 +29,11 @@ def on_local_values(function: F) -> F:
     return cast(F, run)
 
 
+def as_class(values: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool) -> Any:
+    """Return a leaf of class `kind` that shares the memory of `values`."""
+    return torch.Tensor._make_subclass(kind, values.detach(), requires_grad)
+
+
 def function_name(func: Callable[..., Any]) -> str:
     """Return the name of a function of torch; that of an attribute has "get:", "set:" or "del:" before it."""
     name = getattr(func, "__name__", "")

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from autopart.compat_shards import function_name, local_values, register_foreach
+from autopart.compat_shards import as_class, function_name, local_values, register_foreach
 from autopart.errors import UsageError
 from autopart.runtime.shards.shard_spec import DimShard, ShardSpec
 from autopart.runtime.shards.tensor_functions import (
@@ -103,7 +103,7 @@ def as_sharded(
         if kind is None:
             result: Any = values.as_subclass(ShardedTensor)
         else:
-            result = Tensor._make_subclass(kind, values.detach(), requires_grad)
+            result = as_class(values, kind, requires_grad)
     result.__dict__["spec"], result.__dict__["is_gathered"] = spec, is_gathered
     return result
 
