@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from traceback import FrameSummary, StackSummary
 from types import CodeType, FrameType
 from typing import Any
@@ -145,3 +145,18 @@ def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[Non
         return tolist
 
     return attributes({(kind, "tolist"): instead(kind.tolist) for kind in (FakeTensor, FunctionalTensor)})
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Take off the hooks on what autograd saves, and put them back. `torch.func` refuses to run inside any."""
+    autograd = torch._C._autograd
+    hooks = []
+    while top := autograd._top_saved_tensors_default_hooks(True):
+        autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)

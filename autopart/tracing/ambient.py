@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from autopart.compat import tree_map
+from autopart.compat_tracing import without_saved_tensors_hooks
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def traced_apart() -> Iterator[None]:
 
     `torch.utils.checkpoint` counts the tensors that its function saves. A trace saves others than the call itself.
     """
-    with torch.inference_mode(False), saved_tensors_hooks(_as_it_is, _as_it_is):
+    with torch.inference_mode(False), without_saved_tensors_hooks():
         yield
 
 
@@ -32,6 +32,3 @@ def without_inference(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _normal(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor

