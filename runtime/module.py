@@ -184,7 +184,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         executable, comparison = self._executable(program, inputs, "forward")
         outputs = executable.forward(inputs, comparison)
         if "pp" in self._process.groups and torch.is_grad_enabled():
-            outputs = without_backward(outputs, program)
+            outputs = without_backward(outputs, program, self._local_parameters.values())
         return tree_unflatten(outputs, program.output_spec)
 
     @watched

@@ -6,7 +6,7 @@ are held back until then, and see the gradient that one device would give them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -166,16 +166,19 @@ def held_back(parameters: Mapping[str, Tensor]) -> Iterator[HeldHooks]:
         held.release()
 
 
-def without_backward(outputs: Sequence[Any], program: Program) -> list[Any]:
-    """The outputs of a call through a pipeline: those that have a gradient in the model raise UsageError for it."""
+def without_backward(outputs: Sequence[Any], program: Program, parameters: Iterable[Tensor]) -> list[Any]:
+    """The outputs of a call through a pipeline: those that have a gradient in the model raise UsageError for it.
+
+    They depend on `parameters`, so `torch.autograd.grad` for these raises it too.
+    """
     sent: Any = program.stages[-1].graph.graph.output_node().args[0]
-    anchor = torch.zeros((), requires_grad=True)
+    anchors = [torch.zeros((), requires_grad=True), *parameters]
     guarded = []
     for output, value in zip(program.outputs, outputs, strict=True):
         node = sent[output.position] if output.position is not None else None
         differentiable = node is not None and facts(node).get("needs_grad", True)
         if differentiable and isinstance(value, Tensor) and value.is_floating_point():
-            value = _UseStep.apply(anchor, value)
+            value = _UseStep.apply(value, *anchors)
         guarded.append(value)
     return guarded
 
@@ -184,7 +187,7 @@ class _UseStep(Function):
     """Identity, whose backward says what to do."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, *anchors: Tensor) -> Tensor:
         return value.data
 
     @staticmethod
