@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +33,9 @@ from autopart.plans.plan import Plan
 from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
 from autopart.tracing.ambient import traced_apart, without_inference
 from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
+from autopart.tracing.guards import Guards, check_unstable, warn_of_change
 from autopart.tracing.own_rows import all_ranks_call, are_rows
+from autopart.tracing.python_reads import record_reads
 from autopart.tracing.skeleton import Source
 from autopart.tracing.trace import (
     Call,
@@ -60,6 +62,7 @@ class _Traced:
     decisions: Decisions
     loss_fn: LossFn | None
     with_outputs: bool
+    guards: Guards
     row_inputs: frozenset[str] | None = None
     programs: dict[str, Program] = field(default_factory=dict)
     plan: Plan | None = None
@@ -82,6 +85,7 @@ class Compiler:
         self._decided: dict[str, OnAxes] = {}
         self.written: frozenset[str] = frozenset()
         self._num_traces, self._trace_s = 0, 0.0
+        self._has_warned_of_change = False
         self._random = torch.Generator()
         if plan is not None:
             check_plan_mesh(plan, mesh)
@@ -198,11 +202,19 @@ class Compiler:
         key = call_key(arguments, call, training, loss_fn), with_outputs
 
         def trace() -> _Traced:
+            self._warn_of_change(self._traced.of(key))
             with traced_apart():
                 given = without_inference(arguments) if inference else arguments
                 return self._trace(given, training, loss_fn, with_outputs)
 
-        return self._traced.get(key, trace), call
+        return self._traced.get(key, trace, lambda traced: traced.guards.hold()), call
+
+    def _warn_of_change(self, earlier: Sequence[_Traced]) -> None:
+        """Warn once, by name, if a call is traced anew for a value that Python reads."""
+        change = next(earlier[0].guards.changes(), None) if earlier else None
+        if change is not None and not self._has_warned_of_change:
+            self._has_warned_of_change = True
+            warn_of_change(*change)
 
     def _trace(
         self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool
@@ -214,7 +226,7 @@ class Compiler:
             flat = flatten_call(arguments)
             if self.options.local_batch:
                 arguments = all_ranks_call(arguments, flat, self.mesh.row_ranks)
-            traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
+            traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()])
         self._check_written(traced)
         if self._plan is None:
             self._plan = make_plan(model, traced, self.mesh, self.options)
@@ -231,7 +243,20 @@ class Compiler:
         row_inputs = (
             frozenset(name for name, is_own in own_rows.items() if is_own) if self.options.local_batch else None
         )
-        return _Traced(traced, decisions, loss_fn, with_outputs, row_inputs)
+        return _Traced(traced, decisions, loss_fn, with_outputs, guards, row_inputs)
+
+    def _prepare(self, model: nn.Module, arguments: Mapping[str, Any], others: list[Any]) -> tuple[Trace, Guards]:
+        """Trace a call, with the values of Python that its program holds."""
+
+        def once() -> tuple[Trace, Guards]:
+            with record_reads() as reads:
+                traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
+            return traced, Guards(reads, model, others)
+
+        traced, guards = once()
+        if guards.unstable:
+            check_unstable(model, guards.unstable, traced, once()[0])
+        return traced, guards
 
     def _check_written(self, traced: Trace) -> None:
         """Raises TraceError where a call is the first to write a frozen parameter, of which ranks may hold parts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from autopart.compat import structure_of
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.mesh import Mesh
 from autopart.tracing.eager_semantics import ambient_autocast
+from autopart.tracing.python_reads import Same
 from autopart.tracing.trace import Call
 from autopart.tracing.with_loss import criterion_key
 
@@ -29,7 +31,7 @@ Made = TypeVar("Made")
 
 
 class Recent(Generic[Made]):
-    """A dictionary that keeps the `size` entries used last.
+    """A dictionary that keeps the `size` entries used last. A key may have several, of which `fits` chooses one.
 
     >>> recent = Recent(2)
     >>> for key in "abac": recent.get(key, key.upper)
@@ -43,42 +45,43 @@ class Recent(Generic[Made]):
 
     def __init__(self, size: int):
         self.size = size
-        self._entries: OrderedDict[Hashable, Made] = OrderedDict()
+        self._entries: OrderedDict[Hashable, list[Made]] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(map(len, self._entries.values()))
 
-    def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """The entry of a key, made now where there is none."""
-        if key not in self._entries:
+    def get(self, key: Hashable, make: Callable[[], Made], fits: Callable[[Made], bool] | None = None) -> Made:
+        """Return the entry of a key that fits; make it if there is none."""
+        entries = self._entries.get(key, [])
+        place = 0 if fits is None else next((i for i, entry in enumerate(entries) if fits(entry)), len(entries))
+        if place >= len(entries):
             entry = make()
-            while len(self._entries) >= self.size:
-                self._entries.popitem(last=False)
-            self._entries[key] = entry
+            while len(self) >= self.size:
+                self._drop_oldest()
+            self._entries.setdefault(key, []).insert(0, entry)
+        elif place:
+            entries.insert(0, entries.pop(place))
         self._entries.move_to_end(key)
-        return self._entries[key]
+        return self._entries[key][0]
+
+    def of(self, key: Hashable) -> Sequence[Made]:
+        """Return all entries of a key, the one used last first."""
+        return self._entries.get(key, ())
+
+    def _drop_oldest(self) -> None:
+        key, entries = next(iter(self._entries.items()))
+        entries.pop()
+        if not entries:
+            del self._entries[key]
 
     def values(self) -> Collection[Made]:
-        return self._entries.values()
+        return [entry for entries in self._entries.values() for entry in entries]
 
     def clear(self) -> None:
         self._entries.clear()
-
-
-class _Same:
-    """Stands for an object that is only ever equal to itself, and keeps it alive so that its id stays its own."""
-
-    def __init__(self, thing: object):
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.thing is other.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
 
 
 def call_key(arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None) -> Hashable:
@@ -98,19 +101,23 @@ def _value_key(value: Any) -> Hashable:
         return type(value), value  # 1 == True == 1.0, but a trace tells them apart
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_value_key, value))
-    return _Same(value)
+    return Same(value)
 
 
 def _function_key(function: Callable[..., Any] | None) -> Hashable:
     """A lambda or local function made anew in every step has the code, defaults and closure of the one before."""
+    if isinstance(function, types.MethodType):
+        return _function_key(function.__func__), Same(function.__self__)
+    if isinstance(function, functools.partial):
+        return _function_key(function.func), _value_key(function.args), _value_key(tuple(function.keywords.items()))
     if not isinstance(function, types.FunctionType):
         return _value_key(function)
     try:
         closure = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable that is not set yet
-        return _Same(function)
+        return Same(function)
     inside = (*closure, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return function.__code__, _Same(function.__globals__), _value_key(inside)
+    return function.__code__, Same(function.__globals__), _value_key(inside)
 
 
 def format_call(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:

@@ -1,0 +1,277 @@
+"""Compare the Python values that a trace holds as constants with what they are at a call, as `torch.compile` does."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopart.errors import Refusal, TraceError
+from autopart.tracing.python_reads import (
+    ALL_NAMES,
+    MAX_ENTRIES,
+    MISSING,
+    Cell,
+    Computed,
+    Reads,
+    entries_of,
+    identity_of,
+    is_terminal,
+    is_watched,
+    value_key,
+    version,
+    where,
+)
+from autopart.tracing.trace import Trace
+from autopart.tracing.with_loss import users_model, users_modules
+
+_OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
+"""Attributes that every module has. The mode is a part of the call."""
+
+
+class Guards:
+    """Compares all values that a trace depends on, beside tensors and the arguments of its call.
+
+    Args:
+        reads: the names that the user's code read in the trace.
+        model: what was traced, the user's model or a `WithLoss` around it.
+        others: a loss function and options, whose attributes are read too.
+    """
+
+    def __init__(self, reads: Reads, model: nn.Module, others: Iterable[Any]):
+        self._reads = reads
+        self.unstable: list[str] = []
+        """Paths of values that the user's code changes in a call and reads in the next."""
+        self._values: list[_Values] = []
+        self._tensors: list[tuple[str, Tensor, int]] = []
+        self._of_model = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._seen: set[int] = set()
+        self._todo: list[tuple[str, Any]] = []
+        self._by_mapping: dict[int, dict[str, tuple[str, Any]]] = {}
+        self._mappings: dict[int, Any] = {}
+        for path, module in users_modules(model):
+            self._follow(f"{path}." if path else "model.", module)
+        for other in others:
+            for thing in _owners(other):
+                self._follow(f"{getattr(thing, '__qualname__', type(thing).__qualname__)}.", thing)
+        for mapping, names in reads.of_globals.values():
+            for name in sorted(names):
+                self._value("", mapping, mapping, name, mapping.get(name, MISSING))
+        for cell, name in reads.of_cells.values():
+            self._value("", cell, Cell(cell), name, Cell(cell).get(name, MISSING))
+        while self._todo:
+            self._attributes(*self._todo.pop())
+        self._values += [
+            _Values(self._mappings[key], [path for path, _ in found.values()], list(found), [v for _, v in found.values()])
+            for key, found in self._by_mapping.items()
+        ]
+        del self._reads, self._seen, self._todo, self._by_mapping, self._mappings, self._of_model
+
+    def hold(self) -> bool:
+        """Return True if every value is what it was for the trace."""
+        return all([values.hold() for values in self._values]) and all(
+            [version(tensor) == then for _, tensor, then in self._tensors]
+        )
+
+    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the path, the value in the trace and the value now of everything that differs."""
+        for values in self._values:
+            yield from values.changes()
+        for path, tensor, then in self._tensors:
+            if version(tensor) != then:
+                yield path, "a tensor", "other values"
+
+    def _follow(self, path: str, thing: Any) -> None:
+        if id(thing) not in self._seen and not isinstance(thing, types.BuiltinFunctionType):
+            self._seen.add(id(thing))
+            self._todo.append((path, thing))
+
+    def _attributes(self, path: str, holder: Any) -> None:
+        if isinstance(holder, (type, types.ModuleType)):
+            path = f"{holder.__name__}."
+            names = self._reads.of_holder.get(id(holder), (holder, set[str]()))[1]
+        else:
+            names = self._reads.of_type.get(type(holder), set[str]())
+        if ALL_NAMES in names:
+            names = names | getattr(holder, "__dict__", {}).keys()
+        for name in sorted(names - {ALL_NAMES}):
+            if isinstance(holder, nn.Module) and (name in _OF_MODULES or name in holder._modules):
+                continue
+            mapping = where(holder, name)
+            if mapping is None:
+                continue
+            own = getattr(holder, "__dict__", None)
+            if mapping is not own and isinstance(own, dict) and not isinstance(mapping, Computed):
+                self._watch(f"{path}{name}", own, holder, name, MISSING)  # an attribute of the instance would hide it
+            self._value(path, holder, mapping, name, mapping.get(name, MISSING))
+
+    def _value(self, path: str, holder: Any, mapping: Any, name: str, value: Any) -> None:
+        """Watch a value that was read, and follow the attributes that were read of it."""
+        if value is MISSING or isinstance(value, types.FunctionType) and not isinstance(holder, nn.Module):
+            return
+        if isinstance(value, types.ModuleType):
+            if is_watched(value.__name__):
+                self._follow("", value)
+            return
+        if isinstance(value, type):
+            if is_watched(value.__module__):
+                self._follow("", value)
+            return
+        if id(value) in self._of_model:
+            return
+        if (identity_of(holder), name) in self._reads.changed:
+            if not isinstance(holder, nn.Module):  # of modules `PythonState` knows it
+                self.unstable.append(f"{path}{name}")
+            return
+        if isinstance(value, nn.Module):
+            return self._follow(f"{path}{name}.", value)
+        if is_terminal(value) or not isinstance(mapping, Computed):
+            self._watch(f"{path}{name}", mapping, holder, name, value)
+        if not is_terminal(value):
+            self._follow(f"{path}{name}.", value)
+
+    def _watch(self, path: str, mapping: Any, holder: Any, name: str, value: Any) -> None:
+        is_module = isinstance(holder, nn.Module) and mapping is vars(holder)
+        self._mappings[id(mapping)] = weakref.ref(holder) if is_module else mapping
+        self._by_mapping.setdefault(id(mapping), {})[name] = path, value
+        self._contents(path, value)
+
+    def _contents(self, path: str, value: Any) -> None:
+        if type(value) in (Tensor, nn.Parameter) and id(value) not in self._of_model:
+            self._tensors.append((path, value, version(value)))
+        elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            for entry in entries_of(value) if len(value) <= MAX_ENTRIES else ():
+                self._contents(path, entry)
+            if not isinstance(value, (tuple, frozenset)):
+                self._values.append(_Entries(value, path))
+
+
+class _Values:
+    """Values under some names of one mapping."""
+
+    def __init__(self, mapping: Any, paths: list[str], names: list[str], values: list[Any]):
+        self.mapping, self.paths, self.names, self.values = mapping, paths, names, tuple(values)
+        is_dict = isinstance(mapping, (weakref.ref, dict, types.MappingProxyType)) and MISSING not in values
+        self.get: Callable[[Any], Any] = _getter(names) if is_dict else self._get
+        self.keys = [_identity_key(value) for value in values]
+
+    def _get(self, mapping: Any) -> tuple[Any, ...]:
+        return tuple([mapping.get(name, MISSING) for name in self.names])
+
+    def hold(self) -> bool:
+        mapping = self.mapping
+        if type(mapping) is weakref.ref:
+            module = mapping()
+            if module is None:  # the user no longer holds the model
+                return True
+            mapping = module.__dict__
+        try:
+            now = self.get(mapping)
+        except KeyError:
+            return False
+        return all(map(is_, now, self.values)) or self._hold_anew(now[: len(self.values)])
+
+    def _hold_anew(self, now: tuple[Any, ...]) -> bool:
+        """Compare by value, and keep the objects of now for the next comparison."""
+        if [_identity_key(value) for value in now] != self.keys:
+            return False
+        self.values = now
+        return True
+
+    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+        mapping = self.mapping
+        if type(mapping) is weakref.ref:
+            module = mapping()
+            mapping = {} if module is None else vars(module)
+            if module is None:
+                return
+        for path, name, key, before in zip(self.paths, self.names, self.keys, self.values, strict=True):
+            now = mapping.get(name, MISSING)
+            if _identity_key(now) != key:
+                yield path, before, now
+
+
+class _Entries:
+    """Entries of a list, dict or set."""
+
+    def __init__(self, container: Any, path: str):
+        self.container, self.path, self.length = container, path, len(container)
+        self.values: tuple[Any, ...] | None = None
+        if self.length <= MAX_ENTRIES:
+            self.values, self.keys, self.text = entries_of(container), self._keys(), repr(container)
+
+    def _keys(self) -> list[Hashable]:
+        entries = map(_identity_key, entries_of(self.container))
+        return [*self.container, *entries] if isinstance(self.container, dict) else [*entries]
+
+    def hold(self) -> bool:
+        if self.values is None or len(self.container) != self.length:
+            return len(self.container) == self.length
+        now = self.container.values() if isinstance(self.container, dict) else self.container
+        return all(map(is_, now, self.values)) or self._hold_anew()
+
+    def _hold_anew(self) -> bool:
+        if self._keys() != self.keys:
+            return False
+        self.values = entries_of(self.container)
+        return True
+
+    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+        if not self.hold():
+            yield self.path, _Text(self.text if self.values is not None else self.length), _Text(repr(self.container))
+
+
+class _Text(str):
+    """A text that is shown without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _getter(names: list[str]) -> Callable[[Any], Any]:
+    """Read several names at once, always as a tuple."""
+    return itemgetter(*names, names[-1]) if len(names) == 1 else itemgetter(*names)
+
+
+def _identity_key(value: Any) -> Hashable:
+    """Return `value_key` of plain values and containers, and the identity of tensors and other objects."""
+    return id(value) if isinstance(value, Tensor) or not is_terminal(value) else value_key(value, tensors=False)
+
+
+def _owners(thing: Any) -> list[Any]:
+    """List the objects whose attributes a callable or an option reads: itself, or the owner of a method."""
+    if isinstance(thing, functools.partial):
+        return [owner for part in (thing.func, *thing.args, *thing.keywords.values()) for owner in _owners(part)]
+    if isinstance(thing, types.MethodType):
+        return [thing.__self__]
+    return [] if is_terminal(thing) else [thing]
+
+
+def warn_of_change(path: str, before: Any, now: Any) -> None:
+    """Warn that a value changed which the program holds as a constant."""
+    warnings.warn(
+        f"{path} changed from {before!r:.40} to {now!r:.40} since it was traced: autopart traces the call anew for each "
+        "new value. Pass a value that changes often as a tensor input.",
+        stacklevel=2,
+    )
+
+
+def check_unstable(model: nn.Module, paths: list[str], first: Trace, second: Trace) -> None:
+    """Raise TraceError if two traces differ because the user's code changes what it reads.
+
+    Args:
+        paths: the values that changed during the first trace.
+    """
+    if str(first.graph) != str(second.graph):
+        raise TraceError(
+            f"{type(users_model(model)).__name__} computes something else in every call", refusal=Refusal.STATE,
+            why=f"it changes {', '.join(sorted(paths)[:3])} and decides by it",
+            hint="change it in the training loop: autopart follows it; or a tensor in a buffer (register_buffer)",
+        )  # fmt: skip

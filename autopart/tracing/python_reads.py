@@ -1,0 +1,320 @@
+"""Record which attributes and globals the user's code reads while a model is traced.
+
+A program holds what Python read as constants. `record_reads` watches the frames of the user's code and notes the
+names that their bytecode reads: `args.beta`, `self.config.tau`, `SETTINGS["beta"]`, a closure variable.
+`autopart.tracing.guards` compares their values at each call.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+ALL_NAMES = "*"
+"""Stands for every attribute of an object: the code computes the name that it passes to `getattr`."""
+MISSING = object()
+MAX_ENTRIES = 64
+"""Longer containers are data rather than settings. Only their length is compared."""
+
+_LIBRARIES = frozenset({"torch", "torchgen", "numpy", "autopart"}) | sys.stdlib_module_names
+_LAYERS = "torch.nn.modules."
+_NOT_LAYERS = frozenset({"torch.nn.modules.module", "torch.nn.modules.container"})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_DEPTH = 3
+
+
+class Name(NamedTuple):
+    """A name in bytecode with the attributes read from it: `self.config.tau` is ("self", ("config", "tau"))."""
+
+    root: str
+    is_global: bool
+    attributes: tuple[str, ...]
+
+
+class Reads:
+    """Names that the user's code read in one trace.
+
+    Attributes:
+        of_type: {type: names read from its instances}.
+        of_holder: {id: (class or Python module, names read from it)}.
+        of_globals: {id: (globals of a function, names)}.
+        of_cells: {id: (closure cell, name of its variable)}.
+        changed: {(`identity_of` a holder, name)} of values that changed while the code ran.
+    """
+
+    def __init__(self) -> None:
+        self.of_type: dict[type, set[str]] = {}
+        self.of_holder: dict[int, tuple[Any, set[str]]] = {}
+        self.of_globals: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self.of_cells: dict[int, tuple[types.CellType, str]] = {}
+        self.changed: set[tuple[int, str]] = set()
+        self._values: dict[tuple[int, str], Hashable] = {}
+        self._holders: dict[int, Any] = {}
+        self._names: dict[int, tuple[types.CodeType, tuple[Name, ...]]] = {}
+
+    def on_call(self, frame: types.FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        """Trace function for `sys.settrace`: watches the frames of the user's code and of torch's layers."""
+        code = frame.f_code
+        known = self._names.get(id(code))
+        if known is None:
+            module = frame.f_globals.get("__name__")
+            known = code, names_in(code) if is_watched(module) else ()
+            self._names[id(code)] = known
+        if not known[1]:
+            return None
+        frame.f_trace_lines = False
+        self._cells_of(frame)
+        self._read(frame, known[1])
+        return self._on_return
+
+    def _on_return(self, frame: types.FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if event == "return":
+            self._read(frame, self._names[id(frame.f_code)][1])
+        return self._on_return
+
+    def _read(self, frame: types.FrameType, names: tuple[Name, ...]) -> None:
+        variables, own_globals = frame.f_locals, frame.f_globals
+        for name in names:
+            if not name.is_global:
+                value = variables.get(name.root, MISSING)
+            else:
+                value = own_globals.get(name.root, MISSING)
+                if value is not MISSING:
+                    self.of_globals.setdefault(id(own_globals), (own_globals, set()))[1].add(name.root)
+                    self._note(own_globals, name.root, value)
+            for attribute in name.attributes:
+                if value is MISSING or is_terminal(value):
+                    break
+                value = self._attribute(value, attribute)
+
+    def _attribute(self, holder: Any, name: str) -> Any:
+        if isinstance(holder, (type, types.ModuleType)):
+            self.of_holder.setdefault(id(holder), (holder, set()))[1].add(name)
+        else:
+            self.of_type.setdefault(type(holder), set()).add(name)
+        if name == ALL_NAMES:
+            return MISSING
+        mapping = where(holder, name)
+        value = MISSING if mapping is None else mapping.get(name, MISSING)
+        if value is not MISSING:
+            self._note(holder, name, value)
+        return value
+
+    def _note(self, holder: Any, name: str, value: Any) -> None:
+        key = id(holder), name
+        self._holders[id(holder)] = holder  # an id stays its own as long as its object lives
+        noted = value_key(value, tensors=False)
+        if self._values.setdefault(key, noted) != noted:
+            self.changed.add((identity_of(holder), name))
+
+    def _cells_of(self, frame: types.FrameType) -> None:
+        code = frame.f_code
+        if not code.co_freevars or code.co_freevars == ("__class__",):
+            return
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        candidates = [frame.f_globals.get(code.co_name), getattr(first, "__dict__", {}).get(code.co_name)]
+        candidates += [vars(kind).get(code.co_name) for kind in type(first).__mro__]
+        for candidate in candidates:
+            function = getattr(candidate, "__func__", candidate)
+            if isinstance(function, types.FunctionType) and function.__code__ is code:
+                for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                    self.of_cells[id(cell)] = cell, name
+
+
+@contextmanager
+def record_reads() -> Iterator[Reads]:
+    """Record what the user's code reads inside. A debugger's trace function runs as before."""
+    reads, debugger = Reads(), sys.gettrace()
+
+    def both(frame: types.FrameType, event: str, argument: Any) -> Any:
+        watched = reads.on_call(frame, event, argument)
+        followed = debugger(frame, event, argument) if debugger is not None else None
+        if followed is None or watched is None:
+            return followed or watched
+        frame.f_trace_lines = True
+
+        def local(frame: types.FrameType, event: str, argument: Any) -> Any:
+            watched(frame, event, argument)
+            followed(frame, event, argument)
+            return local
+
+        return local
+
+    sys.settrace(reads.on_call if debugger is None else both)
+    try:
+        yield reads
+    finally:
+        sys.settrace(debugger)
+
+
+def identity_of(holder: Any) -> int:
+    """Return the id of a class, Python module or globals; of an instance that of its class."""
+    return id(holder if isinstance(holder, (type, types.ModuleType, dict, types.CellType)) else type(holder))
+
+
+def is_watched(module: Any) -> bool:
+    """Return True for the user's code, for libraries of models, and for torch's own layers."""
+    if not isinstance(module, str):
+        return False
+    if module.startswith(_LAYERS):
+        return module not in _NOT_LAYERS
+    return module.partition(".")[0] not in _LIBRARIES
+
+
+def is_terminal(value: Any) -> bool:
+    """Return True if a value is compared itself, and not the attributes that are read from it."""
+    return isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray, np.generic, types.FunctionType))
+
+
+def names_in(code: types.CodeType) -> tuple[Name, ...]:
+    """List the names that code reads from outside, each with the attributes that it reads from them.
+
+    >>> names_in(compile("a.b.c + f(d)", "", "eval"))
+    (Name(root='a', is_global=True, attributes=('b', 'c')), Name(root='f', ...), Name(root='d', ...))
+    """
+    names: dict[Name, None] = {}
+    current: Name | None = None
+    uses_getattr = bool({"getattr", "hasattr", "vars", "__dict__"} & {*code.co_names})
+    previous = ""
+    for instruction in dis.get_instructions(code):
+        operation, argument = instruction.opname, instruction.argval
+        if operation in ("LOAD_ATTR", "LOAD_METHOD") and current is not None:
+            names.pop(current, None)
+            name = ALL_NAMES if argument == "__dict__" else argument
+            current = current._replace(attributes=(*current.attributes, name))
+            names[current] = None
+            continue
+        if operation in ("CACHE", "PRECALL", "PUSH_NULL", "RESUME"):
+            continue
+        if uses_getattr and current is not None and previous in ("getattr", "hasattr", "vars"):
+            is_name = operation == "LOAD_CONST" and isinstance(argument, str)
+            names[current._replace(attributes=(*current.attributes, argument if is_name else ALL_NAMES))] = None
+        previous = current.root if current is not None and not current.attributes and current.is_global else ""
+        if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            current = Name(argument, True, ())
+        elif operation.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF")):
+            both = argument if isinstance(argument, tuple) else (argument,)  # LOAD_FAST_LOAD_FAST
+            names |= dict.fromkeys(Name(one, False, ()) for one in both[:-1])
+            current = Name(both[-1], False, ())
+        else:
+            current = None
+        if current is not None:
+            names[current] = None
+    is_free = frozenset(code.co_freevars)
+    return tuple(n for n in names if n.is_global or n.attributes or n.root in is_free)
+
+
+class Computed:
+    """Reads an attribute of an object whose class defines `__getattr__`, as a mapping does."""
+
+    def __init__(self, holder: Any):
+        self.holder = holder
+
+    def get(self, name: str, default: Any) -> Any:
+        try:
+            return getattr(self.holder, name, default)
+        except Exception:  # the user's own `__getattr__`
+            return default
+
+
+class Cell:
+    """A closure cell as a mapping with one entry."""
+
+    def __init__(self, cell: types.CellType):
+        self.cell = cell
+
+    def get(self, name: str, default: Any) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # the variable is not set yet
+            return default
+
+
+_CLASS_ATTRIBUTES = WeakKeyDictionary[type, Mapping[str, Any]]()
+
+
+def class_attributes(kind: type) -> Mapping[str, Any]:
+    """Return `vars(kind)`, the same object for each call."""
+    return _CLASS_ATTRIBUTES.setdefault(kind, vars(kind))
+
+
+def where(holder: Any, name: str) -> Any:
+    """Return the mapping that an attribute is read from; None if it is a method, property or parameter."""
+    if isinstance(holder, types.ModuleType):
+        return vars(holder)
+    if isinstance(holder, type):
+        return next((class_attributes(kind) for kind in holder.__mro__ if name in vars(kind)), None)
+    attributes = getattr(holder, "__dict__", None)
+    if isinstance(attributes, dict) and name in attributes:
+        return attributes
+    if isinstance(holder, nn.Module) and name in holder._modules:
+        return holder._modules
+    for kind in type(holder).__mro__:
+        if name in vars(kind):
+            value = vars(kind)[name]
+            if isinstance(value, types.MemberDescriptorType):  # __slots__
+                return Computed(holder)
+            return None if hasattr(type(value), "__get__") else class_attributes(kind)
+    has_own = hasattr(type(holder), "__getattr__") and not isinstance(holder, nn.Module)
+    return Computed(holder) if has_own else None
+
+
+class Same:
+    """Is equal only to itself for one object, and keeps that object alive so that its id stays its own."""
+
+    def __init__(self, thing: object):
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Hashable:
+    """Return a key that is equal for values that a trace cannot distinguish: 1, True and 1.0 differ.
+
+    Args:
+        tensors: compare tensors in it, by identity and version.
+        depth: levels of containers that are looked into.
+    """
+    if isinstance(value, _PLAIN):
+        return type(value), value if value == value else "nan"
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    if isinstance(value, np.ndarray):
+        return np.ndarray, value.shape, value.dtype.str, value.tobytes() if value.size <= MAX_ENTRIES else Same(value)
+    if isinstance(value, Tensor):
+        return (Tensor, Same(value), version(value)) if tensors else Tensor
+    if isinstance(value, _CONTAINERS):
+        entries = entries_of(value)
+        if len(entries) > MAX_ENTRIES or not depth:
+            return type(value), len(entries)
+        keys = [value_key(entry, tensors, depth - 1) for entry in entries]
+        if isinstance(value, dict):
+            return dict, tuple(zip(value, keys, strict=True))
+        return type(value), frozenset(keys) if isinstance(value, (set, frozenset)) else tuple(keys)
+    if isinstance(value, types.FunctionType):
+        return value.__code__
+    return Same(value) if isinstance(value, types.BuiltinFunctionType) else type(value)
+
+
+def entries_of(container: Any) -> tuple:
+    """Return the entries of a container, of a dict its values."""
+    return tuple(container.values()) if isinstance(container, dict) else tuple(container)
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place; 0 if torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
