@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +56,8 @@ class _Traced:
     """One call, traced: what the plan decides for it, and the programs written so far, by purpose.
 
     `with_outputs`: of a model with a `loss_fn`, its own outputs are traced too. `row_inputs`: as a `Program` has it.
+    `guards`: the Python values that the trace depends on; `first_guards`: those of the first trace of such a call.
+    `changed_values`: what differs between the two, as ranks compare it.
     """
 
     trace: Trace
@@ -63,6 +65,8 @@ class _Traced:
     loss_fn: LossFn | None
     with_outputs: bool
     guards: Guards
+    first_guards: Guards
+    changed_values: str = ""
     row_inputs: frozenset[str] | None = None
     programs: dict[str, Program] = field(default_factory=dict)
     plan: Plan | None = None
@@ -86,6 +90,7 @@ class Compiler:
         self.written: frozenset[str] = frozenset()
         self._num_traces, self._trace_s = 0, 0.0
         self._has_warned_of_change = False
+        self.changed_values = ""
         self._random = torch.Generator()
         if plan is not None:
             check_plan_mesh(plan, mesh)
@@ -164,6 +169,7 @@ class Compiler:
         if loss_fn is not None:
             arguments = {"target": target, "call": arguments}
         traced, call = self._find(arguments, training, loss_fn, purpose == "step_outputs")
+        self.changed_values = traced.changed_values
         if torch.is_grad_enabled() or purpose != "forward":
             self._last = traced
         program = self._write(traced, purpose)
@@ -202,19 +208,22 @@ class Compiler:
         key = call_key(arguments, call, training, loss_fn), with_outputs
 
         def trace() -> _Traced:
-            self._warn_of_change(self._traced.of(key))
+            first = next((traced.first_guards for traced in self._traced.of(key)), None)
+            changed_values = "" if first is None else self._changed_values(first)
             with traced_apart():
                 given = without_inference(arguments) if inference else arguments
-                return self._trace(given, training, loss_fn, with_outputs)
+                traced = self._trace(given, training, loss_fn, with_outputs)
+            return replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
 
         return self._traced.get(key, trace, lambda traced: traced.guards.hold()), call
 
-    def _warn_of_change(self, earlier: Sequence[_Traced]) -> None:
-        """Warn once, by name, if a call is traced anew for a value that Python reads."""
-        change = next(earlier[0].guards.changes(), None) if earlier else None
-        if change is not None and not self._has_warned_of_change:
+    def _changed_values(self, first: Guards) -> str:
+        """Return the Python values that differ from those of a trace before. Warn of the first change."""
+        changes = [*first.changes()]
+        if changes and not self._has_warned_of_change:
             self._has_warned_of_change = True
-            warn_of_change(*change)
+            warn_of_change(*changes[0])
+        return "".join(f", with {path} = {value!r:.40}" for path, _, value in changes)
 
     def _trace(
         self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool
@@ -243,7 +252,7 @@ class Compiler:
         row_inputs = (
             frozenset(name for name, is_own in own_rows.items() if is_own) if self.options.local_batch else None
         )
-        return _Traced(traced, decisions, loss_fn, with_outputs, guards, row_inputs)
+        return _Traced(traced, decisions, loss_fn, with_outputs, guards, guards, row_inputs=row_inputs)
 
     def _prepare(self, model: nn.Module, arguments: Mapping[str, Any], others: list[Any]) -> tuple[Trace, Guards]:
         """Trace a call, with the values of Python that its program holds."""

@@ -83,6 +83,10 @@ class ProgramSource(Protocol):
     def written(self) -> Collection[str]:
         """The frozen parameters that calls write: buffers of the module."""
 
+    @property
+    def changed_values(self) -> str:
+        """The Python values that the last call's program holds and the first such call's did not, as text."""
+
     def agreed(self) -> Mapping[str, str]:
         """What all ranks must have alike of versions, options and the plan, as far as it is known: {subject: text}."""
 
@@ -368,6 +372,7 @@ class ParallelModule(OnMesh, ScalesLoss, Clips, SyncsData, SavesOptimizers, Flus
         """What runs the call, and the comparison of how the ranks were called, which has begun."""
         mode = "train" if self.training else "eval"
         text = f"{purpose}({format_call(program.input_names, inputs)}{options}) in {mode} mode"
+        text += self._compiler.changed_values
         text += ", inside no_sync()" if self._unsummed.is_open else ""
         problem = None
         if purpose == "step" or torch.is_grad_enabled():

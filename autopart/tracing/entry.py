@@ -21,6 +21,7 @@ from autopart.tracing.eager_semantics import EagerSemantics, ambient_autocast
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.known_values import tensors_in
 from autopart.tracing.python_draws import drawn_by_torch
+from autopart.tracing.python_reads import watched_frames
 from autopart.tracing.python_state import PythonState
 from autopart.tracing.transforms import transformed
 from autopart.tracing.with_loss import call, users_input, users_modules
@@ -77,7 +78,8 @@ class Entry(nn.Module):
         draws = drawn_by_torch(as_numbers=not is_traced) if self.draws_by_torch else nullcontext()
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
         transforms = redirected_transforms(transformed)
-        with written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms, draws:
+        reads = watched_frames()
+        with written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms, draws, reads:
             output = call(self.model, tree_unflatten(leaves, self.spec))
             self.semantics.check_unspent(tensors_in(output))
         register_dataclasses(output)

@@ -6,7 +6,8 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
@@ -31,8 +32,10 @@ from autopart.tracing.python_reads import (
 from autopart.tracing.trace import Trace
 from autopart.tracing.with_loss import users_model, users_modules
 
-_OF_MODULES = frozenset(vars(nn.Module())) | {"training"}
+_MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
 """Attributes that every module has. The mode is a part of the call."""
+
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, classmethod, staticmethod)
 
 
 class Guards:
@@ -48,7 +51,7 @@ class Guards:
         self._reads = reads
         self.unstable: list[str] = []
         """Paths of values that the user's code changes in a call and reads in the next."""
-        self._values: list[_Values] = []
+        self._containers: list[_Entries] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
         self._of_model = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._seen: set[int] = set()
@@ -67,22 +70,38 @@ class Guards:
             self._value("", cell, Cell(cell), name, Cell(cell).get(name, MISSING))
         while self._todo:
             self._attributes(*self._todo.pop())
-        self._values += [
-            _Values(self._mappings[key], [path for path, _ in found.values()], list(found), [v for _, v in found.values()])
-            for key, found in self._by_mapping.items()
-        ]
-        del self._reads, self._seen, self._todo, self._by_mapping, self._mappings, self._of_model
+        groups = [_Values(self._mappings[key], found) for key, found in self._by_mapping.items()]
+        self._of_modules = [group for group in groups if isinstance(group.mapping, weakref.ref)]
+        self._others = [*self._containers, *(group for group in groups if not isinstance(group.mapping, weakref.ref))]
+        self._flatten()
+        del self._reads, self._seen, self._todo, self._by_mapping, self._mappings, self._of_model, self._containers
+
+    def _flatten(self) -> None:
+        """Lay the values of all modules in one list: a call compares hundreds of them."""
+        self._getters = [(group.mapping, group.get) for group in self._of_modules]
+        self._flat = [*chain.from_iterable(group.values for group in self._of_modules)]
 
     def hold(self) -> bool:
         """Return True if every value is what it was for the trace."""
-        return all([values.hold() for values in self._values]) and all(
-            [version(tensor) == then for _, tensor, then in self._tensors]
-        )
+        try:
+            now = [get(module().__dict__) for module, get in self._getters]
+            of_modules = all(map(is_, chain.from_iterable(now), self._flat))
+        except (AttributeError, KeyError):  # the user no longer holds the model, or an attribute is gone
+            of_modules = False
+        if not of_modules:
+            if not all([group.hold() for group in self._of_modules]):
+                return False
+            self._of_modules = [group for group in self._of_modules if group.mapping() is not None]
+            self._flatten()
+        for group in self._others:
+            if not group.hold():
+                return False
+        return all([version(tensor) == then for _, tensor, then in self._tensors])
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the path, the value in the trace and the value now of everything that differs."""
-        for values in self._values:
-            yield from values.changes()
+        for group in (*self._of_modules, *self._others):
+            yield from group.changes()
         for path, tensor, then in self._tensors:
             if version(tensor) != then:
                 yield path, "a tensor", "other values"
@@ -101,7 +120,7 @@ class Guards:
         if ALL_NAMES in names:
             names = names | getattr(holder, "__dict__", {}).keys()
         for name in sorted(names - {ALL_NAMES}):
-            if isinstance(holder, nn.Module) and (name in _OF_MODULES or name in holder._modules):
+            if isinstance(holder, nn.Module) and (name in _MODULES_OWN or name in holder._modules):
                 continue
             mapping = where(holder, name)
             if mapping is None:
@@ -113,7 +132,7 @@ class Guards:
 
     def _value(self, path: str, holder: Any, mapping: Any, name: str, value: Any) -> None:
         """Watch a value that was read, and follow the attributes that were read of it."""
-        if value is MISSING or isinstance(value, types.FunctionType) and not isinstance(holder, nn.Module):
+        if value is MISSING or (isinstance(value, _CODE) and not isinstance(holder, nn.Module)):
             return
         if isinstance(value, types.ModuleType):
             if is_watched(value.__name__):
@@ -126,12 +145,14 @@ class Guards:
         if id(value) in self._of_model:
             return
         if (identity_of(holder), name) in self._reads.changed:
-            if not isinstance(holder, nn.Module):  # of modules `PythonState` knows it
+            is_left = self._reads.is_left_changed(holder, name, value)
+            if is_left and not isinstance(holder, nn.Module):  # `PythonState` checks attributes of modules
                 self.unstable.append(f"{path}{name}")
             return
         if isinstance(value, nn.Module):
             return self._follow(f"{path}{name}.", value)
-        if is_terminal(value) or not isinstance(mapping, Computed):
+        has_reads = type(value) in self._reads.of_type
+        if is_terminal(value) or (has_reads and not isinstance(mapping, Computed)):
             self._watch(f"{path}{name}", mapping, holder, name, value)
         if not is_terminal(value):
             self._follow(f"{path}{name}.", value)
@@ -150,17 +171,21 @@ class Guards:
             for entry in entries_of(value) if len(value) <= MAX_ENTRIES else ():
                 self._contents(path, entry)
             if not isinstance(value, (tuple, frozenset)):
-                self._values.append(_Entries(value, path))
+                self._containers.append(_Entries(value, path))
 
 
 class _Values:
     """Values under some names of one mapping."""
 
-    def __init__(self, mapping: Any, paths: list[str], names: list[str], values: list[Any]):
-        self.mapping, self.paths, self.names, self.values = mapping, paths, names, tuple(values)
-        is_dict = isinstance(mapping, (weakref.ref, dict, types.MappingProxyType)) and MISSING not in values
-        self.get: Callable[[Any], Any] = _getter(names) if is_dict else self._get
-        self.keys = [_identity_key(value) for value in values]
+    def __init__(self, mapping: Any, found: Mapping[str, tuple[str, Any]]):
+        self.mapping, self.names = mapping, [*found]
+        self.paths, self.values = [path for path, _ in found.values()], tuple(value for _, value in found.values())
+        if len(found) == 1:  # `itemgetter` returns a tuple for several names
+            self.names, self.paths, self.values = self.names * 2, self.paths * 2, self.values * 2
+        is_dict = isinstance(mapping, (weakref.ref, dict, types.MappingProxyType))
+        has_all = not any(value is MISSING for value in self.values)
+        self.get: Callable[[Any], Any] = itemgetter(*self.names) if is_dict and has_all else self._get
+        self.keys = [_identity_key(value) for value in self.values]
 
     def _get(self, mapping: Any) -> tuple[Any, ...]:
         return tuple([mapping.get(name, MISSING) for name in self.names])
@@ -176,7 +201,7 @@ class _Values:
             now = self.get(mapping)
         except KeyError:
             return False
-        return all(map(is_, now, self.values)) or self._hold_anew(now[: len(self.values)])
+        return all(map(is_, now, self.values)) or self._hold_anew(now)
 
     def _hold_anew(self, now: tuple[Any, ...]) -> bool:
         """Compare by value, and keep the objects of now for the next comparison."""
@@ -204,7 +229,7 @@ class _Entries:
     def __init__(self, container: Any, path: str):
         self.container, self.path, self.length = container, path, len(container)
         self.values: tuple[Any, ...] | None = None
-        if self.length <= MAX_ENTRIES:
+        if self.length <= MAX_ENTRIES and any(not isinstance(v, _CODE) and is_terminal(v) for v in entries_of(container)):
             self.values, self.keys, self.text = entries_of(container), self._keys(), repr(container)
 
     def _keys(self) -> list[Hashable]:
@@ -233,11 +258,6 @@ class _Text(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _getter(names: list[str]) -> Callable[[Any], Any]:
-    """Read several names at once, always as a tuple."""
-    return itemgetter(*names, names[-1]) if len(names) == 1 else itemgetter(*names)
 
 
 def _identity_key(value: Any) -> Hashable:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 ALL_NAMES = "*"
 """Stands for every attribute of an object: the code computes the name that it passes to `getattr`."""
@@ -117,6 +118,11 @@ class Reads:
         if self._values.setdefault(key, noted) != noted:
             self.changed.add((identity_of(holder), name))
 
+    def is_left_changed(self, holder: Any, name: str, value: Any) -> bool:
+        """Return True if a value is another now than when the user's code read it first."""
+        noted = self._values.get((id(holder), name))
+        return noted is not None and noted != value_key(value, tensors=False)
+
     def _cells_of(self, frame: types.FrameType) -> None:
         code = frame.f_code
         if not code.co_freevars or code.co_freevars == ("__class__",):
@@ -131,30 +137,62 @@ class Reads:
                     self.of_cells[id(cell)] = cell, name
 
 
+class _OutsideTorch(TorchFunctionMode):
+    """Stop watching frames inside torch's functions: their Python code is long, and none of it is the user's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return func(*args, **kwargs or {})
+        finally:
+            sys.settrace(tracer)
+
+
+class _Recording:
+    reads: Reads | None = None
+
+
 @contextmanager
 def record_reads() -> Iterator[Reads]:
-    """Record what the user's code reads inside. A debugger's trace function runs as before."""
-    reads, debugger = Reads(), sys.gettrace()
-
-    def both(frame: types.FrameType, event: str, argument: Any) -> Any:
-        watched = reads.on_call(frame, event, argument)
-        followed = debugger(frame, event, argument) if debugger is not None else None
-        if followed is None or watched is None:
-            return followed or watched
-        frame.f_trace_lines = True
-
-        def local(frame: types.FrameType, event: str, argument: Any) -> Any:
-            watched(frame, event, argument)
-            followed(frame, event, argument)
-            return local
-
-        return local
-
-    sys.settrace(reads.on_call if debugger is None else both)
+    """Record what models read when they are called for traces inside."""
+    before, _Recording.reads = _Recording.reads, Reads()
     try:
-        yield reads
+        yield _Recording.reads
+    finally:
+        _Recording.reads = before
+
+
+@contextmanager
+def watched_frames() -> Iterator[None]:
+    """Watch the frames of the user's code, inside `record_reads`. A debugger's trace function runs as before."""
+    reads, debugger = _Recording.reads, sys.gettrace()
+    if reads is None:
+        yield
+        return
+    sys.settrace(reads.on_call if debugger is None else _with_debugger(reads, debugger))
+    try:
+        with _OutsideTorch():
+            yield
     finally:
         sys.settrace(debugger)
+
+
+def _with_debugger(reads: Reads, debugger: Callable[..., Any]) -> Callable[..., Any]:
+    def on_call(frame: types.FrameType, event: str, argument: Any) -> Any:
+        local, of_debugger = reads.on_call(frame, event, argument), debugger(frame, event, argument)
+        if local is None or of_debugger is None:
+            return local or of_debugger
+        frame.f_trace_lines = True
+
+        def both(frame: types.FrameType, event: str, argument: Any) -> Any:
+            local(frame, event, argument)
+            of_debugger(frame, event, argument)
+            return both
+
+        return both
+
+    return on_call
 
 
 def identity_of(holder: Any) -> int:
@@ -190,10 +228,17 @@ def names_in(code: types.CodeType) -> tuple[Name, ...]:
         operation, argument = instruction.opname, instruction.argval
         if operation in ("LOAD_ATTR", "LOAD_METHOD") and current is not None:
             names.pop(current, None)
+            if argument.startswith("__") and argument != "__dict__":
+                current = None
+                continue
             name = ALL_NAMES if argument == "__dict__" else argument
             current = current._replace(attributes=(*current.attributes, name))
             names[current] = None
             continue
+        if operation == "STORE_ATTR" and current is not None:  # noted too: a value that code sets and then reads
+            names[current._replace(attributes=(*current.attributes, argument))] = None
+        if operation == "STORE_GLOBAL":
+            names[Name(argument, True, ())] = None
         if operation in ("CACHE", "PRECALL", "PUSH_NULL", "RESUME"):
             continue
         if uses_getattr and current is not None and previous in ("getattr", "hasattr", "vars"):
@@ -254,11 +299,11 @@ def where(holder: Any, name: str) -> Any:
         return vars(holder)
     if isinstance(holder, type):
         return next((class_attributes(kind) for kind in holder.__mro__ if name in vars(kind)), None)
-    attributes = getattr(holder, "__dict__", None)
-    if isinstance(attributes, dict) and name in attributes:
+    attributes = getattr(holder, "__dict__", None) or {}
+    if name in attributes:
         return attributes
-    if isinstance(holder, nn.Module) and name in holder._modules:
-        return holder._modules
+    if isinstance(holder, nn.Module) and name in (modules := attributes.get("_modules", {})):
+        return modules
     for kind in type(holder).__mro__:
         if name in vars(kind):
             value = vars(kind)[name]

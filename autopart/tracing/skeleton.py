@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 _LISTS: tuple[Any, ...] = list, tuple, set, frozenset
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
+_MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 class Source:
@@ -147,7 +148,17 @@ def _twins(
         for tensor in filter(_is_tensor, (*module._buffers.values(), *vars(module).values())):
             computed = tensor.requires_grad and not tensor.is_leaf  # by a hook before every forward
             twins.setdefault(id(tensor), emptied(tensor.detach()) if computed else tensor)
+        for name, value in vars(module).items():  # the user may change them: a config, a dict of settings
+            if name not in _MODULES_OWN and _is_settings(value):
+                twins.setdefault(id(value), value)
     return twins, originals
+
+
+def _is_settings(value: Any) -> bool:
+    """Return True for an object or container that refers to no tensor, module or function."""
+    if isinstance(value, _PLAIN):
+        return False
+    return not any(isinstance(thing, (Tensor, nn.Module, types.FunctionType)) for thing in _reachable(value))
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,0 +1,357 @@
+"""Values that Python reads in a call: a program follows them, as the model itself does."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import types
+import warnings
+
+import dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopart
+from autopart.errors import InputError, TraceError
+
+BETA = 1.0
+LIMITS = {"low": -1.0, "nested": {"high": [1.0]}}
+SCALES = [1.0, 2.0]
+WEIGHTS = torch.ones(4, dtype=torch.float64)
+COUNTED = {"calls": 0}
+
+
+@dataclasses.dataclass
+class Settings:
+    beta: float = 1.0
+    mode: str = "mean"
+
+    def reduction(self):
+        return self.mode
+
+
+class Slotted:
+    __slots__ = ("beta",)
+
+    def __init__(self):
+        self.beta = 1.0
+
+
+class Lookup:
+    """Attributes that `__getattr__` computes, as configuration libraries do."""
+
+    def __init__(self):
+        self.__dict__["content"] = {"beta": 1.0}
+
+    def __getattr__(self, name):
+        return self.__dict__["content"][name]
+
+    def __setattr__(self, name, value):
+        self.__dict__["content"][name] = value
+
+
+class Net(nn.Module):
+    common = 1.0
+
+    def __init__(self, compute, settings=None):
+        super().__init__()
+        self.layer, self.drop, self.head = nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 4)
+        self.compute, self.settings, self.tau, self.flags = compute, settings, 1.0, {"double": False}
+        self.names, self.act = [], torch.relu
+
+    @property
+    def temperature(self):
+        return self.tau * 2
+
+    def forward(self, x):
+        return self.compute(self, self.head(self.drop(self.layer(x))))
+
+
+def batch():
+    torch.manual_seed(1)
+    return torch.randn(8, 6).double(), torch.arange(8) % 4
+
+
+def net(compute=lambda model, h: h, settings=None):
+    torch.manual_seed(0)
+    return Net(compute, settings).double()
+
+
+def follow(change, model=None, loss_fn=F.cross_entropy, mesh="tp1", steps=3):
+    """Both losses of some steps, between which `change` is called."""
+    model = net() if model is None else model
+    x, y = batch()
+    pm = autopart.parallelize(model, mesh, example_args=(x,))
+    pairs = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(steps):
+            change(1.0 + step, model)
+            found = pm.step(x, loss_fn=loss_fn, target=y)
+            pairs.append((found.item(), loss_fn(model(x), y).item(), pm(x), model(x)))
+    return pairs
+
+
+def check(*args, must_change=True, **kwargs):
+    pairs = follow(*args, **kwargs)
+    for found, expected, outputs, own in pairs:
+        assert found == pytest.approx(expected, abs=1e-10)
+        assert torch.allclose(outputs, own, atol=1e-10)
+    assert not must_change or len({round(expected, 6) for _, expected, _, _ in pairs}) == len(pairs)
+
+
+def set_global(value, model):
+    global BETA
+    BETA = value
+
+
+def set_tensor(value, model):
+    global WEIGHTS
+    WEIGHTS = torch.full((4,), value, dtype=torch.float64)
+
+
+SPACE, ARGS, SETTINGS = types.SimpleNamespace(beta=1.0), argparse.Namespace(loss=types.SimpleNamespace(b=1.0)), Settings()
+SLOTTED, LOOKUP = Slotted(), Lookup()
+
+
+def by_helper(o):
+    return BETA * o
+
+
+class Criterion:
+    def __init__(self):
+        self.weight = 1.0
+
+    def __call__(self, o, t):
+        return self.weight * F.cross_entropy(o, t)
+
+    def method(self, o, t):
+        return self(o, t)
+
+
+CRITERION = Criterion()
+
+
+def partly(settings, o, t):
+    return settings.beta * F.cross_entropy(o, t)
+
+
+LOSSES = {
+    "global": (set_global, lambda o, t: BETA * F.cross_entropy(o, t)),
+    "global in a function": (set_global, lambda o, t: by_helper(F.cross_entropy(o, t))),
+    "namespace": (lambda v, m: setattr(SPACE, "beta", v), lambda o, t: SPACE.beta * F.cross_entropy(o, t)),
+    "nested namespace": (lambda v, m: setattr(ARGS.loss, "b", v), lambda o, t: ARGS.loss.b * F.cross_entropy(o, t)),
+    "another namespace": (lambda v, m: setattr(ARGS, "loss", types.SimpleNamespace(b=v)),
+                          lambda o, t: ARGS.loss.b * F.cross_entropy(o, t)),
+    "dataclass": (lambda v, m: setattr(SETTINGS, "beta", v), lambda o, t: SETTINGS.beta * F.cross_entropy(o, t)),
+    "slots": (lambda v, m: setattr(SLOTTED, "beta", v), lambda o, t: SLOTTED.beta * F.cross_entropy(o, t)),
+    "getattr of its own": (lambda v, m: setattr(LOOKUP, "beta", v), lambda o, t: LOOKUP.beta * F.cross_entropy(o, t)),
+    "getattr by name": (lambda v, m: setattr(SPACE, "beta", v),
+                        lambda o, t: getattr(SPACE, "be" + "ta", 0.0) * F.cross_entropy(o, t)),
+    "getattr constant": (lambda v, m: setattr(SPACE, "gamma", v), lambda o, t: getattr(SPACE, "gamma", 0) * F.cross_entropy(o, t)),
+    "vars": (lambda v, m: setattr(SPACE, "beta", v), lambda o, t: vars(SPACE)["beta"] * F.cross_entropy(o, t)),
+    "dict": (lambda v, m: LIMITS.update(low=-v), lambda o, t: -LIMITS["low"] * F.cross_entropy(o, t)),
+    "nested dict": (lambda v, m: LIMITS["nested"]["high"].__setitem__(0, v),
+                    lambda o, t: LIMITS["nested"]["high"][0] * F.cross_entropy(o, t)),
+    "list": (lambda v, m: SCALES.__setitem__(1, v), lambda o, t: sum(SCALES) * F.cross_entropy(o, t)),
+    "length of a list": (lambda v, m: SCALES.append(0.0), lambda o, t: len(SCALES) * F.cross_entropy(o, t)),
+    "global tensor": (set_tensor, lambda o, t: F.cross_entropy(o * WEIGHTS, t)),
+    "global tensor in place": (lambda v, m: WEIGHTS.fill_(v), lambda o, t: F.cross_entropy(o * WEIGHTS, t)),
+    "callable object": (lambda v, m: setattr(CRITERION, "weight", v), CRITERION),
+    "method": (lambda v, m: setattr(CRITERION, "weight", v), CRITERION.method),
+    "partial": (lambda v, m: setattr(SETTINGS, "beta", v), functools.partial(partly, SETTINGS)),
+    "method of settings": (lambda v, m: setattr(SETTINGS, "mode", "mean" if v == 2 else "sum"),
+                           lambda o, t: F.cross_entropy(o, t, reduction=SETTINGS.reduction())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_function_follows(name):
+    change, loss_fn = LOSSES[name]
+    check(change, loss_fn=loss_fn, must_change=name != "method of settings")
+
+
+def set_drop(value, model):
+    model.layer.bias.requires_grad  # noqa: B018
+    model.drop.p = (value - 1) / 4
+
+
+MODELS = {
+    "attribute": (lambda v, m: setattr(m, "tau", v), lambda m, h: h * m.tau),
+    "property": (lambda v, m: setattr(m, "tau", v), lambda m, h: h * m.temperature),
+    "class attribute": (lambda v, m: setattr(Net, "common", v), lambda m, h: h * m.common),
+    "attribute over a class's": (lambda v, m: setattr(m, "common", v), lambda m, h: h * m.common),
+    "dict": (lambda v, m: m.flags.update(double=v != 2), lambda m, h: h * (2 if m.flags["double"] else 1)),
+    "list": (lambda v, m: m.names.append("a"), lambda m, h: h * (1 + len(m.names))),
+    "config": (lambda v, m: setattr(m.settings, "beta", v), lambda m, h: h * m.settings.beta),
+    "new config": (lambda v, m: setattr(m, "settings", Settings(beta=v)), lambda m, h: h * m.settings.beta),
+    "function": (lambda v, m: setattr(m, "act", torch.tanh if v == 2 else F.gelu), lambda m, h: m.act(h)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_follows(name):
+    change, compute = MODELS[name]
+    check(change, model=net(compute, Settings()), must_change=name not in ("function", "dict"))
+
+
+def test_a_closure_of_forward_follows():
+    scale = 1.0
+
+    class Scaled(Net):
+        def forward(self, x):
+            return scale * super().forward(x)
+
+    def change(value, model):
+        nonlocal scale
+        scale = value
+
+    torch.manual_seed(0)
+    check(change, model=Scaled(lambda model, h: h).double())
+
+
+def test_repeated_blocks_follow():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.gain = nn.Linear(6, 6), 1.0
+
+        def forward(self, x):
+            return x + self.gain * torch.tanh(self.linear(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(6)], nn.Linear(6, 4)).double()
+    check(lambda value, model: setattr(model[4], "gain", value), model=model)
+
+
+def test_a_config_is_followed_once_the_model_is_gone():
+    settings = Settings()
+    x, _ = batch()
+    pm = autopart.parallelize(net(lambda m, h: h * m.settings.beta, settings), "tp1", example_args=(x,))
+    plain = net(lambda m, h: h * m.settings.beta, settings)
+    assert torch.allclose(pm(x), plain(x), atol=1e-10)
+    settings.beta = 3.0
+    with pytest.warns(UserWarning, match=r"settings\.beta changed from 1.0 to 3.0 since it was traced"):
+        assert torch.allclose(pm(x), plain(x), atol=1e-10)
+
+
+def count_traces(pm, calls):
+    before = pm._compiler._num_traces
+    calls()
+    return pm._compiler._num_traces - before
+
+
+def test_the_same_values_are_not_traced_again():
+    model = net(lambda m, h: h * m.tau * m.settings.beta, Settings())
+    x, y = batch()
+    pm = autopart.parallelize(model, "tp1", example_args=(x,))
+
+    def loss_fn(o, t):
+        COUNTED["seen"] = 1
+        return SPACE.beta * F.cross_entropy(o, t)
+
+    def step(beta):
+        model.tau, SPACE.beta, SPACE.unread, model.unread = float(f"{beta}"), beta, object(), object()
+        pm.step(x, loss_fn=loss_fn, target=y)
+        pm(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert count_traces(pm, lambda: step(1.0)) == 1
+        assert count_traces(pm, lambda: [step(1.0), step(1.0)]) == 0
+        assert count_traces(pm, lambda: step(2.0)) == 2
+        assert count_traces(pm, lambda: [step(1.0), step(2.0), step(1.0)]) == 0
+
+
+def test_what_a_call_counts_is_not_traced_again():
+    model = net(lambda m, h: h)
+    x, y = batch()
+    pm = autopart.parallelize(model, "tp1", example_args=(x,))
+
+    def loss_fn(o, t):
+        COUNTED["calls"] += 1
+        return F.cross_entropy(o, t)
+
+    assert count_traces(pm, lambda: [pm.step(x, loss_fn=loss_fn, target=y) for _ in range(3)]) == 1
+
+
+def test_deciding_by_a_count_is_refused():
+    x, y = batch()
+    pm = autopart.parallelize(net(), "tp1", example_args=(x,))
+
+    def loss_fn(o, t):
+        COUNTED["calls"] += 1
+        return COUNTED["calls"] * F.cross_entropy(o, t)
+
+    with pytest.raises(TraceError, match="computes something else in every call") as error:
+        pm.step(x, loss_fn=loss_fn, target=y)
+    assert "it changes COUNTED and decides by it" in str(error.value)
+
+
+def test_one_warning_names_the_value():
+    model = net(lambda m, h: h * m.tau)
+    x, _ = batch()
+    pm = autopart.parallelize(model, "tp1", example_args=(x,))
+    pm(x)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for value in (2.0, 3.0):
+            model.tau = value
+            pm(x)
+    texts = [str(one.message) for one in told if "since it was traced" in str(one.message)]
+    assert len(texts) == 1 and texts[0].startswith("model.tau changed from 1.0 to 2.0 since it was traced")
+
+
+def on_ranks(mesh, zero):
+    options = {"zero": zero} if zero else {}
+    model, plain = net(lambda m, h: h * m.tau), net(lambda m, h: h * m.tau)
+    x, y = batch()
+    pm = autopart.parallelize(model, mesh, example_args=(x,), **options)
+    optimizer, own = torch.optim.SGD(pm.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            model.tau = plain.tau = 1.0 + step
+            SPACE.beta = 2.0 - step / 4
+            loss = pm.step(x, loss_fn=lambda o, t: SPACE.beta * F.cross_entropy(o, t), target=y)
+            expected = SPACE.beta * F.cross_entropy(plain(x), y)
+            expected.backward()
+            assert abs(loss.item() - expected.item()) < 1e-10
+            for name, grad in pm.full_grads().items():
+                assert torch.allclose(grad, plain.get_parameter(name).grad, atol=1e-10), name
+            optimizer.step(), own.step(), optimizer.zero_grad(), own.zero_grad()
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("tp2", 0), ("pp2", 0), ("dp2", 3)])
+def test_on_ranks(mesh, zero):
+    dist.run_ranks(on_ranks, 2, mesh, zero, timeout_s=120)
+
+
+def changed_on_one_rank():
+    model = net(lambda m, h: h * m.tau)
+    x, y = batch()
+    pm = autopart.parallelize(model, "dp2", example_args=(x,))
+    pm.step(x, loss_fn=F.cross_entropy, target=y)
+    if torch.distributed.get_rank() == 1:
+        model.tau = 2.0
+    with warnings.catch_warnings(), pytest.raises(InputError) as error:
+        warnings.simplefilter("ignore")
+        pm.step(x, loss_fn=F.cross_entropy, target=y)
+    return str(error.value)
+
+
+def test_a_value_that_changed_on_one_rank_is_an_error():
+    first, second = dist.run_ranks(changed_on_one_rank, 2, timeout_s=60)
+    assert first == second and "with model.tau = 2.0" in first
+
+
+def test_a_copy_of_the_model_has_its_own_values():
+    model = net(lambda m, h: h * m.tau)
+    x, _ = batch()
+    pm = autopart.parallelize(copy.deepcopy(model), "tp1", example_args=(x,))
+    model.tau = 5.0
+    assert torch.allclose(pm(x), model(x) / 5, atol=1e-10)
