@@ -150,7 +150,7 @@ def other_lists(to: Callable[[torch.Tensor], Any]) -> AbstractContextManager[Non
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
     """Take off the hooks on what autograd saves, and put them back. `torch.func` refuses to run inside any."""
-    autograd = torch._C._autograd
+    autograd: Any = torch._C._autograd
     hooks = []
     while top := autograd._top_saved_tensors_default_hooks(True):
         autograd._pop_saved_tensors_default_hooks()

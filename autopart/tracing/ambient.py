@@ -31,4 +31,3 @@ def without_inference(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _normal(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
-

@@ -79,7 +79,19 @@ class Entry(nn.Module):
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
         transforms = redirected_transforms(transformed)
         reads = watched_frames()
-        with written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms, draws, reads:
+        with (
+            written,
+            self.state,
+            self.autocast,
+            floats,
+            semantics,
+            hook,
+            checkpoints,
+            conditions,
+            transforms,
+            draws,
+            reads,
+        ):
             output = call(self.model, tree_unflatten(leaves, self.spec))
             self.semantics.check_unspent(tensors_in(output))
         register_dataclasses(output)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopart.errors import Refusal, TraceError
 from autopart.tracing.python_reads import (
     ALL_NAMES,
+    FUNCTIONS,
     MAX_ENTRIES,
     MISSING,
     Cell,
@@ -35,7 +36,7 @@ from autopart.tracing.with_loss import users_model, users_modules
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
 """Attributes that every module has. The mode is a part of the call."""
 
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, classmethod, staticmethod)
+_CODE = (*FUNCTIONS, classmethod, staticmethod)
 
 
 class Guards:
@@ -70,9 +71,11 @@ class Guards:
             self._value("", cell, Cell(cell), name, Cell(cell).get(name, MISSING))
         while self._todo:
             self._attributes(*self._todo.pop())
-        groups = [_Values(self._mappings[key], found) for key, found in self._by_mapping.items()]
-        self._of_modules = [group for group in groups if isinstance(group.mapping, weakref.ref)]
-        self._others = [*self._containers, *(group for group in groups if not isinstance(group.mapping, weakref.ref))]
+        self._of_modules: list[_Values] = []
+        self._others: list[_Values | _Entries] = [*self._containers]
+        for key, found in self._by_mapping.items():
+            is_module = isinstance(self._mappings[key], weakref.ref)
+            (self._of_modules if is_module else self._others).append(_Values(self._mappings[key], found))
         self._flatten()
         del self._reads, self._seen, self._todo, self._by_mapping, self._mappings, self._of_model, self._containers
 
@@ -100,7 +103,8 @@ class Guards:
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the path, the value in the trace and the value now of everything that differs."""
-        for group in (*self._of_modules, *self._others):
+        groups: list[_Values | _Entries] = [*self._of_modules, *self._others]
+        for group in groups:
             yield from group.changes()
         for path, tensor, then in self._tensors:
             if version(tensor) != then:
@@ -229,7 +233,9 @@ class _Entries:
     def __init__(self, container: Any, path: str):
         self.container, self.path, self.length = container, path, len(container)
         self.values: tuple[Any, ...] | None = None
-        if self.length <= MAX_ENTRIES and any(not isinstance(v, _CODE) and is_terminal(v) for v in entries_of(container)):
+        if self.length <= MAX_ENTRIES and any(
+            not isinstance(v, _CODE) and is_terminal(v) for v in entries_of(container)
+        ):
             self.values, self.keys, self.text = entries_of(container), self._keys(), repr(container)
 
     def _keys(self) -> list[Hashable]:
@@ -277,8 +283,8 @@ def _owners(thing: Any) -> list[Any]:
 def warn_of_change(path: str, before: Any, now: Any) -> None:
     """Warn that a value changed which the program holds as a constant."""
     warnings.warn(
-        f"{path} changed from {before!r:.40} to {now!r:.40} since it was traced: autopart traces the call anew for each "
-        "new value. Pass a value that changes often as a tensor input.",
+        f"{path} changed from {before!r:.40} to {now!r:.40} since it was traced: autopart traces the call anew for "
+        "each new value. Pass a value that changes often as a tensor input.",
         stacklevel=2,
     )
 

@@ -8,6 +8,7 @@ names that their bytecode reads: `args.beta`, `self.config.tau`, `SETTINGS["beta
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -32,6 +33,7 @@ _NOT_LAYERS = frozenset({"torch.nn.modules.module", "torch.nn.modules.container"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _DEPTH = 3
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 
 
 class Name(NamedTuple):
@@ -211,7 +213,7 @@ def is_watched(module: Any) -> bool:
 
 def is_terminal(value: Any) -> bool:
     """Return True if a value is compared itself, and not the attributes that are read from it."""
-    return isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray, np.generic, types.FunctionType))
+    return isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray, np.generic, *FUNCTIONS))
 
 
 def names_in(code: types.CodeType) -> tuple[Name, ...]:
@@ -327,7 +329,7 @@ class Same:
         return id(self.thing)
 
 
-def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Hashable:
+def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Any:
     """Return a key that is equal for values that a trace cannot distinguish: 1, True and 1.0 differ.
 
     Args:
@@ -352,6 +354,10 @@ def value_key(value: Any, tensors: bool = True, depth: int = _DEPTH) -> Hashable
         return type(value), frozenset(keys) if isinstance(value, (set, frozenset)) else tuple(keys)
     if isinstance(value, types.FunctionType):
         return value.__code__
+    if isinstance(value, functools.partial):
+        return tuple(value_key(part, tensors, depth) for part in (value.func, value.args, value.keywords))
+    if isinstance(value, types.MethodType):
+        return value.__func__.__code__, Same(value.__self__)
     return Same(value) if isinstance(value, types.BuiltinFunctionType) else type(value)
 
 

@@ -114,7 +114,11 @@ def set_tensor(value, model):
     WEIGHTS = torch.full((4,), value, dtype=torch.float64)
 
 
-SPACE, ARGS, SETTINGS = types.SimpleNamespace(beta=1.0), argparse.Namespace(loss=types.SimpleNamespace(b=1.0)), Settings()
+SPACE, ARGS, SETTINGS = (
+    types.SimpleNamespace(beta=1.0),
+    argparse.Namespace(loss=types.SimpleNamespace(b=1.0)),
+    Settings(),
+)
 SLOTTED, LOOKUP = Slotted(), Lookup()
 
 
@@ -152,7 +156,8 @@ LOSSES = {
     "getattr of its own": (lambda v, m: setattr(LOOKUP, "beta", v), lambda o, t: LOOKUP.beta * F.cross_entropy(o, t)),
     "getattr by name": (lambda v, m: setattr(SPACE, "beta", v),
                         lambda o, t: getattr(SPACE, "be" + "ta", 0.0) * F.cross_entropy(o, t)),
-    "getattr constant": (lambda v, m: setattr(SPACE, "gamma", v), lambda o, t: getattr(SPACE, "gamma", 0) * F.cross_entropy(o, t)),
+    "getattr constant": (lambda v, m: setattr(SPACE, "gamma", v),
+                         lambda o, t: getattr(SPACE, "gamma", 0) * F.cross_entropy(o, t)),
     "vars": (lambda v, m: setattr(SPACE, "beta", v), lambda o, t: vars(SPACE)["beta"] * F.cross_entropy(o, t)),
     "dict": (lambda v, m: LIMITS.update(low=-v), lambda o, t: -LIMITS["low"] * F.cross_entropy(o, t)),
     "nested dict": (lambda v, m: LIMITS["nested"]["high"].__setitem__(0, v),
@@ -173,11 +178,6 @@ LOSSES = {
 def test_a_loss_function_follows(name):
     change, loss_fn = LOSSES[name]
     check(change, loss_fn=loss_fn, must_change=name != "method of settings")
-
-
-def set_drop(value, model):
-    model.layer.bias.requires_grad  # noqa: B018
-    model.drop.p = (value - 1) / 4
 
 
 MODELS = {
