@@ -223,7 +223,7 @@ class Compiler:
         if changes and not self._has_warned_of_change:
             self._has_warned_of_change = True
             warn_of_change(*changes[0])
-        return "".join(f", with {path} = {value!r:.40}" for path, _, value in changes)
+        return "".join(f", with {path} = {value}" for path, _, value in changes)
 
     def _trace(
         self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool

@@ -36,19 +36,38 @@ class Kept(NamedTuple):
     tensor: Tensor
 
 
+class Left(NamedTuple):
+    """A value with tensors that is in a place after a forward; `name` says where."""
+
+    name: str
+    place: Any
+    key: Any
+    value: Any
+
+
 class Caches:
     """Inside, a model's forward may keep tensors wherever its code keeps some; at the end they are gone from there.
 
-    Other values stay. `replaced`: what forward took out of such a place, or put another tensor for.
+    Other values stay.
+
+    Attributes:
+        replaced: tensors that forward took out of such a place, or put another tensor for.
+        left: values with tensors that forward put where no tensor was.
+        start: values to put into such places for the next forward.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.replaced: list[Kept] = []
+        self.left: list[Left] = []
+        self.start: list[Left] = []
 
     def __enter__(self) -> Caches:
         self.replaced.clear()
+        self.left.clear()
         self._before = [(place, _content(place)) for place in places_of(self.model)]
+        for one in self.start:
+            _refill(one.place, {**_content(one.place), one.key: one.value}, [one.key])
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -69,6 +88,8 @@ class Caches:
             value = before.get(key)
             if isinstance(value, Tensor):
                 self.replaced.append(Kept(f"{_name_of(place)}{key}", value))
+            elif not _holds_tensors(value) and _holds_tensors(now.get(key)):
+                self.left.append(Left(f"{_name_of(place)}{key}", place, key, now[key]))
         _refill(place, before, changed)
 
 

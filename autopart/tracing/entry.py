@@ -78,20 +78,11 @@ class Entry(nn.Module):
         draws = drawn_by_torch(as_numbers=not is_traced) if self.draws_by_torch else nullcontext()
         conditions = redirected_conditions(self.semantics.condition if is_traced else both_branches)
         transforms = redirected_transforms(transformed)
-        reads = watched_frames()
+        watched = watched_frames()  # below `semantics`, which looks at the frames of its callers
         with (
-            written,
-            self.state,
-            self.autocast,
-            floats,
-            semantics,
-            hook,
-            checkpoints,
-            conditions,
-            transforms,
+            watched, written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms,
             draws,
-            reads,
-        ):
+        ):  # fmt: skip
             output = call(self.model, tree_unflatten(leaves, self.spec))
             self.semantics.check_unspent(tensors_in(output))
         register_dataclasses(output)

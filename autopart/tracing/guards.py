@@ -101,7 +101,7 @@ class Guards:
                 return False
         return all([version(tensor) == then for _, tensor, then in self._tensors])
 
-    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+    def changes(self) -> Iterator[tuple[str, str, str]]:
         """Yield the path, the value in the trace and the value now of everything that differs."""
         groups: list[_Values | _Entries] = [*self._of_modules, *self._others]
         for group in groups:
@@ -214,7 +214,7 @@ class _Values:
         self.values = now
         return True
 
-    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+    def changes(self) -> Iterator[tuple[str, str, str]]:
         mapping = self.mapping
         if type(mapping) is weakref.ref:
             module = mapping()
@@ -224,7 +224,7 @@ class _Values:
         for path, name, key, before in zip(self.paths, self.names, self.keys, self.values, strict=True):
             now = mapping.get(name, MISSING)
             if _identity_key(now) != key:
-                yield path, before, now
+                yield path, shown(before), shown(now)
 
 
 class _Entries:
@@ -236,7 +236,7 @@ class _Entries:
         if self.length <= MAX_ENTRIES and any(
             not isinstance(v, _CODE) and is_terminal(v) for v in entries_of(container)
         ):
-            self.values, self.keys, self.text = entries_of(container), self._keys(), repr(container)
+            self.values, self.keys, self.text = entries_of(container), self._keys(), shown(container)
 
     def _keys(self) -> list[Hashable]:
         entries = map(_identity_key, entries_of(self.container))
@@ -254,16 +254,10 @@ class _Entries:
         self.values = entries_of(self.container)
         return True
 
-    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+    def changes(self) -> Iterator[tuple[str, str, str]]:
         if not self.hold():
-            yield self.path, _Text(self.text if self.values is not None else self.length), _Text(repr(self.container))
-
-
-class _Text(str):
-    """A text that is shown without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
+            count = f"{self.length} entries"
+            yield self.path, self.text if self.values is not None else count, shown(self.container)
 
 
 def _identity_key(value: Any) -> Hashable:
@@ -280,10 +274,23 @@ def _owners(thing: Any) -> list[Any]:
     return [] if is_terminal(thing) else [thing]
 
 
-def warn_of_change(path: str, before: Any, now: Any) -> None:
+def shown(value: Any) -> str:
+    """Return a short text of a value. The values of tensors are not read: a cut parameter has no memory."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {shown(entry)}" for key, entry in list(value.items())[:4]) + "}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return f"[{', '.join(map(shown, list(value)[:4]))}]"
+    if value is MISSING:
+        return "nothing"
+    is_plain = is_terminal(value) and not isinstance(value, (Tensor, *FUNCTIONS))
+    text = repr(value) if is_plain else getattr(value, "__qualname__", None) or f"a {type(value).__qualname__}"
+    return text[:40]
+
+
+def warn_of_change(path: str, before: str, now: str) -> None:
     """Warn that a value changed which the program holds as a constant."""
     warnings.warn(
-        f"{path} changed from {before!r:.40} to {now!r:.40} since it was traced: autopart traces the call anew for "
+        f"{path} changed from {before} to {now} since it was traced: autopart traces the call anew for "
         "each new value. Pass a value that changes often as a tensor input.",
         stacklevel=2,
     )

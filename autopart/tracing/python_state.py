@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from autopart.compat import tree_map
 from autopart.errors import Refusal, TraceError
 from autopart.ir.graph import operator_name
 from autopart.tracing.caches import Caches
-from autopart.tracing.known_values import tensors_in
+from autopart.tracing.known_values import KnownValues, tensors_in
 from autopart.tracing.with_loss import users_modules
 
 _TORCH_OWN = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
@@ -212,35 +213,58 @@ def _only_cast(state: PythonState, program: Any, again: Callable[[], Any]) -> li
     return list(cast) if are_the_same else []
 
 
+def _is_same(program: Any, again: Callable[[], Any], may_fail: bool) -> bool:
+    try:
+        return _text(again()) == _text(program)
+    except Exception:  # forward does something that cannot be traced with what it left
+        if not may_fail:
+            raise
+        return False
+
+
+def _zeros(leaf: Any) -> Any:
+    """Stand in for a tensor of a trace, which has no values."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+
 def check_attributes(
-    model: nn.Module, state: PythonState, program: Any, read: Sequence[Tensor], again: Callable[[], Any]
+    model: nn.Module, state: PythonState, program: Any, known: KnownValues, again: Callable[[], Any]
 ) -> tuple[str, ...]:
     """Raises TraceError where forward reads an attribute that it also changes: the next call would differ.
 
-    A tensor is read where the trace has its first value as a constant, or where Python was told its values (`read`). Of
-    numbers and the like that is tried: `again` traces once more with what forward left there, and must give the same
-    graph. Returns notes for the user.
+    A tensor is read where the trace has its first value as a constant, or where Python was told its values. Of numbers,
+    and of tensors where there was none before, that is tried: `again` traces once more with what forward left there,
+    and must give the same graph. Returns notes for the user.
     """
     name, changed, numbers = type(model).__name__, dict(state.changed), state.numbers
     for attribute in _only_cast(state, program, again):
         del changed[attribute]
     before = [(attribute, value) for attribute, (value, _) in changed.items()]
     for attribute, value in [*before, *state.caches.replaced]:
-        if any(constant is tensor for tensor in tensors_in(value) for constant in (*program.constants.values(), *read)):
+        if any(constant is tensor for tensor in tensors_in(value) for constant in (*program.constants.values(), *known.read)):
             raise TraceError(
                 f"{name} keeps a tensor from one call to the next in '{attribute}'",
                 refusal=Refusal.STATE,
                 why="a program has the value that it had for the trace, and no place for the next",
                 hint=f"register_buffer('{attribute.rpartition('.')[2]}', ...)",
             )
-    if numbers:
-        state.start = numbers
-        if _text(again()) != _text(program):
-            shown = ", ".join(f"{n} = {value!r:.40}" for n, value in list(numbers.items())[:3])
+    first_tensors = {
+        attribute: tree_map(_zeros, after) for attribute, (before, after) in changed.items()
+        if not _holds_tensors(before) and any(not known.is_fixed(tensor) for tensor in tensors_in(after))
+    }  # fmt: skip
+    left = [one for one in state.caches.left if any(not known.is_fixed(tensor) for tensor in tensors_in(one.value))]
+    if numbers or first_tensors or left:
+        state.start = {**numbers, **first_tensors}
+        state.caches.start = [one._replace(value=tree_map(_zeros, one.value)) for one in left]
+        if not _is_same(program, again, may_fail=bool(first_tensors or left)):
+            shown = [f"a tensor in {place}" for place in dict.fromkeys([*first_tensors, *(one.name for one in left)])]
+            shown += [f"{attribute} = {value!r:.40}" for attribute, value in numbers.items()]
             raise TraceError(
                 f"{name} computes something else in every call",
                 refusal=Refusal.STATE,
-                why=f"forward() leaves {shown} and decides by it",
+                why=f"forward() leaves {', '.join(shown[:3])}, and the next call reads it",
                 hint="a tensor in a buffer (register_buffer), changed by tensor operations",
             )
     if not changed:

@@ -261,8 +261,8 @@ def trace(model: nn.Module, arguments: Mapping[str, Any], written: Collection[st
         if entry.state.drawn or entry.state.numbers:  # full traces are compared below: which blocks repeat may differ
             program = _exported(entry, example)
         program = _with_draws(entry, example, program)
-        read = entry.semantics.known.read
-        notes = check_attributes(users_model(model), entry.state, program, read, lambda: _exported(entry, example))
+        known = entry.semantics.known
+        notes = check_attributes(users_model(model), entry.state, program, known, lambda: _exported(entry, example))
         check_caches(users_model(model), entry.assigned, program, lambda: _exported(entry, example))
         with _quiet(entry.semantics.skipped), keeping_draws():
             program = functional(program)

@@ -292,7 +292,7 @@ CASES: dict[Callable[[], nn.Module], str] = {
                        "a program has the value that it had for the trace, and no place for the next",
                        "register_buffer('memory', ...)", ""),
     WritesTensor: cannot("the tensor 'memory' is written and is not a buffer", "register_buffer('memory', ...)", ""),
-    Counts: other("{name} computes something else in every call", "forward() leaves calls = 1 and decides by it",
+    Counts: other("{name} computes something else in every call", "forward() leaves calls = 1, and the next call reads it",
                   "a tensor in a buffer (register_buffer), changed by tensor operations", ""),
     DrawsInPython: other("{name} draws random numbers from random in its forward",
                          "forward() runs once, for the trace: every step would use the numbers drawn there",
