@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +33,8 @@ from autopart.plans.plan import Plan
 from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
 from autopart.tracing.ambient import traced_apart, without_inference
 from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
-from autopart.tracing.guards import Guards, check_unstable, warn_of_change
+from autopart.tracing.guards import Guards, check_unstable, shown, warn_of_change
+from autopart.tracing.number_inputs import NUMBERS, NumberInputs, NumberSlot, number_slots, numbers_of, slots_of
 from autopart.tracing.own_rows import all_ranks_call, are_rows
 from autopart.tracing.python_reads import record_reads
 from autopart.tracing.skeleton import Source
@@ -44,6 +45,7 @@ from autopart.tracing.trace import (
     bind_call,
     bind_next_call,
     check_values,
+    device_of_weights,
     flatten_call,
 )
 from autopart.tracing.with_loss import WithLoss, WithLossAndOutputs
@@ -90,6 +92,8 @@ class Compiler:
         self.written: frozenset[str] = frozenset()
         self._num_traces, self._trace_s = 0, 0.0
         self._has_warned_of_change = False
+        self._numbers: Recent[NumberInputs] = Recent(MAX_CALLS)  # of calls that differ in nothing but numbers
+        self._has_number_inputs = False
         self.changed_values = ""
         self._random = torch.Generator()
         if plan is not None:
@@ -205,29 +209,58 @@ class Compiler:
             arguments, inference = without_inference(arguments), False
             call = flatten_call(arguments)
         with_outputs = with_outputs and loss_fn is not None
-        key = call_key(arguments, call, training, loss_fn), with_outputs
 
-        def trace() -> _Traced:
-            first = next((traced.first_guards for traced in self._traced.of(key)), None)
-            changed_values = "" if first is None else self._changed_values(first)
-            with traced_apart():
-                given = without_inference(arguments) if inference else arguments
-                traced = self._trace(given, training, loss_fn, with_outputs)
-            return replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
+        def key_of(numbers: bool) -> Hashable:
+            return call_key(arguments, call, training, loss_fn, numbers), with_outputs
 
-        return self._traced.get(key, trace, lambda traced: traced.guards.hold()), call
+        def traced_as(key: Hashable, arguments: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> _Traced:
+            def trace() -> _Traced:
+                first = next((traced.first_guards for traced in self._traced.of(key)), None)
+                changed_values = "" if first is None else self._changed_values(first)
+                with traced_apart(), number_slots(slots):
+                    given = without_inference(arguments) if inference else arguments
+                    traced = self._trace(given, training, loss_fn, with_outputs, slots)
+                return replace(traced, first_guards=first or traced.guards, changed_values=changed_values)
+
+            return self._traced.get(key, trace, lambda traced: traced.guards.hold())
+
+        key, kind = key_of(True), key_of(False) if self._has_number_inputs else None
+        if (kind is None or not self._numbers.get(kind, NumberInputs)) and self._is_traced(key):
+            return traced_as(key, arguments, {}), call
+        numbers, kind = numbers_of(call.options, loss_fn), kind or key_of(False)
+        inputs = self._numbers.get(kind, NumberInputs)
+        earlier = self._traced.of((kind, inputs.key(numbers)) if inputs else key)
+        is_new = not any(traced.guards.hold() for traced in earlier)
+        added = inputs.add(numbers, earlier[0].guards.changed_numbers() if earlier else {}) if is_new else set()
+        while inputs and self.precision is None:
+            self._has_number_inputs = True
+            with_numbers = {**arguments, NUMBERS: inputs.tensors(numbers, device_of_weights(self.model))}
+            slots = {**slots_of(loss_fn), **inputs.slots}
+            try:
+                traced = traced_as((kind, inputs.key(numbers)), with_numbers, slots)
+                return traced, flatten_call(with_numbers)
+            except TraceError:
+                if not added:
+                    raise
+                inputs.refuse(added)  # the model's code decides by a number, or passes it to an operator as a number
+                added = set()
+        return traced_as(key, arguments, {}), call
+
+    def _is_traced(self, key: Hashable) -> bool:
+        return any(traced.guards.hold() for traced in self._traced.of(key))
 
     def _changed_values(self, first: Guards) -> str:
         """Return the Python values that differ from those of a trace before. Warn of the first change."""
         changes = [*first.changes()]
         if changes and not self._has_warned_of_change:
             self._has_warned_of_change = True
-            warn_of_change(*changes[0])
-        return "".join(f", with {path} = {value}" for path, _, value in changes)
+            warn_of_change(changes[0])
+        return "".join(f", with {change.path} = {shown(change.now)}" for change in changes)
 
     def _trace(
-        self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool
-    ) -> _Traced:
+        self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool,
+        slots: Mapping[str, NumberSlot],
+    ) -> _Traced:  # fmt: skip
         start_s = time.perf_counter()
         with _mode(self.model, training):
             around = WithLossAndOutputs if with_outputs else WithLoss
@@ -235,7 +268,7 @@ class Compiler:
             flat = flatten_call(arguments)
             if self.options.local_batch:
                 arguments = all_ranks_call(arguments, flat, self.mesh.row_ranks)
-            traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()])
+            traced, guards = self._prepare(model, arguments, [loss_fn, *flat.options.values()], slots)
         self._check_written(traced)
         if self._plan is None:
             self._plan = make_plan(model, traced, self.mesh, self.options)
@@ -254,13 +287,15 @@ class Compiler:
         )
         return _Traced(traced, decisions, loss_fn, with_outputs, guards, guards, row_inputs=row_inputs)
 
-    def _prepare(self, model: nn.Module, arguments: Mapping[str, Any], others: list[Any]) -> tuple[Trace, Guards]:
+    def _prepare(
+        self, model: nn.Module, arguments: Mapping[str, Any], others: list[Any], slots: Mapping[str, NumberSlot]
+    ) -> tuple[Trace, Guards]:
         """Trace a call, with the values of Python that its program holds."""
 
         def once() -> tuple[Trace, Guards]:
             with record_reads() as reads:
                 traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
-            return traced, Guards(reads, model, others)
+            return traced, Guards(reads, model, others, slots.values())
 
         traced, guards = once()
         if guards.unstable:

@@ -7,6 +7,7 @@ so that the user's model, and the next trace, find there what they left.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import sys
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 _FOREIGN = frozenset({"torch", "torchgen", "numpy", "autopart"}) | sys.stdlib_module_names
 """Packages whose own code keeps no tensors of a model: it is not looked through."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _CONTAINERS = (list, dict, set, deque)
 _TORCH_OWN = frozenset({"_parameters", "_buffers", "_modules"})
 """A module's own tensors: what forward assigns there is an output of the program."""
@@ -150,7 +152,7 @@ class _Walk:
                 self._add(thing.__mro__[1:])
         elif isinstance(thing, dict) and "__builtins__" in thing:
             pass  # globals: what functions name of them
-        elif _is_own(type(thing)) and not isinstance(thing, types.ModuleType):
+        elif (_is_own(type(thing)) or isinstance(thing, _NAMESPACES)) and not isinstance(thing, types.ModuleType):
             self._add((type(thing), getattr(thing, "__dict__", None)))
         else:
             self._add(_parts(thing))
@@ -210,7 +212,8 @@ def _parts(thing: Any) -> Iterable[Any]:
         return thing.func, thing.args, thing.keywords
     if isinstance(thing, LruCache):
         return (thing.__wrapped__,)
-    return vars(thing).values() if _is_own(type(thing)) and hasattr(thing, "__dict__") else ()
+    has_attributes = (_is_own(type(thing)) and hasattr(thing, "__dict__")) or isinstance(thing, _NAMESPACES)
+    return vars(thing).values() if has_attributes else ()
 
 
 @functools.lru_cache(100_000)

@@ -15,6 +15,7 @@ from autopart.compat import structure_of
 from autopart.ir.graph import DTYPE_NAMES
 from autopart.ir.mesh import Mesh
 from autopart.tracing.eager_semantics import ambient_autocast
+from autopart.tracing.number_inputs import is_number
 from autopart.tracing.python_reads import Same
 from autopart.tracing.trace import Call
 from autopart.tracing.with_loss import criterion_key
@@ -26,6 +27,8 @@ MANY_CALLS = 8
 """How many are traced before a warning says what that costs."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, types.EllipsisType)
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 Made = TypeVar("Made")
 
@@ -84,40 +87,47 @@ class Recent(Generic[Made]):
         self._entries.clear()
 
 
-def call_key(arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None) -> Hashable:
+def call_key(
+    arguments: Mapping[str, Any], call: Call, training: bool, loss_fn: Callable[..., Any] | None, numbers: bool = True
+) -> Hashable:
     """What a trace depends on: inputs by name, shape, dtype and need of a gradient, options, autocast, mode and loss.
 
-    `call` is `arguments` flattened.
+    Args:
+        call: `arguments` flattened.
+        numbers: compare the values of numbers too, and not only their types.
     """
     tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in call.tensors)
-    options = tuple((name, _value_key(option)) for name, option in call.options.items())
+    options = tuple((name, _value_key(option, numbers)) for name, option in call.options.items())
     options += tuple((kind, ambient_autocast(kind)) for kind in ("cpu", "cuda"))
-    return training, _function_key(loss_fn), criterion_key(loss_fn), structure_of(arguments), tensors, options
+    return training, _function_key(loss_fn, numbers), criterion_key(loss_fn), structure_of(arguments), tensors, options
 
 
-def _value_key(value: Any) -> Hashable:
+def _value_key(value: Any, numbers: bool) -> Hashable:
     """Equal for values that a trace cannot tell apart; what is not plain data is only equal to itself."""
+    if not numbers and is_number(value):
+        return type(value), "a number"
     if isinstance(value, _PLAIN):
         return type(value), value  # 1 == True == 1.0, but a trace tells them apart
     if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(_value_key, value))
-    return Same(value)
+        return type(value), tuple(_value_key(entry, True) for entry in value)
+    return _function_key(value, numbers) if isinstance(value, _FUNCTIONS) else Same(value)
 
 
-def _function_key(function: Callable[..., Any] | None) -> Hashable:
+def _function_key(function: Callable[..., Any] | None, numbers: bool) -> Hashable:
     """A lambda or local function made anew in every step has the code, defaults and closure of the one before."""
     if isinstance(function, types.MethodType):
-        return _function_key(function.__func__), Same(function.__self__)
+        return _function_key(function.__func__, numbers), Same(function.__self__)
     if isinstance(function, functools.partial):
-        return _function_key(function.func), _value_key(function.args), _value_key(tuple(function.keywords.items()))
+        keywords = tuple((name, _value_key(value, numbers)) for name, value in function.keywords.items())
+        return _function_key(function.func, numbers), _value_key(function.args, True), keywords
     if not isinstance(function, types.FunctionType):
-        return _value_key(function)
+        return _value_key(function, numbers)
     try:
         closure = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable that is not set yet
         return Same(function)
     inside = (*closure, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return function.__code__, Same(function.__globals__), _value_key(inside)
+    return function.__code__, Same(function.__globals__), tuple(_value_key(value, numbers) for value in inside)
 
 
 def format_call(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopart.compat import Tracing, tree_flatten, tree_unflatten
+from autopart.compat import Tracing, leaves_with_names, tree_flatten, tree_unflatten
 from autopart.compat_tracing import redirected_conditions, redirected_transforms
 from autopart.tracing.assigned_buffers import AssignedBuffers
 from autopart.tracing.checkpoints import OwnCheckpoints
@@ -20,6 +20,7 @@ from autopart.tracing.conditions import both_branches
 from autopart.tracing.eager_semantics import EagerSemantics, ambient_autocast
 from autopart.tracing.functions import apply_as_operator
 from autopart.tracing.known_values import tensors_in
+from autopart.tracing.number_inputs import NUMBERS, assigned
 from autopart.tracing.python_draws import drawn_by_torch
 from autopart.tracing.python_reads import watched_frames
 from autopart.tracing.python_state import PythonState
@@ -43,10 +44,12 @@ class Entry(nn.Module):
         self.autocast = torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
         self.model, self.state, self.assigned = model, PythonState(model), AssignedBuffers(model)
         self.checkpoints = OwnCheckpoints(model)
-        leaves, self.spec = tree_flatten(dict(arguments))
+        self.numbers = dict(arguments.get(NUMBERS, {}))
+        leaves, self.spec = tree_flatten({name: leaf for name, leaf in arguments.items() if name != NUMBERS})
+        self.leaf_names = [name for name, _ in leaves_with_names(arguments)][: len(leaves)]
         self.options = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in (*leaves, *self.numbers.values()) if isinstance(leaf, Tensor)]
         self.semantics = EagerSemantics([*model.parameters(), *model.buffers(), *inputs])
         self.draws_by_torch = False  # whether Python's random numbers are torch's
         self.spoken = [users_input(model, name) for name in names]
@@ -61,16 +64,19 @@ class Entry(nn.Module):
     def forward(self, **tensors: Tensor) -> Any:
         for name, spoken in zip(self.tensor_names, self.spoken, strict=True):
             self.semantics.named(tensors[name], f"the input {spoken}")
+        is_traced = Tracing.current() is not None
         remaining = iter([tensors[name] for name in self.tensor_names])
-        pairs = zip(self.options, self.is_tensor, strict=True)
-        leaves = [next(remaining) if is_tensor else option for option, is_tensor in pairs]
+        pairs = zip(self.leaf_names, self.options, self.is_tensor, strict=True)
+        leaves = {name: next(remaining) if is_tensor else option for name, option, is_tensor in pairs}
+        given = zip(self.numbers.items(), remaining, strict=True)
+        numbers = {name: (tensor if is_traced else real).item() for (name, real), tensor in given}
+        arguments = [numbers.get(name, leaf) for name, leaf in leaves.items()]
         paths = {module: f"the output of {path or 'the model'}" for path, module in users_modules(self.model)}
 
         def name_output(module: nn.Module, args: Any, output: Any) -> None:
             if module in paths:
                 self.semantics.named(output, paths[module])
 
-        is_traced = Tracing.current() is not None
         semantics = self.semantics if is_traced else nullcontext()
         hook = register_module_forward_hook(name_output)
         floats, checkpoints = self.semantics.floats.given(), self.checkpoints.watching()
@@ -81,9 +87,9 @@ class Entry(nn.Module):
         watched = watched_frames()  # below `semantics`, which looks at the frames of its callers
         with (
             watched, written, self.state, self.autocast, floats, semantics, hook, checkpoints, conditions, transforms,
-            draws,
+            draws, assigned(numbers),
         ):  # fmt: skip
-            output = call(self.model, tree_unflatten(leaves, self.spec))
+            output = call(self.model, tree_unflatten(arguments, self.spec))
             self.semantics.check_unspent(tensors_in(output))
         register_dataclasses(output)
         return output

@@ -6,14 +6,15 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from autopart.errors import Refusal, TraceError
+from autopart.tracing.number_inputs import NumberSlot, attribute_slot, cell_slot, entry_slot, is_number
 from autopart.tracing.python_reads import (
     ALL_NAMES,
     FUNCTIONS,
@@ -39,6 +40,15 @@ _MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
 _CODE = (*FUNCTIONS, classmethod, staticmethod)
 
 
+class Change(NamedTuple):
+    """A value that differs from the trace; `slot`: where a number can be put in its place."""
+
+    path: str
+    before: Any
+    now: Any
+    slot: NumberSlot | None
+
+
 class Guards:
     """Compares all values that a trace depends on, beside tensors and the arguments of its call.
 
@@ -46,10 +56,12 @@ class Guards:
         reads: the names that the user's code read in the trace.
         model: what was traced, the user's model or a `WithLoss` around it.
         others: a loss function and options, whose attributes are read too.
+        inputs: places of numbers that are inputs of the program.
     """
 
-    def __init__(self, reads: Reads, model: nn.Module, others: Iterable[Any]):
+    def __init__(self, reads: Reads, model: nn.Module, others: Iterable[Any], inputs: Iterable[NumberSlot] = ()):
         self._reads = reads
+        self._inputs = {slot.identity for slot in inputs}
         self.unstable: list[str] = []
         """Paths of values that the user's code changes in a call and reads in the next."""
         self._containers: list[_Entries] = []
@@ -101,14 +113,20 @@ class Guards:
                 return False
         return all([version(tensor) == then for _, tensor, then in self._tensors])
 
-    def changes(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the path, the value in the trace and the value now of everything that differs."""
-        groups: list[_Values | _Entries] = [*self._of_modules, *self._others]
-        for group in groups:
+    def changes(self) -> Iterator[Change]:
+        """Yield everything that differs from the trace."""
+        for group in (*self._of_modules, *self._others):
             yield from group.changes()
         for path, tensor, then in self._tensors:
             if version(tensor) != then:
-                yield path, "a tensor", "other values"
+                yield Change(path, "a tensor", "other values", None)
+
+    def changed_numbers(self) -> dict[str, NumberSlot]:
+        """Return the places of the numbers that changed; nothing if another value changed too."""
+        changes = [*self.changes()]
+        if not all(is_number(c.now) and type(c.before) is type(c.now) for c in changes):
+            return {}
+        return {change.path: change.slot for change in changes if change.slot is not None}
 
     def _follow(self, path: str, thing: Any) -> None:
         if id(thing) not in self._seen and not isinstance(thing, types.BuiltinFunctionType):
@@ -163,6 +181,9 @@ class Guards:
 
     def _watch(self, path: str, mapping: Any, holder: Any, name: str, value: Any) -> None:
         is_module = isinstance(holder, nn.Module) and mapping is vars(holder)
+        slot = _slot_of(mapping, name)
+        if slot is not None and slot.identity in self._inputs:
+            return
         self._mappings[id(mapping)] = weakref.ref(holder) if is_module else mapping
         self._by_mapping.setdefault(id(mapping), {})[name] = path, value
         self._contents(path, value)
@@ -175,7 +196,7 @@ class Guards:
             for entry in entries_of(value) if len(value) <= MAX_ENTRIES else ():
                 self._contents(path, entry)
             if not isinstance(value, (tuple, frozenset)):
-                self._containers.append(_Entries(value, path))
+                self._containers.append(_Entries(value, path, self._inputs))
 
 
 class _Values:
@@ -214,55 +235,85 @@ class _Values:
         self.values = now
         return True
 
-    def changes(self) -> Iterator[tuple[str, str, str]]:
+    def changes(self) -> Iterator[Change]:
         mapping = self.mapping
         if type(mapping) is weakref.ref:
             module = mapping()
-            mapping = {} if module is None else vars(module)
             if module is None:
                 return
-        for path, name, key, before in zip(self.paths, self.names, self.keys, self.values, strict=True):
+            mapping = vars(module)
+        for place, name in enumerate(dict.fromkeys(self.names)):
             now = mapping.get(name, MISSING)
-            if _identity_key(now) != key:
-                yield path, shown(before), shown(now)
+            if _identity_key(now) != self.keys[place]:
+                yield Change(self.paths[place], self.values[place], now, _slot_of(mapping, name))
 
 
 class _Entries:
-    """Entries of a list, dict or set."""
+    """Entries of a list, dict or set.
 
-    def __init__(self, container: Any, path: str):
+    Args:
+        inputs: identities of places that are inputs of the program, whose values are not compared.
+    """
+
+    def __init__(self, container: Any, path: str, inputs: Collection[tuple[int, Any]] = ()):
         self.container, self.path, self.length = container, path, len(container)
+        names = list(container) if isinstance(container, dict) else range(self.length)
+        self.skipped = (
+            {place for place, name in enumerate(names) if (id(container), name) in inputs} if inputs else set()
+        )
         self.values: tuple[Any, ...] | None = None
         if self.length <= MAX_ENTRIES and any(
             not isinstance(v, _CODE) and is_terminal(v) for v in entries_of(container)
         ):
-            self.values, self.keys, self.text = entries_of(container), self._keys(), shown(container)
+            self.values, self.keys, self.names = self._entries(), self._keys(), [*container]
+
+    def _entries(self) -> tuple[Any, ...]:
+        entries = entries_of(self.container)
+        return tuple(e for place, e in enumerate(entries) if place not in self.skipped) if self.skipped else entries
 
     def _keys(self) -> list[Hashable]:
-        entries = map(_identity_key, entries_of(self.container))
-        return [*self.container, *entries] if isinstance(self.container, dict) else [*entries]
+        return [_identity_key(entry) for entry in self._entries()]
 
     def hold(self) -> bool:
         if self.values is None or len(self.container) != self.length:
             return len(self.container) == self.length
-        now = self.container.values() if isinstance(self.container, dict) else self.container
-        return all(map(is_, now, self.values)) or self._hold_anew()
+        return all(map(is_, self._entries(), self.values)) or self._hold_anew()
 
     def _hold_anew(self) -> bool:
-        if self._keys() != self.keys:
-            return False
-        self.values = entries_of(self.container)
-        return True
+        is_same = self._keys() == self.keys
+        if isinstance(self.container, dict):
+            is_same = is_same and [*self.container] == self.names
+        if is_same:
+            self.values = self._entries()
+        return is_same
 
-    def changes(self) -> Iterator[tuple[str, str, str]]:
-        if not self.hold():
-            count = f"{self.length} entries"
-            yield self.path, self.text if self.values is not None else count, shown(self.container)
+    def changes(self) -> Iterator[Change]:
+        if self.hold():
+            return
+        names = [*self.container] if isinstance(self.container, dict) else [*range(len(self.container))]
+        entries = entries_of(self.container)
+        is_indexed = isinstance(self.container, (dict, list)) and self.values is not None and not self.skipped
+        if not is_indexed or len(names) != self.length or (isinstance(self.container, dict) and names != self.names):
+            yield Change(self.path, f"{self.length} entries", entries, None)
+            return
+        for name, entry, before, key in zip(names, entries, self.values or (), self.keys, strict=True):
+            if _identity_key(entry) != key:
+                yield Change(f"{self.path}[{name!r}]", before, entry, entry_slot(self.container, name))
+
+
+def _slot_of(mapping: Any, name: str) -> NumberSlot | None:
+    """Return the place of a value that is read from a mapping; None if it is a class, which is not written to."""
+    if isinstance(mapping, Cell):
+        return cell_slot(mapping.cell)
+    if isinstance(mapping, Computed):
+        return attribute_slot(mapping.holder, name)
+    return entry_slot(mapping, name) if isinstance(mapping, dict) else None
 
 
 def _identity_key(value: Any) -> Hashable:
-    """Return `value_key` of plain values and containers, and the identity of tensors and other objects."""
-    return id(value) if isinstance(value, Tensor) or not is_terminal(value) else value_key(value, tensors=False)
+    """Return `value_key` of plain values, and the identity of tensors, containers and other objects."""
+    is_object = isinstance(value, (Tensor, dict, list, set)) or not is_terminal(value)
+    return id(value) if is_object else value_key(value, tensors=False)
 
 
 def _owners(thing: Any) -> list[Any]:
@@ -287,11 +338,11 @@ def shown(value: Any) -> str:
     return text[:40]
 
 
-def warn_of_change(path: str, before: str, now: str) -> None:
+def warn_of_change(change: Change) -> None:
     """Warn that a value changed which the program holds as a constant."""
     warnings.warn(
-        f"{path} changed from {before} to {now} since it was traced: autopart traces the call anew for "
-        "each new value. Pass a value that changes often as a tensor input.",
+        f"{change.path} changed from {shown(change.before)} to {shown(change.now)} since it was traced: autopart "
+        "traces the call anew for each new value. Pass a value that changes often as a tensor input.",
         stacklevel=2,
     )
 

@@ -243,7 +243,11 @@ def check_attributes(
         del changed[attribute]
     before = [(attribute, value) for attribute, (value, _) in changed.items()]
     for attribute, value in [*before, *state.caches.replaced]:
-        if any(constant is tensor for tensor in tensors_in(value) for constant in (*program.constants.values(), *known.read)):
+        if any(
+            constant is tensor
+            for tensor in tensors_in(value)
+            for constant in (*program.constants.values(), *known.read)
+        ):
             raise TraceError(
                 f"{name} keeps a tensor from one call to the next in '{attribute}'",
                 refusal=Refusal.STATE,

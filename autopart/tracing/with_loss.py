@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopart.errors import Refusal, TraceError
+from autopart.tracing.number_inputs import NUMBERS
 
 
 def call(model: nn.Module, arguments: Mapping[str, Any]) -> Any:
@@ -82,6 +83,7 @@ def users_name(model: nn.Module, name: str) -> str:
 
 def users_input(model: nn.Module, name: str) -> str:
     """What the user calls an input of `model` of this name."""
+    name = name.removeprefix(f"{NUMBERS}.")
     return name.removeprefix("call.") if isinstance(model, WithLoss) else name
 
 

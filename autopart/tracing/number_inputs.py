@@ -1,0 +1,170 @@
+"""Python numbers that change from call to call (a KL weight, `num_items_in_batch`), as inputs of the program.
+
+A number is a constant of a trace. When it changes for the first time, the call is traced once more with the number as
+a tensor without dims; the model's code gets `tensor.item()`, so its arithmetic is that of Python numbers. Code that
+decides by the number cannot be traced so, and each new value is traced instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+NUMBERS = "python_numbers"
+"""The name among a call's arguments under which its numbers are, as {name: tensor}."""
+
+
+class NumberSlot(NamedTuple):
+    """A place outside the arguments from which the user's code reads a number.
+
+    Attributes:
+        identity: the container and the key of the place.
+        get: return the value.
+        set: put another value in its place.
+    """
+
+    identity: tuple[int, Any]
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+class NumberInputs:
+    """The numbers of a kind of call that are inputs of its programs: those that changed from one call to another.
+
+    Attributes:
+        options: names of arguments, and of variables, defaults and keywords of `loss_fn`.
+        slots: {path: place} of attributes, globals and entries.
+        constants: names of numbers that a program cannot have as inputs.
+        last: {name: number} of the arguments and of `loss_fn` when the kind was traced last.
+    """
+
+    def __init__(self) -> None:
+        self.options: set[str] = set()
+        self.slots: dict[str, NumberSlot] = {}
+        self.constants: set[str] = set()
+        self.last: Mapping[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.options or self.slots)
+
+    def key(self, numbers: Mapping[str, Any]) -> Hashable:
+        """Return what a program depends on of numbers: which are its inputs, and the values of the others."""
+        others = tuple((name, value) for name, value in numbers.items() if name not in self.options)
+        return frozenset(self.options), frozenset(self.slots), others
+
+    def add(self, numbers: Mapping[str, Any], slots: Mapping[str, NumberSlot]) -> set[str]:
+        """Make inputs of the numbers that differ from `last`, and of those in `slots`; return their names."""
+        options = {name for name, value in numbers.items() if self.last.get(name, value) != value}
+        options -= self.options | self.constants
+        added = {path: slot for path, slot in slots.items() if path not in self.constants}
+        self.last = numbers
+        self.options |= options
+        self.slots |= added
+        return options | added.keys()
+
+    def refuse(self, names: set[str]) -> None:
+        """Keep numbers as constants from now on."""
+        self.constants |= names
+        self.options -= names
+        self.slots = {path: slot for path, slot in self.slots.items() if path not in names}
+
+    def tensors(self, numbers: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+        """Return the values of the inputs as tensors without dims."""
+        values = {name: numbers[name] for name in sorted(self.options)}
+        values |= {path: slot.get() for path, slot in self.slots.items()}
+        return {name: torch.tensor(value, dtype=_DTYPES[type(value)], device=device) for name, value in values.items()}
+
+
+_DTYPES = {int: torch.int64, float: torch.float64}
+
+
+def is_number(value: Any) -> bool:
+    """Return True for an int or float, and not for a bool."""
+    return type(value) in (int, float)
+
+
+def numbers_of(options: Mapping[str, Any], loss_fn: Any) -> dict[str, Any]:
+    """Return {name: number} of a call's options, and of what its loss function holds."""
+    found = {name: value for name, value in options.items() if is_number(value)}
+    return found | {path: slot.get() for path, slot in slots_of(loss_fn).items() if is_number(slot.get())}
+
+
+def slots_of(function: Any) -> dict[str, NumberSlot]:
+    """Return the variables of a function's closure, its defaults, and the keywords of a `functools.partial`."""
+    if isinstance(function, functools.partial):
+        keywords = {f"{name} of loss_fn": entry_slot(function.keywords, name) for name in function.keywords}
+        return {**slots_of(function.func), **keywords}
+    if not isinstance(function, types.FunctionType):
+        return {}
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        found[f"{name} of loss_fn"] = cell_slot(cell)
+    defaults = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    for place, name in enumerate(names[len(names) - len(defaults) :]):
+        found[f"{name} of loss_fn"] = _default_slot(function, place)
+    for name in function.__kwdefaults__ or {}:
+        found[f"{name} of loss_fn"] = entry_slot(function.__kwdefaults__, name)
+    return found
+
+
+def entry_slot(container: Any, key: Any) -> NumberSlot:
+    """Return the place of an entry of a dict or list."""
+    return NumberSlot((id(container), key), lambda: container[key], lambda value: container.__setitem__(key, value))
+
+
+def attribute_slot(holder: Any, name: str) -> NumberSlot:
+    """Return the place of an attribute."""
+    return NumberSlot((id(holder), name), lambda: getattr(holder, name), lambda value: setattr(holder, name, value))
+
+
+def cell_slot(cell: types.CellType) -> NumberSlot:
+    """Return the place of a closure variable."""
+
+    def get() -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:  # the variable is not set yet
+            return None
+
+    return NumberSlot((id(cell), ""), get, lambda value: setattr(cell, "cell_contents", value))
+
+
+def _default_slot(function: types.FunctionType, place: int) -> NumberSlot:
+    def put(value: Any) -> None:
+        before = function.__defaults__ or ()
+        function.__defaults__ = (*before[:place], value, *before[place + 1 :])
+
+    return NumberSlot((id(function), place), lambda: (function.__defaults__ or ())[place], put)
+
+
+class _Slots:
+    current: Mapping[str, NumberSlot] = {}
+
+
+@contextmanager
+def number_slots(slots: Mapping[str, NumberSlot]) -> Iterator[None]:
+    """Let traces inside put their numbers into these places."""
+    before, _Slots.current = _Slots.current, slots
+    try:
+        yield
+    finally:
+        _Slots.current = before
+
+
+@contextmanager
+def assigned(numbers: Mapping[str, Any]) -> Iterator[None]:
+    """Have numbers of a trace in their places; put back what was there."""
+    with ExitStack() as undo:
+        for name, number in numbers.items():
+            slot = _Slots.current.get(name)
+            if slot is not None:
+                undo.callback(slot.set, slot.get())
+                slot.set(number)
+        yield
