@@ -91,6 +91,12 @@ class Guards:
         self._flatten()
         del self._reads, self._seen, self._todo, self._by_mapping, self._mappings, self._of_model, self._containers
 
+    @property
+    def num_values(self) -> int:
+        """Number of values that a call compares."""
+        of_others = sum(len(group.values or ()) for group in self._others)
+        return len(self._flat) + of_others + len(self._tensors)
+
     def _flatten(self) -> None:
         """Lay the values of all modules in one list: a call compares hundreds of them."""
         self._getters = [(group.mapping, group.get) for group in self._of_modules]

@@ -198,6 +198,13 @@ def test_imports():
 
 
 @pytest.mark.large
+def test_guards():
+    rows = figures("guards.py", "--quick")["rows"]
+    assert [row["model"] for row in rows] == ["llama, 2 layers", "gpt2, 2 layers"]
+    assert all(row["values"] > 20 and row["guards_us"] > 0 and row["changing_ms"] > 0 for row in rows)
+
+
+@pytest.mark.large
 def test_methods():
     (case,) = figures("methods.py")["cases"]
     gaps = {row["method"]: row["gap"] for row in case["rows"]}
