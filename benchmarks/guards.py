@@ -33,8 +33,11 @@ ROWS, TOKENS, VOCABULARY = 4, 32, 256
 def llama(layers: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
-                                        num_attention_heads=4, num_key_value_heads=4, vocab_size=VOCABULARY))  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def gpt2(layers: int) -> nn.Module:
