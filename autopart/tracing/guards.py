@@ -74,8 +74,7 @@ class Guards:
         for path, module in users_modules(model):
             self._follow(f"{path}." if path else "model.", module)
         for other in others:
-            for thing in _owners(other):
-                self._follow(f"{getattr(thing, '__qualname__', type(thing).__qualname__)}.", thing)
+            self._argument(other)
         for mapping, names in reads.of_globals.values():
             for name in sorted(names):
                 self._value("", mapping, mapping, name, mapping.get(name, MISSING))
@@ -138,6 +137,29 @@ class Guards:
         if id(thing) not in self._seen and not isinstance(thing, types.BuiltinFunctionType):
             self._seen.add(id(thing))
             self._todo.append((path, thing))
+
+    def _argument(self, thing: Any) -> None:
+        """Follow a loss function or option: itself, the owner of a method, and what a function holds."""
+        if isinstance(thing, functools.partial):
+            for part in (thing.func, *thing.args, *thing.keywords.values()):
+                self._argument(part)
+        elif isinstance(thing, types.MethodType):
+            self._argument(thing.__func__)
+            self._argument(thing.__self__)
+        elif isinstance(thing, types.FunctionType):
+            if id(thing) not in self._seen:
+                self._seen.add(id(thing))
+                for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+                    value = Cell(cell).get(name, MISSING)
+                    self._value("", cell, Cell(cell), name, value)
+                    if isinstance(value, FUNCTIONS):
+                        self._argument(value)
+                for value in (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()):
+                    self._argument(value)
+        elif isinstance(thing, (dict, list, tuple)):
+            self._contents(type(thing).__name__, thing)
+        elif not is_terminal(thing):
+            self._follow(f"{getattr(thing, '__qualname__', type(thing).__qualname__)}.", thing)
 
     def _attributes(self, path: str, holder: Any) -> None:
         if isinstance(holder, (type, types.ModuleType)):
@@ -320,15 +342,6 @@ def _identity_key(value: Any) -> Hashable:
     """Return `value_key` of plain values, and the identity of tensors, containers and other objects."""
     is_object = isinstance(value, (Tensor, dict, list, set)) or not is_terminal(value)
     return id(value) if is_object else value_key(value, tensors=False)
-
-
-def _owners(thing: Any) -> list[Any]:
-    """List the objects whose attributes a callable or an option reads: itself, or the owner of a method."""
-    if isinstance(thing, functools.partial):
-        return [owner for part in (thing.func, *thing.args, *thing.keywords.values()) for owner in _owners(part)]
-    if isinstance(thing, types.MethodType):
-        return [thing.__self__]
-    return [] if is_terminal(thing) else [thing]
 
 
 def shown(value: Any) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -91,6 +92,19 @@ class PythonState:
     def numbers(self) -> dict[str, Any]:
         """What was changed and holds no tensor: forward may decide by it next time."""
         return {name: after for name, (_, after) in self.changed.items() if not _holds_tensors(after)}
+
+
+@contextmanager
+def same_containers(model: nn.Module) -> Iterator[None]:
+    """Put back the lists and dicts that are attributes of modules: torch.export replaces them by copies."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for now, before in attributes:
+            for name, value in before.items():
+                if isinstance(value, (*_CONTAINERS, tuple)) and name not in _TORCH_OWN and name in now:
+                    now[name] = value
 
 
 def random_state() -> dict[str, Any]:

@@ -40,7 +40,7 @@ from autopart.tracing.functions import name_functions
 from autopart.tracing.gradient_hooks import Rewrites
 from autopart.tracing.model_checks import check_hooks, check_model, give_lazy_weights
 from autopart.tracing.python_draws import DRAWN_BY_TORCH
-from autopart.tracing.python_state import check_attributes, check_draws
+from autopart.tracing.python_state import check_attributes, check_draws, same_containers
 from autopart.tracing.repeated import NotAlike, Repeats
 from autopart.tracing.saved_views import saved_views
 from autopart.tracing.skeleton import without_values
@@ -366,7 +366,8 @@ def _exported_once(entry: Entry, example: Mapping[str, torch.Tensor]) -> Any:
     entry.semantics.skipped.running.clear()
     traced = traceable(entry, entry.apply_function)
     stacks = short_stacks(Entry.forward.__code__)
-    with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, saved:
+    containers = same_containers(entry.model)
+    with torch.enable_grad(), no_autocast(), compiled_when_called(), stacks, quiet, traced, saved, containers:
         program = torch.export.export(entry, (), dict(example), strict=False)
     inline_regions(program.graph_module)
     drop_checks(program.graph)

@@ -466,3 +466,56 @@ def test_a_copy_of_the_model_has_its_own_values():
     pm = autopart.parallelize(copy.deepcopy(model), "tp1", example_args=(x,))
     model.tau = 5.0
     assert torch.allclose(pm(x), model(x) / 5, atol=1e-10)
+
+
+def test_a_container_of_the_user_stays_the_models():
+    flags, names = {"double": False}, ["a"]
+    model = net(lambda m, h: h * (2 if m.flags["double"] else 1) * len(m.names))
+    model.flags, model.names = flags, names
+    x, _ = batch()
+    pm = autopart.parallelize(model, "tp1", example_args=(x,))
+    pm(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert count_traces(pm, lambda: [pm.eval()(x), pm.train()(x)]) == 1  # of eval mode
+        flags["double"] = True
+        names.append("b")
+        assert torch.allclose(pm(x), model(x), atol=1e-10)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_closure_over_containers_and_objects_follows(wrapped):
+    settings, scales, space = {"low": 1.0}, [1.0], types.SimpleNamespace(b=1.0)
+
+    def change(value, model):
+        settings["low"], scales[0], space.b = value, value + 1, value / 2
+
+    def loss_fn(o, t, space=space):
+        return F.cross_entropy(o, t) * settings["low"] * scales[0] * space.b
+
+    def logged(function):
+        @functools.wraps(function)
+        def call(*args):
+            return function(*args)
+
+        return call
+
+    check(change, loss_fn=logged(loss_fn) if wrapped else loss_fn)
+    check(change, loss_fn=functools.partial(lambda space, o, t: F.cross_entropy(o, t) * space.b, space))
+    check(change, loss_fn=functools.partial(lambda settings, o, t: F.cross_entropy(o, t) * settings["low"], settings))
+
+
+def test_an_optimizers_rate_is_followed():
+    model = net()
+    x, y = batch()
+    pm = autopart.parallelize(model, "tp1", example_args=(x,))
+    optimizer = torch.optim.SGD(pm.parameters(), lr=0.5)
+
+    def loss_fn(o, t):
+        return F.cross_entropy(o, t) * optimizer.param_groups[0]["lr"]
+
+    def step(lr):
+        optimizer.param_groups[0]["lr"] = lr
+        assert pm.step(x, loss_fn=loss_fn, target=y).item() == pytest.approx(loss_fn(model(x), y).item(), abs=1e-10)
+
+    assert count_traces(pm, lambda: [step(0.5 - i / 20) for i in range(5)]) == 2
