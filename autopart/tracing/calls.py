@@ -6,7 +6,7 @@ import functools
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -80,7 +80,7 @@ class Recent(Generic[Made]):
         if not entries:
             del self._entries[key]
 
-    def values(self) -> Collection[Made]:
+    def values(self) -> list[Made]:
         return [entry for entries in self._entries.values() for entry in entries]
 
     def clear(self) -> None:

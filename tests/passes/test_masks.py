@@ -223,7 +223,7 @@ def test_a_window_is_run_by_blocks():
 
 def stage_modules(pm):
     """The stages of all programs that a module runs on this rank."""
-    return [module for executable in pm._executables._entries.values() for module in executable.modules]
+    return [module for executable in pm._executables.values() for module in executable.modules]
 
 
 def of_positions(made, repeated=True, dropout=0.0):
@@ -272,7 +272,7 @@ def test_attention_that_drops_weights_is_told_what_its_mask_is(name, as_numbers)
             loss = pm.step(**batch)
         found.append((loss, pm.full_grads()))
         (module,) = stage_modules(pm)
-        *_, written = module.written._entries.values()  # the last is that of this batch
+        *_, written = module.written.values()  # the last is that of this batch
         calls = [node for node in written.graph.graph.nodes if is_attention(node)]
         assert [node.target for node in calls] == [torch.ops.autopart.attention_dropout.default] * 2
         told = {"causal": True, "told": True, "all": False}.get(name) if recognises else None

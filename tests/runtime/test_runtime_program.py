@@ -186,6 +186,7 @@ class HandCompiler:
 
     plan = "a plan"
     written = ()
+    changed_values = ""
 
     def __init__(self, model, mesh, microbatches, traced=True):
         self.model, self.mesh, self.microbatches, self.traced = model, mesh, microbatches, traced
