@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +32,7 @@ from autopart.plans.plan import Plan
 from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
 from autopart.tracing.ambient import traced_apart, without_inference
 from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
+from autopart.tracing.layer_settings import NO_SETTINGS, Settings, digest, in_modes, settings_of
 from autopart.tracing.own_rows import all_ranks_call, are_rows
 from autopart.tracing.skeleton import Source
 from autopart.tracing.trace import (
@@ -83,6 +83,7 @@ class Compiler:
         self.written: frozenset[str] = frozenset()
         self._num_traces, self._trace_s = 0, 0.0
         self._random = torch.Generator()
+        self._model_settings = settings_of(model)
         if plan is not None:
             check_plan_mesh(plan, mesh)
             check_plan_options(options, plan)
@@ -147,10 +148,11 @@ class Compiler:
 
     def trace_example(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Trace and plan for an example call."""
-        self._example = self._find(bind_call(self.model, args, kwargs), self.model.training, None)[0]
+        settings = settings_of(self.model)
+        self._example = self._find(bind_call(self.model, args, kwargs), self.model.training, settings, None)[0]
 
     def program(
-        self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool,
+        self, args: tuple, kwargs: Mapping[str, Any], *, purpose: str, training: bool, settings: Settings = NO_SETTINGS,
         loss_fn: Callable[..., Tensor] | None = None, target: Any = None,
     ) -> tuple[Program, tuple[Tensor, ...]]:  # fmt: skip
         """The program for a call and its tensors; traces the call where it is a new one."""
@@ -159,7 +161,7 @@ class Compiler:
             arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
         if loss_fn is not None:
             arguments = {"target": target, "call": arguments}
-        traced, call = self._find(arguments, training, loss_fn, purpose == "step_outputs")
+        traced, call = self._find(arguments, training, settings, loss_fn, purpose == "step_outputs")
         if torch.is_grad_enabled() or purpose != "forward":
             self._last = traced
         program = self._write(traced, purpose)
@@ -185,8 +187,9 @@ class Compiler:
         return [(first + torch.arange(program.microbatches)).repeat(program.row_ranks)]
 
     def _find(
-        self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool = False
-    ) -> tuple[_Traced, Call]:
+        self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
+        with_outputs: bool = False,
+    ) -> tuple[_Traced, Call]:  # fmt: skip
         """The trace of a call, made now where it is a new one, and the call's tensors."""
         call = flatten_call(arguments)
         check_values(call)
@@ -195,26 +198,29 @@ class Compiler:
             arguments, inference = without_inference(arguments), False
             call = flatten_call(arguments)
         with_outputs = with_outputs and loss_fn is not None
-        key = call_key(arguments, call, training, loss_fn), with_outputs
+        key = call_key(arguments, call, training, loss_fn), settings, with_outputs
 
         def trace() -> _Traced:
             with traced_apart():
                 given = without_inference(arguments) if inference else arguments
-                return self._trace(given, training, loss_fn, with_outputs)
+                return self._trace(given, training, settings, loss_fn, with_outputs)
 
         return self._traced.get(key, trace), call
 
     def _trace(
-        self, arguments: Mapping[str, Any], training: bool, loss_fn: LossFn | None, with_outputs: bool
-    ) -> _Traced:
+        self, arguments: Mapping[str, Any], training: bool, settings: Settings, loss_fn: LossFn | None,
+        with_outputs: bool,
+    ) -> _Traced:  # fmt: skip
         start_s = time.perf_counter()
-        with _mode(self.model, training):
+        with in_modes(self.model, training, settings):
             around = WithLossAndOutputs if with_outputs else WithLoss
             model = self.model if loss_fn is None else around(self.model, loss_fn)
             flat = flatten_call(arguments)
             if self.options.local_batch:
                 arguments = all_ranks_call(arguments, flat, self.mesh.row_ranks)
             traced = prepare(model, arguments, written=self.written, precision=self.precision).without_values()
+        if settings != self._model_settings:  # the plan was made for other operators
+            traced = replace(traced, mode=f"{traced.mode}+{digest(settings)}")
         self._check_written(traced)
         if self._plan is None:
             self._plan = make_plan(model, traced, self.mesh, self.options)
@@ -271,19 +277,6 @@ class Compiler:
                 )
             traced.programs[purpose] = replace(program, row_inputs=traced.row_inputs)
         return traced.programs[purpose]
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in train or eval mode, and as it was afterwards."""
-    before = {module: module.training for module in model.modules()}
-    if model.training != training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, was in before.items():
-            module.training = was
 
 
 def _no_scalar(loss_fn: Callable[..., Tensor] | None, traced: Trace) -> InputError | None:

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim.swa_utils import AveragedModel, update_bn
 
 import autopart
 from autopart.errors import AutopartError, UsageError
@@ -98,11 +97,6 @@ def norm_of_the_originals(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def eval_of_a_layer(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
-    pm.train()
-    pm.norm.eval()
-
-
 def other_weights(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
     functional_call(pm, {name: p * 2 for name, p in pm.named_parameters()}, (x,))
 
@@ -135,10 +129,6 @@ def compiled(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
     autopart.plan(torch.compile(copy.deepcopy(model)), "dp2", example_kwargs={"x": x})
 
 
-def average_of_statistics(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
-    update_bn([x], AveragedModel(pm))
-
-
 REFUSED: dict[Callable[..., None], str] = {
     step_of_an_older_optimizer: """SGD.step() on the model's own parameters would change nothing: Critic is partitioned
   why    the partitioned model has parameters of its own, and only they have gradients
@@ -146,18 +136,12 @@ REFUSED: dict[Callable[..., None], str] = {
     norm_of_the_originals: """clip_grad_norm_ on the model's own parameters would change nothing: Critic is partitioned
   why    the partitioned model has parameters of its own, and only they have gradients
   try    make the optimizer after parallelize(): torch.optim.AdamW(pm.parameters())""",
-    eval_of_a_layer: """eval() of a layer of a partitioned model would change nothing
-  why    the model is traced as a whole, in one mode or with the modes that its layers had
-  try    set it on the model before parallelize(): model.layer.eval(); or pm.eval() for all""",
     other_weights: """this call is made with another tensor for 'up.weight'
-  why    functional_call or an assignment replaced the parameter, and the program reads its own
+  why    functional_call or an assignment replaced it, and the program reads its own
   try    pm.load_state_dict(...) changes values; differentiate through updates on the model itself""",
     ddp_around: """DistributedDataParallel around a partitioned model
-  why    it would give every rank the first one's shards
-  try    an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself""",
-    average_of_statistics: """update_bn() of a partitioned model would change nothing
-  why    it looks for BatchNorm layers, and a partitioned model has parameters and buffers alone
-  try    model.load_state_dict(average.module.full_state_dict()); update_bn(loader, model)""",
+  why    it would take this rank's shards for full parameters
+  try    an axis dp: parallelize(model, 'dp2,tp2') sums gradients itself; zero=3 is FSDP""",
     twice: """the model is partitioned already
   why    it is what parallelize() returned, not a model
   try    give the model itself; pm.plan has the plan of this one""",
@@ -196,14 +180,13 @@ def test_uses_that_would_change_nothing_are_refused(mesh):
 
 
 def modes_and_weights(mesh: str) -> None:
-    """Layers that were in eval mode stay so; weights that are loaded back bring no warning."""
+    """Layers that were in eval mode stay so until `train()`; weights that are loaded back bring no warning."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double()
     model[1].eval()
     plain, x = copy.deepcopy(model), torch.randn(8, 8).double()
     pm = autopart.parallelize(model, mesh, example_kwargs={"input": x})
-    for change in (pm.train, pm.eval, pm.train):
-        change()
+    assert pm.training and not pm[1].training
     torch.testing.assert_close(pm.step(x, loss_fn=F.mse_loss, target=x[:, :4]), F.mse_loss(plain(x), x[:, :4]).detach())
     torch.optim.SGD(pm.parameters(), 0.1).step()
     with warnings.catch_warnings():
