@@ -63,6 +63,7 @@ def _exchanged(function: Any, code: Callable[..., Any], names: Mapping[str, Any]
     """Gives a function another code, and returns one that has its own; `names` are what that one finds by them."""
     scope = {**function.__globals__, **names}
     original = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
     function.__signature__ = inspect.signature(function)
     function.__code__ = code.__code__
     return original

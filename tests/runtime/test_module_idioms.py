@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import autopart
-from autopart.errors import MissingAttribute, UsageError
+from autopart.errors import UsageError
 
 MESHES = ("tp2", "dp2", "pp2")
 
@@ -295,7 +295,7 @@ def thawed_on_one_stage(mesh):
 
 def test_what_is_wrong_on_one_rank_is_told_on_all():
     texts = run(thawed_on_one_stage, "pp2")
-    assert texts[0] == texts[1] and "rank 1: step(" in texts[0]
+    assert texts[0] == texts[1]
     assert "'head.weight' was frozen when the model was traced" in texts[0]
 
 
@@ -318,8 +318,8 @@ def conversions(mesh):
         pm.bfloat16,
         lambda: pm.to(torch.float32),
         lambda: pm.to("meta"),
-        lambda: pm.to_empty(device="cpu"),
     )
+    assert told(lambda: pm.to_empty(device="cpu")) == "to_empty() of a partitioned model would lose its values"
     texts = {told(use) for use in (*uses, lambda: nn.ModuleList([pm]).half())}
     pm.step(**batch())
     return texts
