@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class Idioms(StandIn):
     def _begin_layers(self, source: Source) -> None:
         """Have a branch for each layer of the model, with the layer's mode."""
         modes = LayerModes(source)
-        self._slots: list[tuple[str, dict[str, Any], str, Any]] = []
+        self._slots: tuple[list[str], list[dict[str, Any]], list[str], list[Any]] = ([], [], [], [])
         self._stand_for("", source.model, modes)
         modes.attach(self)
         add_layers(self, modes)
@@ -41,34 +42,39 @@ class Idioms(StandIn):
     def _register(self, model: nn.Module, stored_names: Mapping[str, str]) -> None:
         """Have this rank's parameters under all their names, in the model's order: an optimizer counts them so."""
         add_layers(self, self._modes)
-        self._slots = []
+        self._slots = ([], [], [], [])
         for name, _ in model.named_parameters(remove_duplicate=False):
             parameter = self._local_parameters.get(stored_names.get(name, ""))
             if parameter is not None:
                 parent, last = holder(self, name)
                 if parent._parameters.get(last) is None:
                     parent._parameters[last] = parameter
-                self._slots.append((name, parent._parameters, last, parent._parameters[last]))
-        for name, buffer in self._local_buffers.items():
+                self._add_slot(name, parent._parameters, last)
+        for name in self._local_buffers:
             parent, last = holder(self, name)
-            self._slots.append((name, parent._buffers, last, buffer))
+            self._add_slot(name, parent._buffers, last)
 
     def _register_buffer(self, name: str, buffer: Tensor, persistent: bool) -> None:
         parent, last = holder(self, name)
         parent._buffers[last] = self._local_buffers[name] = buffer
         if not persistent:
             parent._non_persistent_buffers_set.add(last)
-        self._slots.append((name, parent._buffers, last, buffer))
+        self._add_slot(name, parent._buffers, last)
+
+    def _add_slot(self, name: str, registered: dict[str, Any], key: str) -> None:
+        for column, entry in zip(self._slots, (name, registered, key, registered[key]), strict=True):
+            column.append(entry)  # type: ignore[attr-defined]
 
     def _check_registered(self) -> None:
         """Raises UsageError if a parameter or buffer was replaced, as `torch.func.functional_call` does for a call."""
-        for name, registered, key, tensor in self._slots:
-            if registered.get(key) is not tensor:
-                raise UsageError(
-                    f"this call is made with another tensor for '{name}'",
-                    why="functional_call or an assignment replaced it, and the program reads its own",
-                    hint="pm.load_state_dict(...) changes values; differentiate through updates on the model itself",
-                )
+        names, registered, keys, tensors = self._slots
+        if not all(map(is_, map(dict.get, registered, keys), tensors)):
+            are_same = list(map(is_, map(dict.get, registered, keys), tensors))
+            raise UsageError(
+                f"this call is made with another tensor for '{names[are_same.index(False)]}'",
+                why="functional_call or an assignment replaced it, and the program reads its own",
+                hint="pm.load_state_dict(...) changes values; differentiate through updates on the model itself",
+            )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Do nothing for the dtype and device that the module has, however they are spelled; else raise UsageError."""
