@@ -32,7 +32,7 @@ from autopart.plans.plan import Plan
 from autopart.recipe import class_of, find_loss, make_plan, plan_outputs, prepare, problem_of, written
 from autopart.tracing.ambient import traced_apart, without_inference
 from autopart.tracing.calls import MAX_CALLS, Recent, call_key, warn_of_copies, warn_of_many
-from autopart.tracing.layer_settings import NO_SETTINGS, Settings, digest, in_modes, settings_of
+from autopart.tracing.layer_settings import NO_SETTINGS, Settings, digest, in_modes, settings_of, with_values
 from autopart.tracing.own_rows import all_ranks_call, are_rows
 from autopart.tracing.skeleton import Source
 from autopart.tracing.trace import (
@@ -161,7 +161,8 @@ class Compiler:
             arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, arguments)
         if loss_fn is not None:
             arguments = {"target": target, "call": arguments}
-        traced, call = self._find(arguments, training, settings, loss_fn, purpose == "step_outputs")
+        with with_values(self.model, settings):
+            traced, call = self._find(arguments, training, settings, loss_fn, purpose == "step_outputs")
         if torch.is_grad_enabled() or purpose != "forward":
             self._last = traced
         program = self._write(traced, purpose)

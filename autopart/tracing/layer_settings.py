@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+_MISSING = object()
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -62,32 +63,41 @@ def settings_of(model: nn.Module) -> Settings:
 
 
 @contextmanager
-def in_modes(model: nn.Module, training: bool, settings: Settings) -> Iterator[None]:
-    """Inside, the layers of a model have these modes and attributes, and afterwards those that they had before."""
-    layers = dict(model.named_modules())
-    before = {path: plain_attributes(layer) for path, layer in layers.items()}
-    others = set(settings.layers)
+def with_values(model: nn.Module, settings: Settings) -> Iterator[None]:
+    """Inside, the layers of a model have these attributes, in their own modes."""
+    before = []
     try:
-        for path, layer in layers.items():
-            layer.training = training != (path in others)
         for path, name, _, value in settings.values:
-            vars(layers[path])[name] = value
+            attributes = vars(model.get_submodule(path))
+            before.append((attributes, name, attributes.get(name, _MISSING)))
+            attributes[name] = value
         yield
     finally:
-        for path, layer in layers.items():
-            vars(layer)["training"] = before[path]["training"]
-        for path, name, _, _ in settings.values:
-            _restore(vars(layers[path]), name, before[path])
+        for attributes, name, value in reversed(before):
+            if value is _MISSING:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
+
+
+@contextmanager
+def in_modes(model: nn.Module, training: bool, settings: Settings) -> Iterator[None]:
+    """Inside, the layers of a model have these modes and attributes, and afterwards those that they had before."""
+    layers, others = dict(model.named_modules()), set(settings.layers)
+    before = {path: layer.training for path, layer in layers.items()}
+    with with_values(model, settings):
+        try:
+            for path, layer in layers.items():
+                layer.training = training != (path in others)
+            yield
+        finally:
+            for path, layer in layers.items():
+                layer.training = before[path]
 
 
 def restore_attributes(layer: nn.Module, before: dict[str, Any]) -> None:
     """Undo changes of the plain attributes of a layer since `before`, which `plain_attributes` returned."""
-    for name in {*plain_attributes(layer), *before}:
-        _restore(vars(layer), name, before)
-
-
-def _restore(attributes: dict[str, Any], name: str, before: dict[str, Any]) -> None:
-    if name in before:
-        attributes[name] = before[name]
-    else:
-        attributes.pop(name, None)
+    attributes = vars(layer)
+    for name in plain_attributes(layer).keys() - before.keys():
+        del attributes[name]
+    attributes.update(before)

@@ -63,7 +63,7 @@ class Idioms(StandIn):
 
     def _add_slot(self, name: str, registered: dict[str, Any], key: str) -> None:
         for column, entry in zip(self._slots, (name, registered, key, registered[key]), strict=True):
-            column.append(entry)  # type: ignore[attr-defined]
+            column.append(entry)
 
     def _check_registered(self) -> None:
         """Raises UsageError if a parameter or buffer was replaced, as `torch.func.functional_call` does for a call."""

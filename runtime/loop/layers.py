@@ -132,7 +132,7 @@ class Branch(StandIn):
     def _set_class(self, kind: type) -> NoReturn:
         _refuse_change("another class for a layer")
 
-    __class__ = property(_get_class, _set_class)  # type: ignore[assignment]
+    __class__ = property(_get_class, _set_class)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError("a layer of a partitioned model cannot be called alone",
@@ -291,11 +291,11 @@ def item_of(module: StandIn, index: Any) -> Any:
     raise IndexError(f"no layer {index!r}; the model has {', '.join(items) or 'none'} in it")
 
 
-def _items(module: nn.Module) -> dict[str, Any]:
+def _items(module: StandIn) -> dict[str, Any]:
     """Return the layers of a container, or its parameters if it is a container of parameters."""
-    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
-        names = module._modes.layer(module._path)._parameters
-        return {name: getattr(module, name) for name in names}
+    layer = module._modes.layer(module._path)
+    if isinstance(layer, (nn.ParameterList, nn.ParameterDict)):
+        return {name: getattr(module, name) for name in layer._parameters}
     return {name: child for name, child in module._modules.items() if child is not None}
 
 
