@@ -17,7 +17,7 @@ from autopart.runtime.loop.conversions import refuse_conversion, spelled_as
 from autopart.runtime.loop.layer_modes import LayerModes
 from autopart.tracing.layer_settings import in_modes, is_plain
 
-_OWN_METHODS = {"reset_running_stats": nn.modules.batchnorm._NormBase.reset_running_stats}
+_OWN_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
 """Methods of torch's layers that are right on a branch: they write buffers alone, and every rank has full buffers."""
 
 
