@@ -17,6 +17,7 @@ from autopart.runtime.loop.conversions import refuse_conversion, spelled_as
 from autopart.runtime.loop.layer_modes import LayerModes
 from autopart.tracing.layer_settings import in_modes, is_plain
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _OWN_METHODS = {"reset_running_stats": nn.BatchNorm1d.reset_running_stats}
 """Methods of torch's layers that are right on a branch: they write buffers alone, and every rank has full buffers."""
 
@@ -84,6 +85,12 @@ class StandIn(nn.Module):
         if "_modes" in self.__dict__ and name not in self.__dict__ and self._is_of_model(name):
             _refuse_change(f"deleting '{name}'")
         super().__delattr__(name)
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        _refuse_change(f"setting [{index!r}]")
+
+    def __delitem__(self, index: Any) -> NoReturn:
+        _refuse_change(f"deleting [{index!r}]")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Raises UsageError, unless the module has this name here already."""
@@ -315,6 +322,11 @@ def attribute_of(layer: nn.Module, name: str, spoken: str = "model") -> Any:
             return static
     if name.startswith("_"):
         raise AttributeError(f"'{kind}' object has no attribute '{name}'")
+    if callable(static) and isinstance(layer, _CONTAINERS):
+        raise MissingAttribute(
+            f"a partitioned {kind} has no {name}()", why="the program was traced with the layers that the model had",
+            hint="change the model before parallelize()",
+        )  # fmt: skip
     if callable(static) and not isinstance(static, nn.Module):
         raise MissingAttribute(
             f"a partitioned model has no {name}()",

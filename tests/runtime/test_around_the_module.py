@@ -185,6 +185,14 @@ def a_list_for_a_number(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) ->
     pm.norm.eps = [1e-5]
 
 
+def a_layer_appended(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    autopart.parallelize(nn.Sequential(model), str(pm.mesh), example_args=(x,)).append(nn.ReLU())
+
+
+def a_layer_set_by_number(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
+    pm.up[0] = nn.Linear(2, 2)
+
+
 def a_layer_deleted(model: nn.Module, pm: Any, optimizer: Any, x: Tensor) -> None:
     del pm.norm
 
@@ -238,6 +246,7 @@ REFUSED: dict[Callable[..., None], str] = {
     a_buffer_replaced: f"setting 'offset' {CHANGED}",
     another_parameter: f"register_parameter() {CHANGED}",
     a_list_for_a_number: f"setting 'eps' {CHANGED}",
+    a_layer_set_by_number: f"setting [0] {CHANGED}",
     a_layer_deleted: f"deleting 'norm' {CHANGED}",
     another_class: f"another class for a layer {CHANGED}",
     a_parameter_deleted: f"deleting 'weight' {CHANGED}",
@@ -255,6 +264,9 @@ REFUSED: dict[Callable[..., None], str] = {
     other_buffers: """this call is made with another tensor for 'offset'
   why    functional_call or an assignment replaced it, and the program reads its own
   try    pm.load_state_dict(...) changes values; differentiate through updates on the model itself""",
+    a_layer_appended: """a partitioned Sequential has no append()
+  why    the program was traced with the layers that the model had
+  try    change the model before parallelize()""",
     a_layer_pickled: """a layer of a partitioned model cannot be pickled
   why    it holds the tensors of this rank
   try    torch.save(pm.full_state_dict(), path)""",
